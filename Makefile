@@ -1,0 +1,74 @@
+# make demo    set up .venv, then train, kill, resume and look at a store
+# make test    the tests (make soak: the slow ones)
+# make check   lint, format, types, layers
+# make bench   casnap beside its peers and the limits of this machine
+# make docs    run the examples of README.md and docs/
+# make format  rewrite the files as `make check` wants them
+# make clean   remove what was built (make distclean: .venv too)
+#
+# PYTHON=python3.12 chooses the interpreter that .venv is made from.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+STAMP := $(VENV)/.set-up
+BENCH_STAMP := $(VENV)/.set-up-bench
+SOAK_TIMEOUT ?= 3600
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help set-up demo test soak check format bench docs clean distclean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^$$/q'
+
+set-up: $(STAMP)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo 'casnap needs Python 3.10 or newer: make PYTHON=/path/to/python3' >&2; exit 1; }
+	@rm -f $(STAMP) $(BENCH_STAMP)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# constraints.txt keeps every version where it was tested; without it pip takes the newest torch.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'Setting up $(VENV); the first time downloads torch and takes a few minutes.'
+	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(BENCH_STAMP): $(STAMP)
+	$(PIP_INSTALL) --editable '.[bench]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/casnap demo ./demo-store
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m slow --timeout $(SOAK_TIMEOUT)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict casnap
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(BENCH_STAMP)
+	$(BIN)/python -m tools.bench
+
+docs: $(STAMP)
+	$(BIN)/python -m pytest tests/test_readme.py
+
+clean:
+	rm -rf demo-store build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find casnap tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,22 @@
+"""A content-addressed, deduplicating checkpoint store for PyTorch."""
+
+from __future__ import annotations
+
+from casnap import errors
+from casnap.errors import CasnapError
+from casnap.snapshot import PendingSnapshot, Snapshot
+from casnap.state import RNGState, StateDict, Stateful
+from casnap.store import Store
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CasnapError",
+    "PendingSnapshot",
+    "RNGState",
+    "Snapshot",
+    "StateDict",
+    "Stateful",
+    "Store",
+    "errors",
+]

@@ -1,0 +1,83 @@
+"""What casnap asks of the place where objects live."""
+
+from __future__ import annotations
+
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from casnap.errors import BackendError, CasnapError, StorageFullError
+
+
+class Backend(ABC):
+    """Objects by key, in folders, one level of names listed at a time.
+
+    - Keys are relative, ``/``-separated, and never climb out.
+    - An object is whole or absent: a reader never sees part of one that is being written.
+    - ``write`` and ``put_if_absent`` are durable once :meth:`sync` has returned.
+    - Nothing is retried here; what the backend calls transient is raised as any failure.
+    - A missing object raises ``FileNotFoundError``; all else a :class:`BackendError`.
+
+    Attributes:
+        uri: Where this is, as the user would write it.
+    """
+
+    uri: str
+
+    @abstractmethod
+    def write(self, key: str, content: memoryview | bytes) -> None:
+        """Create an object under a key that nobody else writes."""
+
+    @abstractmethod
+    def put_if_absent(self, key: str, content: bytes) -> bool:
+        """Create an object unless the key is taken; return whether it was created."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Make everything that was written durable."""
+
+    @abstractmethod
+    def read(self, key: str) -> bytes:
+        """Return a whole object."""
+
+    @abstractmethod
+    def read_into(self, key: str, offset: int, target: memoryview) -> int:
+        """Fill ``target`` from a run of an object; return how many bytes there were.
+
+        ``target`` should begin on a page: a backend may then read past the operating system's
+        cache.
+        """
+
+    @abstractmethod
+    def size(self, key: str) -> int:
+        """Return an object's length in bytes."""
+
+    @abstractmethod
+    def names(self, folder: str) -> list[str]:
+        """Return the names right below a folder, unsorted; empty where there is none."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove an object; one that is not there is no error."""
+
+    def mark(self, key: str, content: bytes | None) -> None:  # noqa: B027 - nothing by default
+        """Put, or with None remove, a file that tells people what is here; never read as truth."""
+
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Turn the operating system's errors into casnap's, but for a missing object."""
+    try:
+        yield
+    except (FileNotFoundError, CasnapError):
+        raise
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StorageFullError(
+                f"no space left to write {what}; earlier snapshots are whole. "
+                "Free some space, then take again"
+            ) from e
+        if e.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise BackendError(f"{what}: {e.strerror}; is the store writable for this user?") from e
+        raise BackendError(f"{what}: {e.strerror or e}") from e

@@ -1,0 +1,235 @@
+"""Objects as files of a local file system, each step durable, creation atomic by ``link``."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import threading
+from pathlib import Path
+
+from casnap.backends.base import Backend, translated
+from casnap.buffers import PAGE, address_of
+
+_DIRECT = getattr(os, "O_DIRECT", 0)
+# Below this, going through the page cache costs less than going around it.
+_DIRECT_WRITE_BYTES = 1 << 20
+_DIRECT_READ_BYTES = 16 << 20
+
+
+class LocalBackend(Backend):
+    """A folder of a local file system.
+
+    Large aligned writes and cold reads go around the page cache where the file system lets them:
+    that is faster, and leaves the cache to the training data. Modes and group follow the folder,
+    so that a shared store stays shared.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.uri = str(folder)
+        self._unsynced: set[Path] = set()
+        self._lock = threading.Lock()
+
+    def write(self, key: str, content: memoryview | bytes) -> None:
+        """Write a file of its own name: under ``tmp/``, synced, then linked into place."""
+        if not self._link(key, content):
+            raise FileExistsError(errno.EEXIST, f"{self.uri}/{key} exists already")
+
+    def put_if_absent(self, key: str, content: bytes) -> bool:
+        """Create a file by ``link``, which fails where the name exists."""
+        created = self._link(key, content)
+        if created:
+            self.sync()
+        return created
+
+    def _link(self, key: str, content: memoryview | bytes) -> bool:
+        target = self.folder / key
+        with translated(f"{self.uri}/{key}"):
+            self._make_folder(self.folder / "tmp")
+            self._make_folder(target.parent)
+            temporary = self.folder / "tmp" / secrets.token_hex(12)
+            try:
+                self._write_file(temporary, content)
+                try:
+                    os.link(temporary, target)
+                except FileExistsError:
+                    return False
+            finally:
+                temporary.unlink(missing_ok=True)
+        with self._lock:
+            self._unsynced.add(target.parent)
+        return True
+
+    def _make_folder(self, folder: Path) -> None:
+        if folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        like = self.folder.stat()
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            return
+        folder.chmod(stat.S_IMODE(like.st_mode))
+        _follow_group(folder, like.st_gid)
+        with self._lock:
+            self._unsynced.add(folder.parent)
+
+    def _write_file(self, path: Path, content: memoryview | bytes) -> None:
+        like = self.folder.stat()
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        try:
+            view, start = memoryview(content), 0
+            if _DIRECT and len(view) >= _DIRECT_WRITE_BYTES and not view.readonly:
+                start = _write_direct(fd, view)
+            while start < len(view):
+                start += os.pwrite(fd, view[start:], start)
+            os.fchmod(fd, like.st_mode & 0o666)
+            if like.st_gid != os.getegid():
+                _follow_group(fd, like.st_gid)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def sync(self) -> None:
+        """Make the names of new files durable."""
+        with self._lock:
+            folders, self._unsynced = self._unsynced, set()
+        for folder in folders:
+            with translated(str(folder)):
+                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+
+    def read(self, key: str) -> bytes:
+        """Return a whole file."""
+        with translated(f"{self.uri}/{key}"):
+            return (self.folder / key).read_bytes()
+
+    def read_into(self, key: str, offset: int, target: memoryview) -> int:
+        """Read from the page cache what is there; the rest of a large read goes around it."""
+        with translated(f"{self.uri}/{key}"):
+            fd = os.open(self.folder / key, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if len(target) < _DIRECT_READ_BYTES or not _DIRECT:
+                    return _read_buffered(fd, target, offset, 0)
+                done = _read_cached(fd, target, offset)
+                done = _read_direct(fd, target, offset, done)
+                return _read_buffered(fd, target, offset, done)
+            finally:
+                os.close(fd)
+
+    def size(self, key: str) -> int:
+        """Return a file's length."""
+        with translated(f"{self.uri}/{key}"):
+            return (self.folder / key).stat().st_size
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a folder."""
+        with translated(f"{self.uri}/{folder}"):
+            try:
+                return os.listdir(self.folder / folder)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def delete(self, key: str) -> None:
+        """Unlink a file."""
+        with translated(f"{self.uri}/{key}"):
+            (self.folder / key).unlink(missing_ok=True)
+
+    def mark(self, key: str, content: bytes | None) -> None:
+        """Put or remove a marker file, and folders that it leaves empty."""
+        path = self.folder / key
+        with translated(str(path)):
+            if content is not None:
+                self._make_folder(path.parent)
+                path.write_bytes(content)
+                return
+            path.unlink(missing_ok=True)
+            for folder in path.parents:
+                if folder == self.folder:
+                    break
+                try:
+                    folder.rmdir()
+                except OSError:
+                    break
+
+
+def _follow_group(where: Path | int, gid: int) -> None:
+    try:
+        os.chown(where, -1, gid)
+    except PermissionError:
+        # Not a member of that group: the file stays readable as its mode says.
+        return
+
+
+def _write_direct(fd: int, view: memoryview) -> int:
+    """Write the whole pages of an aligned view around the page cache; return how many bytes."""
+    whole = len(view) // PAGE * PAGE
+    if address_of(view) % PAGE:
+        return 0
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    start = 0
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT)
+        while start < whole:
+            start += os.pwrite(fd, view[start:whole], start)
+            if start % PAGE:
+                break
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return start
+
+
+def _read_cached(fd: int, target: memoryview, offset: int) -> int:
+    """Read what the page cache holds of the beginning of a run; return how many bytes."""
+    if not hasattr(os, "preadv") or not hasattr(os, "RWF_NOWAIT"):
+        return 0
+    done = 0
+    try:
+        while done < len(target):
+            n = os.preadv(fd, [target[done:]], offset + done, os.RWF_NOWAIT)
+            if n == 0:
+                break
+            done += n
+    except OSError as e:
+        if e.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    return done
+
+
+def _read_direct(fd: int, target: memoryview, offset: int, done: int) -> int:
+    """Go on reading around the page cache, whole pages only; return how many bytes there are."""
+    done = done // PAGE * PAGE
+    whole = len(target) // PAGE * PAGE
+    if (offset + done) % PAGE or address_of(target) % PAGE:
+        return done
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _DIRECT)
+        while done < whole:
+            n = os.preadv(fd, [target[done:whole]], offset + done)
+            done += n
+            if n == 0 or n % PAGE:
+                break
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_DIRECT)
+    return done
+
+
+def _read_buffered(fd: int, target: memoryview, offset: int, done: int) -> int:
+    while done < len(target):
+        n = os.preadv(fd, [target[done:]], offset + done)
+        if n == 0:
+            break
+        done += n
+    return done

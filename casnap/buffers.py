@@ -1,0 +1,120 @@
+"""Page-aligned host memory, kept warm and used again.
+
+Fresh pages are the hidden cost of copying: the kernel zeroes each one first, which is several
+times slower than the copy itself. So slots are kept for the life of the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PAGE = 4096
+SLOT_BYTES = 48 << 20
+SLOTS = 6
+
+
+class Slot:
+    """A run of page-aligned anonymous memory.
+
+    Attributes:
+        view: The memory, writable.
+        pinned: Whether a GPU driver has registered it.
+    """
+
+    __slots__ = ("_memory", "pinned", "view")
+
+    def __init__(self, nbytes: int) -> None:
+        # Private: after a fork, parent and child must not write into each other's slots.
+        self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self._memory)
+        self.pinned = False
+
+
+class Pool:
+    """A bounded set of equal slots, the warmest handed out first."""
+
+    def __init__(self, slot_bytes: int, limit: int | None) -> None:
+        self.slot_bytes = slot_bytes
+        self.limit = limit
+        self._made = 0
+        self._free: list[Slot] = []
+        self._changed = threading.Condition()
+
+    def acquire(self, *, wait: bool = True) -> Slot | None:
+        """Return a slot, waiting for one where all are in use; None if not to wait."""
+        with self._changed:
+            while not self._free:
+                if self.limit is None or self._made < self.limit:
+                    self._made += 1
+                    return Slot(self.slot_bytes)
+                if not wait:
+                    return None
+                self._changed.wait()
+            return self._free.pop()
+
+    def take(self) -> Slot:
+        """Return a slot, waiting for one where all are in use."""
+        slot = self.acquire()
+        assert slot is not None
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        """Give a slot back."""
+        with self._changed:
+            self._free.append(slot)
+            self._changed.notify()
+
+    @contextmanager
+    def lease(self) -> Iterator[Slot]:
+        """Hold a slot for a block of code."""
+        slot = self.take()
+        try:
+            yield slot
+        finally:
+            self.release(slot)
+
+
+_pools: dict[int, Pool] = {}
+_lock = threading.Lock()
+
+
+def shared_pool(at_least: int) -> Pool:
+    """Return the process's pool of slots that hold ``at_least`` bytes each."""
+    nbytes = max(SLOT_BYTES, -(-at_least // PAGE) * PAGE)
+    with _lock:
+        return _pools.setdefault(nbytes, Pool(nbytes, SLOTS))
+
+
+def _forget_after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _pools.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def view_at(address: int, nbytes: int) -> memoryview:
+    """Return the bytes at an address as a view; whoever calls keeps their owner alive."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def address_of(view: memoryview) -> int:
+    """Return where a writable view begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def copy(target: memoryview, source: memoryview | bytes) -> None:
+    """Copy bytes, without the GIL where there are many of them."""
+    n = len(source)
+    if n < 32 << 10 or not isinstance(source, memoryview) or source.readonly:
+        target[:n] = source
+    else:
+        ctypes.memmove(address_of(target), address_of(source), n)

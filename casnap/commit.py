@@ -1,0 +1,214 @@
+"""Making a change to a store stand: packs, then segments, then the root that names them.
+
+The protocol, and the argument for it, are in ``docs/format.md``. In short: a writer bases itself
+on root ``n`` and may rely only on packs that are live in ``n``; it publishes root ``m + 1`` if
+nobody raised the fence past ``n`` and everything that it relied on is still there in ``m``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from casnap.buffers import shared_pool
+from casnap.codec import Codec
+from casnap.digest import Digest, digest_of
+from casnap.errors import FencedError
+from casnap.format import (
+    NodeRef,
+    PackId,
+    Record,
+    Root,
+    Row,
+    Segment,
+    SegmentId,
+    SegmentRef,
+    encode_segment,
+    segment_key,
+)
+from casnap.index import View
+from casnap.manifest import Tree
+from casnap.objects import Objects
+from casnap.pack import CHUNKS, NODES, PackWriter, new_id
+from casnap.pipeline import Crew
+from casnap.roots import put_root
+
+_MERGE_AT = 8
+_MERGE_MOST = 1 << 20
+
+Changes = Mapping[str, Row | None]
+"""Rows of the table to set, or (None) to remove."""
+
+
+class Transaction:
+    """One change to a store, from the root that it is based on to the root that it publishes.
+
+    Args:
+        objects: The store.
+        crew: Whom the background threads belong to.
+        codec: How new chunks are stored.
+
+    Attributes:
+        base: The index as the root sees it that this change is based on.
+        commit: The id that tells the own root from others.
+    """
+
+    def __init__(self, objects: Objects, crew: Crew, codec: Codec = Codec.RAW) -> None:
+        self._objects = objects
+        self.base: View = objects.view()
+        self.commit = os.urandom(16)
+        pool = shared_pool(objects.config.chunk_size + (64 << 10))
+        seq = self.base.root.seq
+        self._chunks = PackWriter(objects.backend, seq, CHUNKS, pool, crew, codec)
+        self._nodes = PackWriter(objects.backend, seq, NODES, pool, crew, codec)
+        self._fresh: list[tuple[Digest, bytes]] = []
+        self._relied: set[PackId] = set()
+        self._claimed: set[Digest] = set()
+        self._lock = threading.Lock()
+        self._tried = False
+
+    @property
+    def new_bytes(self) -> int:
+        """Bytes of chunks and nodes that were new, as stored."""
+        return self._chunks.stored_bytes + self._nodes.stored_bytes
+
+    def add_chunks(self, chunks: list[tuple[Digest, memoryview | bytes]]) -> None:
+        """Store those chunks that are in no live pack; rely on the others."""
+        new = self._unknown([d for d, _ in chunks])
+        if new:
+            self._chunks.add([(d, raw) for d, raw in chunks if d in new and not new.pop(d)])
+
+    def _unknown(self, digests: list[Digest]) -> dict[Digest, bool]:
+        """Rely on what is there; claim, and return, what nobody wrote yet."""
+        found = self._objects.index.find(self.base, digests)
+        new: dict[Digest, bool] = {}
+        with self._lock:
+            for digest, places in zip(digests, found, strict=True):
+                if places:
+                    self._relied.add(PackId(places[0].pack))
+                elif digest not in self._claimed:
+                    self._claimed.add(digest)
+                    new[digest] = False
+        return new
+
+    def put_node(self, node: bytes) -> Digest:
+        """Store a tree node, or a list of digests, if it is new."""
+        digest = digest_of(node)
+        if self._unknown([digest]):
+            self._add_node(digest, node)
+        return digest
+
+    def _put_table_node(self, node: bytes) -> Digest:
+        """Store a node of the table, whatever the base holds: the table follows the newest root."""
+        digest = digest_of(node)
+        if digest not in self._claimed:
+            self._claimed.add(digest)
+            self._add_node(digest, node)
+        return digest
+
+    def _add_node(self, digest: Digest, node: bytes) -> None:
+        self._fresh.append((digest, node))
+        self._nodes.add([(digest, node)])
+
+    def publish(self, change: Callable[[Tree[Row], int], Changes]) -> Root:
+        """Commit: write what is left, then put the root; on a lost race look again and repeat.
+
+        Args:
+            change: Says which rows to set or remove, given the table as it is now and the number
+                of the root to be; raises to give up.
+
+        Raises:
+            FencedError: What was relied on has been collected.
+        """
+        self._chunks.finish()
+        self._nodes.finish()
+        while True:
+            latest = self._objects.view()
+            root = self._next_root(latest, change)
+            self._tried = True
+            if put_root(self._objects.backend, root):
+                return root
+
+    def _next_root(self, latest: View, change: Callable[[Tree[Row], int], Changes]) -> Root:
+        m = latest.root
+        lost = {p for p in self._relied if p not in latest.live and p not in m.condemned}
+        if m.fence > self.base.root.seq or lost:
+            raise FencedError(
+                "the store's garbage collector went past this take, which stood still too long; "
+                "take again"
+            )
+        table = self._objects.tree(m.table, Row)
+        new_table = table.edited(change(table, m.seq + 1), self._put_table_node)
+        self._nodes.finish()
+        return Root(
+            seq=m.seq + 1,
+            commit=self.commit,
+            time=time.time(),
+            fence=m.fence,
+            table=new_table and self.ref(new_table, m.table),
+            segments=self._segments(m),
+            condemned={p: seq for p, seq in m.condemned.items() if p not in self._relied},
+        )
+
+    def ref(self, digest: Digest, known: NodeRef | None = None) -> NodeRef:
+        """Return a node with a hint to its place."""
+        if known is not None and known.digest == digest:
+            return known
+        place = next((p for d, p in self._nodes.records if d == digest), None)
+        if place is None:
+            places = self._objects.index.find(self.base, [digest])[0]
+            place = places[0] if places else None
+        return NodeRef(digest, place)
+
+    def _segments(self, m: Root) -> tuple[SegmentRef, ...]:
+        """Write one segment of all that is new, merged with small ones, and list the live ones."""
+        packs = [*self._chunks.packs, *self._nodes.packs]
+        records: list[Record] = [*self._chunks.records, *self._nodes.records]
+        if not packs:
+            return m.segments
+        merged = _to_merge(m.segments, len(records))
+        new_packs, new_records = list(packs), list(records)
+        for ref in merged:
+            content = self._objects.index.segment(SegmentId(ref.id))
+            packs += content.packs
+            records += content.records
+        ident = SegmentId(new_id(self.base.root.seq))
+        segment = Segment(tuple(dict.fromkeys(packs)), list(dict.fromkeys(records)))
+        self._objects.backend.sync()
+        self._objects.backend.write(segment_key(ident), encode_segment(segment))
+        self._objects.backend.sync()
+        self._objects.index.learn(ident, segment.packs, new_records)
+        self._objects.index.keep_nodes(self._fresh)
+        kept = tuple(ref for ref in m.segments if ref not in merged)
+        return (*kept, SegmentRef(ident, len(segment.records)))
+
+    def close(self) -> None:
+        """Give memory back, and delete what was written if no root was ever tried."""
+        for packs in (self._chunks, self._nodes):
+            packs.close()
+            if not self._tried:
+                packs.delete_packs()
+
+
+def _to_merge(segments: tuple[SegmentRef, ...], count: int) -> list[SegmentRef]:
+    """Return the segments to merge with a new one of ``count`` records.
+
+    Whenever eight are of about one size they become one, so their number grows with the
+    logarithm of the records, and each record is written again as often.
+    """
+    merged: list[SegmentRef] = []
+    total = count
+    tier = _tier(total)
+    while True:
+        same = [s for s in segments if s not in merged and _tier(s.count) <= tier]
+        if len(same) < _MERGE_AT - 1 or total >= _MERGE_MOST:
+            return merged
+        merged += same
+        total += sum(s.count for s in same)
+        tier = max(_tier(total), tier + 1)
+
+
+def _tier(count: int) -> int:
+    return max(count.bit_length() - 6, 0) // 3

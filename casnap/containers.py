@@ -1,0 +1,411 @@
+"""Containers: the kinds there are, how one is opened into its elements, and built again.
+
+A path segment is ``str(key)`` with ``%`` as ``%25``, ``/`` as ``%2F`` and a lone surrogate as
+``%uD800``. Where two keys of one dict would share a segment, the one that is no str ends in
+``%`` and its type, as in ``1%int``: no str key can spell that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from itertools import count as count_from
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from msgspec import Struct
+
+from casnap.errors import DamagedError, UnsupportedFormatError, UnsupportedTypeError
+from casnap.format import ContainerEntry, decode, encode
+from casnap.values import (
+    MALFORMED,
+    Key,
+    find_class,
+    in_order,
+    is_packable,
+    pack_key,
+    unpack_keys,
+)
+
+# --- specs ------------------------------------------------------------------------------------
+
+
+class _Keys(Struct, frozen=True, array_like=True):
+    """Of a dict of any kind.
+
+    Attributes:
+        keys: In order.
+        factory: Name of a defaultdict's factory.
+        metadata: What nn.Module hangs on its state dict: prefix → version and the like.
+    """
+
+    keys: list[Key]
+    factory: str | None = None
+    metadata: dict[str, dict[str, bool | int | float | str | None]] | None = None
+
+
+class _Deque(Struct, frozen=True, array_like=True):
+    maxlen: int | None
+
+
+class _Named(Struct, frozen=True, array_like=True):
+    module: str
+    name: str
+    fields: tuple[str, ...]
+
+
+class _Sparse(Struct, frozen=True, array_like=True):
+    size: tuple[int, ...]
+    coalesced: bool
+    parameter: bool
+    requires_grad: bool
+
+
+_FACTORIES: dict[str, Any] = {
+    f.__name__: f for f in (list, dict, int, float, str, set, tuple, bool)
+}
+
+_SPARSE = {
+    torch.sparse_coo: ("sparse_coo", ("indices", "values")),
+    torch.sparse_csr: ("sparse_csr", ("crow_indices", "col_indices", "values")),
+    torch.sparse_csc: ("sparse_csc", ("ccol_indices", "row_indices", "values")),
+    torch.sparse_bsr: ("sparse_bsr", ("crow_indices", "col_indices", "values")),
+    torch.sparse_bsc: ("sparse_bsc", ("ccol_indices", "row_indices", "values")),
+}
+_SPARSE_KINDS = {kind: (layout, parts) for layout, (kind, parts) in _SPARSE.items()}
+
+
+# --- segments ---------------------------------------------------------------------------------
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def segment_of(key: object) -> str:
+    """Return the path segment of a key, unless another key of its dict shares it."""
+    text = key if type(key) is str else str(key)
+    if "%" in text or "/" in text:
+        text = text.replace("%", "%25").replace("/", "%2F")
+    if not text.isascii():
+        text = _SURROGATES.sub(lambda m: f"%u{ord(m[0]):04X}", text)
+    return text
+
+
+def _segments(keys: Iterable[object]) -> list[str]:
+    keys = list(keys)
+    segments = [segment_of(key) for key in keys]
+    if len(set(segments)) == len(segments):
+        return segments
+    times = Counter(segments)
+    taken = set(segments)
+    for i, key in enumerate(keys):
+        if times[segments[i]] > 1 and type(key) is not str:
+            typed = f"{segments[i]}%{type(key).__name__}"
+            # Only NaNs can share segment and type.
+            segments[i] = next(
+                s for n in count_from(1) if (s := typed if n == 1 else f"{typed}%{n}") not in taken
+            )
+            taken.add(segments[i])
+    return segments
+
+
+# --- opening ------------------------------------------------------------------------------------
+
+
+class Node(NamedTuple):
+    """A container, opened."""
+
+    kind: str
+    segments: Iterable[str]
+    children: list[Any]
+    spec: Callable[[], Struct] | None = None
+
+
+_Opener: TypeAlias = Callable[[str, Any], Node | None]
+
+
+def _open_dict(path: str, value: Any) -> Node:
+    keys, children = list(value), list(value.values())
+    return Node("dict", _segments(keys), children, lambda: _Keys(_pack(path, keys)))
+
+
+def _open_ordered(path: str, value: Any) -> Node:
+    keys, children = list(value), list(value.values())
+    metadata = _metadata_of(value)
+    return Node(
+        "OrderedDict",
+        _segments(keys),
+        children,
+        lambda: _Keys(_pack(path, keys), metadata=metadata),
+    )
+
+
+def _metadata_of(value: Any) -> dict[str, Any] | None:
+    metadata = getattr(value, "_metadata", None)
+    if not isinstance(metadata, dict) or type(metadata) not in (dict, OrderedDict):
+        return None
+    plain = {bool, int, float, str, type(None)}
+    for prefix, local in metadata.items():
+        if type(prefix) is not str or type(local) is not dict:
+            return None
+        if any(type(k) is not str or type(v) not in plain for k, v in local.items()):
+            return None
+    try:
+        encode(metadata)
+    except (OverflowError, UnicodeEncodeError):
+        return None
+    return dict(metadata)
+
+
+def _open_default(path: str, value: Any) -> Node:
+    factory = value.default_factory
+    name = None if factory is None else getattr(factory, "__name__", "")
+    if name is not None and _FACTORIES.get(name) is not factory:
+        raise UnsupportedTypeError(
+            f"{path}: a defaultdict whose factory is {factory!r} cannot be stored; use None or one "
+            f"of {', '.join(_FACTORIES)}, or store dict(value)"
+        )
+    keys, children = list(value), list(value.values())
+    return Node("defaultdict", _segments(keys), children, lambda: _Keys(_pack(path, keys), name))
+
+
+def _open_counter(path: str, value: Any) -> Node:
+    return _open_dict(path, value)._replace(kind="Counter")
+
+
+def _open_sequence(path: str, value: Any) -> Node | None:
+    if is_packable(value):
+        return None
+    return Node(type(value).__name__, map(str, range(len(value))), list(value))
+
+
+def _open_size(path: str, value: Any) -> Node:
+    return Node("size", map(str, range(len(value))), list(value))
+
+
+def _open_set(path: str, value: Any) -> Node | None:
+    if is_packable(value):
+        return None
+    return Node(type(value).__name__, map(str, range(len(value))), in_order(value))
+
+
+def _open_deque(path: str, value: Any) -> Node:
+    children = list(value)
+    return Node("deque", map(str, range(len(children))), children, lambda: _Deque(value.maxlen))
+
+
+def _open_namedtuple(path: str, value: Any) -> Node:
+    kind = type(value)
+    fields = kind._fields
+    spec = _Named(kind.__module__, kind.__qualname__, fields)
+    return Node("namedtuple", _segments(fields), list(value), lambda: spec)
+
+
+def open_sparse(path: str, value: torch.Tensor) -> Node | None:
+    """Return a sparse tensor as a container of its parts, or None where it is of no such layout."""
+    kind, parts = _SPARSE.get(value.layout, ("", ()))
+    if not kind or value.is_nested:
+        return None
+    plain = value.detach()
+    is_coo = kind == "sparse_coo"
+    # An uncoalesced tensor answers under the private names alone.
+    children = [getattr(plain, f"_{part}" if is_coo else part)() for part in parts]
+    spec = _Sparse(
+        tuple(value.shape),
+        is_coo and value.is_coalesced(),
+        isinstance(value, torch.nn.Parameter),
+        value.requires_grad,
+    )
+    return Node(kind, parts, children, lambda: spec)
+
+
+_OPENERS: dict[type, _Opener] = {
+    dict: _open_dict,
+    OrderedDict: _open_ordered,
+    defaultdict: _open_default,
+    Counter: _open_counter,
+    list: _open_sequence,
+    tuple: _open_sequence,
+    set: _open_set,
+    frozenset: _open_set,
+    deque: _open_deque,
+    torch.Size: _open_size,
+}
+
+
+def _pack(path: str, keys: list[Any]) -> list[Key]:
+    packed = []
+    for key in keys:
+        try:
+            packed.append(pack_key(key))
+        except UnsupportedTypeError as e:
+            raise UnsupportedTypeError(
+                f"{path}: the key {key!r:.80} of type {e} cannot be stored; use str, int, bool, "
+                "float, complex, bytes, None, torch.dtype, or tuples of those"
+            ) from None
+    return packed
+
+
+def _is_namedtuple(value: object) -> bool:
+    fields = getattr(type(value), "_fields", None)
+    return (
+        isinstance(value, tuple)
+        and type(fields) is tuple
+        and len(fields) == len(value)
+        and all(type(f) is str and f.isidentifier() for f in fields)
+    )
+
+
+def open_container(path: str, value: Any) -> Node | None:
+    """Return a container's elements and their segments, or None where a value is a leaf.
+
+    Raises:
+        UnsupportedTypeError: A container that cannot be stored.
+    """
+    opener = _OPENERS.get(type(value))
+    if opener is not None:
+        return opener(path, value)
+    return _open_namedtuple(path, value) if _is_namedtuple(value) else None
+
+
+# --- building -----------------------------------------------------------------------------------
+
+Build: TypeAlias = Callable[[list[Any]], Any]
+
+
+def reopen(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[str], Build]:
+    """Return the segments of a container's elements, and what builds it from those.
+
+    Raises:
+        DamagedError: The spec is not what was written.
+        UnsupportedFormatError: The kind is one that a newer version wrote.
+    """
+    reader = _READERS.get(entry.kind)
+    if reader is None:
+        raise UnsupportedFormatError(
+            f"{path} is a container of the unknown kind {entry.kind[:40]!r}; update casnap"
+        )
+    segments, build = reader(f"the spec of {path}", entry, spec)
+    if segments is None:
+        return map(str, range(entry.count)), build
+    if len(segments) != entry.count:
+        raise DamagedError(f"{path} has {entry.count} elements, but not their keys", (path,))
+    return segments, build
+
+
+_Reader: TypeAlias = Callable[[str, ContainerEntry, bytes], tuple[list[str] | None, Build]]
+
+
+def _read_dict(what: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
+    spec = decode(data, _Keys, what)
+    keys = unpack_keys(spec.keys)
+    if spec.factory is not None and spec.factory not in _FACTORIES:
+        raise DamagedError(f"{what} names an unknown factory {spec.factory[:40]!r}")
+
+    def build(children: list[Any]) -> Any:
+        built: dict[Any, Any] = dict(zip(keys, children, strict=True))
+        if len(built) != len(keys):
+            raise ValueError("a key is there twice")
+        if entry.kind == "dict":
+            return built
+        if entry.kind == "Counter":
+            return Counter(built)
+        if entry.kind == "defaultdict":
+            return defaultdict(None if spec.factory is None else _FACTORIES[spec.factory], built)
+        ordered = OrderedDict(built)
+        if spec.metadata is not None:
+            ordered._metadata = OrderedDict(spec.metadata)  # type: ignore[attr-defined]
+        return ordered
+
+    try:
+        return _segments(keys), build
+    except MALFORMED as e:  # an int of more digits than Python prints
+        raise DamagedError(f"{what} has a key that is none: {e}") from e
+
+
+def _read_plain(kind: Callable[[list[Any]], Any]) -> _Reader:
+    def read(what: str, entry: ContainerEntry, data: bytes) -> tuple[None, Build]:
+        if data:
+            raise DamagedError(f"{what} should be empty")
+
+        def build(children: list[Any]) -> Any:
+            built = kind(children)
+            if len(built) != len(children):
+                raise ValueError("an element is there twice")
+            return built
+
+        return None, build
+
+    return read
+
+
+def _read_deque(what: str, entry: ContainerEntry, data: bytes) -> tuple[None, Build]:
+    spec = decode(data, _Deque, what)
+    if spec.maxlen is not None and spec.maxlen < entry.count:
+        raise DamagedError(f"{what} allows fewer elements than there are")
+    return None, lambda children: deque(children, spec.maxlen)
+
+
+def _read_namedtuple(what: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
+    spec = decode(data, _Named, what)
+
+    def build(children: list[Any]) -> Any:
+        # tuple.__new__ runs no code of a class that the store, not the caller, has named.
+        return tuple.__new__(_namedtuple_class(spec), children)
+
+    return _segments(spec.fields), build
+
+
+def _namedtuple_class(spec: _Named) -> Any:
+    found: Any = find_class(spec.module, spec.name)
+    is_same = found is not None and issubclass(found, tuple)
+    if is_same and getattr(found, "_fields", None) == spec.fields:
+        return found
+    return _fresh_namedtuple(spec)
+
+
+@lru_cache(maxsize=256)
+def _fresh_namedtuple(spec: _Named) -> Any:
+    name = spec.name.rpartition(".")[2]
+    return namedtuple(name, spec.fields, module=spec.module)
+
+
+def _read_sparse(what: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
+    spec = decode(data, _Sparse, what)
+    layout, parts = _SPARSE_KINDS[entry.kind]
+
+    def build(children: list[Any]) -> Any:
+        if not all(isinstance(child, torch.Tensor) for child in children):
+            raise TypeError("a part of a sparse tensor is no tensor")
+        if layout is torch.sparse_coo:
+            indices, values = children
+            tensor = torch.sparse_coo_tensor(
+                indices, values, spec.size, is_coalesced=spec.coalesced, check_invariants=True
+            )
+        else:
+            compressed, plain, values = children
+            tensor = torch.sparse_compressed_tensor(
+                compressed, plain, values, spec.size, layout=layout, check_invariants=True
+            )
+        if spec.parameter:
+            return torch.nn.Parameter(tensor, spec.requires_grad)
+        return tensor.requires_grad_(spec.requires_grad)
+
+    return list(parts), build
+
+
+_READERS: dict[str, _Reader] = {
+    "dict": _read_dict,
+    "OrderedDict": _read_dict,
+    "defaultdict": _read_dict,
+    "Counter": _read_dict,
+    "list": _read_plain(list),
+    "tuple": _read_plain(tuple),
+    "set": _read_plain(set),
+    "frozenset": _read_plain(frozenset),
+    "size": _read_plain(torch.Size),
+    "deque": _read_deque,
+    "namedtuple": _read_namedtuple,
+    **dict.fromkeys(_SPARSE_KINDS, _read_sparse),
+}

@@ -1,0 +1,72 @@
+"""The one place where casnap reads its surroundings: variables, folders, mounts."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+_NETWORK = frozenset(
+    "nfs nfs4 cifs smb3 smbfs 9p afs ceph lustre gpfs beegfs glusterfs orangefs pvfs2 "
+    "fuse fuse.sshfs fuse.s3fs fuse.gcsfuse fuse.glusterfs fuse.rclone".split()
+)
+
+
+def cache_folder() -> Path | None:
+    """Return the folder for host-local caches, or None where only memory is left.
+
+    ``CASNAP_CACHE_DIR`` first, then ``$XDG_CACHE_HOME/casnap`` (``~/.cache``), then a private
+    folder in the temp folder. LMDB must not lie on a network file system, so those are passed
+    over, as is what cannot be written.
+    """
+    named = os.environ.get("CASNAP_CACHE_DIR")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    candidates = [Path(named)] if named else [Path(base, "casnap")]
+    candidates.append(Path(tempfile.gettempdir(), f"casnap-{os.getuid()}"))
+    for folder in candidates:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        mine = folder.stat().st_uid == os.geteuid()
+        if mine and os.access(folder, os.W_OK) and file_system(folder) not in _NETWORK:
+            return folder
+    return None
+
+
+def trust_file() -> Path:
+    """Return the file that lists the stores of others that this user trusts."""
+    base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(base, "casnap", "trusted")
+
+
+def file_system(folder: Path) -> str:
+    """Return the type of the file system that holds a folder; empty where that is unknown."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    real, best, kind = f"{folder.resolve()}/", "", ""
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        mount = left.split()[4].replace("\\040", " ")
+        if len(mount) >= len(best) and real.startswith(mount.rstrip("/") + "/"):
+            best, kind = mount, right.split()[0]
+    return kind
+
+
+def boot_id() -> str:
+    """Return what tells this boot from the last one; empty where that is unknown.
+
+    The cache is not synced to disk, so one that an earlier boot wrote is not believed.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def crowded_folders() -> set[Path]:
+    """Return the folders in which no store is made unasked: ``/``, HOME and temp folders."""
+    named = {"/", os.path.expanduser("~"), tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"}
+    return {Path(p).resolve() for p in named}

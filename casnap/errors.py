@@ -1,0 +1,109 @@
+"""Every error that casnap raises on purpose.
+
+::
+
+    CasnapError
+    ├── StoreError                  a store cannot be used
+    │   ├── NotAStoreError          nothing (or something else) is at this place
+    │   ├── UnsupportedFormatError  written by a newer casnap
+    │   ├── UntrustedStoreError     found by walking up, owned by somebody else
+    │   └── BackendError            the place where objects live failed (OSError and the like)
+    │       └── StorageFullError    no space, or a quota, left
+    ├── SnapshotError               a name in a store
+    │   ├── InvalidNameError        (ValueError) a name that cannot be used
+    │   ├── SnapshotExistsError     (FileExistsError) the name is taken
+    │   └── SnapshotNotFoundError   (KeyError) no such snapshot
+    ├── StateError                  the state that was handed in
+    │   ├── NotStatefulError        (TypeError) no state_dict / load_state_dict
+    │   ├── UnsupportedTypeError    (TypeError) a value that cannot be stored safely
+    │   ├── MismatchError           (RuntimeError) state and snapshot differ
+    │   └── EntryNotFoundError      (KeyError) no such path inside the snapshot
+    ├── DamagedError                stored bytes are missing or not what was written
+    └── FencedError                 a garbage collector went past a take that stood still too long
+"""
+
+from __future__ import annotations
+
+
+class CasnapError(Exception):
+    """The base of all errors that casnap raises on purpose."""
+
+    def __str__(self) -> str:
+        # KeyError would print the repr of the message.
+        return str(self.args[0]) if self.args else ""
+
+
+class StoreError(CasnapError):
+    """A store cannot be used as asked."""
+
+
+class NotAStoreError(StoreError):
+    """No casnap store is at this place."""
+
+
+class UnsupportedFormatError(StoreError):
+    """The store uses a format or a feature that this version does not know."""
+
+
+class UntrustedStoreError(StoreError):
+    """A store that was found by walking up belongs to another user."""
+
+
+class BackendError(StoreError):
+    """The file system or object store refused or failed."""
+
+
+class StorageFullError(BackendError):
+    """No space, or no quota, is left where the store lives."""
+
+
+class SnapshotError(CasnapError):
+    """A snapshot's name cannot be used as asked."""
+
+
+class InvalidNameError(SnapshotError, ValueError):
+    """A snapshot name that cannot be used."""
+
+
+class SnapshotExistsError(SnapshotError, FileExistsError):
+    """The name is taken."""
+
+
+class SnapshotNotFoundError(SnapshotError, KeyError):
+    """No snapshot has this name."""
+
+
+class StateError(CasnapError):
+    """The state that was handed in cannot be taken or restored."""
+
+
+class NotStatefulError(StateError, TypeError):
+    """A value of the app state lacks ``state_dict`` or ``load_state_dict``."""
+
+
+class UnsupportedTypeError(StateError, TypeError):
+    """A value that cannot be stored and read back safely."""
+
+
+class MismatchError(StateError, RuntimeError):
+    """The state to be restored and the snapshot do not fit each other."""
+
+
+class EntryNotFoundError(StateError, KeyError):
+    """No entry of the snapshot has this path."""
+
+
+class DamagedError(CasnapError):
+    """Stored bytes are missing or differ from what was written.
+
+    Attributes:
+        paths: The paths inside the snapshot that are known to be hurt.
+    """
+
+    def __init__(self, message: str, paths: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.paths = paths
+
+
+class FencedError(CasnapError):
+    """What a take relied on was collected before the take could commit."""

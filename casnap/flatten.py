@@ -1,0 +1,194 @@
+"""A state as leaves with paths, and back.
+
+A container becomes a :class:`~casnap.format.ContainerEntry`, whose spec holds the keys in their
+order, and below its path the leaves of its elements. Both ways walk with a stack of their own, so
+depth costs no recursion.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from casnap.containers import Build, Node, open_container, open_sparse, reopen, segment_of
+from casnap.errors import CasnapError, DamagedError, UnsupportedTypeError
+from casnap.format import ContainerEntry, Payload, TensorEntry, ValueEntry, encode
+from casnap.tensors import Leaf, assemble, describe, is_fillable
+from casnap.values import MALFORMED, decode_value, encode_value
+
+__all__ = ["Leaf", "flatten", "inflate", "segment_of", "tensor_targets"]
+
+MAX_NESTING = 1000
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def _walk(value: Any, path: str, *, sparse: bool) -> Iterator[tuple[str, Any, Node | None]]:
+    """Yield everything in a state in preorder; containers with what they hold."""
+    stack: list[tuple[int, Iterator[tuple[str, Any]]]] = [(0, iter(((path, value),)))]
+    above: set[int] = set()
+    strided = torch.strided
+    while stack:
+        ident, items = stack[-1]
+        for where, child in items:
+            if type(child) in _TENSORS:
+                node = None
+                if sparse and child.layout is not strided:
+                    node = open_sparse(where, child)
+            else:
+                node = open_container(where, child)
+            yield where, child, node
+            if node is not None:
+                _check_nesting(where, child, above)
+                prefix = where + "/"
+                above.add(id(child))
+                children = zip([prefix + s for s in node.segments], node.children, strict=True)
+                stack.append((id(child), children))
+                break
+        else:
+            stack.pop()
+            above.discard(ident)
+
+
+def _check_nesting(path: str, value: object, above: set[int]) -> None:
+    short = path if len(path) < 200 else f"{path[:100]}…{path[-100:]}"
+    if id(value) in above:
+        raise UnsupportedTypeError(
+            f"{short}: this {type(value).__name__} refers to itself; break the cycle to store it"
+        )
+    if len(above) >= MAX_NESTING:
+        raise UnsupportedTypeError(
+            f"{short}: containers are nested more than {MAX_NESTING} deep; flatten them"
+        )
+
+
+def flatten(value: Any, path: str, *, allow_pickle: bool = False) -> Iterator[Leaf]:
+    """Yield the leaves of a state: each container, then what it holds.
+
+    Args:
+        value: Tensors, numpy arrays, plain values and containers of those.
+        path: Where it stands; the paths of all leaves begin with it.
+        allow_pickle: Whether to pickle values that have no safe encoding.
+
+    Raises:
+        UnsupportedTypeError: A value that cannot be stored; the message names its path.
+    """
+    numpy = sys.modules.get("numpy")
+    arrays = (numpy.ndarray, numpy.generic) if numpy is not None else ()
+    try:
+        for where, child, node in _walk(value, path, sparse=True):
+            if node is not None:
+                spec = encode(node.spec()) if node.spec is not None else b""
+                entry = ContainerEntry(node.kind, len(node.children), Payload(len(spec)))
+                yield Leaf(where, entry, spec)
+            elif type(child) in _TENSORS or isinstance(child, torch.Tensor):
+                yield describe(where, child)
+            elif isinstance(child, arrays):
+                yield _array_leaf(where, child, allow_pickle)
+            else:
+                yield _value_leaf(where, child, allow_pickle)
+    except RecursionError:
+        raise UnsupportedTypeError(
+            f"{path}: keys or elements of sets are nested too deeply; flatten them"
+        ) from None
+
+
+def _value_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:
+    kind, data = encode_value(path, value, allow_pickle=allow_pickle)
+    return Leaf(path, ValueEntry(kind, Payload(len(data))), data)
+
+
+def _array_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:
+    try:
+        return describe(path, value)
+    except UnsupportedTypeError:
+        if not allow_pickle:
+            raise
+    return _value_leaf(path, value, allow_pickle)
+
+
+def tensor_targets(value: Any, path: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of a live state that can be filled in place, by path.
+
+    Those that are quantized, sparse, expanded, on the meta device, views with a pending
+    conjugation or negation, or of a subclass are left out, and so is all that is no tensor.
+
+    Raises:
+        UnsupportedTypeError: A container refers to itself.
+    """
+    return {
+        where: child
+        for where, child, node in _walk(value, path, sparse=False)
+        if node is None and type(child) in _TENSORS and is_fillable(child)
+    }
+
+
+# --- inflate ----------------------------------------------------------------------------------
+
+
+class _Frame(NamedTuple):
+    """A container whose elements are being collected."""
+
+    path: str
+    build: Build
+    paths: Iterator[str]
+    children: list[Any]
+
+
+def inflate(path: str, leaves: Mapping[str, Leaf], *, allow_pickle: bool = False) -> Any:
+    """Return the state that was flattened.
+
+    Args:
+        path: Its root.
+        leaves: By path; what is not below the root does not matter.
+        allow_pickle: Whether to unpickle what was pickled. Only for a trusted store.
+
+    Raises:
+        DamagedError: Leaves are missing or contradict each other.
+        UnsupportedTypeError: A value needs a class, or a permission, that is not there.
+        UnsupportedFormatError: A kind of entry that a newer version wrote.
+    """
+    stack = [_Frame(path, lambda children: children[0], iter((path,)), [])]
+    while True:
+        frame = stack[-1]
+        for where in frame.paths:
+            leaf = leaves.get(where)
+            if leaf is None:
+                raise DamagedError(f"{where} is missing from the snapshot", (where,))
+            entry = leaf.entry
+            if isinstance(entry, TensorEntry):
+                frame.children.append(assemble(leaf))
+            elif isinstance(entry, ValueEntry):
+                data = _bytes_of(leaf)
+                frame.children.append(
+                    decode_value(where, entry.kind, data, allow_pickle=allow_pickle)
+                )
+            else:
+                segments, build = reopen(where, entry, _bytes_of(leaf))
+                prefix = where + "/"
+                stack.append(_Frame(where, build, map(prefix.__add__, segments), []))
+                break
+        else:
+            stack.pop()
+            value = _built(frame)
+            if not stack:
+                return value
+            stack[-1].children.append(value)
+
+
+def _bytes_of(leaf: Leaf) -> bytes:
+    if isinstance(leaf.content, torch.Tensor):
+        raise DamagedError(f"{leaf.path} is not a tensor, but has the content of one", (leaf.path,))
+    return leaf.content
+
+
+def _built(frame: _Frame) -> Any:
+    try:
+        return frame.build(frame.children)
+    except CasnapError:
+        raise
+    except (*MALFORMED, RecursionError) as e:
+        raise DamagedError(f"{frame.path} cannot be put together: {e}", (frame.path,)) from e

@@ -1,0 +1,438 @@
+"""The records of a store: what they hold, their bytes, and the limits they are read under.
+
+``docs/format.md`` gives the same byte for byte. What comes from a store is untrusted: every
+record is decoded into a closed type and every number in it is bounded before it is used.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable
+from typing import Any, NewType, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from casnap.digest import DIGEST_SIZE, Digest, digest_of
+from casnap.errors import DamagedError, InvalidNameError, UnsupportedFormatError
+
+FORMAT = 1
+KNOWN_FEATURES: frozenset[str] = frozenset()
+
+DEFAULT_CHUNK_SIZE = 1 << 20
+MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 64 << 10, 64 << 20
+MAX_NODE_BYTES = 256 << 20
+MAX_ROOT_BYTES = 64 << 20
+MAX_METADATA_BYTES = 64 << 10
+INLINE_BYTES = 64
+INLINE_DIGESTS = 4
+LIST_DIGESTS = 1 << 15
+MAX_DEPTH = 4
+
+PackId = NewType("PackId", bytes)
+"""16 bytes: 6 of the root number that it was written under, then 10 random ones."""
+SegmentId = NewType("SegmentId", bytes)
+"""Made like a :data:`PackId`."""
+CommitId = NewType("CommitId", bytes)
+"""16 random bytes."""
+
+ID_SIZE = 16
+
+
+# --- what a snapshot holds --------------------------------------------------------------------
+
+
+class Payload(Struct, frozen=True, array_like=True, gc=False):
+    """Some bytes: in place, or as the digests of chunks.
+
+    Attributes:
+        nbytes: Length of the bytes.
+        inline: The bytes themselves, up to 64 of them.
+        digests: Otherwise up to four digests, one behind the other.
+        depth: 0 where they name chunks; above, each names a list of digests of one depth less.
+    """
+
+    nbytes: int
+    inline: bytes = b""
+    digests: bytes = b""
+    depth: int = 0
+
+
+class Quantization(Struct, frozen=True, array_like=True):
+    """How the integers of a quantized tensor map to numbers.
+
+    Attributes:
+        scheme: ``per_tensor_affine``, ``per_channel_affine`` or
+            ``per_channel_affine_float_qparams``.
+        scales: Little-endian float64 (float32 for float qparams), one a channel.
+        zero_points: Little-endian int64 (float32 for float qparams), one a channel.
+        axis: The channel axis; 0 for ``per_tensor_affine``.
+    """
+
+    scheme: str
+    scales: bytes
+    zero_points: bytes
+    axis: int = 0
+
+
+class TensorEntry(Struct, frozen=True, array_like=True, tag="t"):
+    """A tensor, numpy array or numpy scalar.
+
+    Attributes:
+        dtype: Name in torch (``bfloat16``), or numpy's typestr (``<f4``) for numpy kinds.
+        shape: The global shape.
+        data: Its bytes, row-major and little-endian, cut by the grid.
+        kind: ``tensor``, ``parameter``, ``buffer``, ``ndarray`` or ``numpy_scalar``.
+        requires_grad: As it was.
+        quantization: For quantized dtypes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Payload
+    kind: str = "tensor"
+    requires_grad: bool = False
+    quantization: Quantization | None = None
+
+
+class ValueEntry(Struct, frozen=True, array_like=True, tag="v"):
+    """A value that is neither tensor nor container.
+
+    Attributes:
+        kind: Which encoding ``data`` has (see ``flatten.py``): ``int``, ``str``, ``object``, …
+        data: The encoded bytes.
+    """
+
+    kind: str
+    data: Payload
+
+
+class ContainerEntry(Struct, frozen=True, array_like=True, tag="c"):
+    """A dict, list, tuple, set, … whose elements are entries below its path.
+
+    Attributes:
+        kind: Which container (see ``flatten.py``).
+        count: The number of elements.
+        spec: Encoded keys, in order, and what else it takes to build it again.
+    """
+
+    kind: str
+    count: int
+    spec: Payload
+
+
+Entry: TypeAlias = TensorEntry | ValueEntry | ContainerEntry
+
+
+def payload_of(entry: Entry) -> Payload:
+    """Return the bytes that an entry describes."""
+    return entry.spec if isinstance(entry, ContainerEntry) else entry.data
+
+
+def with_payload(entry: Entry, payload: Payload) -> Entry:
+    """Return the entry with other bytes."""
+    e = entry
+    if isinstance(e, TensorEntry):
+        return TensorEntry(e.dtype, e.shape, payload, e.kind, e.requires_grad, e.quantization)
+    if isinstance(e, ValueEntry):
+        return ValueEntry(e.kind, payload)
+    return ContainerEntry(e.kind, e.count, payload)
+
+
+class Manifest(Struct, frozen=True):
+    """The top of a snapshot's tree: for every key of the app state the digest of its subtree.
+
+    Attributes:
+        shared: ``global/<key>``: what is restorable on any rank.
+        ranks: ``ranks/<r>/<key>``: what belongs to one rank.
+    """
+
+    shared: dict[str, bytes] = msgspec.field(name="global")
+    ranks: dict[str, dict[str, bytes]]
+
+
+# --- where things are -------------------------------------------------------------------------
+
+
+class Place(Struct, frozen=True, array_like=True, gc=False, order=True):
+    """Where a chunk or node lies: a run of bytes in a pack, and how it is encoded there."""
+
+    pack: bytes
+    offset: int
+    stored: int
+    raw: int
+    codec: int
+
+
+class NodeRef(Struct, frozen=True, array_like=True):
+    """A tree node and a hint to where it was last seen."""
+
+    digest: bytes
+    hint: Place | None
+
+
+class SegmentRef(Struct, frozen=True, array_like=True):
+    """A live index segment: its id and how many records it holds."""
+
+    id: bytes
+    count: int
+
+
+class Stats(Struct, frozen=True, array_like=True):
+    """What one take did.
+
+    Attributes:
+        logical_bytes: Bytes of the state.
+        new_bytes: Bytes that this take added to the store, as stored.
+        entries: Leaves of the state.
+        seconds: From the call to the commit.
+    """
+
+    logical_bytes: int = 0
+    new_bytes: int = 0
+    entries: int = 0
+    seconds: float = 0.0
+
+
+class Row(Struct, frozen=True):
+    """One snapshot in the table of a root."""
+
+    commit: bytes
+    manifest: NodeRef
+    seq: int
+    time: float
+    world_size: int
+    stats: Stats
+    metadata: dict[str, Any] = {}
+    tags: tuple[str, ...] = ()
+
+
+class Root(Struct, frozen=True):
+    """What the store holds since root ``seq`` was put.
+
+    Attributes:
+        seq: Its number.
+        commit: Who put it: recognises one's own root after an unclear answer.
+        time: Seconds since the epoch, by the writer's clock; never relied on.
+        fence: Takes based on an older root than this may not commit any more.
+        table: The tree of name → :class:`Row`; None while there is no snapshot.
+        segments: The live index segments.
+        condemned: Pack → the root that condemned it.
+    """
+
+    seq: int
+    commit: bytes
+    time: float
+    fence: int = 0
+    table: NodeRef | None = None
+    segments: tuple[SegmentRef, ...] = ()
+    condemned: dict[bytes, int] = {}
+
+
+class StoreConfig(Struct, frozen=True):
+    """``casnap.json``: written once, when the store is created.
+
+    Attributes:
+        store_id: 32 hex digits.
+        chunk_size: Bytes, a power of two.
+        format: The version; a reader refuses a greater one.
+        read_features: A reader refuses a store with one that it does not know.
+        write_features: A writer does.
+        put_if_absent: Whether the backend was found to honour it.
+    """
+
+    store_id: str
+    chunk_size: int
+    format: int = FORMAT
+    read_features: tuple[str, ...] = ()
+    write_features: tuple[str, ...] = ()
+    put_if_absent: bool = True
+
+
+# --- records as bytes -------------------------------------------------------------------------
+
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+
+
+def decode(data: bytes | memoryview, as_type: type[T], what: str) -> T:
+    """Decode msgpack into a closed type.
+
+    Raises:
+        DamagedError: The bytes are no such record.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=as_type)
+    except (msgspec.DecodeError, RecursionError, ValueError) as e:
+        raise DamagedError(f"{what} cannot be decoded: {e}") from e
+
+
+_MAGIC = b"CASNAP"
+
+
+def seal(kind: bytes, body: bytes) -> bytes:
+    """Frame a record: magic, kind, version, body, then the digest of all that."""
+    head = _MAGIC + kind + b"%d" % FORMAT
+    return b"".join((head, body, digest_of(head + body)))
+
+
+def unseal(kind: bytes, data: bytes, what: str) -> memoryview:
+    """Return the body of a sealed record.
+
+    Raises:
+        DamagedError: It is not what was written.
+        UnsupportedFormatError: It is of a newer format.
+    """
+    head = _MAGIC + kind
+    if len(data) < 8 + DIGEST_SIZE or data[:7] != head:
+        raise DamagedError(f"{what} is not a casnap record ({len(data)} bytes)")
+    if data[-DIGEST_SIZE:] != digest_of(memoryview(data)[:-DIGEST_SIZE]):
+        raise DamagedError(f"{what} is damaged: its checksum does not match")
+    if data[7:8] != b"%d" % FORMAT:
+        raise UnsupportedFormatError(f"{what} is of a newer format; update casnap")
+    return memoryview(data)[8:-DIGEST_SIZE]
+
+
+_PACKED = struct.Struct("<32sQIIB")
+_PACK_TAIL = struct.Struct(f"<I8s{DIGEST_SIZE}s")
+PACK_TAIL_SIZE = _PACK_TAIL.size
+FOOTER_RECORD_SIZE = _PACKED.size
+
+
+def pack_footer(kind: bytes, chunks: Iterable[tuple[Digest, Place]]) -> bytes:
+    """Return what ends a pack: a record a chunk, their count, magic, digest of the footer."""
+    records = b"".join(_PACKED.pack(d, p.offset, p.stored, p.raw, p.codec) for d, p in chunks)
+    head = records + struct.pack(
+        "<I8s", len(records) // _PACKED.size, _MAGIC + kind + b"%d" % FORMAT
+    )
+    return head + digest_of(head)
+
+
+def read_pack_footer(pack: PackId, tail: bytes) -> list[tuple[Digest, Place]]:
+    """Decode the footer from the last bytes of a pack (which may begin before the footer).
+
+    Raises:
+        DamagedError: ``tail`` does not end in a whole footer.
+    """
+    what = f"the footer of pack {pack.hex()}"
+    if len(tail) < PACK_TAIL_SIZE:
+        raise DamagedError(f"{what} is cut off")
+    count, magic, digest = _PACK_TAIL.unpack_from(tail, len(tail) - PACK_TAIL_SIZE)
+    start = len(tail) - PACK_TAIL_SIZE - count * _PACKED.size
+    if magic[:6] != _MAGIC or start < 0 or digest_of(tail[start:-DIGEST_SIZE]) != digest:
+        raise DamagedError(f"{what} is damaged")
+    records = _PACKED.iter_unpack(tail[start : len(tail) - PACK_TAIL_SIZE])
+    return [(Digest(d), Place(pack, *rest)) for d, *rest in records]
+
+
+_RECORD = struct.Struct("<32sIQIIB")
+_SEGMENT_HEAD = struct.Struct("<IQ")
+
+Record: TypeAlias = tuple[Digest, Place]
+
+
+class Segment(Struct, frozen=True):
+    """A piece of the index: the packs it covers, and where each digest lies in them."""
+
+    packs: tuple[PackId, ...]
+    records: list[Record]
+
+
+def encode_segment(segment: Segment) -> bytes:
+    """Return the sealed bytes of a segment, its records sorted."""
+    number = {pack: i for i, pack in enumerate(segment.packs)}
+    body = [_SEGMENT_HEAD.pack(len(segment.packs), len(segment.records)), *segment.packs]
+    body.extend(
+        _RECORD.pack(d, number[PackId(p.pack)], p.offset, p.stored, p.raw, p.codec)
+        for d, p in sorted(segment.records)
+    )
+    return seal(b"s", b"".join(body))
+
+
+def decode_segment(data: bytes, what: str) -> Segment:
+    """Decode a sealed segment.
+
+    Raises:
+        DamagedError: It is not what was written.
+    """
+    body = unseal(b"s", data, what)
+    try:
+        n_packs, n_records = _SEGMENT_HEAD.unpack_from(body)
+        start = _SEGMENT_HEAD.size + n_packs * ID_SIZE
+        if len(body) != start + n_records * _RECORD.size:
+            raise DamagedError(f"{what} has the wrong length")
+        packs = tuple(
+            PackId(bytes(body[i : i + ID_SIZE])) for i in range(_SEGMENT_HEAD.size, start, ID_SIZE)
+        )
+        records = [
+            (Digest(d), Place(packs[n], *rest)) for d, n, *rest in _RECORD.iter_unpack(body[start:])
+        ]
+    except (struct.error, IndexError) as e:
+        raise DamagedError(f"{what} is malformed: {e}") from e
+    return Segment(packs, records)
+
+
+# --- names ------------------------------------------------------------------------------------
+
+RESERVED = frozenset({"roots", "packs", "index", "tmp", "casnap.json"})
+CONFIG_KEY = "casnap.json"
+MARKER = "casnap-snapshot.json"
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def root_key(seq: int) -> str:
+    """Return the key of a root: a folder per 1,000."""
+    return f"roots/{seq // 1000}/{seq}"
+
+
+def pack_key(pack: PackId | bytes) -> str:
+    """Return the key of a pack, spread over 256 folders by its last byte."""
+    name = pack.hex()
+    return f"packs/{name[-2:]}/{name}"
+
+
+def segment_key(segment: SegmentId | bytes) -> str:
+    """Return the key of a segment."""
+    return f"index/{segment.hex()}"
+
+
+def id_from_name(name: str) -> bytes | None:
+    """Return the id that a file is named by, or None where it is not ours."""
+    return bytes.fromhex(name) if _ID.fullmatch(name) else None
+
+
+def base_of(ident: PackId | SegmentId) -> int:
+    """Return the number of the root that an id was made under."""
+    return int.from_bytes(ident[:6], "big")
+
+
+def check_name(name: str) -> str:
+    """Return a snapshot name as it is kept, without a slash at its ends.
+
+    Raises:
+        InvalidNameError: Empty, too long, climbing out, reserved, or with control characters.
+    """
+    clean = name.strip("/")
+    parts = clean.split("/")
+    problem = None
+    if not clean:
+        problem = "is empty"
+    elif len(clean.encode("utf-8", "surrogatepass")) > 1024:
+        problem = "is longer than 1,024 bytes"
+    elif any(len(p.encode("utf-8", "surrogatepass")) > 255 for p in parts):
+        problem = "has a component longer than 255 bytes"
+    elif any(p in ("", ".", "..") for p in parts):
+        problem = "has an empty, '.' or '..' component"
+    elif any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in clean):
+        problem = "has control characters"
+    elif "\\" in clean:
+        problem = "has a backslash"
+    elif parts[0] in RESERVED:
+        problem = f"begins with {parts[0]!r}, which the store uses itself"
+    elif MARKER in parts:
+        problem = f"has the component {MARKER!r}, which the store uses itself"
+    if problem:
+        raise InvalidNameError(f"the snapshot name {name!r} {problem}; choose another, like 'run1/step_100'")
+    return clean

@@ -1,0 +1,111 @@
+"""The fixed grid that cuts a tensor into chunks.
+
+The cells are a function of global shape, item size and the store's chunk size alone, so equal
+weights give equal chunks however they are sharded. Along the first axis ``i`` whose slices fit
+into a chunk, a cell holds a power of two of slices; it has length 1 on the axes before and the
+full length after. The cells of a contiguous tensor are therefore consecutive runs of its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from casnap.region import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The cells of one tensor, numbered in row-major order.
+
+    Attributes:
+        shape: The global shape.
+        itemsize: Bytes per element.
+        axis: The axis that is cut into runs of ``step``; 0 where there is nothing to cut.
+        step: Slices per cell on ``axis``.
+        rows: Cells along ``axis``.
+        count: All cells; 0 where the tensor has no element.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    axis: int
+    step: int
+    rows: int
+    count: int
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of one slice along ``axis``."""
+        return self.itemsize * prod(self.shape[self.axis + 1 :])
+
+    def cell_bytes(self, index: int) -> int:
+        """Return the bytes of one cell."""
+        if not self.shape:
+            return self.itemsize
+        row = index % self.rows
+        return min(self.step, self.shape[self.axis] - row * self.step) * self.slice_bytes
+
+    def sizes(self) -> Iterator[int]:
+        """Yield the bytes of every cell, in order."""
+        if self.count == 0:
+            return
+        full = self.cell_bytes(0)
+        last = self.cell_bytes(self.rows - 1)
+        for _ in range(self.count // self.rows):
+            for _ in range(self.rows - 1):
+                yield full
+            yield last
+
+    def region(self, index: int) -> Region:
+        """Return the box of one cell."""
+        if not self.shape:
+            return Region((), ())
+        lead, row = divmod(index, self.rows)
+        offsets = [0] * len(self.shape)
+        sizes = list(self.shape)
+        for i in range(self.axis - 1, -1, -1):
+            lead, offsets[i] = divmod(lead, self.shape[i])
+            sizes[i] = 1
+        offsets[self.axis] = row * self.step
+        sizes[self.axis] = min(self.step, self.shape[self.axis] - row * self.step)
+        return Region(tuple(offsets), tuple(sizes))
+
+    def covering(self, region: Region) -> Iterator[int]:
+        """Yield, in order, the cells that share an element with ``region``."""
+        if self.count == 0 or region.numel == 0:
+            return
+        if not self.shape:
+            yield 0
+            return
+        start = region.offsets[self.axis]
+        first, last = start // self.step, (start + region.sizes[self.axis] - 1) // self.step
+        leads = [0]
+        for i in range(self.axis):
+            axis = range(region.offsets[i], region.offsets[i] + region.sizes[i])
+            leads = [lead * self.shape[i] + x for lead in leads for x in axis]
+        for lead in leads:
+            for row in range(first, last + 1):
+                yield lead * self.rows + row
+
+
+def grid_of(shape: tuple[int, ...], itemsize: int, chunk_size: int) -> Grid:
+    """Return the grid of a tensor.
+
+    Args:
+        shape: The global shape.
+        itemsize: Bytes per element, at most ``chunk_size``.
+        chunk_size: The store's chunk size in bytes.
+    """
+    if 0 in shape:
+        return Grid(shape, itemsize, 0, 1, 0, 0)
+    if not shape:
+        return Grid(shape, itemsize, 0, 1, 1, 1)
+    axis, slice_bytes = len(shape) - 1, itemsize
+    while axis > 0 and slice_bytes * shape[axis] <= chunk_size:
+        slice_bytes *= shape[axis]
+        axis -= 1
+    step = min(shape[axis], 1 << ((chunk_size // slice_bytes).bit_length() - 1))
+    rows = -(-shape[axis] // step)
+    return Grid(shape, itemsize, axis, step, rows, prod(shape[:axis]) * rows)

@@ -1,0 +1,96 @@
+"""What part of a tensor an index names, and which cells of the grid it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import TypeAlias
+
+from casnap.grid import Grid
+from casnap.region import Region
+
+Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The elements ``range(start, stop, step)`` of every axis.
+
+    Attributes:
+        axes: One range an axis, none of a negative step.
+        dropped: The axes that an int was given for, which the result lacks.
+    """
+
+    axes: tuple[range, ...]
+    dropped: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The elements taken of each axis, dropped ones included."""
+        return tuple(len(axis) for axis in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        return tuple(n for i, n in enumerate(self.sizes) if i not in self.dropped)
+
+    def cells(self, grid: Grid) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
+        """Yield the cells that hold selected elements, with the slices that move them.
+
+        Each as cell number, slices of the cell, slices of a result that has all axes.
+        """
+        if 0 in self.sizes:
+            return
+        box = Region(
+            tuple(a.start for a in self.axes), tuple(a[-1] + 1 - a.start for a in self.axes)
+        )
+        for number in grid.covering(box):
+            cell = grid.region(number)
+            moves = [
+                _move(axis, offset, size)
+                for axis, offset, size in zip(self.axes, cell.offsets, cell.sizes, strict=True)
+            ]
+            if None not in moves:
+                yield number, tuple(m[0] for m in moves if m), tuple(m[1] for m in moves if m)
+
+
+def _move(axis: range, offset: int, size: int) -> tuple[slice, slice] | None:
+    first = max(0, -(-(offset - axis.start) // axis.step))
+    last = min(len(axis), -(-(offset + size - axis.start) // axis.step))
+    if first >= last:
+        return None
+    start = axis[first] - offset
+    stop = axis[last - 1] - offset + 1
+    return slice(start, stop, axis.step), slice(first, last)
+
+
+def select(shape: tuple[int, ...], index: Index | None) -> Selection:
+    """Return what an index of ints, slices and ``...`` selects of a tensor.
+
+    Raises:
+        IndexError: Too many axes, or an int out of range.
+        TypeError: The index holds something else.
+        ValueError: A slice with a step below 1.
+    """
+    items = index if isinstance(index, tuple) else (Ellipsis if index is None else index,)
+    gaps = sum(1 for item in items if item is Ellipsis)
+    if gaps > 1 or len(items) - gaps > len(shape):
+        raise IndexError(f"index {index!r} does not fit a tensor of shape {shape}")
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+    fill = (slice(None),) * (len(shape) - (len(items) - gaps))
+    full = items[:at] + fill + items[at + 1 :]
+    axes, dropped = [], []
+    for axis, (item, size) in enumerate(zip(full, shape, strict=True)):
+        if isinstance(item, slice):
+            if item.step is not None and item.step < 1:
+                raise ValueError(f"index {index!r}: a step must be positive")
+            axes.append(range(*item.indices(size)))
+        elif isinstance(item, int) and not isinstance(item, bool):
+            if not -size <= item < size:
+                raise IndexError(f"index {item} is out of range for axis {axis} of size {size}")
+            axes.append(range(item % size, item % size + 1))
+            dropped.append(axis)
+        else:
+            raise TypeError(f"an index holds ints, slices and ..., not {item!r}")
+    return Selection(tuple(axes), tuple(dropped))

@@ -1,0 +1,190 @@
+"""Which store, and which name in it, a path means; and making stores.
+
+A local path is a store plus a name, as ``git`` finds its repository: the nearest folder above
+that holds ``casnap.json``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from casnap.backends import Backend, LocalBackend, backend_at
+from casnap.environment import crowded_folders, trust_file
+from casnap.errors import (
+    BackendError,
+    InvalidNameError,
+    NotAStoreError,
+    StoreError,
+    UntrustedStoreError,
+)
+from casnap.format import (
+    CONFIG_KEY,
+    DEFAULT_CHUNK_SIZE,
+    MAX_CHUNK_SIZE,
+    MIN_CHUNK_SIZE,
+    Root,
+    StoreConfig,
+    check_name,
+    encode,
+    root_key,
+    seal,
+)
+
+
+class Location(NamedTuple):
+    """A place in a store.
+
+    Attributes:
+        backend: Where the store lives, or would.
+        name: The name, or the prefix, in it; empty for the store itself.
+        exists: Whether the store was found.
+    """
+
+    backend: Backend
+    name: str
+    exists: bool
+
+
+def locate_snapshot(path: str | os.PathLike[str]) -> Location:
+    """Return the store and the name that a snapshot's path means.
+
+    Raises:
+        InvalidNameError: The path is a store itself, or no name.
+        StoreError: The path holds something else, or a store that is not trusted.
+    """
+    text = os.fspath(path)
+    if "://" in text and not text.startswith("file://"):
+        scheme, _, rest = text.partition("://")
+        parent, slash, name = rest.strip("/").rpartition("/")
+        if not slash:
+            raise InvalidNameError(f"{text} names a store, not a snapshot in it; add a name")
+        backend = backend_at(f"{scheme}://{parent}")
+        return Location(backend, check_name(name), CONFIG_KEY in backend.names(""))
+    plain = text.removeprefix("file://")
+    if not plain.strip("/") or Path(plain).name in ("", ".", ".."):
+        raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
+    folder = Path(os.path.abspath(plain))
+    if (folder / CONFIG_KEY).exists():
+        raise InvalidNameError(
+            f"{folder} is a store itself; a snapshot in it needs a name, like {folder}/step_100"
+        )
+    if (folder / ".snapshot_metadata").exists():
+        raise StoreError(
+            f"{folder} holds a snapshot of TorchSnapshot, which casnap does not touch; take to "
+            "another path, or restore it with torchsnapshot and take it again"
+        )
+    parent = folder.parent.resolve()
+    found = find_store(parent)
+    if found is None:
+        return Location(LocalBackend(parent), check_name(folder.name), exists=False)
+    _check_trusted(found)
+    return Location(LocalBackend(found), check_name(str((parent / folder.name).relative_to(found))), True)
+
+
+def locate_store(uri: str | os.PathLike[str]) -> Location:
+    """Return the store that a URI means, and the prefix in it if it lies below."""
+    text = os.fspath(uri)
+    if "://" in text and not text.startswith("file://"):
+        backend = backend_at(text.rstrip("/"))
+        return Location(backend, "", CONFIG_KEY in backend.names(""))
+    folder = Path(os.path.abspath(text.removeprefix("file://"))).resolve()
+    if folder.is_file():
+        raise NotAStoreError(f"{folder} is a file; a store is a folder")
+    found = find_store(folder)
+    if found is None:
+        return Location(LocalBackend(folder), "", exists=False)
+    if found == folder:
+        return Location(LocalBackend(found), "", exists=True)
+    _check_trusted(found)
+    return Location(LocalBackend(found), check_name(str(folder.relative_to(found))), exists=True)
+
+
+def find_store(folder: Path) -> Path | None:
+    """Return the nearest store at or above a folder, on the same mount."""
+    device: int | None = None
+    for place in (folder, *folder.parents):
+        try:
+            here = place.stat().st_dev
+        except OSError:
+            continue
+        if device is not None and here != device:
+            return None
+        device = here
+        if (place / CONFIG_KEY).is_file():
+            return place
+    return None
+
+
+def _check_trusted(store: Path) -> None:
+    owner = (store / CONFIG_KEY).stat().st_uid
+    if owner == os.geteuid():
+        return
+    try:
+        trusted = trust_file().read_text().splitlines()
+    except OSError:
+        trusted = []
+    if str(store) not in trusted:
+        raise UntrustedStoreError(
+            f"{store} is a store of another user (uid {owner}), found above the path given. If "
+            f"you want to use it, name it (store=...), or run `casnap trust {store}` once"
+        )
+
+
+def trust(store: Path) -> None:
+    """Add a store to those that may be found by walking up."""
+    path = trust_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as f:
+        f.write(f"{store}\n")
+
+
+def create_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE, asked: bool) -> None:
+    """Make a store, or finish making one; harmless where it is there.
+
+    Args:
+        backend: Where to.
+        chunk_size: Bytes; a power of two from 64 KiB to 64 MiB.
+        asked: Whether the user named this very place as a store.
+
+    Raises:
+        StoreError: This is no place for a store.
+        ValueError: The chunk size is none.
+    """
+    if not MIN_CHUNK_SIZE <= chunk_size <= MAX_CHUNK_SIZE or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size is a power of two from 64 KiB to 64 MiB; got {chunk_size}")
+    if isinstance(backend, LocalBackend):
+        _check_place(backend.folder, asked=asked)
+        try:
+            backend.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise BackendError(f"{backend.folder} cannot be made: {e.strerror}") from e
+    names = backend.names("")
+    if CONFIG_KEY not in names:
+        foreign = {"roots", "packs", "index"} & set(names)
+        if foreign:
+            raise StoreError(
+                f"{backend.uri} holds {', '.join(sorted(foreign))}, but no {CONFIG_KEY}: part of "
+                "something else, or of a damaged store. Choose another folder"
+            )
+        config = StoreConfig(secrets.token_hex(16), chunk_size)
+        content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
+        backend.put_if_absent(CONFIG_KEY, content)
+    if not backend.names("roots") and not backend.names("packs") and not backend.names("index"):
+        root = Root(seq=0, commit=os.urandom(16), time=0.0)
+        backend.put_if_absent(root_key(0), seal(b"r", encode(root)))
+    backend.sync()
+
+
+def _check_place(folder: Path, *, asked: bool) -> None:
+    if folder.is_dir() and (folder / CONFIG_KEY).exists():
+        return
+    if not asked and folder in crowded_folders():
+        raise StoreError(
+            f"no store is made unasked in {folder}. Make one with `casnap init FOLDER`, or take to "
+            f"a path further down, like {folder / 'ckpts' / 'step_100'}"
+        )

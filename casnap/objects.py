@@ -1,0 +1,317 @@
+"""Chunks and nodes by digest: finding them, reading them, proving them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from casnap.backends import Backend
+from casnap.buffers import PAGE, SLOT_BYTES, SLOTS, shared_pool
+from casnap.codec import decompress
+from casnap.digest import Digest, digest_of
+from casnap.errors import BackendError, DamagedError, NotAStoreError, UnsupportedFormatError
+from casnap.format import (
+    CONFIG_KEY,
+    FORMAT,
+    KNOWN_FEATURES,
+    MAX_CHUNK_SIZE,
+    MAX_NODE_BYTES,
+    MIN_CHUNK_SIZE,
+    NodeRef,
+    Place,
+    Root,
+    StoreConfig,
+    pack_key,
+)
+from casnap.index import Index, View
+from casnap.manifest import Tree
+from casnap.pipeline import Crew, Shared, cores
+from casnap.roots import newest_root
+
+V = TypeVar("V")
+
+_log = logging.getLogger("casnap")
+_WINDOW = 1 << 15
+_GAP = 64 << 10
+_READ_BYTES = 16 << 20
+
+Sink = Callable[[memoryview], None]
+"""Takes the verified bytes of a chunk; called from any thread, must copy what it keeps."""
+
+
+class Want(NamedTuple):
+    """A chunk to be read: its digest, its raw length, where it goes, and whom it is for."""
+
+    digest: Digest
+    nbytes: int
+    sink: Sink
+    path: str
+
+
+@dataclass
+class _Read:
+    """One run of a pack that is read at once, and the chunks in it."""
+
+    pack: bytes
+    start: int
+    stop: int
+    chunks: list[tuple[Place, list[Want]]]
+
+
+class Objects:
+    """Everything under one store's URI, below the level of snapshots.
+
+    Args:
+        backend: Where the objects live.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.config = read_config(backend)
+        self.index = Index(backend, self.config.store_id)
+
+    def newest(self) -> Root:
+        """Return the newest root, which says what the store holds."""
+        return newest_root(self.backend)
+
+    def view(self) -> View:
+        """Return the index as the newest root sees it."""
+        return self.index.view(self.newest())
+
+    # --- nodes ---
+
+    def node(self, digest: Digest, hint: Place | None = None) -> bytes:
+        """Return a tree node, verified: from the cache, by the hint, or through the index.
+
+        Raises:
+            DamagedError: It is nowhere, or nowhere whole.
+        """
+        cached = self.index.node(digest)
+        if cached is not None:
+            return cached
+        if hint is not None:
+            try:
+                return self._keep(digest, self._read_place(digest, hint))
+            except DamagedError:
+                _log.debug("the hint to node %s is stale", digest.hex())
+        found: list[bytes] = []
+        self.fetch([Want(digest, -1, lambda raw: found.append(bytes(raw)), "")])
+        return self._keep(digest, found[0])
+
+    def tree(self, ref: NodeRef | None, value_type: type[V]) -> Tree[V]:
+        """Return the tree of a reference; an empty one for None."""
+        if ref is None:
+            return Tree(None, self.node, value_type)
+        self.node(Digest(ref.digest), ref.hint)
+        return Tree(Digest(ref.digest), self.node, value_type)
+
+    def _keep(self, digest: Digest, node: bytes) -> bytes:
+        self.index.keep_nodes([(digest, node)])
+        return node
+
+    def _read_place(self, digest: Digest, place: Place) -> bytes:
+        if place.stored > MAX_NODE_BYTES or place.raw > MAX_NODE_BYTES:
+            raise DamagedError(f"node {digest.hex()} claims {place.raw} bytes")
+        stored = memoryview(bytearray(place.stored))
+        try:
+            n = self.backend.read_into(pack_key(place.pack), place.offset, stored)
+        except FileNotFoundError:
+            raise DamagedError(f"pack {place.pack.hex()} is missing") from None
+        return bytes(_proven(digest, place, stored[:n]))
+
+    # --- chunks ---
+
+    def fetch(self, wants: Iterable[Want], budget: int | None = None) -> None:
+        """Read chunks, prove each against its digest, and hand them to their sinks.
+
+        Equal chunks are read once; neighbours in a pack are read together.
+
+        Args:
+            wants: What to read; ``nbytes`` -1 where the length is not known.
+            budget: The most bytes of buffers; at least one chunk is always read.
+
+        Raises:
+            DamagedError: Some chunks are missing or damaged, everywhere; all others were handed
+                over.
+        """
+        view = self.view()
+        pending = iter(wants)
+        while window := list(islice(pending, _WINDOW)):
+            failed = self._fetch(view, window, budget)
+            if failed:
+                # What we know of places may be stale or wrong: ask the store itself, once.
+                self.index.forget()
+                view = self.view()
+                failed = self._fetch(view, [w for w, _ in failed], budget)
+            if failed:
+                raise _damaged(self.backend.uri, failed)
+
+    def _fetch(
+        self, view: View, wants: list[Want], budget: int | None
+    ) -> list[tuple[Want, str]]:
+        by_digest: dict[Digest, list[Want]] = {}
+        for want in wants:
+            by_digest.setdefault(want.digest, []).append(want)
+        failed: list[tuple[Want, str]] = []
+        found: list[tuple[Place, list[Want]]] = []
+        spare: dict[Digest, list[Place]] = {}
+        digests = list(by_digest)
+        for digest, places in zip(digests, self.index.find(view, digests), strict=True):
+            same = by_digest[digest]
+            fit = [p for p in places if _plausible(p, same[0], self.config.chunk_size)]
+            if not fit:
+                failed += [(w, "is in no live pack") for w in same]
+                continue
+            found.append((fit[0], same))
+            if fit[1:]:
+                spare[digest] = fit[1:]
+        for place, same, why in self._read_all(found, budget):
+            others = spare.get(same[0].digest, [])
+            why = next(
+                (w for w in (self._read_one(p, same) for p in others) if w is None), why
+            )
+            if why is not None:
+                failed += [(w, f"{why} (pack {place.pack.hex()})") for w in same]
+        return failed
+
+    def _read_all(
+        self, found: list[tuple[Place, list[Want]]], budget: int | None
+    ) -> list[tuple[Place, list[Want], str]]:
+        """Read the chunks at these places; return those that could not be proven, and why."""
+        largest = max((p.stored for p, _ in found), default=0)
+        most = max(largest + 2 * PAGE, min(_READ_BYTES, budget or _READ_BYTES))
+        reads = list(_coalesced(found, most))
+        threads = min(len(reads), max(2, cores()) + 1, max(1, (budget or 1 << 40) // most), SLOTS)
+        failed: list[tuple[Place, list[Want], str]] = []
+        if threads == 1 and most <= 1 << 20 and len(reads) == 1:
+            return self._read_run(reads[0], memoryview(bytearray(most)))
+        with Crew() as crew:
+            source = Shared(reads, crew)
+            pool = shared_pool(max(most, SLOT_BYTES))
+
+            def work() -> None:
+                with pool.lease() as slot:
+                    for read in source:
+                        failed.extend(self._read_run(read, slot.view))
+
+            crew.start(work, threads)
+        return failed
+
+    def _read_run(self, read: _Read, buffer: memoryview) -> list[tuple[Place, list[Want], str]]:
+        target = buffer[: -(-(read.stop - read.start) // PAGE) * PAGE]
+        try:
+            n = self.backend.read_into(pack_key(read.pack), read.start, target)
+        except FileNotFoundError:
+            return [(place, wants, "its pack is missing") for place, wants in read.chunks]
+        except BackendError as e:
+            return [(place, wants, f"its pack cannot be read: {e}") for place, wants in read.chunks]
+        failed = []
+        for place, wants in read.chunks:
+            start = place.offset - read.start
+            stored = target[start : min(start + place.stored, n)]
+            try:
+                raw = _proven(wants[0].digest, place, stored)
+            except DamagedError as e:
+                failed.append((place, wants, str(e)))
+                continue
+            for want in wants:
+                want.sink(raw)
+        return failed
+
+    def _read_one(self, place: Place, wants: list[Want]) -> str | None:
+        buffer = memoryview(bytearray(place.stored + 2 * PAGE))
+        start = place.offset // PAGE * PAGE
+        read = _Read(place.pack, start, place.offset + place.stored, [(place, wants)])
+        return next((why for _, _, why in self._read_run(read, buffer)), None)
+
+
+def _coalesced(found: list[tuple[Place, list[Want]]], most: int) -> Iterator[_Read]:
+    """Join places that are neighbours in a pack into reads of at most ``most`` bytes."""
+    read: _Read | None = None
+    for place, wants in sorted(found, key=lambda f: (f[0].pack, f[0].offset)):
+        stop = place.offset + place.stored
+        if (
+            read is not None
+            and read.pack == place.pack
+            and place.offset - read.stop <= _GAP
+            and stop - read.start <= most - PAGE
+        ):
+            read.stop = max(read.stop, stop)
+            read.chunks.append((place, wants))
+            continue
+        if read is not None:
+            yield read
+        # From a page on, so that the backend may read around the page cache.
+        read = _Read(place.pack, place.offset // PAGE * PAGE, stop, [(place, wants)])
+    if read is not None:
+        yield read
+
+
+def _plausible(place: Place, want: Want, chunk_size: int) -> bool:
+    """Whether a place can be what is wanted, before memory is taken for it."""
+    limit = chunk_size if want.nbytes >= 0 else MAX_NODE_BYTES
+    return (want.nbytes in (-1, place.raw)) and max(place.raw, place.stored) <= max(limit, 1 << 16)
+
+
+def _proven(digest: Digest, place: Place, stored: memoryview) -> memoryview:
+    """Return the raw bytes of what was read, if they have this digest."""
+    if len(stored) != place.stored:
+        raise DamagedError("its pack is cut off")
+    raw = decompress(place.codec, stored, place.raw)
+    if len(raw) != place.raw or digest_of(raw) != digest:
+        raise DamagedError("its bytes differ from what was written")
+    return raw
+
+
+def _damaged(uri: str, failed: list[tuple[Want, str]]) -> DamagedError:
+    paths = tuple(sorted({w.path for w, _ in failed if w.path}))
+    lines = [f"chunk {w.digest.hex()} {why}" for w, why in failed[:3]]
+    more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
+    hurt = f"; hurt: {', '.join(paths[:10])}{' …' if len(paths) > 10 else ''}" if paths else ""
+    return DamagedError(
+        f"{uri}: {'; '.join(lines)}{more}{hurt}. Another snapshot may hold these whole; to take "
+        "the same bytes again stores them anew",
+        paths,
+    )
+
+
+def read_config(backend: Backend) -> StoreConfig:
+    """Read what kind of store this is.
+
+    Raises:
+        NotAStoreError: There is none.
+        UnsupportedFormatError: A newer version wrote it.
+        DamagedError: ``casnap.json`` is no such record.
+    """
+    where = f"{backend.uri}/{CONFIG_KEY}"
+    try:
+        raw = backend.read(CONFIG_KEY)
+    except (FileNotFoundError, BackendError):
+        raise NotAStoreError(
+            f"{backend.uri} is not a casnap store; make one with `casnap init {backend.uri}` or "
+            "Store(...), or check the path"
+        ) from None
+    try:
+        version = msgspec.json.decode(raw, type=dict).get("format", 0)
+        if isinstance(version, int) and version > FORMAT:
+            raise UnsupportedFormatError(
+                f"{where} is of format {version}, this casnap reads up to {FORMAT}; update casnap"
+            )
+        config = msgspec.json.decode(raw, type=StoreConfig)
+    except msgspec.DecodeError as e:
+        raise DamagedError(f"{where} is damaged: {e}; restore it from a backup") from e
+    unknown = set(config.read_features) - KNOWN_FEATURES
+    if unknown:
+        raise UnsupportedFormatError(
+            f"{where} needs features that this casnap lacks: {', '.join(sorted(unknown))}; "
+            "update casnap"
+        )
+    size = config.chunk_size
+    if not MIN_CHUNK_SIZE <= size <= MAX_CHUNK_SIZE or size & (size - 1) or len(config.store_id) != 32:
+        raise DamagedError(f"{where} is damaged: chunk size {size}, id {config.store_id!r}")
+    return config

@@ -1,0 +1,104 @@
+"""Threads that share one fate: the first error stops them all and is raised to the caller."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Crew:
+    """A set of threads, joined at the end of a ``with`` block.
+
+    Plain threads, since an executor refuses work once the interpreter begins to exit, and a
+    pending take must still finish then.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self.error: BaseException | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether somebody failed, so that the others should stop."""
+        return self.error is not None
+
+    def fail(self, error: BaseException) -> None:
+        """Note an error; the first one counts."""
+        with self._lock:
+            self.error = self.error or error
+
+    def start(self, work: Callable[[], None], count: int = 1) -> list[threading.Thread]:
+        """Run ``work`` on ``count`` new threads."""
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as e:  # noqa: BLE001 - raised again by join
+                self.fail(e)
+
+        threads = [threading.Thread(target=run, name="casnap", daemon=False) for _ in range(count)]
+        self._threads += threads
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def join(self, threads: Iterable[threading.Thread] | None = None) -> None:
+        """Wait for all threads, or for some of them, and raise what went wrong.
+
+        An interrupt is noted, which stops the threads soon, and raised when they have ended.
+        """
+        for thread in list(self._threads if threads is None else threads):
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except BaseException as e:  # noqa: BLE001 - raised below
+                    self.fail(e)
+        if self.error is not None:
+            raise self.error
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.fail(error)
+        try:
+            self.join()
+        except BaseException as e:
+            if e is not error:
+                raise
+
+
+class Shared(Generic[T]):
+    """An iterable that the threads of a crew draw from together; it ends when one of them fails."""
+
+    def __init__(self, items: Iterable[T], crew: Crew) -> None:
+        self._items = iter(items)
+        self._crew = crew
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            with self._lock:
+                if self._crew.failed:
+                    return
+                try:
+                    item = next(self._items)
+                except StopIteration:
+                    return
+            yield item

@@ -1,0 +1,398 @@
+"""Giving state back: in place where it can be, whole or one entry, or a part of one tensor."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from casnap import buffers
+from casnap.buffers import view_at
+from casnap.capture import random_states_first
+from casnap.contents import Contents, split_digests
+from casnap.digest import DIGEST_SIZE, digest_of
+from casnap.errors import DamagedError, EntryNotFoundError, MismatchError, UnsupportedTypeError
+from casnap.containers import segment_of
+from casnap.flatten import inflate, tensor_targets
+from casnap.format import INLINE_BYTES, Entry, Payload, TensorEntry, payload_of
+from casnap.grid import Grid, grid_of
+from casnap.indexing import Index, Selection, select
+from casnap.objects import Want
+from casnap.region import Region
+from casnap.state import RNGState, Stateful
+from casnap.tensors import Leaf, allocate, assemble, carrier_dtype, is_fillable, itemsize_of
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class RestoreReport:
+    """What a restore with ``strict=False`` left alone.
+
+    Attributes:
+        missing: Paths of the state that the snapshot lacks.
+        unexpected: Paths of the snapshot that the state lacks.
+        mismatched: Paths whose shapes differ.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Whether anything was left alone."""
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+
+class Loading:
+    """Entries on their way from the store into memory: what to read, and where it goes.
+
+    Args:
+        contents: The snapshot.
+        progress: Told the bytes done and in all.
+    """
+
+    def __init__(self, contents: Contents, progress: Progress | None = None) -> None:
+        self._contents = contents
+        self._chunk_size = contents.objects.config.chunk_size
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done = 0
+        self._total = 0
+        self._leaves: list[tuple[str, Entry, torch.Tensor | bytearray]] = []
+
+    def add(self, path: str, entry: Entry, target: torch.Tensor | None = None) -> None:
+        """Ask for an entry: into ``target`` (same shape, any dtype), or into new memory."""
+        payload = payload_of(entry)
+        content: torch.Tensor | bytearray
+        if isinstance(entry, TensorEntry):
+            content = target if target is not None else allocate(entry)
+        else:
+            # Bytes are taken only once it is known that there are chunks for them.
+            content = bytearray()
+        self._total += payload.nbytes
+        self._leaves.append((path, entry, content))
+
+    def load(self, budget: int | None = None) -> dict[str, Leaf]:
+        """Read everything, verified, and return it by path."""
+        self._contents.objects.fetch(self._wants(), budget)
+        return {
+            path: Leaf(path, entry, bytes(content) if isinstance(content, bytearray) else content)
+            for path, entry, content in self._leaves
+        }
+
+    def _wants(self) -> Iterator[Want]:
+        for path, entry, content in self._leaves:
+            payload = payload_of(entry)
+            if isinstance(content, bytearray):
+                grid = grid_of((payload.nbytes,), 1, self._chunk_size)
+            else:
+                assert isinstance(entry, TensorEntry)
+                grid = grid_of(entry.shape, itemsize_of(entry), self._chunk_size)
+            if payload.nbytes <= INLINE_BYTES:
+                self._fill_inline(path, entry, payload, content)
+                continue
+            digests = split_digests(self._contents.digests(payload, grid, path))
+            if isinstance(content, bytearray):
+                content.extend(bytes(payload.nbytes))
+                sinks = _byte_sinks(memoryview(content), grid)
+            else:
+                sinks = _tensor_sinks(content, entry, grid)  # type: ignore[arg-type]
+            for digest, size, sink in zip(digests, grid.sizes(), sinks, strict=True):
+                yield Want(digest, size, self._counted(sink) if self._progress else sink, path)
+
+    def _fill_inline(
+        self, path: str, entry: Entry, payload: Payload, content: torch.Tensor | bytearray
+    ) -> None:
+        if len(payload.inline) != payload.nbytes:
+            raise DamagedError(f"{self._contents.where}: {path} is cut off", (path,))
+        if isinstance(content, bytearray):
+            content.extend(payload.inline)
+        elif content.numel():
+            assert isinstance(entry, TensorEntry)
+            raw = memoryview(bytearray(payload.inline))
+            content.copy_(_as_tensor(raw, carrier_dtype(entry), tuple(content.shape)))
+
+    def _counted(self, sink: Callable[[memoryview], None]) -> Callable[[memoryview], None]:
+        def counted(raw: memoryview) -> None:
+            sink(raw)
+            with self._lock:
+                self._done += len(raw)
+                assert self._progress is not None
+                self._progress(self._done, self._total)
+
+        return counted
+
+
+def _as_tensor(raw: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _byte_sinks(target: memoryview, grid: Grid) -> Iterator[Callable[[memoryview], None]]:
+    start = 0
+    for size in grid.sizes():
+        part = target[start : start + size]
+        start += size
+
+        def sink(raw: memoryview, part: memoryview = part) -> None:
+            buffers.copy(part, raw)
+
+        yield sink
+
+
+def _tensor_sinks(
+    target: torch.Tensor, entry: TensorEntry, grid: Grid
+) -> Iterator[Callable[[memoryview], None]]:
+    dtype = carrier_dtype(entry)
+    if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype:
+        yield from _byte_sinks(view_at(target.data_ptr(), target.nbytes), grid)
+        return
+    for i in range(grid.count):
+        box = target[grid.region(i).within(Region.whole(grid.shape))]
+
+        def sink(raw: memoryview, box: torch.Tensor = box) -> None:
+            box.copy_(_as_tensor(raw, dtype, tuple(box.shape)))
+
+        yield sink
+
+
+# --- whole app states -------------------------------------------------------------------------
+
+
+@dataclass
+class _Part:
+    """One key of the app state to be restored."""
+
+    key: str
+    segment: str
+    stateful: Stateful
+    current: Any
+    entries: dict[str, Entry]
+    skipped: set[str] = field(default_factory=set)
+
+
+def restore(
+    contents: Contents,
+    app_state: Mapping[str, Stateful],
+    *,
+    strict: bool = True,
+    allow_pickle: bool = False,
+    progress: Progress | None = None,
+) -> RestoreReport:
+    """Restore an app state, or some keys of it.
+
+    Raises:
+        MismatchError: Under ``strict``, a module and the snapshot differ; nothing was written.
+        EntryNotFoundError: Under ``strict``, the snapshot lacks a key; nothing was written.
+        DamagedError: Something could not be read whole; no ``load_state_dict`` was called, but
+            tensors that are restored in place may hold new values already.
+    """
+    keys = random_states_first(app_state)
+    report = RestoreReport()
+    parts = [p for k in keys if (p := _part(contents, k, app_state[k], report)) is not None]
+    loading = Loading(contents, progress)
+    for part in parts:
+        _plan(part, loading, report)
+    if strict and report:
+        raise MismatchError(_mismatch(contents, report))
+    leaves = loading.load()
+    # The random state last: to load the others may draw from it.
+    for part in reversed(parts):
+        state = inflate(part.segment, leaves, allow_pickle=allow_pickle)
+        if isinstance(part.stateful, torch.nn.Module) and not strict:
+            for key in [k for k in state if f"{part.segment}/{segment_of(k)}" in part.skipped]:
+                del state[key]
+            part.stateful.load_state_dict(state, strict=False)
+        else:
+            part.stateful.load_state_dict(state)
+    return report
+
+
+def _part(
+    contents: Contents, key: str, stateful: Stateful, report: RestoreReport
+) -> _Part | None:
+    segment = segment_of(key)
+    subtree = contents.subtrees(0).get(segment)
+    if subtree is None:
+        report.missing.append(key)
+        return None
+    entries = {segment + inner: e for inner, e in contents.tree(subtree).items()}
+    return _Part(key, segment, stateful, stateful.state_dict(), entries)
+
+
+def _plan(part: _Part, loading: Loading, report: RestoreReport) -> None:
+    """Say what to read, and where to; note where module and snapshot differ."""
+    targets = tensor_targets(part.current, part.segment)
+    if _is_plain_module(part.stateful):
+        part.skipped = _compare(part, targets, report)
+    for path, entry in part.entries.items():
+        loading.add(path, entry, _target(entry, targets.get(path)))
+
+
+def _target(entry: Entry, current: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the tensor to fill in place, if the state has one that fits."""
+    fits = (
+        isinstance(entry, TensorEntry)
+        and current is not None
+        and entry.kind in ("tensor", "parameter", "buffer")
+        and entry.quantization is None
+        and tuple(current.shape) == entry.shape
+    )
+    if not fits or current is None:
+        return None
+    own = all(stride or size < 2 for size, stride in zip(current.shape, current.stride(), strict=True))
+    return current.detach() if own else None
+
+
+def _is_plain_module(stateful: Stateful) -> bool:
+    """Whether keys can be compared beforehand: nobody renames or strips them on the way."""
+    return (
+        isinstance(stateful, torch.nn.Module)
+        and type(stateful).load_state_dict is torch.nn.Module.load_state_dict
+        and not any(m._load_state_dict_pre_hooks for m in stateful.modules())
+    )
+
+
+def _compare(part: _Part, targets: dict[str, torch.Tensor], report: RestoreReport) -> set[str]:
+    """Note what differs between a module and the snapshot; return what must not be loaded."""
+    there = {p for p in part.entries if p.count("/") == 1}
+    here = {f"{part.segment}/{segment_of(k)}" for k in part.current}
+    shapes = {
+        path: f"{path}: {tuple(target.shape)} here, {entry.shape} in the snapshot"
+        for path, target in targets.items()
+        if isinstance(entry := part.entries.get(path), TensorEntry)
+        and tuple(target.shape) != entry.shape
+    }
+    report.missing += sorted(here - there)
+    report.unexpected += sorted(there - here)
+    report.mismatched += [shapes[p] for p in sorted(shapes)]
+    return (there - here) | shapes.keys()
+
+
+def _mismatch(contents: Contents, report: RestoreReport) -> str:
+    lines = [f"{contents.where} does not fit the state; nothing was restored"]
+    for what, paths in (
+        ("missing in the snapshot", report.missing),
+        ("unexpected in the snapshot", report.unexpected),
+        ("of another shape", report.mismatched),
+    ):
+        lines += [f"  {what} ({len(paths)}):"] + [f"    {p}" for p in paths] if paths else []
+    lines.append("Pass strict=False to restore what fits.")
+    return "\n".join(lines)
+
+
+# --- single entries ---------------------------------------------------------------------------
+
+
+def read_object(
+    contents: Contents,
+    path: str,
+    obj_out: Any = None,
+    memory_budget_bytes: int | None = None,
+    index: Index | None = None,
+    *,
+    allow_pickle: bool = False,
+) -> Any:
+    """Read one entry, everything below a container, or a part of a tensor.
+
+    Raises:
+        EntryNotFoundError: There is no such path.
+        MismatchError: ``obj_out`` has another shape than what is read.
+        DamagedError: A chunk is missing or damaged.
+    """
+    full, entry, tree = contents.entry(path)
+    if isinstance(entry, TensorEntry):
+        return _read_tensor(contents, full, entry, obj_out, memory_budget_bytes, index)
+    if index is not None:
+        raise MismatchError(f"{contents.where}: {path} is no tensor, so it takes no index")
+    loading = Loading(contents)
+    key, slash, inner = full.partition("/")
+    loading.add(full, entry)
+    for below, child in tree.below(f"{slash}{inner}/"):
+        loading.add(key + below, child)
+    leaves = loading.load(memory_budget_bytes)
+    return inflate(full, leaves, allow_pickle=allow_pickle)
+
+
+def _read_tensor(
+    contents: Contents,
+    path: str,
+    entry: TensorEntry,
+    obj_out: Any,
+    budget: int | None,
+    index: Index | None,
+) -> Any:
+    if index is not None and entry.quantization is not None:
+        whole: Any = _read_tensor(contents, path, entry, None, budget, None)
+        return whole[index] if obj_out is None else obj_out.copy_(whole[index])
+    selection = select(entry.shape, index)
+    if obj_out is not None:
+        _check_out(contents, path, selection.shape, obj_out)
+    in_place = obj_out is not None and entry.quantization is None and is_fillable(obj_out)
+    part = TensorEntry(
+        entry.dtype,
+        selection.shape,
+        Payload(prod(selection.shape) * itemsize_of(entry)),
+        entry.kind if index is None else _PLAIN.get(entry.kind, entry.kind),
+        entry.requires_grad and index is None,
+        entry.quantization,
+    )
+    carrier = obj_out.detach() if in_place else allocate(part)
+    if index is None:
+        loading = Loading(contents)
+        loading.add(path, entry, carrier)
+        loading.load(budget)
+    else:
+        contents.objects.fetch(_selected(contents, path, entry, selection, carrier), budget)
+    if in_place:
+        return obj_out
+    value: Any = assemble(Leaf(path, part, carrier))
+    return value if obj_out is None else obj_out.copy_(value)
+
+
+_PLAIN = {"parameter": "tensor", "buffer": "tensor", "numpy_scalar": "ndarray"}
+
+
+def _check_out(contents: Contents, path: str, shape: tuple[int, ...], out: Any) -> None:
+    if not isinstance(out, torch.Tensor):
+        raise MismatchError(f"{contents.where}: {path} is a tensor; obj_out is a {type(out).__name__}")
+    if tuple(out.shape) != shape:
+        raise MismatchError(
+            f"{contents.where}: {path} is read with shape {shape}; obj_out has {tuple(out.shape)}"
+        )
+
+
+def _selected(
+    contents: Contents, path: str, entry: TensorEntry, selection: Selection, out: torch.Tensor
+) -> Iterator[Want]:
+    """Yield the chunks that hold selected elements; each sink moves its elements to ``out``."""
+    itemsize = itemsize_of(entry)
+    grid = grid_of(entry.shape, itemsize, contents.objects.config.chunk_size)
+    dtype = carrier_dtype(entry)
+    # The bytes of an item of numpy's stand as one more axis.
+    item = () if dtype.itemsize == itemsize else (itemsize,)
+    full = out.reshape(selection.sizes + item) if item else out
+    for axis in selection.dropped if not item else ():
+        full = full.unsqueeze(axis)
+    inline = entry.data.nbytes <= INLINE_BYTES
+    digests = [] if inline else split_digests(contents.digests(entry.data, grid, path))
+    for number, source, target in selection.cells(grid):
+        shape = grid.region(number).sizes + item
+        box = full[target]
+
+        def sink(
+            raw: memoryview,
+            source: tuple[slice, ...] = source,
+            box: torch.Tensor = box,
+            shape: tuple[int, ...] = shape,
+        ) -> None:
+            box.copy_(_as_tensor(raw, dtype, shape)[source])
+
+        if inline:
+            sink(memoryview(bytearray(entry.data.inline)))
+        else:
+            yield Want(digests[number], grid.cell_bytes(number), sink, path)

@@ -1,0 +1,76 @@
+"""The commit log: small numbered objects, the newest of which says what the store holds."""
+
+from __future__ import annotations
+
+from casnap.backends.base import Backend
+from casnap.errors import DamagedError, NotAStoreError
+from casnap.format import MAX_ROOT_BYTES, Root, decode, encode, root_key, seal, unseal
+
+
+def newest_root(backend: Backend) -> Root:
+    """Return the newest root.
+
+    Listings may be stale, so from the greatest listed number on it is probed forward. Roots are
+    never removed, so a gap means damage.
+
+    Raises:
+        NotAStoreError: There is no root.
+        DamagedError: The newest root cannot be read; nothing older is taken for it.
+    """
+    folders = _numbers(backend, "roots")
+    seqs = _numbers(backend, f"roots/{max(folders)}") if folders else []
+    if not seqs and folders and max(folders) > 0:
+        # A crash may leave the folder of the next thousand empty.
+        seqs = _numbers(backend, f"roots/{max(folders) - 1}")
+    if not seqs:
+        raise NotAStoreError(f"{backend.uri} holds no root; its creation was cut off or it is damaged")
+    seq = max(seqs)
+    root = read_root(backend, seq)
+    while True:
+        try:
+            following = read_root(backend, seq + 1)
+        except FileNotFoundError:
+            return root
+        root, seq = following, seq + 1
+
+
+def _numbers(backend: Backend, folder: str) -> list[int]:
+    names = backend.names(folder)
+    return [int(n) for n in names if n.isascii() and n.isdigit() and str(int(n)) == n]
+
+
+def read_root(backend: Backend, seq: int) -> Root:
+    """Read one root.
+
+    Raises:
+        FileNotFoundError: There is none of this number.
+        DamagedError: It is not what was written.
+    """
+    key = root_key(seq)
+    data = backend.read(key)
+    what = f"{backend.uri}/{key}"
+    if len(data) > MAX_ROOT_BYTES:
+        raise DamagedError(f"{what} has {len(data)} bytes, more than a root may")
+    root = decode(unseal(b"r", data, what), Root, what)
+    if root.seq != seq:
+        raise DamagedError(f"{what} says that it is root {root.seq}")
+    return root
+
+
+def put_root(backend: Backend, root: Root) -> bool:
+    """Put a root, durably, if its number is free; return whether this very root now stands there.
+
+    Whatever the backend answers, or if it fails, the root that stands there decides: an answer
+    that was lost looks like a conflict with oneself.
+    """
+    key = root_key(root.seq)
+    try:
+        if backend.put_if_absent(key, seal(b"r", encode(root))):
+            return True
+    except Exception:
+        try:
+            return read_root(backend, root.seq).commit == root.commit
+        except FileNotFoundError:
+            pass
+        raise
+    return read_root(backend, root.seq).commit == root.commit

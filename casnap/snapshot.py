@@ -1,0 +1,364 @@
+"""One snapshot: TorchSnapshot's names and meanings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from casnap.contents import Contents
+from casnap.format import Entry, Row, Stats
+
+if TYPE_CHECKING:
+    from casnap.indexing import Index
+    from casnap.restore import RestoreReport
+    from casnap.state import Stateful
+    from casnap.store import Store
+    from casnap.take import PendingTake
+
+Progress = Callable[[int, int], None]
+
+
+class SnapshotMetadata:
+    """What is known of a snapshot beside its tensors.
+
+    Attributes:
+        version: The casnap version that reads it.
+        world_size: The ranks that took it.
+        user: What ``metadata=`` said when it was taken.
+    """
+
+    def __init__(self, snapshot: Snapshot, version: str) -> None:
+        self._snapshot = snapshot
+        self.version = version
+        self.world_size = snapshot.world_size
+        self.user: dict[str, Any] = dict(snapshot.row.metadata)
+
+    @property
+    def manifest(self) -> dict[str, Entry]:
+        """All entries by path, with ranks."""
+        return self._snapshot.get_manifest()
+
+    def __repr__(self) -> str:
+        """Say what is known without reading the tree."""
+        return (
+            f"SnapshotMetadata(version={self.version!r}, world_size={self.world_size}, "
+            f"user={self.user!r})"
+        )
+
+
+class Snapshot:
+    """One immutable, named checkpoint in a store.
+
+    A handle stays with the snapshot that it opened: one of the same name that is taken later is
+    another snapshot.
+
+    Args:
+        path: Where it is: the path of a store, then its name.
+        pg: For TorchSnapshot's users; must be None, one process is one world in this version.
+        storage_options: Likewise; must be empty.
+        store: The store, or its URI, that ``path`` is then a name in.
+
+    Raises:
+        SnapshotNotFoundError: There is none of this name.
+        NotAStoreError: There is no store above the path.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        pg: Any = None,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        store: Store | str | os.PathLike[str] | None = None,
+    ) -> None:
+        found, name = _store_and_name(path, pg, storage_options, store, create=False)
+        self._open(found, name, found.row(name))
+
+    @classmethod
+    def _of(cls, store: Store, name: str, row: Row) -> Snapshot:
+        snapshot = cls.__new__(cls)
+        snapshot._open(store, name, row)
+        return snapshot
+
+    def _open(self, store: Store, name: str, row: Row) -> None:
+        self.store = store
+        self.name = name
+        self.row = row
+        self.contents = Contents(store.objects, store.full_name(name), row)
+
+    # --- taking ---
+
+    @classmethod
+    def take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: Mapping[str, Stateful],
+        pg: Any = None,
+        replicated: list[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        store: Store | str | os.PathLike[str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        allow_pickle: bool = False,
+        progress: Progress | None = None,
+    ) -> Snapshot:
+        """Take a snapshot; returns when it is durable.
+
+        Args:
+            path: Where to. The nearest store above is used; without one, the parent becomes one.
+            app_state: Key → module, optimizer, :class:`StateDict`, … .
+            pg: Must be None in this version.
+            replicated: Accepted for TorchSnapshot's users: with one process, all is global.
+            storage_options: Must be empty in this version.
+            store: The store, or its URI, that ``path`` is then a name in.
+            metadata: What JSON holds, up to 64 KiB, kept beside the snapshot.
+            overwrite: Replace a snapshot of this name.
+            allow_pickle: Store what has no safe encoding by pickle; to restore it then needs
+                ``allow_pickle=True`` too.
+            progress: Called with bytes done and bytes in all, now and then.
+
+        Raises:
+            StateError: Something in the state can't be taken.
+            SnapshotError: The name can't be used.
+            StoreError: The store can't be used; nothing was committed.
+        """
+        found, name = _store_and_name(path, pg, storage_options, store, create=True)
+        return found.take(
+            app_state,
+            name,
+            metadata=metadata,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            progress=progress,
+        )
+
+    @classmethod
+    def async_take(
+        cls,
+        path: str | os.PathLike[str],
+        app_state: Mapping[str, Stateful],
+        pg: Any = None,
+        replicated: list[str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        store: Store | str | os.PathLike[str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        allow_pickle: bool = False,
+        max_staging_bytes: int | None = None,
+        progress: Progress | None = None,
+    ) -> PendingSnapshot:
+        """Take a snapshot of the state as it is now; returns once the state may change.
+
+        As :meth:`take`, but storing goes on in the background. The first error is raised by
+        :meth:`PendingSnapshot.wait`.
+
+        Args:
+            path: As for :meth:`take`.
+            app_state: As for :meth:`take`.
+            pg: As for :meth:`take`.
+            replicated: As for :meth:`take`.
+            storage_options: As for :meth:`take`.
+            store: As for :meth:`take`.
+            metadata: As for :meth:`take`.
+            overwrite: As for :meth:`take`.
+            allow_pickle: As for :meth:`take`.
+            max_staging_bytes: The most memory for the copy of the state, which is kept for the
+                next take. What does not fit blocks until enough has been stored.
+            progress: As for :meth:`take`.
+        """
+        found, name = _store_and_name(path, pg, storage_options, store, create=True)
+        return found.async_take(
+            app_state,
+            name,
+            metadata=metadata,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            max_staging_bytes=max_staging_bytes,
+            progress=progress,
+        )
+
+    # --- giving back ---
+
+    def restore(
+        self,
+        app_state: Mapping[str, Stateful],
+        strict: bool = True,  # noqa: FBT001, FBT002 - TorchSnapshot's signature
+        *,
+        allow_pickle: bool = False,
+        progress: Progress | None = None,
+    ) -> RestoreReport:
+        """Restore an app state, or some of its keys, in place where that is possible.
+
+        Tensors are filled in place where the state holds one of the same path and shape (another
+        dtype is cast); then each value's ``load_state_dict`` gets the state that was taken.
+
+        Args:
+            app_state: What to restore.
+            strict: Raise, before anything is written, if modules and snapshot differ. Otherwise
+                restore what fits.
+            allow_pickle: Unpickle what was taken with ``allow_pickle=True``: only for stores
+                that you trust as you trust code.
+            progress: Called with bytes done and bytes in all, now and then.
+
+        Returns:
+            What was left alone; empty under ``strict``.
+
+        Raises:
+            MismatchError: Everything that differs, in one error.
+            DamagedError: Stored bytes are missing or damaged.
+        """
+        from casnap.restore import restore
+
+        return restore(
+            self.contents, app_state, strict=strict, allow_pickle=allow_pickle, progress=progress
+        )
+
+    def read_object(
+        self,
+        path: str,
+        obj_out: Any = None,
+        memory_budget_bytes: int | None = None,
+        *,
+        index: Index | None = None,
+        allow_pickle: bool = False,
+    ) -> Any:
+        """Read one tensor or value, a part of a tensor, or everything below a container.
+
+        Args:
+            path: As :meth:`get_manifest` gives it, with or without the rank.
+            obj_out: A tensor of the right shape to read into; another dtype is cast.
+            memory_budget_bytes: The most bytes of buffers beside the result; at least one chunk.
+            index: Ints, slices and ``...``, as in ``tensor[index]``; only what it touches is read.
+            allow_pickle: As for :meth:`restore`.
+
+        Raises:
+            EntryNotFoundError: There is no such path; names the nearest.
+            MismatchError: ``obj_out`` has another shape.
+            DamagedError: Stored bytes are missing or damaged.
+        """
+        from casnap.restore import read_object
+
+        return read_object(
+            self.contents, path, obj_out, memory_budget_bytes, index, allow_pickle=allow_pickle
+        )
+
+    def get_manifest(self) -> dict[str, Entry]:
+        """Return all entries by path: ``<rank>/<key>/<path>``."""
+        return {
+            f"{rank}/{path}": entry
+            for rank in self.contents.ranks()
+            for path, entry in self.contents.entries(rank)
+        }
+
+    def get_state_dict_for_key(self, key: str, *, allow_pickle: bool = False) -> dict[str, Any]:
+        """Return the state that was taken under a key of the app state, in new memory.
+
+        Raises:
+            EntryNotFoundError: There is no such key.
+        """
+        from casnap.containers import segment_of
+
+        state: dict[str, Any] = self.read_object(segment_of(key), allow_pickle=allow_pickle)
+        return state
+
+    # --- what is known ---
+
+    @property
+    def path(self) -> str:
+        """Where it is: the store's URI and the name."""
+        return f"{self.store.uri}/{self.name}"
+
+    @property
+    def pg(self) -> None:
+        """The process group: none in this version."""
+        return
+
+    @property
+    def metadata(self) -> SnapshotMetadata:
+        """Version, world size, manifest and the user's own metadata."""
+        from casnap import __version__
+
+        return SnapshotMetadata(self, __version__)
+
+    @property
+    def commit_id(self) -> str:
+        """What tells this snapshot from any other, 32 hex digits."""
+        return self.row.commit.hex()
+
+    @property
+    def seq(self) -> int:
+        """The number of the root that it was committed by."""
+        return self.row.seq
+
+    @property
+    def time(self) -> float:
+        """When it was committed: seconds since the epoch, by the writer's clock."""
+        return self.row.time
+
+    @property
+    def world_size(self) -> int:
+        """The ranks that took it."""
+        return self.row.world_size
+
+    @property
+    def stats(self) -> Stats:
+        """Logical bytes, new bytes, entries and seconds of the take."""
+        return self.row.stats
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags that it has."""
+        return self.row.tags
+
+    def __repr__(self) -> str:
+        """Say where it is."""
+        return f"Snapshot({self.path!r})"
+
+
+class PendingSnapshot:
+    """A snapshot that is being stored in the background."""
+
+    def __init__(self, store: Store, take: PendingTake, name: str) -> None:
+        self._store = store
+        self._take = take
+        self._name = name
+
+    @property
+    def path(self) -> str:
+        """Where it will be."""
+        return f"{self._store.uri}/{self._name}"
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._take.done()
+
+    def wait(self) -> Snapshot:
+        """Wait until it is durable, and return it.
+
+        Raises:
+            CasnapError: What went wrong; nothing was committed.
+        """
+        return Snapshot._of(self._store, self._name, self._take.wait())
+
+
+def _store_and_name(
+    path: str | os.PathLike[str],
+    pg: Any,
+    storage_options: Mapping[str, Any] | None,
+    store: Store | str | os.PathLike[str] | None,
+    *,
+    create: bool,
+) -> tuple[Store, str]:
+    from casnap.store import Store
+
+    if pg is not None or storage_options:
+        raise NotImplementedError("pg and storage_options are not supported in this version")
+    if store is None:
+        return Store._for_snapshot(path, create=create)
+    found = store if isinstance(store, Store) else Store(store, create=create)
+    return found, os.fspath(path)

@@ -1,0 +1,274 @@
+"""Tensors as runs of host bytes: where they lie, or in reused buffers.
+
+A contiguous tensor on the CPU is read where it lies. Anything else goes through a buffer, block
+by block; a CUDA tensor through pinned memory, by a copy on a side stream.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+from casnap import buffers
+from casnap.buffers import Pool, Slot, view_at
+from casnap.format import MAX_CHUNK_SIZE, TensorEntry
+from casnap.grid import Grid, grid_of
+from casnap.pipeline import Crew, Shared, cores
+from casnap.region import Region
+from casnap.tensors import Leaf, itemsize_of
+
+PIECE_BYTES = 8 << 20
+_BATCH = 256
+
+
+class Piece(NamedTuple):
+    """A run of chunks of one leaf.
+
+    Attributes:
+        leaf: The number of the leaf.
+        first: The number of the first chunk.
+        sizes: The bytes of each chunk.
+        view: Their bytes, one behind the other.
+        owner: Keeps the bytes alive.
+        ready: Waits until the bytes are there; None where they are.
+        done: Gives the memory back; None where there is nothing to give.
+    """
+
+    leaf: int
+    first: int
+    sizes: list[int]
+    view: memoryview
+    owner: object = None
+    ready: Callable[[], None] | None = None
+    done: Callable[[], None] | None = None
+
+
+def grid_for(leaf: Leaf, chunk_size: int) -> Grid:
+    """Return the grid of a leaf: the tensor's own, or that of its bytes."""
+    entry = leaf.entry
+    if isinstance(entry, TensorEntry):
+        return grid_of(entry.shape, itemsize_of(entry), chunk_size)
+    return grid_of((len(leaf.content),), 1, chunk_size)
+
+
+def pieces_of(number: int, leaf: Leaf, grid: Grid) -> Iterator[Piece]:
+    """Yield the bytes of a leaf in runs of about 8 MiB, in order."""
+    content = leaf.content
+    if isinstance(content, bytes):
+        yield from _runs(number, grid, memoryview(content), content)
+    elif content.device.type == "cpu" and content.is_contiguous():
+        view = view_at(content.data_ptr(), content.nbytes)
+        yield from _runs(number, grid, view, content)
+    else:
+        for first, sizes, region in _blocks(grid):
+            block = content[region.within(Region.whole(grid.shape))].contiguous()
+            if block.device.type == "cpu":
+                view = view_at(block.data_ptr(), block.nbytes)
+                yield Piece(number, first, sizes, view, block)
+            else:
+                yield _from_cuda(number, first, sizes, block)
+
+
+def _runs(number: int, grid: Grid, view: memoryview, owner: object) -> Iterator[Piece]:
+    if grid.count == 1:
+        yield Piece(number, 0, [len(view)], view, owner)
+        return
+    first, start, sizes, total = 0, 0, list[int](), 0
+    for size in grid.sizes():
+        sizes.append(size)
+        total += size
+        if total >= PIECE_BYTES:
+            yield Piece(number, first, sizes, view[start : start + total], owner)
+            first, start, sizes, total = first + len(sizes), start + total, [], 0
+    if sizes:
+        yield Piece(number, first, sizes, view[start:], owner)
+
+
+def _blocks(grid: Grid) -> Iterator[tuple[int, list[int], Region]]:
+    """Yield runs of cells along the grid's axis: first cell, bytes of each, their common box."""
+    if not grid.shape:
+        yield 0, [grid.itemsize], Region((), ())
+        return
+    most = max(1, PIECE_BYTES // grid.cell_bytes(0))
+    for lead in range(0, grid.count, grid.rows):
+        for row in range(0, grid.rows, most):
+            cells = range(lead + row, lead + min(row + most, grid.rows))
+            head, tail = grid.region(cells[0]), grid.region(cells[-1])
+            sizes = list(head.sizes)
+            sizes[grid.axis] = (
+                tail.offsets[grid.axis] + tail.sizes[grid.axis] - head.offsets[grid.axis]
+            )
+            region = Region(head.offsets, tuple(sizes))
+            yield cells[0], [grid.cell_bytes(c) for c in cells], region
+
+
+def _from_cuda(number: int, first: int, sizes: list[int], block: torch.Tensor) -> Piece:
+    """Begin to copy a contiguous block into pinned memory, on a stream of its own."""
+    slot = _pinned.take()
+    if not slot.pinned:
+        address = buffers.address_of(slot.view)
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(slot.view), 0))
+        slot.pinned = True
+    target = torch.frombuffer(slot.view, dtype=torch.uint8, count=block.nbytes)
+    stream = _side_stream(block.device)
+    stream.wait_stream(torch.cuda.current_stream(block.device))
+    with torch.cuda.stream(stream):
+        target.copy_(block.reshape(-1).view(torch.uint8), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(stream)
+    view = slot.view[: block.nbytes]
+    return Piece(
+        number, first, sizes, view, block, event.synchronize, lambda: _pinned.release(slot)
+    )
+
+
+# Not the pool that packs are written from: whoever holds a piece may have to wait for that one.
+_pinned = Pool(MAX_CHUNK_SIZE, 4)
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Group small pieces, so that each batch is worth a thread's while."""
+    batch, total = list[Piece](), 0
+    for piece in pieces:
+        batch.append(piece)
+        total += len(piece.view)
+        # A piece in a bounded buffer is handed on at once: to hold it back could block its maker.
+        if total >= PIECE_BYTES or len(batch) == _BATCH or piece.done is not None:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+# --- copies for async takes -------------------------------------------------------------------
+
+_BLOCK_BYTES = 64 << 20
+_kept = Pool(_BLOCK_BYTES, None)
+
+
+class _Block:
+    """A slot that several copies share; given back when all of them are done."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.fill = 0
+        self._users = 1
+        self._lock = threading.Lock()
+
+    def room(self, nbytes: int) -> memoryview | None:
+        start = -(-self.fill // 64) * 64
+        if start + nbytes > len(self.slot.view):
+            return None
+        with self._lock:
+            self._users += 1
+        self.fill = start + nbytes
+        return self.slot.view[start : self.fill]
+
+    def done(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            _kept.release(self.slot)
+
+
+class Held:
+    """Copies of pieces in kept memory, to be read while the originals change.
+
+    Args:
+        max_bytes: The most memory to take, at least a few blocks of 64 MiB; None for no bound.
+    """
+
+    def __init__(self, max_bytes: int | None) -> None:
+        _kept.limit = None if max_bytes is None else max(2 * cores(), max_bytes // _BLOCK_BYTES)
+        self._when_full: Callable[[], None] = lambda: None
+        self._copies: deque[Piece] = deque()
+        self._changed = threading.Condition()
+        self._complete = False
+        self._error: BaseException | None = None
+
+    def fill(self, pieces: Iterable[Piece], when_full: Callable[[], None]) -> None:
+        """Copy pieces on all cores.
+
+        Args:
+            pieces: What to copy.
+            when_full: Called when all memory is in use, to have somebody draw the copies.
+        """
+        self._when_full = when_full
+        try:
+            with Crew() as crew:
+                source = Shared(pieces, crew)
+                crew.start(lambda: self._copy(source), cores())
+        except BaseException as e:
+            self._error = e
+            raise
+        finally:
+            with self._changed:
+                self._complete = True
+                self._changed.notify_all()
+
+    def _copy(self, source: Shared[Piece]) -> None:
+        block: _Block | None = None
+        for piece in source:
+            if piece.ready is not None:
+                piece.ready()
+            target = block.room(len(piece.view)) if block is not None else None
+            if target is None:
+                if block is not None:
+                    block.done()
+                block = _Block(self._slot())
+                target = block.room(len(piece.view))
+                assert target is not None
+            buffers.copy(target, piece.view)
+            if piece.done is not None:
+                piece.done()
+            assert block is not None
+            copied = piece._replace(view=target, owner=None, ready=None, done=block.done)
+            with self._changed:
+                self._copies.append(copied)
+                self._changed.notify()
+        if block is not None:
+            block.done()
+
+    def _slot(self) -> Slot:
+        slot = _kept.acquire(wait=False)
+        if slot is None:
+            self._when_full()
+            slot = _kept.take()
+        return slot
+
+    def batches(self) -> Iterator[list[Piece]]:
+        """Yield the copies as they are made, some at a time, until all were."""
+        while True:
+            with self._changed:
+                while not self._copies and not self._complete:
+                    self._changed.wait()
+                if not self._copies:
+                    break
+                batch, total = list[Piece](), 0
+                while self._copies and total < PIECE_BYTES and len(batch) < _BATCH:
+                    batch.append(self._copies.popleft())
+                    total += len(batch[-1].view)
+            yield batch
+        if self._error is not None:
+            raise self._error
+
+    def release(self) -> None:
+        """Give back what nobody drew, so that the next take finds the memory."""
+        with suppress(BaseException):
+            for batch in self.batches():
+                for piece in batch:
+                    assert piece.done is not None
+                    piece.done()

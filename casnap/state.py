@@ -1,0 +1,104 @@
+"""What can be taken and restored: the protocol, a dict that follows it, and random states.
+
+Torch is imported only where a random state is read or set, so that this module costs nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import UserDict
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What an app state holds: a module, an optimizer, a scheduler, a :class:`StateDict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take the state over."""
+        ...
+
+
+class StateDict(UserDict[str, Any]):
+    """A dict that can stand in an app state.
+
+    Example:
+        >>> progress = StateDict(step=100)
+        >>> progress["step"]
+        100
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the content itself, not a copy."""
+        return self.data
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace the content."""
+        self.data = dict(state_dict)
+
+
+class RNGState:
+    """The global random states of torch (CPU and initialised CUDA devices), Python and numpy.
+
+    numpy's (the legacy ``numpy.random.*`` functions) is held if numpy has been imported.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the random states as numbers and tensors."""
+        import torch
+
+        version, words, gauss = random.getstate()
+        state: dict[str, Any] = {
+            "torch": torch.get_rng_state(),
+            "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+        }
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            state["cuda"] = tuple(torch.cuda.get_rng_state_all())
+        if "numpy" in sys.modules:
+            state["numpy"] = _numpy_state()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the random states; those of devices that are not here are passed over."""
+        import torch
+
+        version, words, gauss = state_dict["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        if "numpy" in state_dict:
+            _set_numpy_state(state_dict["numpy"])
+        if torch.cuda.is_available():
+            for device, state in zip(
+                range(torch.cuda.device_count()), state_dict.get("cuda", ()), strict=False
+            ):
+                torch.cuda.set_rng_state(state.cpu(), device)
+        torch.set_rng_state(state_dict["torch"].cpu())
+
+
+_MERSENNE = "MT19937"
+
+
+def _numpy_state() -> dict[str, Any]:
+    import numpy as np
+    import torch
+
+    state: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    if state["bit_generator"] == _MERSENNE:
+        key = torch.from_numpy(state["state"]["key"].astype(np.int64))
+        state["state"] = {**state["state"], "key": key}
+    return state
+
+
+def _set_numpy_state(state: dict[str, Any]) -> None:
+    try:
+        import numpy as np
+    except ImportError:
+        return  # whoever restores here can draw no number from it
+    if state["bit_generator"] == _MERSENNE:
+        key = state["state"]["key"].cpu().numpy().astype(np.uint32)
+        state = {**state, "state": {**state["state"], "key": key}}
+    np.random.set_state(state)

@@ -1,0 +1,352 @@
+"""Taking a snapshot: capture, stage, hash, write what is new, commit."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from casnap.capture import Capture
+from casnap.codec import Codec
+from casnap.commit import Transaction
+from casnap.digest import DIGEST_SIZE, digest_of
+from casnap.errors import FencedError, StateError, StoreError
+from casnap.format import (
+    INLINE_DIGESTS,
+    LIST_DIGESTS,
+    MARKER,
+    MAX_METADATA_BYTES,
+    Manifest,
+    Payload,
+    Row,
+    Stats,
+    encode,
+    payload_of,
+    with_payload,
+)
+from casnap.manifest import build
+from casnap.objects import Objects
+from casnap.pipeline import Crew, Shared, cores
+from casnap.staging import Held, Piece, batched
+from casnap.state import RNGState, Stateful
+from casnap.table import check_free, setting
+
+_log = logging.getLogger("casnap")
+_FENCED_TRIES = 3
+
+Progress = Callable[[int, int], None]
+"""Told the bytes done and the bytes in all, now and then, from any thread."""
+
+
+@dataclass(frozen=True)
+class TakeOptions:
+    """How to take; see :meth:`casnap.Store.take`."""
+
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    overwrite: bool = False
+    allow_pickle: bool = False
+    max_staging_bytes: int | None = None
+    progress: Progress | None = None
+    codec: Codec = Codec.RAW
+    committed: Callable[[Row], None] = lambda _row: None
+
+
+# One take at a time in a process: pending ones keep their order, and share their buffers.
+_turn = threading.Lock()
+
+
+def _free_turn_after_fork() -> None:
+    global _turn
+    _turn = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_free_turn_after_fork)
+
+
+def take(
+    objects: Objects, name: str, app_state: Mapping[str, Stateful], options: TakeOptions
+) -> Row:
+    """Take a snapshot and return its row once it is durable.
+
+    Raises:
+        StateError: Something in the state cannot be taken.
+        SnapshotExistsError: The name is taken.
+        StoreError: The store failed; nothing was committed.
+    """
+    started = time.monotonic()
+    _check(objects, name, options)
+    with _capture(objects, app_state, options) as capture, _turn:
+        work = _Take(objects, name, capture, options, started)
+        for _ in range(_FENCED_TRIES - 1):
+            try:
+                return work.run(batched(capture.pieces()))
+            except FencedError:
+                _log.info("%s: a collector went past the take, which starts again", name)
+        return work.run(batched(capture.pieces()))
+
+
+def async_take(
+    objects: Objects, name: str, app_state: Mapping[str, Stateful], options: TakeOptions
+) -> PendingTake:
+    """Copy the state and return; the rest goes on in the background.
+
+    Blocks while an earlier take of this process is pending, and where ``max_staging_bytes`` do
+    not hold the state until enough of it has been stored.
+    """
+    started = time.monotonic()
+    _check(objects, name, options)
+    with _capture(objects, app_state, options) as capture, ExitStack() as turn:
+        turn.enter_context(_turn)
+        held = Held(options.max_staging_bytes)
+        work = _Take(objects, name, capture, options, started)
+        pending = PendingTake(name, lambda: _run_held(work, held), turn)
+        try:
+            held.fill(capture.pieces(), when_full=pending.start)
+        except BaseException:
+            if not pending.started:
+                held.release()
+            pending.error_seen = True
+            raise
+        pending.start()
+        return pending
+
+
+def _run_held(work: _Take, held: Held) -> Row:
+    try:
+        return work.run(held.batches())
+    finally:
+        held.release()
+
+
+def _check(objects: Objects, name: str, options: TakeOptions) -> None:
+    try:
+        size = len(msgspec.json.encode(options.metadata))
+    except (TypeError, ValueError, msgspec.MsgspecError) as e:
+        raise StateError(f"metadata holds what JSON cannot: {e}") from e
+    if size > MAX_METADATA_BYTES:
+        raise StateError(
+            f"metadata takes {size} bytes, more than {MAX_METADATA_BYTES}; put it into the app "
+            "state, in a StateDict"
+        )
+    table = objects.tree(objects.newest().table, Row)
+    check_free(table, name, overwrite=options.overwrite, uri=objects.backend.uri)
+
+
+@contextmanager
+def _capture(
+    objects: Objects, app_state: Mapping[str, Stateful], options: TakeOptions
+) -> Iterator[Capture]:
+    """Capture the state; afterwards the random state is what it was before."""
+    random = [s for s in app_state.values() if isinstance(s, RNGState)]
+    states = [s.state_dict() for s in random]
+    try:
+        yield Capture(app_state, objects.config.chunk_size, allow_pickle=options.allow_pickle)
+    finally:
+        for state, before in zip(random, states, strict=True):
+            state.load_state_dict(before)
+
+
+class _Take:
+    """One take on its way from captured leaves to a committed row."""
+
+    def __init__(
+        self, objects: Objects, name: str, capture: Capture, options: TakeOptions, started: float
+    ) -> None:
+        self._objects = objects
+        self._name = name
+        self._capture = capture
+        self._options = options
+        self._started = started
+        self._digests: list[bytearray] = [
+            bytearray(DIGEST_SIZE * grid.count if grid is not None else 0) for grid in capture.grids
+        ]
+        self._done_bytes = 0
+        self._lock = threading.Lock()
+
+    def run(self, batches: Iterable[list[Piece]]) -> Row:
+        """Store what is new of these pieces, then the tree, and commit."""
+        self._done_bytes = 0
+        with Crew() as crew:
+            transaction = Transaction(self._objects, crew, self._options.codec)
+            try:
+                source = Shared(batches, crew)
+                crew.join(crew.start(lambda: self._hash(source, transaction), min(cores(), 16)))
+                manifest = encode(self._manifest(transaction))
+                row = self._commit(transaction, manifest)
+            except BaseException as e:
+                crew.fail(e)
+                raise
+            finally:
+                transaction.close()
+        self._mark(row)
+        self._options.committed(row)
+        return row
+
+    def _hash(self, source: Shared[list[Piece]], transaction: Transaction) -> None:
+        for batch in source:
+            chunks = []
+            for piece in batch:
+                if piece.ready is not None:
+                    piece.ready()
+                start, digests = 0, []
+                for size in piece.sizes:
+                    raw = piece.view[start : start + size]
+                    digests.append(digest_of(raw))
+                    chunks.append((digests[-1], raw))
+                    start += size
+                at = piece.first * DIGEST_SIZE
+                self._digests[piece.leaf][at : at + DIGEST_SIZE * len(digests)] = b"".join(digests)
+            transaction.add_chunks(chunks)
+            for piece in batch:
+                if piece.done is not None:
+                    piece.done()
+            self._report(sum(len(piece.view) for piece in batch))
+
+    def _report(self, nbytes: int) -> None:
+        if self._options.progress is not None:
+            with self._lock:
+                self._done_bytes += nbytes
+                self._options.progress(self._done_bytes, self._capture.logical_bytes)
+
+    def _manifest(self, transaction: Transaction) -> Manifest:
+        capture = self._capture
+        top = Manifest({}, {str(rank): {} for rank in range(1)})
+        for span in capture.spans:
+            entries = {}
+            for i in range(span.start, span.stop):
+                path, entry, _ = capture.leaves[i]
+                payload = self._payload(i, transaction)
+                entries[path[len(span.key) :]] = with_payload(entry, payload)
+            keys = top.shared if span.rank is None else top.ranks[str(span.rank)]
+            keys[span.key] = build(entries, transaction.put_node)
+        return top
+
+    def _payload(self, leaf: int, transaction: Transaction) -> Payload:
+        inline = self._capture.inline.get(leaf)
+        if inline is not None:
+            return Payload(len(inline), inline)
+        leaf_digests = self._digests[self._capture.same_as.get(leaf, leaf)]
+        digests, depth = bytes(leaf_digests), 0
+        while len(digests) > INLINE_DIGESTS * DIGEST_SIZE:
+            # A long list is a node of its own, so an unchanged tensor costs one comparison.
+            step = LIST_DIGESTS * DIGEST_SIZE
+            lists = [digests[at : at + step] for at in range(0, len(digests), step)]
+            digests, depth = b"".join(map(transaction.put_node, lists)), depth + 1
+        return Payload(payload_of(self._capture.leaves[leaf].entry).nbytes, b"", digests, depth)
+
+    def _commit(self, transaction: Transaction, manifest: bytes) -> Row:
+        digest = transaction.put_node(manifest)
+        made: list[Row] = []
+
+        def row(seq: int) -> Row:
+            stats = Stats(
+                self._capture.logical_bytes,
+                transaction.new_bytes,
+                len(self._capture.leaves),
+                time.monotonic() - self._started,
+            )
+            made.append(
+                Row(
+                    commit=transaction.commit,
+                    manifest=transaction.ref(digest),
+                    seq=seq,
+                    time=time.time(),
+                    world_size=1,
+                    stats=stats,
+                    metadata=dict(self._options.metadata),
+                )
+            )
+            return made[-1]
+
+        uri, overwrite = self._objects.backend.uri, self._options.overwrite
+        transaction.publish(setting(self._name, row, overwrite=overwrite, uri=uri))
+        return made[-1]
+
+    def _mark(self, row: Row) -> None:
+        """Leave a marker for ``ls``, ``glob`` and ``os.path.exists``; never read as truth."""
+        content = {"casnap": "snapshot", "name": self._name, "commit": row.commit.hex()}
+        try:
+            self._objects.backend.mark(f"{self._name}/{MARKER}", msgspec.json.encode(content))
+        except (StoreError, OSError) as e:
+            _log.warning("%s is committed, but its marker file cannot be written: %s", self._name, e)
+
+
+class PendingTake:
+    """A take that goes on in a thread, which the interpreter waits for before it exits.
+
+    Args:
+        name: The snapshot's name.
+        finish: What is left to do.
+        turn: Held until that is done.
+    """
+
+    def __init__(self, name: str, finish: Callable[[], Row], turn: ExitStack) -> None:
+        self.name = name
+        self.error_seen = False
+        self._finish = finish
+        self._turn = turn
+        self._row: Row | None = None
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether the thread was started."""
+        return self._thread is not None
+
+    def start(self) -> None:
+        """Start the thread, unless it was; it gives the turn back."""
+        with self._lock:
+            if self._thread is None:
+                turn = self._turn.pop_all()
+                self._thread = threading.Thread(
+                    target=self._run, args=(turn,), name="casnap-async-take", daemon=False
+                )
+                _pending.add(self)
+                self._thread.start()
+
+    def _run(self, turn: ExitStack) -> None:
+        with turn:
+            try:
+                self._row = self._finish()
+                _pending.discard(self)
+            except BaseException as e:  # noqa: BLE001 - raised by wait
+                self._error = e
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def wait(self) -> Row:
+        """Wait for the end; return the row or raise what went wrong."""
+        assert self._thread is not None
+        self._thread.join()
+        if self._error is not None:
+            self.error_seen = True
+            raise self._error
+        assert self._row is not None
+        return self._row
+
+
+_pending: set[PendingTake] = set()
+
+
+@atexit.register
+def _warn_of_unseen_errors() -> None:
+    for pending in list(_pending):
+        if not pending.error_seen:
+            print(  # noqa: T201 - logging may be torn down, and this must be seen
+                f"casnap: WARNING: the snapshot {pending.name!r} was NOT stored, and nobody "
+                f"called wait(): {type(pending._error).__name__}: {pending._error}",
+                file=sys.stderr,
+            )

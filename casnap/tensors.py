@@ -1,0 +1,395 @@
+"""Tensors, numpy arrays and numpy scalars as an entry and a carrier of their bytes.
+
+The carrier is a plain strided tensor whose row-major elements are the entry's bytes: the very
+tensor for ordinary ones, the integers of a quantized one, the bytes of anything of numpy's. So
+whoever hashes, stages and fills carriers knows one kind of thing only.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import sys
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from casnap.errors import DamagedError, UnsupportedFormatError, UnsupportedTypeError
+from casnap.format import Entry, Payload, Quantization, TensorEntry
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    NumpyDtype = np.dtype[Any]
+
+
+class Leaf(NamedTuple):
+    """One entry of a state with its content.
+
+    Attributes:
+        path: The logical path.
+        entry: Its description; the payload says the length alone until it is stored.
+        content: The carrier of a tensor entry, the bytes of any other.
+    """
+
+    path: str
+    entry: Entry
+    content: torch.Tensor | bytes
+
+
+# Whole bytes an element; float4_e2m1fn_x2 is one byte that holds two numbers.
+# fmt: off
+_ORDINARY = (
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
+    "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+)
+# fmt: on
+_CARRIERS = {"quint8": torch.uint8, "qint8": torch.int8, "qint32": torch.int32}
+
+TENSOR_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in (*_ORDINARY, *_CARRIERS) if hasattr(torch, name)
+}
+"""Name → dtype: the closed list of what can be stored."""
+
+_NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items() if name not in _CARRIERS}
+_QUANTIZED = {TENSOR_DTYPES[name]: name for name in _CARRIERS if name in TENSOR_DTYPES}
+
+_KINDS: dict[type, str] = {torch.Tensor: "tensor", torch.nn.Parameter: "parameter"}
+_STRIDED = torch.strided
+
+_NUMPY_KINDS = ("ndarray", "numpy_scalar")
+_TYPESTR = re.compile(r"[<>|]([biufcmMSUV])([1-9][0-9]{0,4})(\[[0-9A-Za-z/]{1,24}\])?")
+_MAX_ITEMSIZE = 64 << 10  # the smallest chunk size: an element is never cut
+_MAX_BYTES = 1 << 62
+
+
+# --- to an entry ------------------------------------------------------------------------------
+
+
+def describe(path: str, value: Any) -> Leaf:
+    """Return the entry and the carrier of a tensor, numpy array or numpy scalar.
+
+    Args:
+        path: Its logical path.
+        value: Anything but a sparse tensor (that is a container, see ``flatten.py``).
+
+    Raises:
+        UnsupportedTypeError: It cannot be stored, or it holds no values.
+    """
+    kind = _KINDS.get(type(value))
+    if kind is None:
+        return _describe_other(path, value)
+    name = _NAMES.get(value.dtype)
+    if name is None or value.layout is not _STRIDED or value.is_nested:
+        return _describe_odd(path, value)
+    nbytes, requires_grad = value.nbytes, value.requires_grad
+    if value.is_meta or (nbytes and not value.untyped_storage().nbytes()):
+        raise _hollow(path, value)
+    content = value.detach() if requires_grad or kind == "parameter" else value
+    if content.is_conj() or content.is_neg():
+        content = content.resolve_conj().resolve_neg()
+    elif nbytes and not value.data_ptr():
+        content = content.clone()  # autograd's zeros, which have no memory
+    if getattr(value, "_is_buffer", False):
+        kind = "buffer"
+    entry = TensorEntry(name, tuple(value.shape), Payload(nbytes), kind, requires_grad)
+    return Leaf(path, entry, content)
+
+
+def is_fillable(value: torch.Tensor) -> bool:
+    """Tell whether an ordinary strided tensor can be written in place, element by element."""
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and not value.is_nested
+        and value.dtype in _NAMES
+        and not value.is_meta
+        and not value.is_conj()
+        and not value.is_neg()
+        and (value.numel() == 0 or value.untyped_storage().nbytes() > 0)
+        and not any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))
+    )
+
+
+def _hollow(path: str, value: torch.Tensor) -> UnsupportedTypeError:
+    if value.is_meta:
+        return UnsupportedTypeError(
+            f"{path}: a tensor on the meta device holds no values; give it some first, "
+            "as with module.to_empty(device=...)"
+        )
+    return UnsupportedTypeError(
+        f"{path}: the storage of this tensor has been freed (resized to 0, as FSDP does); "
+        "gather its values first"
+    )
+
+
+def _describe_odd(path: str, value: torch.Tensor) -> Leaf:
+    if value.is_nested:
+        raise UnsupportedTypeError(
+            f"{path}: nested tensors cannot be stored; store the list of value.unbind()"
+        )
+    if value.layout is not torch.strided:
+        raise UnsupportedTypeError(
+            f"{path}: a tensor of layout {value.layout} cannot be stored; "
+            "convert it first, as with value.to_dense()"
+        )
+    name = _QUANTIZED.get(value.dtype)
+    if name is None:
+        raise UnsupportedTypeError(
+            f"{path}: tensors of {value.dtype} cannot be stored, since its elements are no whole "
+            "bytes; store them unpacked, or view them as torch.uint8 first"
+        )
+    if value.is_meta:
+        raise _hollow(path, value)
+    kind, content = _KINDS[type(value)], value.detach().int_repr()
+    payload = Payload(content.numel() * content.element_size())
+    quantization = _quantization_of(path, value)
+    entry = TensorEntry(name, tuple(value.shape), payload, kind, False, quantization)
+    return Leaf(path, entry, content)
+
+
+def _quantization_of(path: str, value: torch.Tensor) -> Quantization:
+    scheme = str(value.qscheme()).removeprefix("torch.")
+    if scheme == "per_tensor_affine":
+        scale, zero_point = value.q_scale(), value.q_zero_point()
+        return Quantization(scheme, struct.pack("<d", scale), struct.pack("<q", zero_point))
+    if scheme not in _PER_CHANNEL:
+        raise UnsupportedTypeError(
+            f"{path}: a quantized tensor of scheme {scheme} cannot be stored; "
+            "store value.int_repr() and its parameters"
+        )
+    scales = value.q_per_channel_scales().tolist()
+    zero_points = value.q_per_channel_zero_points().tolist()
+    (scale_code, _), (zero_code, _) = _PER_CHANNEL[scheme]
+    return Quantization(
+        scheme,
+        struct.pack(f"<{len(scales)}{scale_code}", *scales),
+        struct.pack(f"<{len(zero_points)}{zero_code}", *zero_points),
+        value.q_per_channel_axis(),
+    )
+
+
+_PER_CHANNEL = {
+    "per_channel_affine": (("d", torch.float64), ("q", torch.int64)),
+    "per_channel_affine_float_qparams": (("f", torch.float32), ("f", torch.float32)),
+}
+
+
+def _describe_other(path: str, value: object) -> Leaf:
+    np: Any = sys.modules.get("numpy")
+    if np is not None and isinstance(value, (np.ndarray, np.generic)):
+        return _describe_numpy(path, value)
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if type(value).__name__ in ("DTensor", "ShardedTensor"):
+        reason = "is not yet supported; gather it first, as with value.full_tensor()"
+    elif isinstance(value, torch.Tensor) and torch.nn.parameter.is_lazy(value):
+        reason = "holds no values yet; run the module once first"
+    elif type(value).__name__ == "FakeTensor":
+        reason = "holds no values; take the state outside of FakeTensorMode"
+    elif isinstance(value, torch.Tensor) and value.is_nested:
+        reason = "cannot be stored; store the list of value.unbind()"
+    elif isinstance(value, torch.Tensor):
+        reason = "is a tensor subclass and cannot be stored; store the plain tensors that it wraps"
+    else:
+        reason = "is neither a tensor nor of numpy"
+    raise UnsupportedTypeError(f"{path}: {name} {reason}")
+
+
+def _describe_numpy(path: str, value: Any) -> Leaf:
+    np = sys.modules["numpy"]
+    if type(value) in (np.str_, np.bytes_):
+        # Characters are the elements: numpy would drop the NULs at the end of one long item.
+        text = value.encode("utf-32-le", "surrogatepass") if type(value) is np.str_ else value
+        dtype = "<U1" if type(value) is np.str_ else "|S1"
+        entry = TensorEntry(dtype, (len(value),), Payload(len(text)), "numpy_scalar")
+        return Leaf(path, entry, _carrier_of(bytes(text)))
+    if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
+        raise UnsupportedTypeError(
+            f"{path}: {type(value).__qualname__} is a subclass of numpy.ndarray; "
+            "store numpy.array(value)"
+        )
+    dtype = _checked_typestr(path, value.dtype)
+    if isinstance(value, np.ndarray):
+        content, kind = _carrier_of(value), "ndarray"
+    else:
+        content, kind = _carrier_of(value.tobytes()), "numpy_scalar"
+    return Leaf(path, TensorEntry(dtype, tuple(value.shape), Payload(value.nbytes), kind), content)
+
+
+def _checked_typestr(path: str, dtype: NumpyDtype) -> str:
+    np = sys.modules["numpy"]
+    if dtype.hasobject or dtype.fields is not None:
+        what = "objects" if dtype.hasobject else "structures"
+        raise UnsupportedTypeError(
+            f"{path}: numpy arrays of {what} cannot be stored; store plain arrays or lists"
+        )
+    match = _TYPESTR.fullmatch(dtype.str)
+    # Types that others add to numpy have a typestr that means something else.
+    if match is None or np.dtype(dtype.str) != dtype or dtype.itemsize > _MAX_ITEMSIZE:
+        raise UnsupportedTypeError(
+            f"{path}: numpy's {dtype!r} ({dtype.itemsize} bytes an item) cannot be stored; "
+            "view or convert it to a built-in type of 1 to 65,536 bytes"
+        )
+    return str(dtype.str)
+
+
+def _carrier_of(value: Any) -> torch.Tensor:
+    """Return the bytes of a buffer or numpy array, without a copy where that is possible."""
+    if isinstance(value, bytes):
+        return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else _no_bytes()
+    np = sys.modules["numpy"]
+    if not value.nbytes:
+        return _no_bytes()
+    if not value.flags.writeable:
+        value = value.copy()  # torch knows no read-only tensors
+    return torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+
+
+def _no_bytes() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+# --- and back ---------------------------------------------------------------------------------
+
+
+def itemsize_of(entry: TensorEntry) -> int:
+    """Return the bytes of one element.
+
+    Raises:
+        DamagedError: The entry's dtype is none.
+        UnsupportedTypeError: This torch does not know it.
+    """
+    if entry.kind in _NUMPY_KINDS:
+        match = _TYPESTR.fullmatch(entry.dtype)
+        size = int(match[2]) * (4 if match[1] == "U" else 1) if match else 0
+        if not 0 < size <= _MAX_ITEMSIZE:
+            raise DamagedError(f"an entry has the dtype {entry.dtype[:40]!r}, which is none")
+        return size
+    return _torch_dtype(entry).itemsize
+
+
+def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return an empty carrier: what ``describe`` gave, with values yet to come.
+
+    Args:
+        entry: From a store, so every number in it is checked before memory is taken.
+        device: Where to; numpy's always live on the CPU.
+
+    Raises:
+        DamagedError: Shape, dtype and length do not fit each other.
+        UnsupportedTypeError: This torch does not know the dtype.
+    """
+    nbytes = itemsize_of(entry) * prod(entry.shape)
+    sane = all(0 <= n < _MAX_BYTES for n in entry.shape) and nbytes == entry.data.nbytes
+    if not sane or prod(n or 1 for n in entry.shape) * itemsize_of(entry) >= _MAX_BYTES:
+        raise DamagedError(
+            f"an entry says {entry.data.nbytes} bytes for {entry.dtype} of shape {entry.shape}"
+        )
+    if entry.kind in _NUMPY_KINDS:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    dtype = _CARRIERS.get(entry.dtype) or TENSOR_DTYPES[entry.dtype]
+    return torch.empty(entry.shape, dtype=dtype, device=device)
+
+
+def assemble(leaf: Leaf) -> object:
+    """Return what ``describe`` was given.
+
+    Args:
+        leaf: A tensor entry with its filled carrier, or with a live tensor that was filled in its
+            place. For an ordinary tensor, that very object is returned.
+
+    Raises:
+        DamagedError: The entry contradicts itself.
+        UnsupportedTypeError: numpy is needed and not there.
+        UnsupportedFormatError: The entry is of a kind that a newer version wrote.
+    """
+    entry, content = leaf.entry, leaf.content
+    assert isinstance(entry, TensorEntry)
+    assert isinstance(content, torch.Tensor)
+    kind = entry.kind
+    if kind == "tensor" and entry.quantization is None and not entry.requires_grad:
+        return content
+    if kind not in ("tensor", "parameter", "buffer", *_NUMPY_KINDS):
+        raise UnsupportedFormatError(
+            f"{leaf.path} is a tensor of the unknown kind {kind[:40]!r}; update casnap"
+        )
+    try:
+        if kind in _NUMPY_KINDS:
+            return _assemble_numpy(leaf.path, entry, content)
+        return _wrap(entry, _quantize(entry, content))
+    except (RuntimeError, ValueError, TypeError, IndexError, struct.error) as e:
+        if isinstance(e, UnsupportedTypeError):
+            raise
+        raise DamagedError(f"{leaf.path} cannot be put together: {e}", (leaf.path,)) from e
+
+
+def _torch_dtype(entry: TensorEntry) -> torch.dtype:
+    dtype = TENSOR_DTYPES.get(entry.dtype)
+    if dtype is not None:
+        return dtype
+    if entry.dtype in _ORDINARY:
+        raise UnsupportedTypeError(
+            f"torch {torch.__version__} has no dtype {entry.dtype}; use a newer torch"
+        )
+    raise DamagedError(f"an entry has the dtype {entry.dtype[:40]!r}, which is none")
+
+
+def _wrap(entry: TensorEntry, content: torch.Tensor) -> torch.Tensor:
+    if entry.kind == "parameter":
+        if isinstance(content, torch.nn.Parameter):
+            return content
+        return torch.nn.Parameter(content, entry.requires_grad)
+    if entry.requires_grad and not content.is_inference():
+        differentiable = content.is_floating_point() or content.is_complex()
+        content = content.requires_grad_() if differentiable else content
+    if entry.kind == "buffer" and not getattr(content, "_is_buffer", False):
+        # Older versions of torch have no Buffer: a plain tensor serves there.
+        return getattr(torch.nn, "Buffer", lambda tensor: tensor)(content)  # type: ignore[no-any-return]
+    return content
+
+
+def _quantize(entry: TensorEntry, content: torch.Tensor) -> torch.Tensor:
+    q = entry.quantization
+    if q is None or content.is_quantized:
+        return content
+    if q.scheme == "per_tensor_affine":
+        (scale,), (zero_point,) = struct.unpack("<d", q.scales), struct.unpack("<q", q.zero_points)
+        return torch._make_per_tensor_quantized_tensor(content, scale, zero_point)
+    if q.scheme not in _PER_CHANNEL:
+        raise ValueError(f"the quantization scheme {q.scheme[:40]!r} is none")
+    channels = content.shape[q.axis]
+    (scale_code, scale_dtype), (zero_code, zero_dtype) = _PER_CHANNEL[q.scheme]
+    scales = struct.unpack(f"<{channels}{scale_code}", q.scales)
+    zero_points = struct.unpack(f"<{channels}{zero_code}", q.zero_points)
+    return torch._make_per_channel_quantized_tensor(
+        content,
+        torch.tensor(scales, dtype=scale_dtype, device=content.device),
+        torch.tensor(zero_points, dtype=zero_dtype, device=content.device),
+        q.axis,
+    )
+
+
+def _assemble_numpy(path: str, entry: TensorEntry, content: torch.Tensor) -> object:
+    try:
+        import numpy as np
+    except ImportError:
+        raise UnsupportedTypeError(f"{path} is of numpy; install numpy to read it") from None
+    itemsize_of(entry)  # no type that holds pointers gets past it
+    array = content.cpu().numpy().view(np.dtype(entry.dtype)).reshape(entry.shape)
+    if entry.kind == "ndarray":
+        return array
+    if entry.dtype == "<U1":
+        return np.str_(array.tobytes().decode("utf-32-le", "surrogatepass"))
+    if entry.dtype == "|S1":
+        return np.bytes_(array.tobytes())
+    return array.reshape(())[()]
+
+
+def carrier_dtype(entry: TensorEntry) -> torch.dtype:
+    """Return the dtype of an entry's carrier."""
+    if entry.kind in _NUMPY_KINDS:
+        return torch.uint8
+    return _CARRIERS.get(entry.dtype) or _torch_dtype(entry)

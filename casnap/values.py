@@ -1,0 +1,407 @@
+"""Values that are neither tensor nor container as bytes, and back; the keys of dicts as well.
+
+Types are matched exactly: a subclass would come back as something else. What has no encoding here
+is written by ``torch.save``, and only if ``torch.load(weights_only=True)`` reads it back.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import io
+import pathlib
+import struct
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from msgspec import Struct
+from torch.torch_version import TorchVersion
+
+from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
+from casnap.format import decode, encode
+
+PACKED_FROM = 1001
+"""A list, tuple or set of so many plain values or more is one entry."""
+
+# What hostile bytes make of the decoders below.
+MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, RuntimeError, struct.error)
+
+_PLAIN_TYPES = {bool, int, float, str, bytes, type(None)}
+
+
+# --- keys -------------------------------------------------------------------------------------
+
+
+class Tagged(Struct, frozen=True, array_like=True):
+    """A key that msgpack has no word of its own for."""
+
+    kind: str
+    data: bytes
+
+
+Key: TypeAlias = str | int | Tagged
+
+
+def pack_key(key: object) -> Key:
+    """Return a key as it is encoded.
+
+    Raises:
+        UnsupportedTypeError: It is no primitive.
+    """
+    kind = type(key)
+    if kind is str and (key.isascii() or _is_utf8(key)):  # type: ignore[attr-defined]
+        return key  # type: ignore[return-value]
+    if kind is int and -(1 << 63) <= key < 1 << 63:  # type: ignore[operator]
+        return key  # type: ignore[return-value]
+    codec = _BY_TYPE.get(kind)
+    if kind is tuple:
+        return Tagged("tuple", encode(pack_keys(key)))  # type: ignore[arg-type]
+    if codec is None or codec.kind not in _KEY_KINDS:
+        raise UnsupportedTypeError(f"{kind.__module__}.{kind.__qualname__}")
+    return Tagged(codec.kind, codec.encode(key) or b"")
+
+
+def pack_keys(keys: Iterable[object]) -> list[Key]:
+    """Return keys as they are encoded."""
+    return [pack_key(key) for key in keys]
+
+
+def unpack_keys(keys: Iterable[Key]) -> list[Any]:
+    """Return the keys that were packed.
+
+    Raises:
+        DamagedError: One of them is none.
+    """
+    return [_unpack_tagged(key) if type(key) is Tagged else key for key in keys]
+
+
+def _unpack_tagged(key: Tagged) -> object:
+    if key.kind == "tuple":
+        return tuple(unpack_keys(decode(key.data, list[Key], "a key")))
+    if key.kind not in _KEY_KINDS:
+        raise DamagedError(f"a key is of the unknown kind {key.kind[:40]!r}")
+    return decode_value("a key", key.kind, key.data)
+
+
+def _is_utf8(text: Any) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# --- values with an encoding of their own -----------------------------------------------------
+
+
+class _Codec(NamedTuple):
+    kind: str
+    type: type
+    encode: Callable[[Any], bytes | None]
+    """Gives None where this value has something that the encoding would lose."""
+    decode: Callable[[bytes], object]
+
+
+def _int_to_bytes(value: int) -> bytes:
+    return value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
+
+
+def _bool_from_bytes(data: bytes) -> bool:
+    return {b"\0": False, b"\1": True}[data]
+
+
+def _none_from_bytes(data: bytes) -> None:
+    if data:
+        raise ValueError("None has no bytes")
+
+
+def _integers(values: Sequence[object]) -> bytes | None:
+    if any(type(v) not in (int, type(None)) for v in values):
+        return None
+    return encode(pack_keys(values))
+
+
+def _from_integers(build: Callable[..., object]) -> Callable[[bytes], object]:
+    def read(data: bytes) -> object:
+        values = unpack_keys(decode(data, list[Key], "a value"))
+        if len(values) != 3:
+            raise ValueError("not three numbers")
+        return build(*values)
+
+    return read
+
+
+def _datetime_to_bytes(value: datetime.datetime) -> bytes | None:
+    text = value.isoformat()
+    same = repr(datetime.datetime.fromisoformat(text)) == repr(value)
+    return text.encode() if same else None
+
+
+def _torch_names(kind: type) -> dict[str, Any]:
+    constants = (v for v in vars(torch).values() if type(v) is kind)
+    return {str(v).removeprefix("torch."): v for v in constants}
+
+
+def _torch_constant(kind: type) -> _Codec:
+    names = _torch_names(kind)
+    name = kind.__name__
+    return _Codec(
+        name,
+        kind,
+        lambda value: str(value).removeprefix("torch.").encode(),
+        lambda data: names[data.decode()],
+    )
+
+
+def in_order(values: Iterable[Any]) -> list[Any]:
+    """Return the elements of a set in an order that depends on them alone."""
+    elements = list(values)
+    types = set(map(type, elements))
+    if types in ({str}, {int}, {bytes}):
+        return sorted(elements)
+    return sorted(elements, key=_rank)
+
+
+def _rank(element: object) -> bytes:
+    kind = type(element)
+    codec = _BY_TYPE.get(kind)
+    body: bytes | None = b""
+    if isinstance(element, tuple | frozenset):
+        ranks = [_rank(e) for e in element]
+        body = encode(sorted(ranks) if isinstance(element, frozenset) else ranks)
+    elif codec is not None:
+        body = codec.encode(element)
+    elif isinstance(element, enum.Enum):
+        body = element.name.encode() if element.name else repr(element).encode()
+    return f"{kind.__module__}.{kind.__qualname__}\0".encode() + (body or b"")
+
+
+def is_packable(values: Any) -> bool:
+    """Tell whether a list, tuple or set is long and plain enough to be one entry."""
+    if len(values) < PACKED_FROM or not set(map(type, values)) <= _PLAIN_TYPES:
+        return False
+    try:
+        encode(list(values))
+    except (OverflowError, UnicodeEncodeError):  # an int beyond 64 bits, a lone surrogate
+        return False
+    return True
+
+
+def _plain(data: bytes) -> list[Any]:
+    # msgspec has no type for "str or bytes".
+    values = decode(data, list[Any], "a packed list")
+    if not set(map(type, values)) <= _PLAIN_TYPES:
+        raise ValueError("an element is not plain")
+    return values
+
+
+def _packed(kind: type, arrange: Callable[[Any], list[Any]]) -> _Codec:
+    return _Codec(
+        f"packed_{kind.__name__}",
+        kind,
+        lambda values: encode(arrange(values)),
+        lambda data: kind(_plain(data)),
+    )
+
+
+_CODECS = (
+    _Codec("none", type(None), lambda _: b"", _none_from_bytes),
+    _Codec("bool", bool, lambda v: b"\1" if v else b"\0", _bool_from_bytes),
+    _Codec("int", int, _int_to_bytes, lambda b: int.from_bytes(b, "little", signed=True)),
+    _Codec("float", float, struct.Struct("<d").pack, lambda b: struct.unpack("<d", b)[0]),
+    _Codec(
+        "complex",
+        complex,
+        lambda v: struct.pack("<dd", v.real, v.imag),
+        lambda b: complex(*struct.unpack("<dd", b)),
+    ),
+    _Codec(
+        "str",
+        str,
+        lambda v: v.encode("utf-8", "surrogatepass"),
+        lambda b: b.decode("utf-8", "surrogatepass"),
+    ),
+    _Codec("bytes", bytes, bytes, bytes),
+    _Codec("bytearray", bytearray, bytes, bytearray),
+    _Codec("range", range, lambda v: _integers((v.start, v.stop, v.step)), _from_integers(range)),
+    _Codec("slice", slice, lambda v: _integers((v.start, v.stop, v.step)), _from_integers(slice)),
+    _Codec(
+        "timedelta",
+        datetime.timedelta,
+        lambda v: _integers((v.days, v.seconds, v.microseconds)),
+        _from_integers(datetime.timedelta),
+    ),
+    _Codec(
+        "date",
+        datetime.date,
+        lambda v: v.isoformat().encode(),
+        lambda b: datetime.date.fromisoformat(b.decode()),
+    ),
+    _Codec(
+        "datetime",
+        datetime.datetime,
+        _datetime_to_bytes,
+        lambda b: datetime.datetime.fromisoformat(b.decode()),
+    ),
+    _Codec(
+        "path",
+        type(pathlib.Path()),
+        lambda v: str(v).encode("utf-8", "surrogatepass"),
+        lambda b: pathlib.Path(b.decode("utf-8", "surrogatepass")),
+    ),
+    _Codec("device", torch.device, lambda v: str(v).encode(), lambda b: torch.device(b.decode())),
+    _Codec("torch_version", TorchVersion, lambda v: v.encode(), lambda b: TorchVersion(b.decode())),
+    *map(_torch_constant, (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)),
+    _packed(list, list),
+    _packed(tuple, list),
+    _packed(set, in_order),
+    _packed(frozenset, in_order),
+)
+_BY_TYPE = {codec.type: codec for codec in _CODECS}
+_BY_KIND = {codec.kind: codec for codec in _CODECS}
+_KEY_KINDS = {"none", "bool", "int", "float", "complex", "str", "bytes", "dtype"}
+
+
+def encode_value(path: str, value: object, *, allow_pickle: bool) -> tuple[str, bytes]:
+    """Return the kind and the bytes of a value.
+
+    Raises:
+        UnsupportedTypeError: It cannot be read back safely.
+    """
+    codec = _BY_TYPE.get(type(value))
+    if codec is not None:
+        data = codec.encode(value)
+        if data is not None:
+            return codec.kind, data
+    if isinstance(value, enum.Enum):
+        data = _encode_enum(value)
+        if data is not None:
+            return "enum", data
+    return _encode_object(path, value, allow_pickle)
+
+
+def decode_value(path: str, kind: str, data: bytes, *, allow_pickle: bool = False) -> object:
+    """Return the value that was encoded.
+
+    Raises:
+        DamagedError: The bytes are not what was written.
+        UnsupportedTypeError: The value needs a class, or a permission, that is not there.
+        UnsupportedFormatError: The kind is one that a newer version wrote.
+    """
+    codec = _BY_KIND.get(kind)
+    if kind in ("object", "pickle"):
+        return _decode_object(path, kind, data, allow_pickle)
+    if codec is None and kind != "enum":
+        raise UnsupportedFormatError(
+            f"{path} is a value of the unknown kind {kind[:40]!r}; update casnap"
+        )
+    try:
+        return codec.decode(data) if codec is not None else _decode_enum(path, data)
+    except CasnapError:
+        raise
+    except (*MALFORMED, RecursionError) as e:
+        raise DamagedError(f"{path} is no {kind}: {e}", (path,)) from e
+
+
+# --- enums ------------------------------------------------------------------------------------
+
+
+class _Member(Struct, frozen=True, array_like=True):
+    module: str
+    name: str
+    member: str | int
+    """Its name; the number for flags, whose combinations have none."""
+
+
+def find_class(module: str, name: str) -> type | None:
+    """Return a class of a module that is imported already; nothing is imported or run."""
+    found: object = sys.modules.get(module)
+    for part in name.split("."):
+        if not isinstance(found, ModuleType | type):
+            return None
+        found = vars(found).get(part)
+    return found if isinstance(found, type) else None
+
+
+def _encode_enum(value: enum.Enum) -> bytes | None:
+    kind = type(value)
+    member = value.value if isinstance(value, enum.Flag) else value.name
+    found = find_class(kind.__module__, kind.__qualname__) is kind
+    if not found or pack_key(member) is not member:
+        return None
+    return encode(_Member(kind.__module__, kind.__qualname__, member))
+
+
+def _decode_enum(path: str, data: bytes) -> object:
+    record = decode(data, _Member, path)
+    found = find_class(record.module, record.name)
+    if found is None or not issubclass(found, enum.Enum):
+        raise UnsupportedTypeError(
+            f"{path} is a member of {record.module}.{record.name}; import {record.module} first"
+        )
+    members = found.__members__
+    if isinstance(record.member, str) and record.member in members:
+        return members[record.member]
+    if isinstance(record.member, int) and issubclass(found, enum.Flag):
+        return found(record.member)
+    raise UnsupportedTypeError(
+        f"{path} is the member {record.member!r} of {record.module}.{record.name}, "
+        "which the class of that name does not have here"
+    )
+
+
+# --- anything else ----------------------------------------------------------------------------
+
+
+def _encode_object(path: str, value: object, allow_pickle: bool) -> tuple[str, bytes]:
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as e:  # a class may raise what it likes
+        raise UnsupportedTypeError(
+            f"{path}: a value of type {name} cannot be stored, not even by torch.save: {e}; "
+            "leave it out of the state, or store plain values instead"
+        ) from e
+    data = buffer.getvalue()
+    try:
+        again = _load(data)
+    except Exception as e:
+        if allow_pickle:
+            return "pickle", data
+        raise UnsupportedTypeError(
+            f"{path}: a value of type {name} has no safe encoding; store plain values instead, "
+            "or pass allow_pickle=True, here and when it is read"
+        ) from e
+    if type(again) is not kind:
+        raise UnsupportedTypeError(
+            f"{path}: a value of type {name} would come back as {type(again).__qualname__}; "
+            "store plain values instead"
+        )
+    return "object", data
+
+
+def _load(data: bytes) -> object:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # noqa: TID251
+
+
+def _decode_object(path: str, kind: str, data: bytes, allow_pickle: bool) -> object:
+    if kind == "pickle":
+        if not allow_pickle:
+            raise UnsupportedTypeError(
+                f"{path} was stored with allow_pickle=True; if you trust whoever took this "
+                "snapshot, pass allow_pickle=True here too"
+            )
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)  # noqa: TID251
+    try:
+        return _load(data)
+    except Exception as e:  # torch.load raises many types for bytes that it dislikes
+        reason = str(e).partition("\n")[0]
+        raise UnsupportedTypeError(
+            f"{path} cannot be read by torch.load(weights_only=True): {reason}; if its class was "
+            "registered with torch.serialization.add_safe_globals, do so here too"
+        ) from e

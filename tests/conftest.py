@@ -1,0 +1,56 @@
+"""What every test gets: a cache of its own, a Hypothesis profile, and no GPU test without a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "default",
+    deadline=None,  # a shared disk is slow at times, and no example is at fault then
+    max_examples=50,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+settings.register_profile("soak", settings.get_profile("default"), max_examples=2000)
+settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked ``gpu`` where CUDA is not; torch is imported only if there is such."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keep the index cache of the session, child processes included, out of the user's.
+
+    One folder serves all tests: the cache is keyed by store id, and each test makes its stores.
+    """
+    folder = tmp_path_factory.mktemp("casnap-cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CASNAP_CACHE_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return an empty index cache that this test alone uses, and that it may delete or damage."""
+    folder = tmp_path / "casnap-cache"
+    folder.mkdir()
+    monkeypatch.setenv("CASNAP_CACHE_DIR", str(folder))
+    return folder

@@ -1,0 +1,97 @@
+"""Run the benchmark and print its table: ``python -m tools.bench --help``."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tools.bench import blocked, long_run, machine, many, memory, read_object, restore, save
+from tools.bench.fresh import call
+from tools.bench.limits import calibrated
+from tools.bench.settings import Settings
+from tools.bench.states import WORKLOADS
+from tools.bench.table import Row, render
+
+Measure = Callable[..., list[dict[str, Any]]]
+
+SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
+    "save": (save.measure, WORKLOADS),
+    "async": (blocked.measure, WORKLOADS),
+    "restore": (restore.measure, WORKLOADS),
+    "read": (read_object.measure, ("read_object of 10 MB from 10 GB, warm",)),
+    "many": (many.measure, ("50,000 entries",)),
+    "memory": (memory.measure, ("extra memory",)),
+    "long": (long_run.measure, ("incremental take of 64 MiB, 1 % changed each step",)),
+}
+_QUICK_NAMES = {"10 GB": "1 GB", "50,000": "5,000"}
+
+
+def main() -> int:
+    """Measure, print; return 1 if a section failed, 0 otherwise (a miss is not a failure)."""
+    options = _options()
+    quick = options.quick
+    folder = Path(tempfile.mkdtemp(prefix="casnap-bench-", dir=options.dir))
+    settings = Settings(
+        folder=str(folder),
+        gib=options.gib or (0.25 if quick else 2.0),
+        repeat=options.repeat or (2 if quick else 5),
+        quick=quick,
+    )
+    started = time.monotonic()
+    try:
+        settings = calibrated(settings)
+        rows, failed = _measured(settings, options.only or list(SECTIONS))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    text = machine.heading(settings, time.monotonic() - started) + "\n\n" + render(rows) + "\n"
+    if options.out:
+        Path(options.out).write_text(text)
+    else:
+        print(text)
+    return 1 if failed else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="small sizes, within two minutes")
+    parser.add_argument("--only", action="append", choices=list(SECTIONS), help="may be repeated")
+    parser.add_argument("--gib", type=float, help="size of the workloads (2; quick: 0.25)")
+    parser.add_argument("--repeat", type=int, help="interleaved repetitions (5; quick: 2)")
+    parser.add_argument("--out", help="write the table to this file instead of standard output")
+    parser.add_argument("--dir", default=".", help="a folder on the disk to be measured")
+    return parser.parse_args()
+
+
+def _measured(settings: Settings, names: list[str]) -> tuple[list[Row], bool]:
+    rows: list[Row] = []
+    failed = False
+    for name in names:
+        measure, workloads = SECTIONS[name]
+        for workload in workloads:
+            title = _named(workload, settings)
+            start = time.monotonic()
+            try:
+                rows += [Row(**row) for row in call(measure, settings, workload=title)]
+            except RuntimeError as error:
+                failed = True
+                rows.append(Row(f"{name}: {title}", "failed", "", verdict="**miss**"))
+                print(f"  {error}", file=sys.stderr)
+            print(f"{name}, {title}: {time.monotonic() - start:.0f} s", file=sys.stderr)
+    return rows, failed
+
+
+def _named(workload: str, settings: Settings) -> str:
+    if settings.quick:
+        for full, small in _QUICK_NAMES.items():
+            workload = workload.replace(full, small)
+    return workload
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""read_object: one tensor of 10 MB out of a store of 10 GB, from a warm page cache."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.bench import peers, states
+from tools.bench.fresh import call
+from tools.bench.measure import remove, seconds, settle, warm
+from tools.bench.settings import Settings
+from tools.bench.table import Row, timed
+
+_TENSOR = 10_000_000
+_PER_TAKE = 200
+_LIMIT = 0.010
+
+Read = Callable[[Path, str], object]
+
+
+def open_and_read(path: Path, name: str) -> object:
+    """Open a snapshot anew and read one tensor."""
+    from casnap import Snapshot
+
+    return Snapshot(str(path)).read_object(f"0/model/{name}")
+
+
+def _torch_read(path: Path, name: str) -> object:
+    return torch.load(path, mmap=True, weights_only=True)[name].clone()
+
+
+def _safetensors_read(path: Path, name: str) -> object:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as source:
+        return source.get_tensor(name).clone()
+
+
+def torchsnapshot_read(path: Path, name: str) -> object:
+    """Open a snapshot of TorchSnapshot anew and read one tensor."""
+    import torchsnapshot
+
+    return torchsnapshot.Snapshot(str(path)).read_object(f"0/model/{name}")
+
+
+def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
+    """Return the rows; ``workload`` names the only one."""
+    takes = 1 if settings.quick else 5
+    tensors = 100 if settings.quick else _PER_TAKE
+    state = states.fp32(_TENSOR * tensors, tensors)
+    store = settings.path("read", "store", "take")
+    for take in range(takes):
+        peers.casnap_take(state, store.with_name(f"take_{take}"))
+        if take < takes - 1:
+            states.step(state.values())
+    names = list(state)
+    rows = _ours(settings, workload, store.with_name(f"take_{takes // 2}"), names)
+    rows += _theirs(settings, workload, state)
+    remove(settings.path("read"))
+    return [row.to_json() for row in rows]
+
+
+def _ours(settings: Settings, work: str, path: Path, names: list[str]) -> list[Row]:
+    settle()
+    warm(path.parent)
+    count = 4 * settings.repeat
+    here = [seconds(open_and_read, path, n) for n in _spread(names, count)]
+    chosen = _spread(names, settings.repeat)
+    anew = [call(first_read, settings, path=str(path), name=name) for name in chosen]
+    rows = []
+    for how, samples in (("", here), (", the first of a process", anew)):
+        row = timed(work, f"{peers.CASNAP}, newly opened{how}", samples)
+        rows.append(row.within(statistics.median(samples), _LIMIT, "≤ 10 ms"))
+    return rows
+
+
+def first_read(_settings: Settings, path: str, name: str) -> float:
+    """Return the seconds of the first open and read in this process, imports left out."""
+    import casnap  # noqa: F401 - the import is not what is measured
+
+    return seconds(open_and_read, Path(path), name)
+
+
+def _theirs(settings: Settings, work: str, state: states.State) -> list[Row]:
+    reads: dict[str, Read] = {
+        peers.TORCH: _torch_read,
+        peers.SAFETENSORS: _safetensors_read,
+        peers.TORCHSNAPSHOT: torchsnapshot_read,
+    }
+    savers = peers.savers()
+    size = states.nbytes_of(state.values()) / 1e9
+    rows = []
+    for name, read in reads.items():
+        if name not in savers:
+            continue
+        path = settings.path("read", "peer")
+        savers[name](state, path)
+        warm(path)
+        chosen = _spread(list(state), 2 * settings.repeat)
+        samples = [seconds(read, path, n) for n in chosen]
+        rows.append(timed(work, f"{name}, newly opened, from {size:.0f} GB", samples))
+        remove(path)
+    return rows
+
+
+def _spread(names: list[str], count: int) -> list[str]:
+    """Return ``count`` names, as far apart as they go."""
+    return [names[i * len(names) // count % len(names)] for i in range(count)]

@@ -1,0 +1,133 @@
+"""Takes: all new, nothing changed, one tensor in a hundred changed."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from typing import Any
+
+from tools.bench import peers, states
+from tools.bench.limits import RawDisk, blake3_seconds
+from tools.bench.measure import remove, rotated, seconds, settle
+from tools.bench.settings import MIB, Settings
+from tools.bench.table import Row, timed
+
+_PAIRS = 2
+_UNCHANGED = 3
+_CHANGED_SHARE = 0.01
+
+Times = dict[str, list[float]]
+
+
+class Saves:
+    """One workload and its figures; each repetition adds to them."""
+
+    def __init__(self, settings: Settings, workload: str) -> None:
+        """Build the state and take it once into the store of the incremental takes."""
+        self.settings = settings
+        self.workload = workload
+        self.state = states.build(workload, settings.nbytes)
+        self.nbytes = states.nbytes_of(self.state.values())
+        self.disk = RawDisk(settings, self.nbytes)
+        self.times: Times = defaultdict(list)
+        self.ratios: Times = defaultdict(list)
+        self.changed = 0
+        self._names = 0
+        self.store = settings.path("save", "incremental", "store")
+        self._take()
+
+    def repetition(self, turn: int) -> None:
+        """Measure every contender once, casnap more often, each beside its limit."""
+        self._first_takes()
+        self._unchanged_takes()
+        self._changed_take(turn)
+        savers = peers.savers()
+        for name in rotated(list(savers), turn):
+            path = self.settings.path("save", "peer")
+            settle()
+            self.times[name].append(seconds(savers[name], self.state, path))
+            remove(path)
+
+    def _first_takes(self) -> None:
+        before = self.disk.write()
+        self.times["write"].append(before)
+        for _ in range(_PAIRS):
+            folder = self.settings.path("save", "first")
+            folder.mkdir()
+            settle()
+            took = seconds(peers.casnap_take, self.state, folder / "step")
+            remove(folder)
+            after = self.disk.write()
+            self.times["first"].append(took)
+            self.times["write"].append(after)
+            self.ratios["write"].append((before + after) / 2 / took)
+            before = after
+
+    def _unchanged_takes(self) -> None:
+        for _ in range(_UNCHANGED):
+            settle()
+            before = blake3_seconds(self.state.values())
+            took = self._take()
+            after = blake3_seconds(self.state.values())
+            self.times["blake3"] += [before, after]
+            self.times["unchanged"].append(took)
+            self.ratios["blake3"].append((before + after) / 2 / took)
+
+    def _changed_take(self, turn: int) -> None:
+        some = states.some(self.state, _CHANGED_SHARE, turn)
+        states.step(some)
+        self.changed = states.nbytes_of(some)
+        settle()
+        self.times["changed"].append(self._take())
+
+    def _take(self) -> float:
+        self._names += 1
+        path = self.store / f"step_{self._names}"
+        return seconds(peers.casnap_take, self.state, path)
+
+
+def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
+    """Return the rows of one workload."""
+    saves = Saves(settings, workload)
+    for turn in range(settings.repeat):
+        saves.repetition(turn)
+    remove(settings.path("save"))
+    return [row.to_json() for row in _rows(saves)]
+
+
+def _rows(saves: Saves) -> list[Row]:
+    times, nbytes = saves.times, saves.nbytes
+    size = f"{saves.workload}, {nbytes / MIB:.0f} MiB"
+    names = list(peers.savers())
+    fastest = min(names, key=lambda name: statistics.median(times[name]))
+    first = f"first take, all new, durable: {size}"
+    unchanged = f"take with nothing changed: {size}"
+    changed = f"take with 1 % of tensors ({saves.changed / MIB:.0f} MiB) changed: {size}"
+    return [
+        timed(first, peers.CASNAP, times["first"], nbytes),
+        timed(first, "limit: O_DIRECT write + fsync", times["write"], nbytes).at_least(
+            saves.ratios["write"], " of the limit", 0.9
+        ),
+        *(
+            timed(first, f"{name}, synced", times[name], nbytes).at_least(
+                _against(times[name], times["first"], _PAIRS), "× as fast", 1
+            )
+            for name in names
+        ),
+        timed(unchanged, peers.CASNAP, times["unchanged"], nbytes),
+        timed(unchanged, "limit: BLAKE3, all cores", times["blake3"], nbytes).at_least(
+            saves.ratios["blake3"], " of the limit", 0.85
+        ),
+        timed(changed, peers.CASNAP, times["changed"]),
+        timed(changed, f"fastest peer's save: {fastest}", times[fastest]).at_least(
+            _against(times[fastest], times["changed"], 1), "× as fast", 6
+        ),
+    ]
+
+
+def _against(theirs: list[float], ours: list[float], each: int) -> list[float]:
+    """Return the ratios per repetition, of which ours has ``each`` samples."""
+    return [
+        other / statistics.mean(ours[turn * each : (turn + 1) * each])
+        for turn, other in enumerate(theirs)
+    ]
