@@ -31,7 +31,7 @@ from casnap.format import (
 from casnap.index import View
 from casnap.manifest import Tree
 from casnap.objects import Objects
-from casnap.pack import CHUNKS, NODES, PackWriter, new_id
+from casnap.pack import CHUNKS, NODES, PackFiller, PackWriter, new_id
 from casnap.pipeline import Crew
 from casnap.roots import put_root
 
@@ -63,6 +63,7 @@ class Transaction:
         seq = self.base.root.seq
         self._chunks = PackWriter(objects.backend, seq, CHUNKS, pool, crew, codec)
         self._nodes = PackWriter(objects.backend, seq, NODES, pool, crew, codec)
+        self._node_filler = self._nodes.filler()
         self._fresh: list[tuple[Digest, bytes]] = []
         self._relied: set[PackId] = set()
         self._claimed: set[Digest] = set()
@@ -74,29 +75,27 @@ class Transaction:
         """Bytes of chunks and nodes that were new, as stored."""
         return self._chunks.stored_bytes + self._nodes.stored_bytes
 
-    def add_chunks(self, chunks: list[tuple[Digest, memoryview | bytes]]) -> None:
-        """Store those chunks that are in no live pack; rely on the others."""
-        new = self._unknown([d for d, _ in chunks])
-        if new:
-            self._chunks.add([(d, raw) for d, raw in chunks if d in new and not new.pop(d)])
+    def chunk_writer(self) -> ChunkWriter:
+        """Return what one thread stores chunks with."""
+        return ChunkWriter(self, self._chunks.filler(), guess=self._chunks.codec == Codec.RAW)
 
-    def _unknown(self, digests: list[Digest]) -> dict[Digest, bool]:
-        """Rely on what is there; claim, and return, what nobody wrote yet."""
+    def unknown(self, digests: list[Digest]) -> list[bool]:
+        """Rely on what is there; claim, and tell, what nobody wrote yet."""
         found = self._objects.index.find(self.base, digests)
-        new: dict[Digest, bool] = {}
+        new = []
         with self._lock:
             for digest, places in zip(digests, found, strict=True):
                 if places:
                     self._relied.add(PackId(places[0].pack))
-                elif digest not in self._claimed:
+                new.append(not places and digest not in self._claimed)
+                if new[-1]:
                     self._claimed.add(digest)
-                    new[digest] = False
         return new
 
     def put_node(self, node: bytes) -> Digest:
         """Store a tree node, or a list of digests, if it is new."""
         digest = digest_of(node)
-        if self._unknown([digest]):
+        if self.unknown([digest])[0]:
             self._add_node(digest, node)
         return digest
 
@@ -110,7 +109,7 @@ class Transaction:
 
     def _add_node(self, digest: Digest, node: bytes) -> None:
         self._fresh.append((digest, node))
-        self._nodes.add([(digest, node)])
+        self._node_filler.add_known([(digest, node)])
 
     def publish(self, change: Callable[[Tree[Row], int], Changes]) -> Root:
         """Commit: write what is left, then put the root; on a lost race look again and repeat.
@@ -123,13 +122,17 @@ class Transaction:
             FencedError: What was relied on has been collected.
         """
         self._chunks.finish()
-        self._nodes.finish()
+        self._write_nodes()
         while True:
             latest = self._objects.view()
             root = self._next_root(latest, change)
             self._tried = True
             if put_root(self._objects.backend, root):
                 return root
+
+    def _write_nodes(self) -> None:
+        self._node_filler.seal()
+        self._nodes.finish()
 
     def _next_root(self, latest: View, change: Callable[[Tree[Row], int], Changes]) -> Root:
         m = latest.root
@@ -141,7 +144,7 @@ class Transaction:
             )
         table = self._objects.tree(m.table, Row)
         new_table = table.edited(change(table, m.seq + 1), self._put_table_node)
-        self._nodes.finish()
+        self._write_nodes()
         return Root(
             seq=m.seq + 1,
             commit=self.commit,
@@ -186,10 +189,44 @@ class Transaction:
 
     def close(self) -> None:
         """Give memory back, and delete what was written if no root was ever tried."""
+        self._node_filler.seal()
         for packs in (self._chunks, self._nodes):
             packs.close()
             if not self._tried:
                 packs.delete_packs()
+
+
+class ChunkWriter:
+    """Stores chunks from one thread: hashed where they lie, and copied only if new.
+
+    While all that comes is new, as in a first take, chunks are copied first and hashed only once,
+    in the pack.
+    """
+
+    def __init__(self, transaction: Transaction, filler: PackFiller, *, guess: bool) -> None:
+        self._transaction = transaction
+        self._filler = filler
+        self._guess = guess
+        self._all_new = guess and not transaction.base.live
+
+    def store(self, raws: list[memoryview]) -> list[Digest]:
+        """Store those chunks that are in no live pack, and return the digests of all."""
+        if self._all_new:
+            return self._filler.add(list(raws), self._unknown)
+        digests = [digest_of(raw) for raw in raws]
+        new = self._unknown(digests)
+        fresh = [(d, raw) for d, raw, n in zip(digests, raws, new, strict=True) if n]
+        self._filler.add_known(fresh)
+        return digests
+
+    def _unknown(self, digests: list[Digest]) -> list[bool]:
+        new = self._transaction.unknown(digests)
+        self._all_new = self._guess and all(new)
+        return new
+
+    def finish(self) -> None:
+        """Hand over what is left."""
+        self._filler.seal()
 
 
 def _to_merge(segments: tuple[SegmentRef, ...], count: int) -> list[SegmentRef]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import count as count_from
 from typing import Any, NamedTuple, TypeAlias
@@ -20,7 +20,6 @@ from msgspec import Struct
 from casnap.errors import DamagedError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format import ContainerEntry, decode, encode
 from casnap.values import (
-    MALFORMED,
     Key,
     find_class,
     in_order,
@@ -92,9 +91,11 @@ def segment_of(key: object) -> str:
     return text
 
 
-def _segments(keys: Iterable[object]) -> list[str]:
-    keys = list(keys)
-    segments = [segment_of(key) for key in keys]
+def _segments(path: str, keys: Sequence[object]) -> list[str]:
+    try:
+        segments = [segment_of(key) for key in keys]
+    except ValueError as e:
+        raise UnsupportedTypeError(f"{path}: a key has no name: {e}; use a str instead") from e
     if len(set(segments)) == len(segments):
         return segments
     times = Counter(segments)
@@ -127,17 +128,16 @@ _Opener: TypeAlias = Callable[[str, Any], Node | None]
 
 def _open_dict(path: str, value: Any) -> Node:
     keys, children = list(value), list(value.values())
-    return Node("dict", _segments(keys), children, lambda: _Keys(_pack(path, keys)))
+    return Node("dict", _segments(path, keys), children, lambda: _Keys(_pack(path, keys)))
 
 
 def _open_ordered(path: str, value: Any) -> Node:
     keys, children = list(value), list(value.values())
-    metadata = _metadata_of(value)
     return Node(
         "OrderedDict",
-        _segments(keys),
+        _segments(path, keys),
         children,
-        lambda: _Keys(_pack(path, keys), metadata=metadata),
+        lambda: _Keys(_pack(path, keys), metadata=_metadata_of(value)),
     )
 
 
@@ -159,15 +159,23 @@ def _metadata_of(value: Any) -> dict[str, Any] | None:
 
 
 def _open_default(path: str, value: Any) -> Node:
-    factory = value.default_factory
+    keys, children = list(value), list(value.values())
+    return Node(
+        "defaultdict",
+        _segments(path, keys),
+        children,
+        lambda: _Keys(_pack(path, keys), _factory_name(path, value.default_factory)),
+    )
+
+
+def _factory_name(path: str, factory: object) -> str | None:
     name = None if factory is None else getattr(factory, "__name__", "")
     if name is not None and _FACTORIES.get(name) is not factory:
         raise UnsupportedTypeError(
             f"{path}: a defaultdict whose factory is {factory!r} cannot be stored; use None or one "
             f"of {', '.join(_FACTORIES)}, or store dict(value)"
         )
-    keys, children = list(value), list(value.values())
-    return Node("defaultdict", _segments(keys), children, lambda: _Keys(_pack(path, keys), name))
+    return name
 
 
 def _open_counter(path: str, value: Any) -> Node:
@@ -199,7 +207,7 @@ def _open_namedtuple(path: str, value: Any) -> Node:
     kind = type(value)
     fields = kind._fields
     spec = _Named(kind.__module__, kind.__qualname__, fields)
-    return Node("namedtuple", _segments(fields), list(value), lambda: spec)
+    return Node("namedtuple", _segments(path, fields), list(value), lambda: spec)
 
 
 def open_sparse(path: str, value: torch.Tensor) -> Node | None:
@@ -318,10 +326,7 @@ def _read_dict(what: str, entry: ContainerEntry, data: bytes) -> tuple[list[str]
             ordered._metadata = OrderedDict(spec.metadata)  # type: ignore[attr-defined]
         return ordered
 
-    try:
-        return _segments(keys), build
-    except MALFORMED as e:  # an int of more digits than Python prints
-        raise DamagedError(f"{what} has a key that is none: {e}") from e
+    return _segments(what, keys), build
 
 
 def _read_plain(kind: Callable[[list[Any]], Any]) -> _Reader:
@@ -354,7 +359,7 @@ def _read_namedtuple(what: str, entry: ContainerEntry, data: bytes) -> tuple[lis
         # tuple.__new__ runs no code of a class that the store, not the caller, has named.
         return tuple.__new__(_namedtuple_class(spec), children)
 
-    return _segments(spec.fields), build
+    return _segments(what, spec.fields), build
 
 
 def _namedtuple_class(spec: _Named) -> Any:

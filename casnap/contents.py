@@ -5,11 +5,22 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from functools import cached_property
+from math import prod
 
 from casnap.digest import DIGEST_SIZE, Digest
 from casnap.errors import DamagedError, EntryNotFoundError
-from casnap.format import MAX_DEPTH, Entry, Manifest, Payload, Row, decode
-from casnap.grid import Grid
+from casnap.format import (
+    INLINE_BYTES,
+    MAX_DEPTH,
+    Entry,
+    Manifest,
+    Payload,
+    Row,
+    TensorEntry,
+    decode,
+    payload_of,
+)
+from casnap.grid import Grid, grid_of
 from casnap.manifest import Tree
 from casnap.objects import Objects
 
@@ -105,6 +116,32 @@ class Contents:
         near = difflib.get_close_matches(bare, dict.fromkeys(paths), 3, 0.5)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         return EntryNotFoundError(f"{self.where} has no entry {path!r}{hint}")
+
+    def chunks(self, path: str, entry: Entry) -> list[tuple[Digest, int]]:
+        """Return digest and length of every chunk of an entry; none where its bytes stand in it.
+
+        Raises:
+            DamagedError: Shape, length and digests do not fit each other.
+        """
+        payload = payload_of(entry)
+        if payload.nbytes <= INLINE_BYTES:
+            return []
+        chunk_size = self.objects.config.chunk_size
+        if isinstance(entry, TensorEntry):
+            count = prod(entry.shape)
+            itemsize = payload.nbytes // max(count, 1)
+            whole = min(entry.shape, default=1) > 0 and itemsize * count == payload.nbytes
+            if not whole or itemsize > chunk_size:
+                raise DamagedError(
+                    f"{self.where}: {path} claims {payload.nbytes} bytes for the shape "
+                    f"{list(entry.shape)}",
+                    (path,),
+                )
+            grid = grid_of(entry.shape, itemsize, chunk_size)
+        else:
+            grid = grid_of((payload.nbytes,), 1, chunk_size)
+        digests = split_digests(self.digests(payload, grid, path))
+        return list(zip(digests, grid.sizes(), strict=True))
 
     def digests(self, payload: Payload, grid: Grid, path: str) -> bytes:
         """Return the digests of a payload's chunks, one behind the other.

@@ -76,7 +76,7 @@ class Quantization(Struct, frozen=True, array_like=True):
     axis: int = 0
 
 
-class TensorEntry(Struct, frozen=True, array_like=True, tag="t"):
+class TensorEntry(Struct, frozen=True, array_like=True, tag="t", gc=False):
     """A tensor, numpy array or numpy scalar.
 
     Attributes:
@@ -96,7 +96,7 @@ class TensorEntry(Struct, frozen=True, array_like=True, tag="t"):
     quantization: Quantization | None = None
 
 
-class ValueEntry(Struct, frozen=True, array_like=True, tag="v"):
+class ValueEntry(Struct, frozen=True, array_like=True, tag="v", gc=False):
     """A value that is neither tensor nor container.
 
     Attributes:
@@ -108,7 +108,7 @@ class ValueEntry(Struct, frozen=True, array_like=True, tag="v"):
     data: Payload
 
 
-class ContainerEntry(Struct, frozen=True, array_like=True, tag="c"):
+class ContainerEntry(Struct, frozen=True, array_like=True, tag="c", gc=False):
     """A dict, list, tuple, set, … whose elements are entries below its path.
 
     Attributes:

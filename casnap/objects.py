@@ -39,6 +39,8 @@ _log = logging.getLogger("casnap")
 _WINDOW = 1 << 15
 _GAP = 64 << 10
 _READ_BYTES = 16 << 20
+_BULK_BYTES = 64 << 20
+_SMALL_BYTES = 1 << 20
 
 Sink = Callable[[memoryview], None]
 """Takes the verified bytes of a chunk; called from any thread, must copy what it keeps."""
@@ -184,12 +186,14 @@ class Objects:
     ) -> list[tuple[Place, list[Want], str]]:
         """Read the chunks at these places; return those that could not be proven, and why."""
         largest = max((p.stored for p, _ in found), default=0)
-        most = max(largest + 2 * PAGE, min(_READ_BYTES, budget or _READ_BYTES))
-        reads = list(_coalesced(found, most))
-        threads = min(len(reads), max(2, cores()) + 1, max(1, (budget or 1 << 40) // most), SLOTS)
+        reads = list(_coalesced(found, max(largest + 2 * PAGE, min(_READ_BYTES, budget or _READ_BYTES))))
+        total = sum(read.stop - read.start for read in reads)
+        most = max((read.stop - read.start for read in reads), default=0) + PAGE
+        if total <= _SMALL_BYTES:
+            buffer = memoryview(bytearray(most))
+            return [bad for read in reads for bad in self._read_run(read, buffer)]
+        threads = min(len(reads), cores() + 1, max(1, (budget or 1 << 40) // most), SLOTS)
         failed: list[tuple[Place, list[Want], str]] = []
-        if threads == 1 and most <= 1 << 20 and len(reads) == 1:
-            return self._read_run(reads[0], memoryview(bytearray(most)))
         with Crew() as crew:
             source = Shared(reads, crew)
             pool = shared_pool(max(most, SLOT_BYTES))
@@ -197,15 +201,17 @@ class Objects:
             def work() -> None:
                 with pool.lease() as slot:
                     for read in source:
-                        failed.extend(self._read_run(read, slot.view))
+                        failed.extend(self._read_run(read, slot.view, bulk=total >= _BULK_BYTES))
 
             crew.start(work, threads)
         return failed
 
-    def _read_run(self, read: _Read, buffer: memoryview) -> list[tuple[Place, list[Want], str]]:
+    def _read_run(
+        self, read: _Read, buffer: memoryview, *, bulk: bool = False
+    ) -> list[tuple[Place, list[Want], str]]:
         target = buffer[: -(-(read.stop - read.start) // PAGE) * PAGE]
         try:
-            n = self.backend.read_into(pack_key(read.pack), read.start, target)
+            n = self.backend.read_into(pack_key(read.pack), read.start, target, bulk=bulk)
         except FileNotFoundError:
             return [(place, wants, "its pack is missing") for place, wants in read.chunks]
         except BackendError as e:

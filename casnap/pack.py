@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
 
 from casnap import buffers
 from casnap.backends.base import Backend
@@ -26,7 +27,12 @@ from casnap.pipeline import Crew
 
 CHUNKS, NODES = b"p", b"t"
 _ALIGN_FROM = 64 << 10
-_WRITERS = 2
+# More than one, so that the disk has work while another waits for its sync.
+_WRITERS = 3
+
+Raw: TypeAlias = memoryview | bytes
+Choose = Callable[[list[Digest]], list[bool]]
+"""Given the digests of some chunks, says which of them are to be kept."""
 
 
 def new_id(base: int) -> bytes:
@@ -34,22 +40,15 @@ def new_id(base: int) -> bytes:
     return base.to_bytes(6, "big") + os.urandom(10)
 
 
-@dataclass(eq=False)
-class _OpenPack:
+class _FullPack(NamedTuple):
     id: PackId
-    kind: bytes
     slot: Slot
-    fill: int = 0
-    busy: int = 0
-    sealed: bool = False
-    records: list[Record] = field(default_factory=list)
+    fill: int
+    records: list[Record]
 
 
 class PackWriter:
-    """Fills packs from many threads and writes full ones in the background.
-
-    A chunk is copied into the pack first and hashed there, where nobody else can change it, so
-    that what is stored always has the digest it is stored under.
+    """Writes full packs in the background.
 
     Args:
         backend: Where packs go.
@@ -58,109 +57,56 @@ class PackWriter:
         pool: Where the memory comes from.
         crew: Whom the background threads belong to.
         codec: How chunks are stored.
+
+    Attributes:
+        packs: The packs that were begun.
+        records: What lies where in those that were written.
     """
 
     def __init__(
         self, backend: Backend, base: int, kind: bytes, pool: Pool, crew: Crew, codec: Codec
     ) -> None:
+        self.pool = pool
+        self.crew = crew
+        self.codec = codec
         self._backend = backend
         self._base = base
         self._kind = kind
-        self._pool = pool
-        self._crew = crew
-        self._codec = codec
         self._lock = threading.Lock()
-        self._open: _OpenPack | None = None
-        self._full: queue.SimpleQueue[_OpenPack | None] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[_FullPack | None] = queue.SimpleQueue()
         self._writers: list[threading.Thread] = []
         self.packs: list[PackId] = []
         self.records: list[Record] = []
-        self.stored_bytes = 0
 
-    def add(self, chunks: list[tuple[Digest, memoryview | bytes]]) -> None:
-        """Store chunks that the store does not hold yet.
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes written so far, footers left out."""
+        return sum(place.stored for _, place in self.records)
 
-        Raises:
-            StateError: The bytes are changing while they are read.
-        """
-        for digest, raw in chunks:
-            stored = raw
-            codec = Codec.RAW
-            if self._codec == Codec.ZSTD:
-                compressed = compress(raw)
-                if len(compressed) < len(raw):
-                    stored, codec = compressed, Codec.ZSTD
-            with self._lock:
-                pack, offset = self._reserve(len(stored))
-            try:
-                target = pack.slot.view[offset : offset + len(stored)]
-                buffers.copy(target, stored)
-                if digest_of(target if codec == Codec.RAW else raw) != digest:
-                    raise StateError(
-                        "a tensor changed while it was being taken; do not write to the state "
-                        "during take(), or use async_take(), which copies it first"
-                    )
-            except BaseException as e:
-                self._crew.fail(e)
-                raise
-            finally:
-                with self._lock:
-                    pack.busy -= 1
-                    if not self._crew.failed:
-                        place = Place(pack.id, offset, len(stored), len(raw), codec)
-                        pack.records.append((digest, place))
-                    self._hand_over_if_done(pack)
+    def filler(self) -> PackFiller:
+        """Return what one thread fills packs with."""
+        return PackFiller(self, self._base)
 
-    def _reserve(self, nbytes: int) -> tuple[_OpenPack, int]:
-        pack = self._open
-        if pack is not None:
-            offset = _aligned(pack.fill, nbytes)
-            pack.slot.view[pack.fill : offset] = bytes(offset - pack.fill)
-            footer = (len(pack.records) + pack.busy + 1) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
-            if offset + nbytes + footer > len(pack.slot.view):
-                self._seal(pack)
-                pack = None
-        if pack is None:
-            pack = self._open = self._new_pack()
-            offset = 0
-        pack.fill = offset + nbytes
-        pack.busy += 1
-        return pack, offset
-
-    def _new_pack(self) -> _OpenPack:
-        slot = self._pool.take()
-        if self._crew.failed:
-            self._pool.release(slot)
-            assert self._crew.error is not None
-            raise self._crew.error
-        return _OpenPack(PackId(new_id(self._base)), self._kind, slot)
-
-    def _seal(self, pack: _OpenPack) -> None:
-        pack.sealed = True
-        self._open = None
-        self._hand_over_if_done(pack)
-
-    def _hand_over_if_done(self, pack: _OpenPack) -> None:
-        if not pack.sealed or pack.busy:
-            return
-        if len(self._writers) < _WRITERS:
-            self._writers += self._crew.start(self._write_packs)
+    def hand_over(self, pack: _FullPack) -> None:
+        """Have a pack written; its slot goes back to the pool."""
+        with self._lock:
+            if len(self._writers) < _WRITERS:
+                self._writers += self.crew.start(self._write_packs)
         self._full.put(pack)
 
     def _write_packs(self) -> None:
         while (pack := self._full.get()) is not None:
             try:
                 # After a failure packs are only given back, so that nobody waits for a slot.
-                if not self._crew.failed:
+                if not self.crew.failed:
                     self._write(pack)
             except BaseException as e:  # noqa: BLE001 - the crew raises it
-                self._crew.fail(e)
+                self.crew.fail(e)
             finally:
-                self._pool.release(pack.slot)
+                self.pool.release(pack.slot)
 
-    def _write(self, pack: _OpenPack) -> None:
-        records = sorted(pack.records, key=lambda r: r[1].offset)
-        footer = pack_footer(self._kind, records)
+    def _write(self, pack: _FullPack) -> None:
+        footer = pack_footer(self._kind, pack.records)
         end = pack.fill + len(footer)
         pack.slot.view[pack.fill : end] = footer
         with self._lock:
@@ -168,36 +114,150 @@ class PackWriter:
             self.packs.append(pack.id)
         self._backend.write(pack_key(pack.id), pack.slot.view[:end])
         with self._lock:
-            self.records += records
-            self.stored_bytes += sum(place.stored for _, place in records)
+            self.records += pack.records
 
     def finish(self) -> None:
-        """Write what is left, and wait until all packs are written."""
-        with self._lock:
-            if self._open is not None:
-                self._seal(self._open)
-        for _ in self._writers:
-            self._full.put(None)
-        self._crew.join(self._writers)
-        self._writers = []
+        """Wait until all packs that were handed over are written."""
+        self.crew.join(self._stop())
 
     def close(self) -> None:
-        """Give all memory back, also after a failure; nothing is written any more."""
-        with self._lock:
-            if self._open is not None:
-                self._pool.release(self._open.slot)
-                self._open = None
-        for _ in self._writers:
-            self._full.put(None)
-        for writer in self._writers:
+        """End the background threads, also after a failure."""
+        for writer in self._stop():
             writer.join()
-        self._writers = []
+
+    def _stop(self) -> list[threading.Thread]:
+        writers, self._writers = self._writers, []
+        for _ in writers:
+            self._full.put(None)
+        return writers
 
     def delete_packs(self) -> None:
         """Delete the packs of a take that never tried to commit."""
         for pack in self.packs:
             self._backend.delete(pack_key(pack))
         self.packs = []
+
+
+class PackFiller:
+    """Fills one pack after the other, from one thread.
+
+    A chunk is copied into the pack first and hashed there, where nobody else can change it: what
+    is stored always has the digest that it is stored under. Chunks that turn out to be known give
+    their room back.
+    """
+
+    def __init__(self, writer: PackWriter, base: int) -> None:
+        self._writer = writer
+        self._base = base
+        self._slot: Slot | None = None
+        self._id = PackId(b"")
+        self._fill = 0
+        self._records: list[Record] = []
+
+    def add(self, raws: list[Raw], choose: Choose) -> list[Digest]:
+        """Copy chunks into the pack, hash them there, and keep those that are chosen."""
+        digests: list[Digest] = []
+        for group in self._groups(raws):
+            found, stored = [], []
+            for raw in group:
+                offset, size, codec = self._copy(raw)
+                assert self._slot is not None
+                own = self._slot.view[offset : offset + size] if codec == Codec.RAW else raw
+                found.append(digest_of(own))
+                stored.append(Place(self._id, offset, size, len(raw), codec))
+            self._keep(found, stored, choose(found))
+            digests += found
+        return digests
+
+    def add_known(self, chunks: list[tuple[Digest, Raw]]) -> None:
+        """Keep chunks that were hashed where they lie.
+
+        Raises:
+            StateError: They have changed since.
+        """
+
+        def check(digests: list[Digest]) -> list[bool]:
+            if digests != [next(expected) for _ in digests]:
+                raise StateError(
+                    "a tensor changed while it was being taken; do not write to the state during "
+                    "take(), or use async_take(), which copies it first"
+                )
+            return [True] * len(digests)
+
+        expected = iter([digest for digest, _ in chunks])
+        self.add([raw for _, raw in chunks], check)
+
+    def _groups(self, raws: list[Raw]) -> Iterator[list[Raw]]:
+        """Yield runs of chunks for which the pack at hand has room."""
+        group: list[Raw] = []
+        need = 0
+        for raw in raws:
+            most = len(raw) + PAGE + FOOTER_RECORD_SIZE
+            if not self._has_room(need + most):
+                if group:
+                    yield group
+                    group, need = [], 0
+                if not self._has_room(most):
+                    self.seal()
+                    self._open()
+            group.append(raw)
+            need += most
+        if group:
+            yield group
+
+    def _has_room(self, nbytes: int) -> bool:
+        if self._slot is None:
+            return False
+        footer = len(self._records) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
+        return self._fill + nbytes + footer <= len(self._slot.view)
+
+    def _open(self) -> None:
+        slot = self._writer.pool.take()
+        error = self._writer.crew.error
+        if error is not None:
+            self._writer.pool.release(slot)
+            raise error
+        self._slot, self._fill, self._records = slot, 0, []
+        self._id = PackId(new_id(self._base))
+
+    def _copy(self, raw: Raw) -> tuple[int, int, Codec]:
+        assert self._slot is not None
+        stored, codec = raw, Codec.RAW
+        if self._writer.codec == Codec.ZSTD:
+            compressed = compress(raw)
+            if len(compressed) < len(raw):
+                stored, codec = compressed, Codec.ZSTD
+        offset = _aligned(self._fill, len(stored))
+        self._slot.view[self._fill : offset] = bytes(offset - self._fill)
+        self._fill = offset + len(stored)
+        buffers.copy(self._slot.view[offset : self._fill], stored)
+        return offset, len(stored), codec
+
+    def _keep(self, digests: list[Digest], places: list[Place], keep: list[bool]) -> None:
+        if all(keep):
+            self._records += zip(digests, places, strict=True)
+            return
+        assert self._slot is not None
+        self._fill = places[0].offset
+        view = self._slot.view
+        for digest, p, wanted in zip(digests, places, keep, strict=True):
+            if wanted:
+                offset = _aligned(self._fill, p.stored)
+                view[self._fill : offset] = bytes(offset - self._fill)
+                self._fill = offset + p.stored
+                if offset != p.offset:
+                    buffers.copy(view[offset : self._fill], view[p.offset : p.offset + p.stored])
+                self._records.append((digest, Place(p.pack, offset, p.stored, p.raw, p.codec)))
+
+    def seal(self) -> None:
+        """Hand the pack at hand over to be written, or give its memory back if it is empty."""
+        slot, self._slot = self._slot, None
+        if slot is None:
+            return
+        if self._records:
+            self._writer.hand_over(_FullPack(self._id, slot, self._fill, self._records))
+        else:
+            self._writer.pool.release(slot)
 
 
 def _aligned(offset: int, nbytes: int) -> int:

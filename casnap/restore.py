@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -115,7 +116,7 @@ class Loading:
         elif content.numel():
             assert isinstance(entry, TensorEntry)
             raw = memoryview(bytearray(payload.inline))
-            content.copy_(_as_tensor(raw, carrier_dtype(entry), tuple(content.shape)))
+            content.detach().copy_(_as_tensor(raw, carrier_dtype(entry), tuple(content.shape)))
 
     def _counted(self, sink: Callable[[memoryview], None]) -> Callable[[memoryview], None]:
         def counted(raw: memoryview) -> None:
@@ -147,7 +148,7 @@ def _byte_sinks(target: memoryview, grid: Grid) -> Iterator[Callable[[memoryview
 def _tensor_sinks(
     target: torch.Tensor, entry: TensorEntry, grid: Grid
 ) -> Iterator[Callable[[memoryview], None]]:
-    dtype = carrier_dtype(entry)
+    dtype, target = carrier_dtype(entry), target.detach()
     if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype:
         yield from _byte_sinks(view_at(target.data_ptr(), target.nbytes), grid)
         return
@@ -186,8 +187,8 @@ def restore(
     """Restore an app state, or some keys of it.
 
     Raises:
-        MismatchError: Under ``strict``, a module and the snapshot differ; nothing was written.
-        EntryNotFoundError: Under ``strict``, the snapshot lacks a key; nothing was written.
+        MismatchError: Under ``strict``, the snapshot lacks a key, or a module differs from it;
+            all that differs is listed, and nothing was written.
         DamagedError: Something could not be read whole; no ``load_state_dict`` was called, but
             tensors that are restored in place may hold new values already.
     """
@@ -201,12 +202,10 @@ def restore(
         raise MismatchError(_mismatch(contents, report))
     leaves = loading.load()
     # The random state last: to load the others may draw from it.
-    for part in reversed(parts):
+    for part in sorted(parts, key=lambda p: isinstance(p.stateful, RNGState)):
         state = inflate(part.segment, leaves, allow_pickle=allow_pickle)
         if isinstance(part.stateful, torch.nn.Module) and not strict:
-            for key in [k for k in state if f"{part.segment}/{segment_of(k)}" in part.skipped]:
-                del state[key]
-            part.stateful.load_state_dict(state, strict=False)
+            _load_what_fits(part, part.stateful, state, report)
         else:
             part.stateful.load_state_dict(state)
     return report
@@ -227,8 +226,12 @@ def _part(
 def _plan(part: _Part, loading: Loading, report: RestoreReport) -> None:
     """Say what to read, and where to; note where module and snapshot differ."""
     targets = tensor_targets(part.current, part.segment)
-    if _is_plain_module(part.stateful):
-        part.skipped = _compare(part, targets, report)
+    if isinstance(part.stateful, torch.nn.Module):
+        rewritten = [f"{part.segment}/{segment_of(name)}" for name in _rewritten(part.stateful)]
+        if not rewritten:
+            part.skipped = _compare(part, report)
+        # Filled in place, what is renamed on its way could be overwritten before it is read.
+        targets = {p: t for p, t in targets.items() if not p.startswith(tuple(rewritten))}
     for path, entry in part.entries.items():
         loading.add(path, entry, _target(entry, targets.get(path)))
 
@@ -242,31 +245,56 @@ def _target(entry: Entry, current: torch.Tensor | None) -> torch.Tensor | None:
         and entry.quantization is None
         and tuple(current.shape) == entry.shape
     )
-    if not fits or current is None:
-        return None
-    own = all(stride or size < 2 for size, stride in zip(current.shape, current.stride(), strict=True))
-    return current.detach() if own else None
+    return current if fits else None
 
 
-def _is_plain_module(stateful: Stateful) -> bool:
-    """Whether keys can be compared beforehand: nobody renames or strips them on the way."""
-    return (
-        isinstance(stateful, torch.nn.Module)
-        and type(stateful).load_state_dict is torch.nn.Module.load_state_dict
-        and not any(m._load_state_dict_pre_hooks for m in stateful.modules())
-    )
+def _rewritten(module: torch.nn.Module) -> list[str]:
+    """Return the prefixes of a module's keys that may be renamed or changed on their way in.
+
+    Where there are any, keys cannot be compared beforehand.
+    """
+    if _has_own_loader(module):
+        return [""]
+    return [
+        f"{name}." if name else ""
+        for name, child in module.named_modules(remove_duplicate=False)
+        if child._load_state_dict_pre_hooks
+        or not type(child)._load_from_state_dict.__module__.startswith("torch.nn.")
+    ]
 
 
-def _compare(part: _Part, targets: dict[str, torch.Tensor], report: RestoreReport) -> set[str]:
+def _has_own_loader(module: torch.nn.Module) -> bool:
+    return type(module).load_state_dict is not torch.nn.Module.load_state_dict
+
+
+def _load_what_fits(
+    part: _Part, module: torch.nn.Module, state: dict[str, Any], report: RestoreReport
+) -> None:
+    for key in [k for k in state if f"{part.segment}/{segment_of(k)}" in part.skipped]:
+        del state[key]
+    if _has_own_loader(module) and "strict" not in signature(module.load_state_dict).parameters:
+        module.load_state_dict(state)
+        return
+    left: Any = module.load_state_dict(state, strict=False)
+    if _rewritten(module) and left is not None:
+        report.missing += [f"{part.segment}/{segment_of(k)}" for k in left.missing_keys]
+        report.unexpected += [f"{part.segment}/{segment_of(k)}" for k in left.unexpected_keys]
+
+
+def _compare(part: _Part, report: RestoreReport) -> set[str]:
     """Note what differs between a module and the snapshot; return what must not be loaded."""
     there = {p for p in part.entries if p.count("/") == 1}
     here = {f"{part.segment}/{segment_of(k)}" for k in part.current}
-    shapes = {
-        path: f"{path}: {tuple(target.shape)} here, {entry.shape} in the snapshot"
-        for path, target in targets.items()
-        if isinstance(entry := part.entries.get(path), TensorEntry)
-        and tuple(target.shape) != entry.shape
-    }
+    shapes = {}
+    for key, value in part.current.items():
+        path = f"{part.segment}/{segment_of(key)}"
+        entry = part.entries.get(path)
+        if not isinstance(entry, TensorEntry) or not isinstance(value, torch.Tensor):
+            continue
+        if value.is_meta:
+            shapes[path] = f"{path}: on the meta device here; call to_empty(device=...) first"
+        elif tuple(value.shape) != entry.shape:
+            shapes[path] = f"{path}: {tuple(value.shape)} here, {entry.shape} in the snapshot"
     report.missing += sorted(here - there)
     report.unexpected += sorted(there - here)
     report.mismatched += [shapes[p] for p in sorted(shapes)]

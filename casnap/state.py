@@ -59,7 +59,7 @@ class RNGState:
         }
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             state["cuda"] = tuple(torch.cuda.get_rng_state_all())
-        if "numpy" in sys.modules:
+        if sys.modules.get("numpy") is not None:
             state["numpy"] = _numpy_state()
         return state
 

@@ -18,7 +18,7 @@ import msgspec
 from casnap.capture import Capture
 from casnap.codec import Codec
 from casnap.commit import Transaction
-from casnap.digest import DIGEST_SIZE, digest_of
+from casnap.digest import DIGEST_SIZE, Digest
 from casnap.errors import FencedError, StateError, StoreError
 from casnap.format import (
     INLINE_DIGESTS,
@@ -179,7 +179,7 @@ class _Take:
             transaction = Transaction(self._objects, crew, self._options.codec)
             try:
                 source = Shared(batches, crew)
-                crew.join(crew.start(lambda: self._hash(source, transaction), min(cores(), 16)))
+                crew.join(crew.start(lambda: self._hash(source, transaction), min(cores(), 8)))
                 manifest = encode(self._manifest(transaction))
                 row = self._commit(transaction, manifest)
             except BaseException as e:
@@ -192,24 +192,32 @@ class _Take:
         return row
 
     def _hash(self, source: Shared[list[Piece]], transaction: Transaction) -> None:
-        for batch in source:
-            chunks = []
-            for piece in batch:
-                if piece.ready is not None:
-                    piece.ready()
-                start, digests = 0, []
-                for size in piece.sizes:
-                    raw = piece.view[start : start + size]
-                    digests.append(digest_of(raw))
-                    chunks.append((digests[-1], raw))
-                    start += size
-                at = piece.first * DIGEST_SIZE
-                self._digests[piece.leaf][at : at + DIGEST_SIZE * len(digests)] = b"".join(digests)
-            transaction.add_chunks(chunks)
-            for piece in batch:
-                if piece.done is not None:
-                    piece.done()
-            self._report(sum(len(piece.view) for piece in batch))
+        writer = transaction.chunk_writer()
+        try:
+            for batch in source:
+                raws = []
+                for piece in batch:
+                    if piece.ready is not None:
+                        piece.ready()
+                    start = 0
+                    for size in piece.sizes:
+                        raws.append(piece.view[start : start + size])
+                        start += size
+                self._note(batch, writer.store(raws))
+        finally:
+            writer.finish()
+
+    def _note(self, batch: list[Piece], digests: list[Digest]) -> None:
+        """Put the digests of some pieces where they belong, and give their memory back."""
+        first = 0
+        for piece in batch:
+            stop, at = first + len(piece.sizes), piece.first * DIGEST_SIZE
+            joined = b"".join(digests[first:stop])
+            self._digests[piece.leaf][at : at + len(joined)] = joined
+            first = stop
+            if piece.done is not None:
+                piece.done()
+        self._report(sum(len(piece.view) for piece in batch))
 
     def _report(self, nbytes: int) -> None:
         if self._options.progress is not None:

@@ -291,6 +291,8 @@ def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Te
     if entry.kind in _NUMPY_KINDS:
         return torch.empty(nbytes, dtype=torch.uint8)
     dtype = _CARRIERS.get(entry.dtype) or TENSOR_DTYPES[entry.dtype]
+    if dtype is torch.complex32:  # made directly, torch warns that it is experimental
+        return torch.empty(entry.shape, dtype=torch.int32, device=device).view(dtype)
     return torch.empty(entry.shape, dtype=dtype, device=device)
 
 
@@ -320,7 +322,7 @@ def assemble(leaf: Leaf) -> object:
         if kind in _NUMPY_KINDS:
             return _assemble_numpy(leaf.path, entry, content)
         return _wrap(entry, _quantize(entry, content))
-    except (RuntimeError, ValueError, TypeError, IndexError, struct.error) as e:
+    except (RuntimeError, ValueError, TypeError, IndexError, OverflowError, struct.error) as e:
         if isinstance(e, UnsupportedTypeError):
             raise
         raise DamagedError(f"{leaf.path} cannot be put together: {e}", (leaf.path,)) from e

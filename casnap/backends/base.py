@@ -42,11 +42,17 @@ class Backend(ABC):
         """Return a whole object."""
 
     @abstractmethod
-    def read_into(self, key: str, offset: int, target: memoryview) -> int:
+    def read_into(
+        self, key: str, offset: int, target: memoryview, *, bulk: bool = False
+    ) -> int:
         """Fill ``target`` from a run of an object; return how many bytes there were.
 
-        ``target`` should begin on a page: a backend may then read past the operating system's
-        cache.
+        Args:
+            key: The object.
+            offset: Where the run begins.
+            target: Where to; begins on a page if the read is to go around the page cache.
+            bulk: Whether this is part of a large transfer, which should leave the operating
+                system's cache to others.
         """
 
     @abstractmethod

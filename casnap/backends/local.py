@@ -16,7 +16,6 @@ from casnap.buffers import PAGE, address_of
 _DIRECT = getattr(os, "O_DIRECT", 0)
 # Below this, going through the page cache costs less than going around it.
 _DIRECT_WRITE_BYTES = 1 << 20
-_DIRECT_READ_BYTES = 16 << 20
 
 
 class LocalBackend(Backend):
@@ -110,12 +109,14 @@ class LocalBackend(Backend):
         with translated(f"{self.uri}/{key}"):
             return (self.folder / key).read_bytes()
 
-    def read_into(self, key: str, offset: int, target: memoryview) -> int:
-        """Read from the page cache what is there; the rest of a large read goes around it."""
+    def read_into(
+        self, key: str, offset: int, target: memoryview, *, bulk: bool = False
+    ) -> int:
+        """Read from the page cache what is there; the rest of a bulk read goes around it."""
         with translated(f"{self.uri}/{key}"):
             fd = os.open(self.folder / key, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                if len(target) < _DIRECT_READ_BYTES or not _DIRECT:
+                if not bulk or not _DIRECT:
                     return _read_buffered(fd, target, offset, 0)
                 done = _read_cached(fd, target, offset)
                 done = _read_direct(fd, target, offset, done)

@@ -8,7 +8,6 @@ This module starts them, shows what they tell, and judges; it never imports torc
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shlex
@@ -27,13 +26,17 @@ from typing import Any
 
 import click
 
+from casnap.cli.output import Failure, emit, json_option, size
+
 Event = dict[str, Any]
 
-MAX_THREADS = 2
-SHOWN_LINES = 14
+# More would hardly be faster for so small a model, and slower where cores are shared.
+THREADS = 1
+SHOWN_LINES, LAST_LINES = 14, 4
+READ_PATH = "0/model/blocks.1.qkv.weight"
 HEADER = (
     f"  {'snapshot':<16}{'trained':<10}{'loss':>7}{'logical':>11}{'new':>11}{'casnap':>10}"
-    f" | {'torch.save':>10}{'':>10}"
+    f" | {'torch.save':>10}"
 )
 
 
@@ -83,12 +86,14 @@ class Outcome:
     Attributes:
         rows: The takes that were also saved by ``torch.save``.
         losses: The loss of each step of the fine-tuning, by its number.
+        taken: The step of the newest snapshot that a take has returned.
         last: The last event.
         restored: The event of the restore that it began with, if it did.
     """
 
     rows: list[Event] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
+    taken: int = 0
     last: Event = field(default_factory=dict)
     restored: Event | None = None
 
@@ -97,16 +102,19 @@ class Screen:
     """Lines for the user, and on a terminal one line that tells what goes on right now."""
 
     def __init__(self, *, silent: bool) -> None:
+        """Write to stdout, or nowhere if ``silent``."""
         self.silent = silent
         self.live = not silent and sys.stdout.isatty()
 
     def say(self, text: str = "", *, bold: bool = False) -> None:
+        """Print a line, or several."""
         if not self.silent:
             self.status("")
             click.echo(click.style(text, bold=True) if bold else text)
             sys.stdout.flush()
 
     def status(self, text: str) -> None:
+        """On a terminal, show ``text`` until the next line or status."""
         if self.live:
             click.echo(f"\r\x1b[K{text}", nl=False)
             sys.stdout.flush()
@@ -131,21 +139,12 @@ class Screen:
                 self.say(row_text(event))
 
 
-def size_text(count: float) -> str:
-    """Return a number of bytes in the decimal units that disks are sold in."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
-
-
 def row_text(row: Event) -> str:
     """Return one row of the table of takes."""
     return (
-        f"  {row['name']:<16}{row['phase']:<10}{row['loss']:7.3f}{size_text(row['logical']):>11}"
-        f"{size_text(row['new']):>11}{row['seconds']:8.3f} s"
-        f" | {size_text(row['saved_bytes']):>10}{row['saved_seconds']:8.3f} s"
+        f"  {row['name']:<16}{row['phase']:<10}{row['loss']:7.3f}{size(row['logical']):>11}"
+        f"{size(row['new']):>11}{row['seconds']:8.3f} s"
+        f" | {size(row['saved_bytes']):>10}{row['saved_seconds']:8.3f} s"
     )
 
 
@@ -156,7 +155,10 @@ def row_text(row: Event) -> str:
 def training_process(plan: Plan) -> Iterator[subprocess.Popen[str]]:
     """Start a training process; on the way out none is left."""
     command = [sys.executable, "-m", "casnap.cli.demo_training", json.dumps(asdict(plan))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    # In a session of its own, so that Ctrl-C is answered once, and here.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             yield process
         finally:
@@ -176,6 +178,8 @@ def note(outcome: Outcome, event: Event) -> None:
     """Add an event to what is known of a process."""
     outcome.last = event
     match event["event"]:
+        case "taken":
+            outcome.taken = event["step"]
         case "saved":
             outcome.rows.append(event)
         case "step":
@@ -188,7 +192,7 @@ def train(plan: Plan, screen: Screen) -> Outcome:
     """Run a training process to its end.
 
     Raises:
-        click.ClickException: It failed.
+        Failure: It failed.
     """
     outcome = Outcome()
     with training_process(plan) as process:
@@ -198,7 +202,7 @@ def train(plan: Plan, screen: Screen) -> Outcome:
     screen.status("")
     if process.returncode != 0 or outcome.last.get("event") != "done":
         text = f"the training process failed (exit status {process.returncode}); see above"
-        raise click.ClickException(text)
+        raise Failure(text)
     return outcome
 
 
@@ -206,7 +210,7 @@ def train_and_kill(plan: Plan, screen: Screen) -> Outcome:
     """Run a training process and kill it by SIGKILL at some moment about half-way.
 
     Raises:
-        click.ClickException: It ended before that.
+        Failure: It ended before that.
     """
     takes = plan.steps // plan.take_every
     victim = random.randint(max(2, takes // 3), max(2, takes * 2 // 3)) * plan.take_every
@@ -228,7 +232,7 @@ def train_and_kill(plan: Plan, screen: Screen) -> Outcome:
     screen.status("")
     if process.returncode != -signal.SIGKILL:
         text = f"the training process ended before it was killed (status {process.returncode})"
-        raise click.ClickException(text)
+        raise Failure(text)
     return outcome
 
 
@@ -273,9 +277,9 @@ def say_totals(rows: list[Event], screen: Screen) -> None:
         )
         screen.say(
             f"  {'in all' if phase is None else phase:<9}{len(chosen):>3} takes:"
-            f" casnap {size_text(new):>9} in {seconds:6.2f} s,"
-            f" torch.save {size_text(saved):>9} in {saved_seconds:6.2f} s:"
-            f" {saved / max(new, 1):5.1f}x fewer bytes",
+            f" casnap {size(new):>9} in {seconds:6.2f} s,"
+            f" torch.save {size(saved):>9} in {saved_seconds:6.2f} s;"
+            f" bytes {saved / max(new, 1):5.1f} : 1",
             bold=phase is None,
         )
 
@@ -287,6 +291,8 @@ def differences(killed: Outcome, resumed: Outcome, whole: Outcome) -> list[str]:
         A line for each difference; empty when there is none.
     """
     lines = []
+    if resumed.restored is None or resumed.restored["step"] < killed.taken:
+        lines.append(f"the snapshot of step {killed.taken}, which was complete, is not found")
     curve = resumed.last["losses"]
     for step, expected in enumerate(whole.last["losses"], 1):
         told = (curve[step - 1], killed.losses.get(step), resumed.losses.get(step))
@@ -314,41 +320,43 @@ def say_verdict(resumed: Outcome, different: list[str], screen: Screen) -> None:
 
 
 def show_command(arguments: list[str], screen: Screen) -> None:
-    """Run a casnap command and show it with the first lines of what it prints."""
-    screen.say(f"\n$ casnap {shlex.join(arguments)}", bold=True)
-    show_output([sys.executable, "-m", "casnap.cli", *arguments], screen)
+    """Run a casnap command, and show it as a user would type it."""
+    command = f"casnap {shlex.join(arguments)}"
+    screen.say(f"\n$ {command}", bold=True)
+    show_output(command, [sys.executable, "-m", "casnap.cli", *arguments], screen)
 
 
-def show_output(command: list[str], screen: Screen) -> None:
-    """Run a command and show the first lines of what it prints.
+def show_output(name: str, command: list[str], screen: Screen) -> None:
+    """Run a command and show the first and the last lines of what it prints.
 
     Raises:
-        click.ClickException: It failed.
+        Failure: It failed.
     """
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = done.stdout.splitlines()
-    for line in lines[:SHOWN_LINES]:
+    left_out = len(lines) - SHOWN_LINES
+    if left_out > 1:
+        middle = f"… {left_out} lines …"
+        lines = [*lines[: SHOWN_LINES - LAST_LINES], middle, *lines[-LAST_LINES:]]
+    for line in lines:
         screen.say(line)
-    if len(lines) > SHOWN_LINES:
-        screen.say(f"… and {len(lines) - SHOWN_LINES} lines more")
     if done.returncode != 0:
-        text = f"`{shlex.join(command)}` failed (exit status {done.returncode}); see above"
-        raise click.ClickException(text)
+        text = f"`{name}` failed (exit status {done.returncode}); see above"
+        raise Failure(text)
 
 
-def show_read(folder: str, name: str, screen: Screen) -> None:
-    """Read one tensor of a snapshot in a new process, by code that is shown."""
+def show_read(path: str, screen: Screen) -> None:
+    """Read one tensor of the snapshot at ``path`` in a new process, by code that is shown."""
     code = f"""\
-import time
+import time, torch
 from casnap import Snapshot
-snapshot = Snapshot({f"{folder}/{name}"!r})
 start = time.perf_counter()
-weight = snapshot.read_object("0/model/blocks.1.qkv.weight")
+weight = Snapshot({path!r}).read_object("{READ_PATH}")
 seconds = time.perf_counter() - start
 print(weight.dtype, tuple(weight.shape), f"{{weight.nbytes:,}} bytes in {{seconds:.4f}} s")"""
-    for number, line in enumerate(code.splitlines()):
-        screen.say(f"{'...' if number else '>>>'} {line}")
-    show_output([sys.executable, "-c", code], screen)
+    for line in code.splitlines():
+        screen.say(f">>> {line}")
+    show_output("python", [sys.executable, "-c", code], screen)
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -358,15 +366,16 @@ def next_run(folder: Path) -> int:
     """Return the number of the first run that ``folder`` does not hold yet.
 
     Raises:
-        click.ClickException: Something else is there.
+        Failure: Something else is there.
     """
     if not folder.exists():
         return 1
     if not folder.is_dir():
-        raise click.ClickException(f"{folder} is not a folder; name a new one")
+        text = f"{folder} is not a folder; name a new one"
+        raise Failure(text)
     if not folder.joinpath("casnap.json").exists() and any(folder.iterdir()):
         text = f"{folder} holds something else than a casnap store; name a new or an empty folder"
-        raise click.ClickException(text)
+        raise Failure(text)
     found = (re.fullmatch(r"run(\d+)", path.name) for path in folder.iterdir())
     return max((int(match[1]) for match in found if match), default=0) + 1
 
@@ -381,14 +390,13 @@ def plan_for(folder: str, number: int, *, steps: int, quick: bool, seed: int | N
         takes=True,
         scratch="",
         seed=number if seed is None else seed,
-        threads=min(MAX_THREADS, os.cpu_count() or 1),
+        threads=THREADS,
         base_steps=60,
         steps=steps,
         adapter_steps=max(1, steps * 3 // 4 // every) * every,
         take_every=every,
     )
-    small = {"base_steps": 4, "width": 64, "layers": 2, "context": 64}
-    return replace(plan, **small) if quick else plan
+    return replace(plan, base_steps=4, width=64, layers=2) if quick else plan
 
 
 def perform(plan: Plan, screen: Screen) -> dict[str, Any]:
@@ -406,8 +414,6 @@ def perform(plan: Plan, screen: Screen) -> dict[str, Any]:
 
     screen.say("\n2. A new process resumes from store.latest():\n")
     resumed = train(plan, screen)
-    restored = resumed.restored
-    assert restored is not None
     rows = killed.rows + resumed.rows
     say_totals(rows, screen)
 
@@ -420,7 +426,7 @@ def perform(plan: Plan, screen: Screen) -> dict[str, Any]:
         "run": plan.run,
         "takes": rows,
         "killed": moment(killed.last),
-        "resumed_from": restored["name"],
+        "resumed_from": resumed.restored["name"] if resumed.restored else None,
         "losses": resumed.last["losses"],
         "equal": not different,
         "differences": different,
@@ -429,20 +435,18 @@ def perform(plan: Plan, screen: Screen) -> dict[str, Any]:
 
 def show_store(plan: Plan, screen: Screen) -> None:
     """Read one tensor, and look at the store by commands."""
-    last = f"{plan.run}/step_{plan.steps // plan.take_every * plan.take_every:04d}"
-    earlier, later = (
-        f"{plan.store}/{plan.run}/step_{step * plan.take_every:04d}" for step in (1, 2)
-    )
-    screen.say("\n4. One tensor is read; only the chunks of it are touched:\n")
-    show_read(plan.store, last, screen)
+    run, every = f"{plan.store.rstrip('/')}/{plan.run}", plan.take_every
+    first, second, last = (f"{run}/step_{take * every:04d}" for take in (1, 2, plan.steps // every))
+    screen.say("\n4. One tensor is read; only its chunks are touched:\n")
+    show_read(last, screen)
     screen.say("\n5. The store, by commands:")
     show_command(["ls", plan.store], screen)
     show_command(["du", plan.store], screen)
-    show_command(["diff", earlier, later], screen)
+    show_command(["diff", first, second], screen)
     screen.say(f"\nThe store is left in {plan.store}. To try next:", bold=True)
-    screen.say(f"  casnap show {shlex.quote(f'{plan.store}/{last}')} 0/model/blocks.1.qkv.weight")
-    screen.say(f"  casnap rm {shlex.quote(earlier)}")
-    screen.say(f"  casnap demo {shlex.quote(plan.store)}          (another run in the same store)")
+    screen.say(f"  casnap show {shlex.quote(last)} {READ_PATH}")
+    screen.say(f"  casnap rm {shlex.quote(first)}")
+    screen.say(f"  casnap demo {shlex.quote(plan.store)}    # another run in the same store")
 
 
 @click.command("demo")
@@ -450,7 +454,7 @@ def show_store(plan: Plan, screen: Screen) -> None:
 @click.option("--steps", type=click.IntRange(min=8), help="Steps of the fine-tuning [80].")
 @click.option("--quick", is_flag=True, help="A tiny model and a few steps.")
 @click.option("--seed", type=int, help="Seed of everything random [the number of the run].")
-@click.option("--json", "as_json", is_flag=True, help="Print what happened as JSON, at the end.")
+@json_option
 def demo(folder: str, steps: int | None, quick: bool, seed: int | None, as_json: bool) -> None:
     """Fine-tune a small GPT, kill it, resume it, and look at the store in FOLDER.
 
@@ -466,10 +470,11 @@ def demo(folder: str, steps: int | None, quick: bool, seed: int | None, as_json:
     # In the store's folder, so that torch.save writes to the same disk.
     with tempfile.TemporaryDirectory(prefix=".demo-", dir=folder) as scratch:
         result = perform(replace(plan, scratch=scratch), screen)
-    show_store(plan, screen)
-    screen.say(f"\nDone in {time.perf_counter() - started:.0f} s.")
     if as_json:
-        click.echo(json.dumps(result))
+        emit(result)
+    else:
+        show_store(plan, screen)
+        screen.say(f"\nDone in {time.perf_counter() - started:.0f} s.")
     if not result["equal"]:
         sys.exit(1)
 

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -57,6 +58,7 @@ class AdaptedLinear(nn.Linear):
         self.up = nn.Parameter(torch.zeros(self.out_features, rank))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., in_features] to [..., out_features]."""
         y = super().forward(x)
         if self.down is None or self.up is None:
             return y
@@ -78,6 +80,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [batch, length, width] to the same shape."""
         batch, length, width = x.shape
         heads = self.qkv(self.attention_norm(x)).view(batch, length, 3, -1, HEAD_WIDTH)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -160,9 +163,11 @@ class Sampler:
         return self.windows[chosen].long()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return where the sampler stands."""
         return {"seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where another sampler of the same text stood."""
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
         self._shuffle()
 
@@ -231,12 +236,12 @@ class Training:
 
 
 def train_base(training: Training) -> float:
-    """Train the base model; return its last loss."""
-    loss = math.nan
+    """Train the base model; return the mean of its last losses."""
+    losses = []
     for step in range(1, training.plan.base_steps + 1):
-        loss = training.train_step()
-        tell("base", step=step, loss=loss)
-    return loss
+        losses.append(training.train_step())
+        tell("base", step=step, loss=losses[-1])
+    return statistics.fmean(losses[-10:])
 
 
 def resume(training: Training, snapshot: Snapshot) -> None:
@@ -255,14 +260,21 @@ def resume(training: Training, snapshot: Snapshot) -> None:
 
 
 def take(training: Training, store: Store, name: str, loss: float) -> None:
-    """Take a snapshot, and save the same state by ``torch.save`` for the comparison."""
+    """Take a snapshot, and save the same state by ``torch.save`` for the comparison.
+
+    Args:
+        training: What is taken.
+        store: Where to.
+        name: The name of the snapshot.
+        loss: The mean loss since the take before.
+    """
     app_state = training.app_state()
     tell("taking", name=name, step=training.progress["step"])
     started = time.perf_counter()
     metadata = {"step": training.progress["step"], "phase": training.phase, "loss": loss}
     snapshot = store.take(app_state, name, metadata=metadata)
     seconds = time.perf_counter() - started
-    tell("taken", name=name)
+    tell("taken", name=name, step=training.progress["step"])
     saved_bytes, saved_seconds = torch_save(app_state, Path(training.plan.scratch, "saved.pt"))
     tell(
         "saved",
@@ -303,7 +315,8 @@ def tune(training: Training, store: Store | None) -> None:
         progress["step"] = step + 1
         tell("step", step=step + 1, loss=loss)
         if store is not None and (step + 1) % plan.take_every == 0:
-            take(training, store, f"{plan.run}/step_{step + 1:04d}", loss)
+            mean = progress["losses"][step + 1 - plan.take_every : step + 1].mean().item()
+            take(training, store, f"{plan.run}/step_{step + 1:04d}", mean)
 
 
 def main(plan: Plan) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from tools.bench import blocked, long_run, machine, many, memory, read_object, restore, save
 from tools.bench.fresh import call
 from tools.bench.limits import calibrated
-from tools.bench.settings import Settings
+from tools.bench.settings import GIB, Settings
 from tools.bench.states import WORKLOADS
 from tools.bench.table import Row, render
 
@@ -36,10 +36,14 @@ def main() -> int:
     """Measure, print; return 1 if a section failed, 0 otherwise (a miss is not a failure)."""
     options = _options()
     quick = options.quick
+    gib = options.gib or (0.25 if quick else 2.0)
+    needed = int(max(14 * gib, 3 if quick else 14) * GIB)
+    if shutil.disk_usage(options.dir).free < needed:
+        sys.exit(f"{options.dir}: {needed / GIB:.0f} GiB must be free; choose another --dir")
     folder = Path(tempfile.mkdtemp(prefix="casnap-bench-", dir=options.dir))
     settings = Settings(
         folder=str(folder),
-        gib=options.gib or (0.25 if quick else 2.0),
+        gib=gib,
         repeat=options.repeat or (2 if quick else 5),
         quick=quick,
     )

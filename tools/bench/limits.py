@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
-import shutil
 import statistics
 import sys
 import threading
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 PIECE = 48 * MIB
 CORES = len(os.sched_getaffinity(0))
 _HASHED_PIECE = 1 * MIB
+_COPIED_PIECE = 4 * MIB
 
 
 def _share(threads: int, work: Callable[[int], None]) -> None:
@@ -77,7 +78,7 @@ class RawDisk:
                 self._whole(os.preadv(descriptor, [view[: self._sizes[i]]], 0), i)
                 os.close(descriptor)
 
-        return seconds(lambda: _share(threads, work))
+        return seconds(_share, threads, work)
 
     def close(self) -> None:
         """Delete the files."""
@@ -169,7 +170,7 @@ def blake3_seconds(tensors: Iterable[Tensor]) -> float:
         for piece in pieces[k::CORES]:
             blake3(piece).digest()
 
-    return seconds(lambda: _share(CORES, work))
+    return seconds(_share, CORES, work)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -179,15 +180,21 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def memcpy_seconds(source: dict[str, Tensor], target: dict[str, Tensor]) -> float:
-    """Copy a state into warm memory with torch's own threads; return the seconds."""
+    """Copy a state into warm memory, by torch's threads and by plain ones; the faster counts."""
 
-    def work() -> None:
+    def by_torch() -> None:
         for name, tensor in source.items():
             target[name].copy_(tensor)
 
-    return seconds(work)
+    pieces = [
+        (target[name].data_ptr() + start, tensor.data_ptr() + start, size)
+        for name, tensor in source.items()
+        for start in range(0, tensor.nbytes, _COPIED_PIECE)
+        for size in (min(_COPIED_PIECE, tensor.nbytes - start),)
+    ]
 
+    def by_threads(k: int) -> None:
+        for piece in pieces[k::CORES]:
+            ctypes.memmove(*piece)
 
-def free_bytes(folder: str) -> int:
-    """Return the free space where the working folder lies."""
-    return shutil.disk_usage(folder).free
+    return min(seconds(by_torch), seconds(_share, CORES, by_threads))

@@ -41,7 +41,7 @@ def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
     The late takes alternate with the early takes of a second run, since the disk's speed drifts
     by more than the difference that is looked for.
     """
-    last = 100 if settings.quick else 1_000
+    last = 40 if settings.quick else 1_000
     long = Run(settings.path("long", "first", "step").parent)
     late = range(last - 5, last + 6)
     while len(long.times) < late.start:

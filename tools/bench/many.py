@@ -28,7 +28,6 @@ def _ours(settings: Settings, work: str, state: states.State) -> list[Row]:
     took = []
     for turn in range(settings.repeat):
         path = settings.path("many", str(turn), "step")
-        path.parent.mkdir()
         settle()
         took.append(seconds(peers.casnap_take, state, path))
     warm(path.parent)

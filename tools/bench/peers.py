@@ -19,9 +19,10 @@ from tools.bench.states import State
 CASNAP = "**casnap**"
 TORCH = "torch.save"
 SAFETENSORS = "safetensors"
-DCP = "dcp"
-DCP_2 = "dcp, 2 threads"
+DCP = "dcp.save"
+DCP_2 = "dcp.save, 2 threads"
 TORCHSNAPSHOT = "torchsnapshot 0.1.0"
+_LOADED_BY = {TORCH: "torch.load(mmap=True)", DCP: "dcp.load"}
 
 Save = Callable[[State, Path], None]
 Load = Callable[[State, Path], None]
@@ -136,9 +137,9 @@ def loaders() -> dict[str, tuple[Save, Load]]:
     return {name: (save, loads[name]) for name, save in savers().items() if name in loads}
 
 
-def missing() -> list[str]:
-    """Return the peers that are not installed."""
-    return [name for name in ("safetensors", "torchsnapshot") if not installed(name)]
+def loaded_by(name: str) -> str:
+    """Return what the loading of a contender is called."""
+    return _LOADED_BY.get(name, name)
 
 
 def kept_stager() -> DefaultStager:

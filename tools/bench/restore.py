@@ -101,7 +101,7 @@ def _rows(restores: Restores) -> list[Row]:
     rows = [timed(warm_work, peers.CASNAP, ours, nbytes)]
     for name in restores.loads:
         if name != peers.CASNAP:
-            row = timed(warm_work, f"{name}, load", restores.warm[name], nbytes)
+            row = timed(warm_work, peers.loaded_by(name), restores.warm[name], nbytes)
             ratios = [b / a for a, b in zip(ours, restores.warm[name], strict=True)]
             rows.append(row.at_least(ratios, "× as fast", 1.5 if name == peers.DCP else None))
     ours = restores.cold[peers.CASNAP]
@@ -113,7 +113,7 @@ def _rows(restores: Restores) -> list[Row]:
     ]
     for name in restores.loads:
         if name != peers.CASNAP:
-            row = timed(cold_work, f"{name}, load", restores.cold[name], nbytes)
+            row = timed(cold_work, peers.loaded_by(name), restores.cold[name], nbytes)
             ratios = [
                 other / statistics.mean(ours[turn * _PAIRS : (turn + 1) * _PAIRS])
                 for turn, other in enumerate(restores.cold[name])

@@ -34,7 +34,7 @@ class Saves:
         self.changed = 0
         self._names = 0
         self.store = settings.path("save", "incremental", "store")
-        self._take()
+        self.very_first = self._take()
 
     def repetition(self, turn: int) -> None:
         """Measure every contender once, casnap more often, each beside its limit."""
@@ -105,6 +105,7 @@ def _rows(saves: Saves) -> list[Row]:
     changed = f"take with 1 % of tensors ({saves.changed / MIB:.0f} MiB) changed: {size}"
     return [
         timed(first, peers.CASNAP, times["first"], nbytes),
+        timed(first, f"{peers.CASNAP}, the first of a process", [saves.very_first], nbytes),
         timed(first, "limit: O_DIRECT write + fsync", times["write"], nbytes).at_least(
             saves.ratios["write"], " of the limit", 0.9
         ),

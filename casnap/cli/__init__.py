@@ -1,0 +1,118 @@
+"""The command ``casnap``: looks at stores and snapshots, without importing torch.
+
+Each command is a module of its own, imported when it is called.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from io import TextIOWrapper
+
+import click
+
+import casnap
+from casnap.cli.output import Failure, quoted, safe
+from casnap.errors import CasnapError
+
+__all__ = ["cli", "main"]
+
+COMMANDS = {
+    "init": ("casnap.cli.init", "Make a store."),
+    "ls": ("casnap.cli.ls", "List the snapshots of a store, the newest last."),
+    "show": ("casnap.cli.show", "Show what a snapshot holds, or one tensor or value of it."),
+    "diff": ("casnap.cli.diff", "Show what differs between two snapshots."),
+    "du": ("casnap.cli.du", "Show what snapshots take up: logical, stored and unique bytes."),
+    "rm": ("casnap.cli.rm", "Delete snapshots."),
+    "trust": ("casnap.cli.trust", "Let another user's store be found by walking up from a path."),
+    "demo": ("casnap.cli.demo", "Train a small GPT, kill it, and resume it, on this machine."),
+}
+
+EXAMPLES = """\
+\b
+Examples:
+  casnap init /ckpts                       all runs below /ckpts share one store
+  casnap ls /ckpts run1                    the snapshots of one run
+  casnap show /ckpts/run1/step_100         what a snapshot holds
+  casnap show /ckpts/run1/step_100 0/model/layer.weight
+  casnap diff /ckpts/run1/step_100 step_200
+  casnap du /ckpts --json                  for scripts: one JSON document
+
+\b
+A snapshot is named STORE/NAME, as in Python; STORE is the store at or above
+the current folder where it is left out. `casnap COMMAND --help` says more.
+"""
+
+
+class Commands(click.Group):
+    """Imports a command when it is called, and turns casnap's errors into messages."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names, in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(COMMANDS[cmd_name][0])
+        command: click.Command = getattr(module, cmd_name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one line a command, without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a command; what is wrong becomes one message."""
+        try:
+            return super().invoke(ctx)
+        except CasnapError as e:
+            raise Failure(str(e)) from e
+        except OSError as e:
+            if e.errno == errno.EPIPE:
+                raise
+            where = f"{quoted(os.fsdecode(e.filename))}: " if e.filename else ""
+            raise Failure(f"{where}{e.strerror or e}") from e
+
+
+@click.group(cls=Commands, epilog=EXAMPLES, context_settings={"max_content_width": 100})
+@click.version_option(casnap.__version__, message="%(prog)s %(version)s")
+def cli() -> None:
+    """A content-addressed, deduplicating checkpoint store for PyTorch."""
+
+
+def main() -> None:
+    """Run the command line, and exit with its status."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line and return its status: 0, 1 for an error, 2 for wrong usage, 130."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        status = cli.main(list(arguments), prog_name="casnap", standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as e:
+        e.show()
+        return e.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("casnap: interrupted", err=True)
+        return 130
+    except BrokenPipeError:
+        # Nobody reads any more: what is still buffered must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as e:
+        if os.environ.get("CASNAP_TRACEBACK"):
+            raise
+        what = safe(f"{type(e).__name__}: {e}")
+        click.echo(f"casnap: unexpected {what} (CASNAP_TRACEBACK=1 says more)", err=True)
+        return 1
+    return status if isinstance(status, int) else 0

@@ -1,0 +1,92 @@
+"""``casnap diff``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from casnap.cli.entries import facts_of_entry, type_text
+from casnap.cli.output import counted, emit, json_option, safe, size, table
+from casnap.cli.places import second_snapshot
+from casnap.diff import Change, Diff
+from casnap.diff import diff as compare
+from casnap.snapshot import Snapshot
+
+SIGNS = {"changed": "~", "added": "+", "removed": "-"}
+
+
+@click.command()
+@click.argument("a", metavar="STORE/A")
+@click.argument("b", metavar="STORE/B")
+@click.option("--limit", type=click.IntRange(min=1), help="The most entries to print [50; all].")
+@json_option
+def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
+    """Show what differs between two snapshots: entries of B that A has not, or has otherwise.
+
+    The second one may be the bare name of a snapshot beside the first, or in its store. The
+    entries with the most changed bytes come first. CHANGED counts the chunks of an entry that
+    differ from those at the same place in A.
+    """
+    first = Snapshot(a)
+    second = second_snapshot(b, first)
+    found = compare(first.contents, second.contents)
+    ordered = sorted(found.changes, key=lambda c: (-c.changed_bytes, -c.total_bytes, c.path))
+    if as_json:
+        emit(_document(first, second, found, ordered[:limit]))
+        return
+    if not ordered:
+        click.echo("no difference")
+        return
+    click.echo(_summary(found))
+    shown = ordered[: limit or 50]
+    rows = [
+        (
+            SIGNS[change.kind],
+            safe(change.path),
+            _types(change),
+            size(change.changed_bytes),
+            size(change.total_bytes),
+        )
+        for change in shown
+    ]
+    header = ("", "PATH", "TYPE", "CHANGED", "OF")
+    table(header, rows, numbers={"CHANGED", "OF"})
+    if len(shown) < len(ordered):
+        click.echo(f"… and {counted(len(ordered) - len(shown), 'entry')} more (--limit)")
+
+
+def _summary(found: Diff) -> str:
+    counts = ", ".join(
+        f"{len(found.of(kind)):,} {kind}" for kind in ("changed", "added", "removed")
+    )
+    return f"{counts}; {size(found.changed_bytes)} differ"
+
+
+def _types(change: Change) -> str:
+    old, new = (None if e is None else type_text(e) for e in (change.old, change.new))
+    return safe(" → ".join(dict.fromkeys(text for text in (old, new) if text is not None)))
+
+
+def _document(
+    first: Snapshot, second: Snapshot, found: Diff, changes: list[Change]
+) -> dict[str, Any]:
+    return {
+        "a": {"store": first.store.uri, "name": first.name, "commit": first.commit_id},
+        "b": {"store": second.store.uri, "name": second.name, "commit": second.commit_id},
+        "changed": len(found.of("changed")),
+        "added": len(found.of("added")),
+        "removed": len(found.of("removed")),
+        "changed_bytes": found.changed_bytes,
+        "changes": [
+            {
+                "path": change.path,
+                "change": change.kind,
+                "changed_bytes": change.changed_bytes,
+                "total_bytes": change.total_bytes,
+                "old": None if change.old is None else facts_of_entry(change.old),
+                "new": None if change.new is None else facts_of_entry(change.new),
+            }
+            for change in changes
+        ],
+    }

@@ -1,0 +1,43 @@
+"""``casnap du``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from casnap.cli.output import counted, emit, json_option, progress, safe, size, table
+from casnap.cli.places import open_store, place_of, snapshots_of
+from casnap.usage import stored_bytes, usage
+
+
+@click.command()
+@click.argument("store", required=False)
+@click.argument("prefix", required=False)
+@json_option
+def du(store: str | None, prefix: str | None, as_json: bool) -> None:
+    """Show what snapshots take up: logical, stored and unique bytes.
+
+    LOGICAL is the state that a snapshot holds, STORED all that it refers to in the store, UNIQUE
+    the part of that which no other snapshot of the store refers to: what deleting it would free.
+    """
+    place = open_store(store)
+    found = snapshots_of(place, prefix)
+    objects = place.objects
+    with progress("reading snapshots") as report:
+        usages = usage([s.contents for s in found], objects, report)
+    logical, stored = sum(u.logical_bytes for u in usages), stored_bytes(objects)
+    if as_json:
+        listed = [{**asdict(u), "name": s.name} for s, u in zip(found, usages, strict=True)]
+        totals = {"logical_bytes": logical, "store_bytes": stored}
+        emit({**place_of(place), "snapshots": listed, **totals})
+        return
+    if found:
+        rows = [
+            (safe(s.name), size(u.logical_bytes), size(u.stored_bytes), size(u.unique_bytes))
+            for s, u in zip(found, usages, strict=True)
+        ]
+        header = ("NAME", "LOGICAL", "STORED", "UNIQUE")
+        table(header, rows, numbers={"LOGICAL", "STORED", "UNIQUE"})
+    what = f"{counted(len(found), 'snapshot')} of {size(logical)}"
+    click.echo(f"{what}; {safe(objects.backend.uri)} takes up {size(stored)} in all")

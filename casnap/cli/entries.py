@@ -1,0 +1,87 @@
+"""Entries in words, and small values as they were: what commands show of a snapshot's tree.
+
+Only kinds that mean the same without torch are decoded here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from casnap.contents import Contents
+from casnap.errors import DamagedError
+from casnap.format import ContainerEntry, Entry, TensorEntry, ValueEntry, payload_of
+from casnap.objects import Want
+
+SMALL = 1 << 10
+
+
+def type_text(entry: Entry) -> str:
+    """Return what an entry is, in a word or two: ``float32 [4, 8]``, ``int``, ``dict of 3``."""
+    if isinstance(entry, TensorEntry):
+        return f"{entry.dtype} {list(entry.shape)}"
+    if isinstance(entry, ContainerEntry):
+        return f"{entry.kind} of {entry.count:,}"
+    return entry.kind
+
+
+def facts_of_entry(entry: Entry) -> dict[str, Any]:
+    """Return, for JSON, what an entry is."""
+    facts: dict[str, Any] = {"kind": entry.kind, "nbytes": payload_of(entry).nbytes}
+    if isinstance(entry, TensorEntry):
+        scheme = entry.quantization.scheme if entry.quantization is not None else None
+        return {
+            "type": "tensor",
+            **facts,
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "requires_grad": entry.requires_grad,
+            "quantization": scheme,
+        }
+    if isinstance(entry, ContainerEntry):
+        return {"type": "container", **facts, "count": entry.count}
+    return {"type": "value", **facts}
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+_READERS: dict[str, Callable[[bytes], Any]] = {
+    "none": lambda _: None,
+    "bool": lambda data: data != b"\0",
+    "int": lambda data: int.from_bytes(data, "little", signed=True),
+    "float": lambda data: struct.unpack("<d", data)[0],
+    "complex": lambda data: complex(*struct.unpack("<dd", data)),
+    "bytes": bytes,
+    **dict.fromkeys(("str", "path", "date", "datetime"), _text),
+    **dict.fromkeys(("device", "dtype", "layout", "memory_format", "qscheme"), _text),
+}
+
+
+def small_value(contents: Contents, path: str, entry: ValueEntry) -> tuple[bool, Any]:
+    """Return whether a value can be shown, and the value.
+
+    Raises:
+        DamagedError: Its bytes are missing, or are none of its kind.
+    """
+    read = _READERS.get(entry.kind)
+    if read is None or entry.data.nbytes > SMALL:
+        return False, None
+    try:
+        return True, read(_bytes_of(contents, path, entry))
+    except (ValueError, struct.error) as e:
+        raise DamagedError(f"{contents.where}: {path} is no {entry.kind}: {e}", (path,)) from e
+
+
+def _bytes_of(contents: Contents, path: str, entry: ValueEntry) -> bytes:
+    chunks = contents.chunks(path, entry)
+    if not chunks:
+        return entry.data.inline
+    # So small a value is one chunk.
+    found: list[bytes] = []
+    digest, nbytes = chunks[0]
+    want = Want(digest, nbytes, lambda raw: found.append(bytes(raw)), path)
+    contents.objects.fetch([want])
+    return found[0]

@@ -1,0 +1,71 @@
+"""``casnap init``."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+from casnap.cli.output import Failure, emit, json_option, quoted, safe
+from casnap.format import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
+from casnap.location import locate_store
+from casnap.store import Store
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+
+def _chunk_size(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d{1,10})\s*([km]?)i?b?", text.strip().lower())
+    nbytes = int(match[1]) * _UNITS[match[2]] if match else 0
+    if not MIN_CHUNK_SIZE <= nbytes <= MAX_CHUNK_SIZE or nbytes & (nbytes - 1):
+        raise click.BadParameter(f"{quoted(text)} is no power of two from 64KiB to 64MiB")
+    return nbytes
+
+
+@click.command()
+@click.argument("store", default=".")
+@click.option(
+    "--chunk-size",
+    callback=_chunk_size,
+    metavar="SIZE",
+    help="The largest chunk, for ever: a power of two from 64KiB to 64MiB [1MiB].",
+)
+@json_option
+def init(store: str, chunk_size: int | None, as_json: bool) -> None:
+    """Make a store.
+
+    STORE is a folder, the current one by default. All snapshots that are taken below it, by
+    whatever run, are then kept in it and share what is equal. A store that exists already is
+    left as it is.
+    """
+    found = locate_store(store)
+    if found.name:
+        raise Failure(
+            f"{found.backend.uri}/{found.name} lies in the store {found.backend.uri}, which keeps "
+            "all snapshots below it; there is nothing to make"
+        )
+    place = Store(store, chunk_size=chunk_size or DEFAULT_CHUNK_SIZE)
+    if chunk_size not in (None, place.chunk_size):
+        raise Failure(
+            f"{place.uri} is a store already, of {binary(place.chunk_size)} chunks, which cannot "
+            "be changed"
+        )
+    if as_json:
+        emit(
+            {
+                "store": place.uri,
+                "id": place.id,
+                "chunk_size": place.chunk_size,
+                "created": not found.exists,
+            }
+        )
+        return
+    what = "is a store already" if found.exists else "is a store now"
+    click.echo(f"{safe(place.uri)} {what}, of {binary(place.chunk_size)} chunks")
+
+
+def binary(nbytes: int) -> str:
+    """Return a chunk size in the unit that it is a whole number of."""
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"

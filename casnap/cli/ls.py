@@ -1,0 +1,41 @@
+"""``casnap ls``."""
+
+from __future__ import annotations
+
+import click
+
+from casnap.cli.output import described, emit, json_option, moment, safe, size, table
+from casnap.cli.places import facts_of, open_store, place_of, snapshots_of
+
+
+@click.command()
+@click.argument("store", required=False)
+@click.argument("prefix", required=False)
+@json_option
+def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
+    """List the snapshots of a store, the newest last.
+
+    Without STORE: those of the store at or above the current folder. With PREFIX: those below
+    it, as of one run. LOGICAL is what a snapshot holds, NEW what it added to the store.
+    """
+    place = open_store(store)
+    found = snapshots_of(place, prefix)
+    if as_json:
+        emit({**place_of(place), "snapshots": [facts_of(s) for s in found]})
+        return
+    if not found:
+        click.echo(f"{safe(place.uri)} holds no snapshot yet", err=True)
+        return
+    rows = [
+        (
+            safe(s.name),
+            moment(s.time),
+            size(s.stats.logical_bytes),
+            size(s.stats.new_bytes),
+            f"{s.stats.entries:,}",
+            described(s.row.metadata, s.tags),
+        )
+        for s in found
+    ]
+    header = ("NAME", "TIME", "LOGICAL", "NEW", "ENTRIES", "METADATA")
+    table(header, rows, numbers={"LOGICAL", "NEW", "ENTRIES"})

@@ -1,0 +1,194 @@
+"""What commands print: tables for people, one JSON document for programs, progress on terminals.
+
+What comes from a store (names, paths, metadata) is printed escaped: it could hold what commands
+a terminal.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Any
+
+import click
+
+PATIENCE = 0.5
+"""Seconds that work may take before a progress bar appears."""
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+class Failure(click.ClickException):
+    """An error with a message; ends the command with status 1."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the message on stderr."""
+        click.echo(f"casnap: {safe(self.message)}", file=file, err=True)
+
+
+# --- text -------------------------------------------------------------------------------------
+
+
+def safe(text: str) -> str:
+    """Return a text with everything escaped that does not print."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else _escaped(c) for c in text)
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def quoted(text: str) -> str:
+    """Return a text in quotes, escaped, as an argument that can be read."""
+    return f"'{safe(text)}'"
+
+
+def size(nbytes: float) -> str:
+    """Return a number of bytes in the decimal units that disks are sold in."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 999.95 or unit == "TB":
+            break
+        nbytes /= 1000
+    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+
+
+def moment(seconds: float) -> str:
+    """Return a time as local date and time."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
+
+def counted(count: int, thing: str) -> str:
+    """Return a number and a noun, in the plural if need be."""
+    if count != 1:
+        thing = f"{thing[:-1]}ies" if thing.endswith("ry") else f"{thing}s"
+    return f"{count:,} {thing}"
+
+
+def described(metadata: dict[str, Any], tags: Sequence[str] = ()) -> str:
+    """Return metadata and tags in one line."""
+    words = [f"#{tag}" for tag in tags]
+    for key, value in metadata.items():
+        plain_value = plain(value)
+        text = f"{plain_value:.6g}" if isinstance(plain_value, float) else str(plain_value)
+        words.append(f"{key}={text}")
+    return safe(" ".join(words))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: set[str]) -> None:
+    """Print rows in columns.
+
+    Args:
+        header: The titles of the columns.
+        rows: Their cells, escaped.
+        numbers: The titles of the columns that are flush right.
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    right = [title in numbers for title in header]
+    most = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if flush else cell.ljust(width)
+            for cell, width, flush in zip(cells, widths, right, strict=True)
+        )
+        text = "  ".join(padded).rstrip()
+        return f"{text[: most - 1]}…" if 0 < most < len(text) else text
+
+    click.secho(line(header), bold=True)
+    click.echo("\n".join(map(line, rows)))
+
+
+# --- JSON -------------------------------------------------------------------------------------
+
+
+def emit(document: dict[str, Any]) -> None:
+    """Print one JSON document: ASCII, so that nothing in it reaches a terminal as a command."""
+    import json
+
+    click.echo(json.dumps(plain(document), indent=2))
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it, whatever a store has put there."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(child) for child in value]
+    return value.hex() if isinstance(value, bytes) else repr(value)
+
+
+# --- progress ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress(what: str, *, of_bytes: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """Give what long work reports to: a bar on stderr if that is a terminal, else None.
+
+    The bar appears only where the work is not done within :data:`PATIENCE`.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    bar = _Bar(what, of_bytes=of_bytes)
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+class _Bar:
+    """A progress bar that appears late."""
+
+    def __init__(self, what: str, *, of_bytes: bool) -> None:
+        self._what = what
+        self._of_bytes = of_bytes
+        self._started = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            if time.monotonic() - self._started < PATIENCE:
+                return
+            self._open(total)
+        self._bar.update(self._task, completed=done, total=total)
+
+    def _open(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            TimeRemainingColumn,
+        )
+
+        amount = DownloadColumn() if self._of_bytes else MofNCompleteColumn()
+        self._bar = Progress(
+            "{task.description}",
+            BarColumn(),
+            amount,
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._bar.add_task(self._what, total=total)
+        self._bar.start()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()

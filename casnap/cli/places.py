@@ -1,0 +1,88 @@
+"""Which store and which snapshots the arguments of a command mean."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+from casnap.cli.output import Failure, quoted
+from casnap.errors import CasnapError, SnapshotNotFoundError
+from casnap.snapshot import Snapshot
+from casnap.store import Store
+
+_ELSEWHERE = re.compile(r"/|\.{1,2}/|[a-z0-9+]+://")
+
+
+def open_store(store: str | None) -> Store:
+    """Return the store at, or above, a folder; by default the current one.
+
+    Raises:
+        StoreError: There is none, or it cannot be used.
+    """
+    return Store(store or ".", create=False)
+
+
+def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
+    """Return the snapshots below a prefix, or the one of that name, in the order of commits.
+
+    Raises:
+        Failure: The store has snapshots, but none there.
+    """
+    found = store.snapshots(prefix)
+    outer = "/".join(part for part in (store.prefix, (prefix or "").strip("/")) if part)
+    if found or not outer:
+        return found
+    whole = Store(store.objects.backend.uri, create=False)
+    every = whole.snapshots()
+    named = [snapshot for snapshot in every if snapshot.name == outer]
+    if named or not every:
+        return named
+    folders = {name.rpartition("/")[0] for name in (s.name for s in every)} - {""}
+    near = difflib.get_close_matches(outer, [*folders, *(s.name for s in every)], 3, 0.5)
+    hint = f"; nearest: {', '.join(near)}" if near else ""
+    raise Failure(f"{whole.uri} holds no snapshot below {quoted(outer)}{hint}")
+
+
+def second_snapshot(path: str, first: Snapshot) -> Snapshot:
+    """Return the snapshot of a path, or of a name beside another snapshot, or in its store.
+
+    Raises:
+        CasnapError: There is none.
+    """
+    try:
+        return Snapshot(path)
+    except CasnapError as e:
+        if _ELSEWHERE.match(path):
+            raise
+        failed = e
+    beside = f"{first.name.rpartition('/')[0]}/{path}".strip("/")
+    for name in dict.fromkeys((beside, path)):
+        if name in first.store:
+            return first.store[name]
+    if isinstance(failed, SnapshotNotFoundError):
+        raise failed
+    return first.store[beside]
+
+
+def place_of(store: Store) -> dict[str, Any]:
+    """Return, for JSON, where a listing comes from."""
+    return {"store": store.objects.backend.uri, "prefix": store.prefix}
+
+
+def facts_of(snapshot: Snapshot) -> dict[str, Any]:
+    """Return, for JSON, what is known of a snapshot beside its tree."""
+    return {
+        "name": snapshot.name,
+        "path": snapshot.path,
+        "commit": snapshot.commit_id,
+        "seq": snapshot.seq,
+        "time": snapshot.time,
+        "world_size": snapshot.world_size,
+        "logical_bytes": snapshot.stats.logical_bytes,
+        "new_bytes": snapshot.stats.new_bytes,
+        "entries": snapshot.stats.entries,
+        "seconds": snapshot.stats.seconds,
+        "metadata": snapshot.row.metadata,
+        "tags": list(snapshot.tags),
+    }

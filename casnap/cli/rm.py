@@ -1,0 +1,42 @@
+"""``casnap rm``."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from casnap.cli.output import counted, emit, json_option, safe, size
+from casnap.snapshot import Snapshot
+
+
+@click.command()
+@click.argument("snapshots", metavar="STORE/NAME...", nargs=-1, required=True)
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@json_option
+def rm(snapshots: tuple[str, ...], yes: bool, as_json: bool) -> None:
+    """Delete snapshots.
+
+    Nothing is deleted unless all of them are found. What they alone hold stays on disk until
+    the store's garbage is collected.
+    """
+    found = list({(s.store.uri, s.name): s for s in map(Snapshot, snapshots)}.values())
+    if not yes:
+        if not sys.stdin.isatty():
+            raise click.UsageError("there is no terminal to ask on; pass --yes to delete")
+        for snapshot in found:
+            click.echo(f"{safe(snapshot.path)}  {size(snapshot.stats.logical_bytes)}", err=True)
+        if not click.confirm(f"Delete {counted(len(found), 'snapshot')}?", err=True):
+            raise click.exceptions.Exit(1)
+    for snapshot in found:
+        snapshot.store.delete(snapshot.name)
+        if not as_json:
+            click.echo(f"deleted {safe(snapshot.path)}")
+    if as_json:
+        emit(
+            {
+                "deleted": [
+                    {"store": s.store.uri, "name": s.name, "commit": s.commit_id} for s in found
+                ]
+            }
+        )

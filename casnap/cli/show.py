@@ -1,0 +1,174 @@
+"""``casnap show``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from casnap.cli.entries import facts_of_entry, small_value, type_text
+from casnap.cli.output import (
+    counted,
+    described,
+    emit,
+    json_option,
+    moment,
+    progress,
+    safe,
+    size,
+    table,
+)
+from casnap.cli.places import facts_of
+from casnap.contents import Contents
+from casnap.format import ContainerEntry, Entry, TensorEntry, payload_of
+from casnap.manifest import Tree
+from casnap.snapshot import Snapshot
+from casnap.usage import shared_bytes
+
+Facts = dict[str, Any]
+
+
+@click.command()
+@click.argument("snapshot", metavar="STORE/NAME")
+@click.argument("path", required=False)
+@click.option("--limit", type=click.IntRange(min=1), help="The most children to print [50; all].")
+@json_option
+def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> None:
+    """Show what a snapshot holds, or one tensor or value of it.
+
+    PATH is a path inside the snapshot, as get_manifest() gives it, with or without the rank.
+    SHARED counts the chunks of a tensor that some earlier snapshot of the store refers to: they
+    cost nothing when this one was taken.
+    """
+    found = Snapshot(snapshot)
+    if path is None:
+        document = {**facts_of(found), "keys": list(_keys(found.contents))}
+        if as_json:
+            emit({"store": found.store.uri, **document})
+        else:
+            _print_snapshot(found, document)
+        return
+    facts, entry = _entry(found.contents, path)
+    if as_json:
+        if "children" in facts:
+            facts["children"] = facts["children"][:limit]
+        emit({"store": found.store.uri, "name": found.name, **facts})
+    else:
+        _print_entry(facts, entry, limit or 50)
+
+
+# --- what there is ----------------------------------------------------------------------------
+
+
+def _keys(contents: Contents) -> Iterator[Facts]:
+    """Yield what stands under each key of the app state: for all ranks, then for each."""
+    manifest = contents.manifest
+    ranks = sorted(manifest.ranks.items(), key=lambda item: (len(item[0]), item[0]))
+    for rank, subtrees in ((None, manifest.shared), *ranks):
+        for key, digest in sorted(subtrees.items()):
+            tree = contents.tree(digest)
+            yield {
+                "path": key if rank is None else f"{rank}/{key}",
+                "rank": None if rank is None else int(rank),
+                "entries": len(tree),
+                "bytes": sum(payload_of(entry).nbytes for _, entry in tree.items()),
+            }
+
+
+def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
+    bare, entry, tree = contents.entry(path)
+    facts: Facts = {"path": path, **facts_of_entry(entry)}
+    if isinstance(entry, TensorEntry):
+        facts["chunks"] = len(contents.chunks(bare, entry))
+        with progress("looking through earlier snapshots") as report:
+            facts["shared_bytes"] = shared_bytes(contents, bare, entry, report)
+    elif isinstance(entry, ContainerEntry):
+        inner = bare[len(bare.partition("/")[0]) :]
+        facts["children"] = _children(tree, inner, path)
+    else:
+        known, value = small_value(contents, bare, entry)
+        if known:
+            plain = value is None or isinstance(value, bool | int | float | str)
+            facts["value"] = value if plain else repr(value)
+    return facts, entry
+
+
+def _children(tree: Tree[Entry], inner: str, path: str) -> list[Facts]:
+    """Return the elements of a container, each with all that is below it."""
+    children: dict[str, Facts] = {}
+    for where, entry in tree.below(f"{inner}/"):
+        name = where[len(inner) + 1 :].partition("/")[0]
+        child = children.setdefault(
+            name, {"path": f"{path}/{name}", "what": "", "entries": 0, "bytes": 0}
+        )
+        if len(where) == len(inner) + 1 + len(name):
+            child["what"] = type_text(entry)
+        child["entries"] += 1
+        child["bytes"] += payload_of(entry).nbytes
+    if all(name.isascii() and name.isdigit() for name in children):
+        return [children[name] for name in sorted(children, key=lambda n: (len(n), n))]
+    return list(children.values())
+
+
+# --- in print ---------------------------------------------------------------------------------
+
+
+def _print_facts(facts: dict[str, str]) -> None:
+    width = max(map(len, facts)) + 2
+    for name, text in facts.items():
+        if text:
+            click.echo(f"{name:<{width}}{text}")
+
+
+def _print_snapshot(snapshot: Snapshot, document: Facts) -> None:
+    stats = snapshot.stats
+    _print_facts(
+        {
+            "snapshot": safe(snapshot.path),
+            "taken": f"{moment(snapshot.time)}, in {stats.seconds:.3f} s",
+            "commit": f"{snapshot.commit_id} (root {snapshot.seq})",
+            "ranks": f"{snapshot.world_size}",
+            "logical": f"{size(stats.logical_bytes)} in {counted(stats.entries, 'entry')}",
+            "new": size(stats.new_bytes),
+            "metadata": described(snapshot.row.metadata, snapshot.tags),
+        }
+    )
+    click.echo()
+    rows = [(safe(k["path"]), f"{k['entries']:,}", size(k["bytes"])) for k in document["keys"]]
+    table(("KEY", "ENTRIES", "BYTES"), rows, numbers={"ENTRIES", "BYTES"})
+
+
+def _print_entry(facts: Facts, entry: Entry, limit: int) -> None:
+    lines = {"path": safe(facts["path"]), "kind": safe(entry.kind)}
+    if isinstance(entry, TensorEntry):
+        lines["dtype"] = safe(entry.dtype)
+        lines["shape"] = str(list(entry.shape))
+        lines["gradient"] = "required" if entry.requires_grad else ""
+        lines["quantized"] = safe(facts["quantization"] or "")
+        lines["chunks"] = f"{facts['chunks']:,}" if facts["chunks"] else "none: kept in the tree"
+        lines["bytes"] = _exact(facts["nbytes"])
+        lines["shared"] = f"{_exact(facts['shared_bytes'])} with earlier snapshots"
+    elif isinstance(entry, ContainerEntry):
+        lines["elements"] = f"{entry.count:,}"
+    else:
+        lines["bytes"] = _exact(facts["nbytes"])
+        lines["value"] = safe(repr(facts["value"])) if "value" in facts else ""
+    _print_facts(lines)
+    if facts.get("children"):
+        _print_children(facts["children"], limit)
+
+
+def _exact(nbytes: int) -> str:
+    return f"{nbytes:,} ({size(nbytes)})" if nbytes >= 1000 else size(nbytes)
+
+
+def _print_children(children: list[Facts], limit: int) -> None:
+    click.echo()
+    rows = [
+        (safe(c["path"]), safe(c["what"]), f"{c['entries']:,}", size(c["bytes"]))
+        for c in children[:limit]
+    ]
+    table(("PATH", "TYPE", "ENTRIES", "BYTES"), rows, numbers={"ENTRIES", "BYTES"})
+    if len(children) > limit:
+        click.echo(f"… and {counted(len(children) - limit, 'element')} more (--limit)")

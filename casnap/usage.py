@@ -1,0 +1,265 @@
+"""What snapshots take up in their store, alone and together.
+
+Snapshots are nodes that refer to nodes that refer to chunks. They are entered one after the
+other, counting references, and each is left again when the next one has been entered: what two
+neighbours share is neither read nor counted again, so the work follows what differs.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from casnap.contents import Contents, split_digests
+from casnap.digest import DIGEST_SIZE, Digest
+from casnap.errors import DamagedError
+from casnap.format import MAX_DEPTH, Entry, Manifest, Row, decode, pack_key, payload_of
+from casnap.index import View
+from casnap.manifest import Tree
+from casnap.objects import Objects
+
+Progress = Callable[[int, int], None]
+
+# A reference is the digest of a chunk, or one byte that says how to read a node, then its digest.
+_MANIFEST, _TREE = b"m", b"t"
+_NOBODY, _SHARED = -1, -2
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one snapshot takes up.
+
+    Attributes:
+        name: Its name in the store, without the prefix of a view.
+        logical_bytes: Bytes of its state.
+        stored_bytes: Bytes of all chunks and nodes that it refers to, as stored.
+        unique_bytes: Those of them that no other snapshot of the store refers to.
+    """
+
+    name: str
+    logical_bytes: int
+    stored_bytes: int
+    unique_bytes: int
+
+
+def usage(
+    snapshots: list[Contents], objects: Objects, progress: Progress | None = None
+) -> list[Usage]:
+    """Return what each of some snapshots takes up.
+
+    All other snapshots of the store are looked at too, since they may share.
+
+    Args:
+        snapshots: Which ones.
+        objects: Their store.
+        progress: Told how many snapshots were looked at, and how many there are.
+
+    Raises:
+        DamagedError: A node is missing or damaged.
+    """
+    view = objects.view()
+    found = {(c.name, c.row.commit): c for c in _snapshots(objects, view)}
+    found.update({(c.name, c.row.commit): c for c in snapshots})
+    # Neighbours share most, and those of one run are neighbours.
+    order = sorted(found.values(), key=lambda c: (c.name.rpartition("/")[0], c.row.seq))
+    walk, stored = _Walk(objects, view), {}
+    for done, contents in enumerate(order):
+        if progress is not None:
+            progress(done, len(order))
+        stored[contents.name, contents.row.commit] = (done, walk.step(contents.row))
+    unique = walk.unique(len(order))
+    usages = []
+    for contents in snapshots:
+        number, nbytes = stored[contents.name, contents.row.commit]
+        logical = contents.row.stats.logical_bytes
+        usages.append(Usage(contents.name, logical, nbytes, unique[number]))
+    return usages
+
+
+def stored_bytes(objects: Objects) -> int:
+    """Return the bytes of all live packs: what the store takes up, less its small records."""
+    total = 0
+    for pack in objects.view().live:
+        try:
+            total += objects.backend.size(pack_key(pack))
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def shared_bytes(
+    contents: Contents, path: str, entry: Entry, progress: Progress | None = None
+) -> int:
+    """Return how many bytes of an entry stand in chunks that an earlier snapshot refers to.
+
+    Args:
+        contents: The snapshot.
+        path: The entry's path, for messages.
+        entry: The entry.
+        progress: Told how many earlier snapshots were looked at, and how many there are.
+
+    Raises:
+        DamagedError: A node is missing or damaged.
+    """
+    objects = contents.objects
+    chunks = contents.chunks(path, entry)
+    missing: set[bytes] = {digest for digest, _ in chunks}
+    snapshots = _snapshots(objects, objects.view())
+    earlier = [c.row for c in snapshots if c.row.seq < contents.row.seq]
+    earlier.sort(key=lambda row: -row.seq)
+    seen: set[bytes] = set()
+    for done, row in enumerate(earlier):
+        if not missing:
+            break
+        if progress is not None:
+            progress(done, len(earlier))
+        for references in _nodes_below(objects, row, seen):
+            missing.difference_update(references)
+            if not missing:
+                break
+    return sum(nbytes for digest, nbytes in chunks if digest not in missing)
+
+
+def _snapshots(objects: Objects, view: View) -> list[Contents]:
+    table = objects.tree(view.root.table, Row)
+    return [Contents(objects, name, row) for name, row in table.items()]
+
+
+def _nodes_below(objects: Objects, row: Row, seen: set[bytes]) -> Iterator[list[bytes]]:
+    """Yield what each node of a snapshot refers to, passing over what was seen, and note it."""
+    objects.node(Digest(row.manifest.digest), row.manifest.hint)
+    pending = [_MANIFEST + row.manifest.digest]
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            references = _references(objects, node)
+            yield references
+            pending += [r for r in references if _is_node(r) and r not in seen]
+
+
+# --- references -------------------------------------------------------------------------------
+
+
+def _is_node(reference: bytes) -> bool:
+    return len(reference) > DIGEST_SIZE
+
+
+def _references(objects: Objects, node: bytes) -> list[bytes]:
+    """Return what a node refers to."""
+    kind, digest = node[:1], Digest(node[1:])
+    if kind == _MANIFEST:
+        manifest = decode(objects.node(digest), Manifest, f"manifest {digest.hex()}")
+        subtrees = chain(manifest.shared.values(), *(k.values() for k in manifest.ranks.values()))
+        return [_TREE + subtree for subtree in subtrees]
+    if kind == _TREE:
+        tree: Tree[Entry] = Tree(digest, objects.node, Entry)
+        if [child for _, child, _ in tree.children] != [digest]:
+            return [_TREE + child for _, child, _ in tree.children]
+        payloads = (payload_of(entry) for _, entry in tree.leaf(digest))
+        lists = (_listed(p.digests, p.depth, digest) for p in payloads if p.digests)
+        return list(chain.from_iterable(lists))
+    return _listed(objects.node(digest), kind[0] - 1, digest)
+
+
+def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
+    """Return the references of a list of digests: of chunks, or of lists of one depth less."""
+    if not 0 <= depth <= MAX_DEPTH or len(digests) % DIGEST_SIZE:
+        raise DamagedError(f"tree node {node.hex()} holds a list of digests that is none")
+    if depth == 0:
+        return list[bytes](split_digests(digests))
+    return [bytes([depth]) + digest for digest in split_digests(digests)]
+
+
+class _Walk:
+    """A walk over snapshots: at any time it counts the references of the one at hand.
+
+    Args:
+        objects: The store.
+        view: Where everything lies.
+    """
+
+    def __init__(self, objects: Objects, view: View) -> None:
+        self._objects = objects
+        self._view = view
+        self._numbers: dict[bytes, int] = {}
+        self._nodes: dict[int, bytes] = {}
+        self._stored = array("Q")
+        self._owner = array("q")
+        self._count = array("I")
+        self._below: dict[int, array[int]] = {}
+        self._step = _NOBODY
+        self._top: int | None = None
+        self._bytes = 0
+
+    def step(self, row: Row) -> int:
+        """Go on to a snapshot; return the bytes of what it refers to."""
+        self._step += 1
+        # The hint finds it without the index; from now on it is in the cache.
+        self._objects.node(Digest(row.manifest.digest), row.manifest.hint)
+        left = self._top
+        top = self._top = self._number([_MANIFEST + row.manifest.digest])[0]
+        self._enter(top)
+        if left is not None:
+            self._leave(left)
+        return self._bytes
+
+    def unique(self, steps: int) -> list[int]:
+        """Return, for each step, the bytes that no other step referred to."""
+        unique = [0] * steps
+        for owner, stored in zip(self._owner, self._stored, strict=True):
+            if owner >= 0:
+                unique[owner] += stored
+        return unique
+
+    def _number(self, references: list[bytes]) -> array[int]:
+        """Return the numbers of things, giving new ones to those that are new."""
+        new = [r for r in dict.fromkeys(references) if r not in self._numbers]
+        places = self._objects.index.find(self._view, [Digest(r[-DIGEST_SIZE:]) for r in new])
+        for reference, found in zip(new, places, strict=True):
+            number = self._numbers[reference] = len(self._numbers)
+            if _is_node(reference):
+                self._nodes[number] = reference
+            self._stored.append(found[0].stored if found else 0)
+            self._owner.append(_NOBODY)
+            self._count.append(0)
+        return array("I", [self._numbers[r] for r in references])
+
+    def _enter(self, top: int) -> None:
+        """Count one more reference to a thing, and where it is the first, to all below."""
+        pending = [top]
+        while pending:
+            number = pending.pop()
+            self._count[number] += 1
+            owner = self._owner[number]
+            if self._count[number] > 1:
+                if owner not in (self._step, _SHARED):
+                    self._share(number)
+                continue
+            self._bytes += self._stored[number]
+            self._owner[number] = self._step if owner == _NOBODY else _SHARED
+            if number in self._nodes:
+                below = self._number(_references(self._objects, self._nodes[number]))
+                self._below[number] = below
+                pending += below
+
+    def _leave(self, top: int) -> None:
+        """Count one reference less."""
+        pending = [top]
+        while pending:
+            number = pending.pop()
+            self._count[number] -= 1
+            if self._count[number] == 0:
+                self._bytes -= self._stored[number]
+                pending += self._below.pop(number, ())
+
+    def _share(self, top: int) -> None:
+        """Note that a thing, and all below it, has more than one owner."""
+        pending = [top]
+        while pending:
+            number = pending.pop()
+            if self._owner[number] != _SHARED:
+                self._owner[number] = _SHARED
+                pending += self._below.get(number, ())

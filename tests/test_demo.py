@@ -1,0 +1,140 @@
+"""``casnap demo --quick``: trains, is killed, resumes, and leaves a store to look at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from casnap import Store
+from casnap.cli.demo import Outcome, demo, differences
+
+SNAPSHOTS = ["base", *(f"step_{step:04d}" for step in range(1, 13))]
+
+
+def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "casnap.cli", "demo", "--quick", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The store's folder and what a first demo printed."""
+    folder = tmp_path_factory.mktemp("demo") / "store"
+    done = run_demo(str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return folder, done.stdout
+
+
+def test_says_that_it_was_killed_and_resumed(shown: tuple[Path, str]) -> None:
+    _, text = shown
+    assert "SIGKILL" in text
+    assert "is restored in" in text
+    assert "12 of 12 losses are equal bit for bit" in text
+    assert "Verdict: EQUAL" in text
+
+
+def test_shows_the_take_beside_torch_save(shown: tuple[Path, str]) -> None:
+    _, text = shown
+    header = next(line for line in text.splitlines() if "logical" in line)
+    assert header.split() == [
+        "snapshot",
+        "trained",
+        "loss",
+        "logical",
+        "new",
+        "casnap",
+        "|",
+        "torch.save",
+    ]
+    for phase in ("base", "adapters", "all", "in all"):
+        assert any(line.strip().startswith(phase) and " : 1" in line for line in text.splitlines())
+
+
+def test_shows_the_commands_and_a_read(shown: tuple[Path, str]) -> None:
+    folder, text = shown
+    for command in ("init", "ls", "du", "diff"):
+        assert f"$ casnap {command} {folder}" in text
+    assert "torch.float32 (192, 64) 49,152 bytes in" in text
+    assert "casnap show" in text
+
+
+def test_is_plain_in_a_pipe(shown: tuple[Path, str]) -> None:
+    _, text = shown
+    assert "\x1b" not in text
+    assert "\r" not in text
+
+
+def test_leaves_a_whole_store(shown: tuple[Path, str]) -> None:
+    folder, _ = shown
+    store = Store(str(folder), create=False)
+    names = [snapshot.name for snapshot in store.snapshots("run1")]
+    assert [name.removeprefix("run1/") for name in names] == SNAPSHOTS
+    assert store["run1/step_0012"].metadata.user["step"] == 12
+    assert not list(folder.glob(".demo-*"))
+
+
+def test_a_second_demo_is_another_run_of_the_store(shown: tuple[Path, str]) -> None:
+    folder, _ = shown
+    done = run_demo("--json", "--steps", "8", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert told["run"] == "run2"
+    assert told["equal"] is True
+    assert told["differences"] == []
+    assert len(told["losses"]) == 8
+    assert told["resumed_from"].startswith("run2/")
+    store = Store(str(folder), create=False)
+    assert len(store.snapshots("run1")) == len(SNAPSHOTS)
+    assert len(store.snapshots("run2")) == 9
+
+
+def test_refuses_a_folder_of_something_else(tmp_path: Path) -> None:
+    tmp_path.joinpath("thesis.tex").write_text("…")
+    result = CliRunner().invoke(demo, [str(tmp_path)])
+    assert result.exit_code == 1
+    assert "something else than a casnap store" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_refuses_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    result = CliRunner().invoke(demo, [str(path)])
+    assert result.exit_code == 1
+    assert "is not a folder" in result.output
+
+
+@pytest.mark.parametrize("where", ["killed", "resumed", "curve", "digest", "lost"])
+def test_one_bit_of_difference_is_seen(where: str) -> None:
+    losses = [2.5, 2.25, 2.125]
+    off = 2.25 + 2**-51
+
+    def told(digest: str, curve: list[float]) -> dict[str, object]:
+        return {"event": "done", "losses": curve, "digest": digest}
+
+    whole = Outcome(losses=dict(enumerate(losses, 1)), last=told("a", losses))
+    killed = Outcome(losses={1: 2.5, 2: 2.25}, taken=1)
+    resumed = Outcome(
+        losses={2: 2.25, 3: 2.125},
+        last=told("a", losses),
+        restored={"name": "run1/step_0001", "step": 1},
+    )
+    assert differences(killed, resumed, whole) == []
+    match where:
+        case "killed":
+            killed.losses[2] = off
+        case "resumed":
+            resumed.losses[2] = off
+        case "curve":
+            resumed.last = told("a", [2.5, off, 2.125])
+        case "digest":
+            resumed.last = told("b", losses)
+        case "lost":
+            killed.taken = 2
+    assert len(differences(killed, resumed, whole)) == 1
