@@ -102,8 +102,13 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def view_at(address: int, nbytes: int) -> memoryview:
-    """Return the bytes at an address as a view; whoever calls keeps their owner alive."""
+    """Return the bytes at an address as a writable view; whoever calls keeps their owner alive."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def bytes_at(address: int, nbytes: int) -> bytes:
+    """Return a copy of the bytes at an address: cheaper than a view if there are few."""
+    return ctypes.string_at(address, nbytes)
 
 
 def address_of(view: memoryview) -> int:

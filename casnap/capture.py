@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from casnap.buffers import view_at
+from casnap.buffers import bytes_at
 from casnap.errors import NotStatefulError
 from casnap.containers import segment_of
 from casnap.flatten import flatten
@@ -73,7 +73,7 @@ class Capture:
         self._look_at_leaves(chunk_size)
 
     def _look_at_leaves(self, chunk_size: int) -> None:
-        seen: dict[object, int] = {}
+        seen: dict[int, int] = {}
         for i, leaf in enumerate(self.leaves):
             nbytes = payload_of(leaf.entry).nbytes
             self.logical_bytes += nbytes
@@ -83,9 +83,8 @@ class Capture:
                 continue
             self.grids.append(grid_for(leaf, chunk_size))
             if isinstance(leaf.content, torch.Tensor):
-                t = leaf.content
-                first = seen.setdefault((t.data_ptr(), t.dtype, t.shape, t.stride(), t.device), i)
-                if first != i:
+                first = seen.setdefault(leaf.content.data_ptr(), i)
+                if first != i and _same_memory(leaf.content, self.leaves[first].content):
                     self.same_as[i] = first
 
     def pieces(self) -> Iterator[Piece]:
@@ -95,13 +94,22 @@ class Capture:
                 yield from pieces_of(i, self.leaves[i], grid)
 
 
+def _same_memory(a: torch.Tensor, b: torch.Tensor | bytes) -> bool:
+    """Whether two tensors at one address are the same elements in the same order."""
+    return (
+        isinstance(b, torch.Tensor)
+        and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
+        and a.stride() == b.stride()
+    )
+
+
 def _small_bytes(content: torch.Tensor | bytes) -> bytes:
     if isinstance(content, bytes):
         return content
     if content.nbytes == 0:
         return b""
     host = content.cpu().contiguous()
-    return bytes(view_at(host.data_ptr(), host.nbytes))
+    return bytes_at(host.data_ptr(), host.nbytes)
 
 
 def random_states_first(app_state: Mapping[str, Stateful]) -> list[str]:

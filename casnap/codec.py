@@ -8,8 +8,6 @@ from __future__ import annotations
 import enum
 import threading
 
-import zstandard
-
 from casnap.errors import DamagedError, UnsupportedFormatError
 
 
@@ -26,6 +24,8 @@ _local = threading.local()
 def compress(raw: memoryview | bytes) -> bytes:
     """Return the zstd form (level 1) of some bytes."""
     if not hasattr(_local, "compressor"):
+        import zstandard
+
         _local.compressor = zstandard.ZstdCompressor(level=1)
     compressed: bytes = _local.compressor.compress(raw)
     return compressed
@@ -47,6 +47,8 @@ def decompress(codec: int, stored: memoryview, raw_size: int) -> memoryview:
         return stored
     if codec != Codec.ZSTD:
         raise UnsupportedFormatError(f"a chunk is stored with codec {codec}; update casnap")
+    import zstandard
+
     try:
         if zstandard.frame_content_size(stored) != raw_size:
             raise DamagedError("a compressed chunk has another length than the index says")

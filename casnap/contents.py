@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from functools import cached_property
 from math import prod
@@ -111,6 +110,8 @@ class Contents:
         return key + inner, entry, tree
 
     def _absent(self, path: str) -> EntryNotFoundError:
+        import difflib
+
         paths = [p for r in self.ranks() for p, _ in self.entries(r)] if self.row.stats.entries < 1e5 else []
         bare = path.partition("/")[2] if path.partition("/")[0].isdigit() else path
         near = difflib.get_close_matches(bare, dict.fromkeys(paths), 3, 0.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 _NETWORK = frozenset(
@@ -19,11 +19,7 @@ def cache_folder() -> Path | None:
     folder in the temp folder. LMDB must not lie on a network file system, so those are passed
     over, as is what cannot be written.
     """
-    named = os.environ.get("CASNAP_CACHE_DIR")
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    candidates = [Path(named)] if named else [Path(base, "casnap")]
-    candidates.append(Path(tempfile.gettempdir(), f"casnap-{os.getuid()}"))
-    for folder in candidates:
+    for folder in _cache_candidates():
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError:
@@ -32,6 +28,19 @@ def cache_folder() -> Path | None:
         if mine and os.access(folder, os.W_OK) and file_system(folder) not in _NETWORK:
             return folder
     return None
+
+
+def _cache_candidates() -> Iterator[Path]:
+    named = os.environ.get("CASNAP_CACHE_DIR")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    yield Path(named) if named else Path(base, "casnap")
+    yield Path(_temp_folder(), f"casnap-{os.getuid()}")
+
+
+def _temp_folder() -> str:
+    import tempfile  # takes longer to import than all of this package's own bytes column
+
+    return tempfile.gettempdir()
 
 
 def trust_file() -> Path:
@@ -68,5 +77,5 @@ def boot_id() -> str:
 
 def crowded_folders() -> set[Path]:
     """Return the folders in which no store is made unasked: ``/``, HOME and temp folders."""
-    named = {"/", os.path.expanduser("~"), tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"}
+    named = {"/", os.path.expanduser("~"), _temp_folder(), "/tmp", "/var/tmp", "/dev/shm"}
     return {Path(p).resolve() for p in named}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any, NewType, TypeAlias, TypeVar
 
 import msgspec
@@ -155,7 +156,7 @@ class Manifest(Struct, frozen=True):
 # --- where things are -------------------------------------------------------------------------
 
 
-class Place(Struct, frozen=True, array_like=True, gc=False, order=True):
+class Place(Struct, frozen=True, array_like=True, gc=False):
     """Where a chunk or node lies: a run of bytes in a pack, and how it is encoded there."""
 
     pack: bytes
@@ -346,7 +347,7 @@ def encode_segment(segment: Segment) -> bytes:
     body = [_SEGMENT_HEAD.pack(len(segment.packs), len(segment.records)), *segment.packs]
     body.extend(
         _RECORD.pack(d, number[PackId(p.pack)], p.offset, p.stored, p.raw, p.codec)
-        for d, p in sorted(segment.records)
+        for d, p in sorted(segment.records, key=itemgetter(0))
     )
     return seal(b"s", b"".join(body))
 

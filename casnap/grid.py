@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from casnap.region import Region
@@ -90,6 +91,7 @@ class Grid:
                 yield lead * self.rows + row
 
 
+@lru_cache(4096)
 def grid_of(shape: tuple[int, ...], itemsize: int, chunk_size: int) -> Grid:
     """Return the grid of a tensor.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import struct
 import threading
 import zlib
@@ -39,6 +38,7 @@ from casnap.format import (
 )
 
 _log = logging.getLogger("casnap")
+_BARE_FACT = struct.Struct("<16sQIIB")
 _FACT = struct.Struct("<16sQIIBI")
 _MAP_SIZES = (64 << 30, 1 << 30)
 
@@ -185,8 +185,8 @@ def _u32(data: bytes) -> int:
 
 def _fact(digest: Digest, place: Place) -> bytes:
     p = place
-    bare = _FACT.pack(p.pack, p.offset, p.stored, p.raw, p.codec, 0)
-    return bare[:-4] + struct.pack("<I", zlib.crc32(digest + bare[:-4]))
+    bare = _BARE_FACT.pack(p.pack, p.offset, p.stored, p.raw, p.codec)
+    return bare + zlib.crc32(digest + bare).to_bytes(4, "little")
 
 
 def _place(digest: Digest, fact: bytes) -> Place | None:
@@ -203,7 +203,7 @@ def _open_environment(folder: Path) -> lmdb.Environment:
     boot = folder / "boot"
     with contextlib.suppress(OSError):
         if boot.read_text() != boot_id():
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
     for attempt in range(2):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -216,8 +216,14 @@ def _open_environment(folder: Path) -> lmdb.Environment:
             if attempt:
                 raise
             _log.info("the cache %s is unusable (%s) and is made anew", folder, e)
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
     raise lmdb.Error(f"{folder} cannot be made anew")
+
+
+def _remove(folder: Path) -> None:
+    import shutil  # slow to import, and needed for a cache that failed alone
+
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _map_environment(folder: Path) -> lmdb.Environment:
@@ -281,7 +287,7 @@ class Index:
     def forget(self) -> None:
         """Go on with an empty index in memory, and delete the cache: what it said was not so."""
         if isinstance(self._facts, LmdbFacts):
-            shutil.rmtree(self._facts.folder, ignore_errors=True)
+            _remove(self._facts.folder)
         self._facts = MemoryFacts()
 
     @contextlib.contextmanager

@@ -7,7 +7,6 @@ that holds ``casnap.json``.
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 from typing import NamedTuple
 
@@ -171,7 +170,7 @@ def create_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE, aske
                 f"{backend.uri} holds {', '.join(sorted(foreign))}, but no {CONFIG_KEY}: part of "
                 "something else, or of a damaged store. Choose another folder"
             )
-        config = StoreConfig(secrets.token_hex(16), chunk_size)
+        config = StoreConfig(os.urandom(16).hex(), chunk_size)
         content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
         backend.put_if_absent(CONFIG_KEY, content)
     if not backend.names("roots") and not backend.names("packs") and not backend.names("index"):

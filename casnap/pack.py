@@ -23,7 +23,7 @@ from casnap.format import (
     pack_footer,
     pack_key,
 )
-from casnap.pipeline import Crew
+from casnap.pipeline import Crew, Worker
 
 CHUNKS, NODES = b"p", b"t"
 _ALIGN_FROM = 64 << 10
@@ -74,7 +74,7 @@ class PackWriter:
         self._kind = kind
         self._lock = threading.Lock()
         self._full: queue.SimpleQueue[_FullPack | None] = queue.SimpleQueue()
-        self._writers: list[threading.Thread] = []
+        self._writers: list[Worker] = []
         self.packs: list[PackId] = []
         self.records: list[Record] = []
 
@@ -95,7 +95,7 @@ class PackWriter:
         self._full.put(pack)
 
     def _write_packs(self) -> None:
-        while (pack := self._full.get()) is not None:
+        while (pack := self._next_full()) is not None:
             try:
                 # After a failure packs are only given back, so that nobody waits for a slot.
                 if not self.crew.failed:
@@ -104,6 +104,15 @@ class PackWriter:
                 self.crew.fail(e)
             finally:
                 self.pool.release(pack.slot)
+
+    def _next_full(self) -> _FullPack | None:
+        while True:
+            try:
+                return self._full.get(timeout=1)
+            except queue.Empty:
+                # An interrupt may have kept whoever failed from telling us that it is over.
+                if self.crew.failed:
+                    return None
 
     def _write(self, pack: _FullPack) -> None:
         footer = pack_footer(self._kind, pack.records)
@@ -123,9 +132,9 @@ class PackWriter:
     def close(self) -> None:
         """End the background threads, also after a failure."""
         for writer in self._stop():
-            writer.join()
+            writer.wait()
 
-    def _stop(self) -> list[threading.Thread]:
+    def _stop(self) -> list[Worker]:
         writers, self._writers = self._writers, []
         for _ in writers:
             self._full.put(None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -18,6 +20,47 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+class Worker(threading.Thread):
+    """A thread whose end can be waited for again after an interrupt.
+
+    Before Python 3.13 a ``join`` that is interrupted takes the thread for ended while it runs on.
+    """
+
+    def __init__(self, work: Callable[[], None], name: str = "casnap") -> None:
+        # No daemon: the interpreter waits for its end.
+        super().__init__(target=work, name=name, daemon=False)
+        self._has_ended = threading.Event()
+
+    def run(self) -> None:
+        """Do the work."""
+        try:
+            super().run()
+        finally:
+            self._has_ended.set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it does not run: not any more, not yet, or not in this fork of its process."""
+        return self._has_ended.is_set() or not self.is_alive()
+
+    def wait(self) -> None:
+        """Wait until it has ended; may be interrupted, and repeated."""
+        while not self.ended:
+            self._has_ended.wait(1)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Make many objects without Python's cycle collector looking at them again and again."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
+
+
 class Crew:
     """A set of threads, joined at the end of a ``with`` block.
 
@@ -26,7 +69,7 @@ class Crew:
     """
 
     def __init__(self) -> None:
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Worker] = []
         self._lock = threading.Lock()
         self.error: BaseException | None = None
 
@@ -40,7 +83,7 @@ class Crew:
         with self._lock:
             self.error = self.error or error
 
-    def start(self, work: Callable[[], None], count: int = 1) -> list[threading.Thread]:
+    def start(self, work: Callable[[], None], count: int = 1) -> list[Worker]:
         """Run ``work`` on ``count`` new threads."""
 
         def run() -> None:
@@ -49,21 +92,21 @@ class Crew:
             except BaseException as e:  # noqa: BLE001 - raised again by join
                 self.fail(e)
 
-        threads = [threading.Thread(target=run, name="casnap", daemon=False) for _ in range(count)]
+        threads = [Worker(run) for _ in range(count)]
         self._threads += threads
         for thread in threads:
             thread.start()
         return threads
 
-    def join(self, threads: Iterable[threading.Thread] | None = None) -> None:
+    def join(self, threads: Iterable[Worker] | None = None) -> None:
         """Wait for all threads, or for some of them, and raise what went wrong.
 
         An interrupt is noted, which stops the threads soon, and raised when they have ended.
         """
         for thread in list(self._threads if threads is None else threads):
-            while thread.is_alive():
+            while not thread.ended:
                 try:
-                    thread.join()
+                    thread.wait()
                 except BaseException as e:  # noqa: BLE001 - raised below
                     self.fail(e)
         if self.error is not None:
@@ -82,6 +125,12 @@ class Crew:
         except BaseException as e:
             if e is not error:
                 raise
+
+
+def undisturbed(work: Callable[[], None]) -> None:
+    """Do some work to its end on a thread, which no interrupt reaches; raise it afterwards."""
+    with Crew() as crew:
+        crew.start(work)
 
 
 class Shared(Generic[T]):

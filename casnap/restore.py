@@ -130,7 +130,11 @@ class Loading:
 
 
 def _as_tensor(raw: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
+    elements = torch.frombuffer(raw, dtype=torch.uint8)
+    # Small chunks lie anywhere in a pack; torch crashes on elements that are not aligned.
+    if elements.data_ptr() % dtype.itemsize:
+        elements = elements.clone()
+    return elements.view(dtype).reshape(shape)
 
 
 def _byte_sinks(target: memoryview, grid: Grid) -> Iterator[Callable[[memoryview], None]]:
@@ -360,7 +364,8 @@ def _read_tensor(
     selection = select(entry.shape, index)
     if obj_out is not None:
         _check_out(contents, path, selection.shape, obj_out)
-    in_place = obj_out is not None and entry.quantization is None and is_fillable(obj_out)
+    fits = entry.kind in ("tensor", "parameter", "buffer") and entry.quantization is None
+    in_place = obj_out is not None and fits and is_fillable(obj_out)
     part = TensorEntry(
         entry.dtype,
         selection.shape,
@@ -379,7 +384,12 @@ def _read_tensor(
     if in_place:
         return obj_out
     value: Any = assemble(Leaf(path, part, carrier))
-    return value if obj_out is None else obj_out.copy_(value)
+    if obj_out is None:
+        return value
+    try:
+        return obj_out.copy_(torch.as_tensor(value))
+    except (TypeError, ValueError) as e:
+        raise MismatchError(f"{contents.where}: {path} cannot be read into a tensor: {e}") from e
 
 
 _PLAIN = {"parameter": "tensor", "buffer": "tensor", "numpy_scalar": "ndarray"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from casnap.contents import Contents
-from casnap.format import Entry, Row, Stats
+from casnap.format import Entry, Row, Stats, check_name
 
 if TYPE_CHECKING:
     from casnap.indexing import Index
@@ -75,7 +75,7 @@ class Snapshot:
         store: Store | str | os.PathLike[str] | None = None,
     ) -> None:
         found, name = _store_and_name(path, pg, storage_options, store, create=False)
-        self._open(found, name, found.row(name))
+        self._open(found, check_name(name), found.row(name))
 
     @classmethod
     def _of(cls, store: Store, name: str, row: Row) -> Snapshot:
@@ -87,7 +87,7 @@ class Snapshot:
         self.store = store
         self.name = name
         self.row = row
-        self.contents = Contents(store.objects, store.full_name(name), row)
+        self.contents = Contents(store.objects, store.outer_name(name), row)
 
     # --- taking ---
 

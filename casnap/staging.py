@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from casnap import buffers
-from casnap.buffers import Pool, Slot, view_at
+from casnap.buffers import Pool, Slot, bytes_at, view_at
 from casnap.format import MAX_CHUNK_SIZE, TensorEntry
 from casnap.grid import Grid, grid_of
 from casnap.pipeline import Crew, Shared, cores
@@ -24,6 +24,7 @@ from casnap.tensors import Leaf, itemsize_of
 
 PIECE_BYTES = 8 << 20
 _BATCH = 256
+_SMALL_BYTES = 16 << 10
 
 
 class Piece(NamedTuple):
@@ -61,13 +62,17 @@ def pieces_of(number: int, leaf: Leaf, grid: Grid) -> Iterator[Piece]:
     content = leaf.content
     if isinstance(content, bytes):
         yield from _runs(number, grid, memoryview(content), content)
-    elif content.device.type == "cpu" and content.is_contiguous():
+    elif content.is_cpu and content.is_contiguous():
+        if content.nbytes <= _SMALL_BYTES and grid.count == 1:
+            raw = bytes_at(content.data_ptr(), content.nbytes)
+            yield Piece(number, 0, [len(raw)], memoryview(raw), raw)
+            return
         view = view_at(content.data_ptr(), content.nbytes)
         yield from _runs(number, grid, view, content)
     else:
         for first, sizes, region in _blocks(grid):
             block = content[region.within(Region.whole(grid.shape))].contiguous()
-            if block.device.type == "cpu":
+            if block.is_cpu:
                 view = view_at(block.data_ptr(), block.nbytes)
                 yield Piece(number, first, sizes, view, block)
             else:

@@ -5,7 +5,6 @@ Torch is imported only where a random state is read or set, so that this module 
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import UserDict
 from typing import Any, Protocol, runtime_checkable
@@ -50,6 +49,8 @@ class RNGState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random states as numbers and tensors."""
+        import random
+
         import torch
 
         version, words, gauss = random.getstate()
@@ -65,6 +66,8 @@ class RNGState:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the random states; those of devices that are not here are passed over."""
+        import random
+
         import torch
 
         version, words, gauss = state_dict["python"]

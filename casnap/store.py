@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from casnap.codec import Codec
-from casnap.commit import Transaction
 from casnap.errors import NotAStoreError, SnapshotNotFoundError
 from casnap.format import DEFAULT_CHUNK_SIZE, MARKER, Row, check_name
 from casnap.location import Location, create_store, locate_snapshot, locate_store
 from casnap.objects import Objects
-from casnap.pipeline import Crew
 from casnap.snapshot import PendingSnapshot, Progress, Snapshot
-from casnap.table import removing
 
 if TYPE_CHECKING:
     from casnap.diff import Diff
@@ -107,8 +103,11 @@ class Store:
         Raises:
             InvalidNameError: The name cannot be used.
         """
-        clean = check_name(name)
-        return check_name(f"{self.prefix}/{clean}") if self.prefix else clean
+        return check_name(self.outer_name(check_name(name)))
+
+    def outer_name(self, name: str) -> str:
+        """Return a name that was checked, or comes from the table, with this view's prefix."""
+        return f"{self.prefix}/{name}" if self.prefix else name
 
     # --- snapshots ---
 
@@ -161,6 +160,8 @@ class Store:
         table = self.objects.tree(self.objects.newest().table, Row)
         row = table.get(full)
         if row is None:
+            import difflib
+
             near = difflib.get_close_matches(full, [k for k, _ in table.items()], 3, 0.5)
             hint = f"; nearest: {', '.join(near)}" if near else ""
             raise SnapshotNotFoundError(
@@ -201,6 +202,10 @@ class Store:
         Raises:
             SnapshotNotFoundError: There is none of this name.
         """
+        from casnap.commit import Transaction
+        from casnap.pipeline import Crew
+        from casnap.table import removing
+
         full, row = self.full_name(name), self.row(name)
         backend = self.objects.backend
         with Crew() as crew:

@@ -35,7 +35,7 @@ from casnap.format import (
 )
 from casnap.manifest import build
 from casnap.objects import Objects
-from casnap.pipeline import Crew, Shared, cores
+from casnap.pipeline import Crew, Shared, Worker, collector_paused, cores, undisturbed
 from casnap.staging import Held, Piece, batched
 from casnap.state import RNGState, Stateful
 from casnap.table import check_free, setting
@@ -113,7 +113,7 @@ def async_take(
             held.fill(capture.pieces(), when_full=pending.start)
         except BaseException:
             if not pending.started:
-                held.release()
+                undisturbed(held.release)
             pending.error_seen = True
             raise
         pending.start()
@@ -149,7 +149,11 @@ def _capture(
     random = [s for s in app_state.values() if isinstance(s, RNGState)]
     states = [s.state_dict() for s in random]
     try:
-        yield Capture(app_state, objects.config.chunk_size, allow_pickle=options.allow_pickle)
+        with collector_paused():
+            capture = Capture(
+                app_state, objects.config.chunk_size, allow_pickle=options.allow_pickle
+            )
+        yield capture
     finally:
         for state, before in zip(random, states, strict=True):
             state.load_state_dict(before)
@@ -180,7 +184,8 @@ class _Take:
             try:
                 source = Shared(batches, crew)
                 crew.join(crew.start(lambda: self._hash(source, transaction), min(cores(), 8)))
-                manifest = encode(self._manifest(transaction))
+                with collector_paused():
+                    manifest = encode(self._manifest(transaction))
                 row = self._commit(transaction, manifest)
             except BaseException as e:
                 crew.fail(e)
@@ -305,7 +310,7 @@ class PendingTake:
         self._row: Row | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread: Worker | None = None
 
     @property
     def started(self) -> bool:
@@ -317,9 +322,7 @@ class PendingTake:
         with self._lock:
             if self._thread is None:
                 turn = self._turn.pop_all()
-                self._thread = threading.Thread(
-                    target=self._run, args=(turn,), name="casnap-async-take", daemon=False
-                )
+                self._thread = Worker(lambda: self._run(turn), "casnap-async-take")
                 _pending.add(self)
                 self._thread.start()
 
@@ -333,12 +336,12 @@ class PendingTake:
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._thread is not None and not self._thread.is_alive()
+        return self._thread is not None and self._thread.ended
 
     def wait(self) -> Row:
         """Wait for the end; return the row or raise what went wrong."""
         assert self._thread is not None
-        self._thread.join()
+        self._thread.wait()
         if self._error is not None:
             self.error_seen = True
             raise self._error

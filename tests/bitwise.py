@@ -14,7 +14,7 @@ def raw(tensor):
     tensor = tensor.detach()
     if tensor.is_quantized:
         tensor = tensor.int_repr()
-    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    tensor = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 

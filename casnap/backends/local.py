@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import secrets
 import stat
 import threading
 from pathlib import Path
@@ -49,7 +48,7 @@ class LocalBackend(Backend):
         with translated(f"{self.uri}/{key}"):
             self._make_folder(self.folder / "tmp")
             self._make_folder(target.parent)
-            temporary = self.folder / "tmp" / secrets.token_hex(12)
+            temporary = self.folder / "tmp" / os.urandom(12).hex()
             try:
                 self._write_file(temporary, content)
                 try:

@@ -231,7 +231,8 @@ def train_and_kill(plan: Plan, screen: Screen) -> Outcome:
         timer.cancel()
     screen.status("")
     if process.returncode != -signal.SIGKILL:
-        text = f"the training process ended before it was killed (status {process.returncode})"
+        status = f"exit status {process.returncode}"
+        text = f"the training process ended before it was killed ({status}); see above"
         raise Failure(text)
     return outcome
 

@@ -7,7 +7,7 @@ a terminal.
 from __future__ import annotations
 
 import math
-import shutil
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -93,7 +93,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: set[str
     """
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     right = [title in numbers for title in header]
-    most = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    most = _width()
 
     def line(cells: Sequence[str]) -> str:
         padded = (
@@ -107,6 +107,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: set[str
     click.echo("\n".join(map(line, rows)))
 
 
+def _width() -> int:
+    """Return the columns of the terminal that stdout is, 0 where it is none."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError):
+        return 0
+
+
 # --- JSON -------------------------------------------------------------------------------------
 
 
@@ -114,7 +122,10 @@ def emit(document: dict[str, Any]) -> None:
     """Print one JSON document: ASCII, so that nothing in it reaches a terminal as a command."""
     import json
 
-    click.echo(json.dumps(plain(document), indent=2))
+    import msgspec
+
+    # json's own indentation is several times slower.
+    click.echo(msgspec.json.format(json.dumps(plain(document)), indent=2))
 
 
 def plain(value: Any) -> Any:

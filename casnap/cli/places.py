@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import Any
 
@@ -38,6 +37,8 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
     named = [snapshot for snapshot in every if snapshot.name == outer]
     if named or not every:
         return named
+    import difflib
+
     folders = {name.rpartition("/")[0] for name in (s.name for s in every)} - {""}
     near = difflib.get_close_matches(outer, [*folders, *(s.name for s in every)], 3, 0.5)
     hint = f"; nearest: {', '.join(near)}" if near else ""

@@ -6,13 +6,13 @@ import statistics
 from typing import Any
 
 from tools.bench import peers, states
-from tools.bench.fresh import call
 from tools.bench.measure import remove, seconds, settle, warm
-from tools.bench.read_object import first_read, open_and_read, torchsnapshot_read
+from tools.bench.read_object import open_and_read, opened_rows, torchsnapshot_read
 from tools.bench.settings import Settings
 from tools.bench.table import Row, timed
 
 _ELEMENTS = 256
+_LIMIT = 0.050
 
 
 def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
@@ -33,20 +33,13 @@ def _ours(settings: Settings, work: str, state: states.State) -> list[Row]:
     warm(path.parent)
     names = list(state)[:: len(state) // (2 * settings.repeat)]
     here = [seconds(open_and_read, path, n) for n in names]
-    anew = [call(first_read, settings, path=str(path), name=n) for n in names[: settings.repeat]]
-    remove(settings.path("many"))
-    return [
-        timed(f"{work}: first take", peers.CASNAP, took).within(
-            statistics.median(took), 2, "≤ 2 s"
-        ),
-        _opened(work, f"{peers.CASNAP}, newly opened", here),
-        _opened(work, f"{peers.CASNAP}, newly opened, the first of a process", anew),
+    work_of_take = f"{work}: first take"
+    rows = [
+        timed(work_of_take, peers.CASNAP, took).within(statistics.median(took), 2, "≤ 2 s"),
+        *opened_rows(settings, f"{work}: open + one read_object", path, names, here, _LIMIT),
     ]
-
-
-def _opened(work: str, who: str, samples: list[float]) -> Row:
-    row = timed(f"{work}: open + one read_object", who, samples)
-    return row.within(statistics.median(samples), 0.050, "≤ 50 ms")
+    remove(settings.path("many"))
+    return rows
 
 
 def _theirs(settings: Settings, work: str, state: states.State) -> list[Row]:
