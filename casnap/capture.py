@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from casnap.buffers import bytes_at
-from casnap.errors import NotStatefulError
 from casnap.containers import segment_of
+from casnap.errors import NotStatefulError
 from casnap.flatten import flatten
 from casnap.format import INLINE_BYTES, payload_of
 from casnap.grid import Grid

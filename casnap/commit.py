@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping
 from casnap.buffers import shared_pool
 from casnap.codec import Codec
 from casnap.digest import Digest, digest_of
-from casnap.errors import FencedError
+from casnap.errors import FencedError, StorageFullError
 from casnap.format import (
     NodeRef,
     PackId,
+    Place,
     Record,
     Root,
     Row,
@@ -61,10 +62,11 @@ class Transaction:
         self.commit = os.urandom(16)
         pool = shared_pool(objects.config.chunk_size + (64 << 10))
         seq = self.base.root.seq
-        self._chunks = PackWriter(objects.backend, seq, CHUNKS, pool, crew, codec)
-        self._nodes = PackWriter(objects.backend, seq, NODES, pool, crew, codec)
+        folder = os.urandom(1)
+        self._chunks = PackWriter(objects.backend, seq, folder, CHUNKS, pool, crew, codec)
+        self._nodes = PackWriter(objects.backend, seq, folder, NODES, pool, crew, codec)
         self._node_filler = self._nodes.filler()
-        self._fresh: list[tuple[Digest, bytes]] = []
+        self._fresh: dict[Digest, tuple[bytes, Place]] = {}
         self._relied: set[PackId] = set()
         self._claimed: set[Digest] = set()
         self._lock = threading.Lock()
@@ -108,8 +110,8 @@ class Transaction:
         return digest
 
     def _add_node(self, digest: Digest, node: bytes) -> None:
-        self._fresh.append((digest, node))
         self._node_filler.add_known([(digest, node)])
+        self._fresh[digest] = (node, self._node_filler.last())
 
     def publish(self, change: Callable[[Tree[Row], int], Changes]) -> Root:
         """Commit: write what is left, then put the root; on a lost race look again and repeat.
@@ -122,17 +124,17 @@ class Transaction:
             FencedError: What was relied on has been collected.
         """
         self._chunks.finish()
-        self._write_nodes()
         while True:
             latest = self._objects.view()
             root = self._next_root(latest, change)
-            self._tried = True
-            if put_root(self._objects.backend, root):
-                return root
-
-    def _write_nodes(self) -> None:
-        self._node_filler.seal()
-        self._nodes.finish()
+            tried, self._tried = self._tried, True
+            try:
+                if put_root(self._objects.backend, root):
+                    return root
+            except StorageFullError:
+                # Nothing can have been put, so the packs may be deleted.
+                self._tried = tried
+                raise
 
     def _next_root(self, latest: View, change: Callable[[Tree[Row], int], Changes]) -> Root:
         m = latest.root
@@ -144,13 +146,14 @@ class Transaction:
             )
         table = self._objects.tree(m.table, Row)
         new_table = table.edited(change(table, m.seq + 1), self._put_table_node)
-        self._write_nodes()
+        self._node_filler.seal()
+        self._nodes.finish()
         return Root(
             seq=m.seq + 1,
             commit=self.commit,
             time=time.time(),
             fence=m.fence,
-            table=new_table and self.ref(new_table, m.table),
+            table=None if new_table is None else self.ref(new_table, m.table),
             segments=self._segments(m),
             condemned={p: seq for p, seq in m.condemned.items() if p not in self._relied},
         )
@@ -159,11 +162,10 @@ class Transaction:
         """Return a node with a hint to its place."""
         if known is not None and known.digest == digest:
             return known
-        place = next((p for d, p in self._nodes.records if d == digest), None)
-        if place is None:
-            places = self._objects.index.find(self.base, [digest])[0]
-            place = places[0] if places else None
-        return NodeRef(digest, place)
+        if digest in self._fresh:
+            return NodeRef(digest, self._fresh[digest][1])
+        places = self._objects.index.find(self.base, [digest])[0]
+        return NodeRef(digest, places[0] if places else None)
 
     def _segments(self, m: Root) -> tuple[SegmentRef, ...]:
         """Write one segment of all that is new, merged with small ones, and list the live ones."""
@@ -172,7 +174,7 @@ class Transaction:
         if not packs:
             return m.segments
         merged = _to_merge(m.segments, len(records))
-        new_packs, new_records = list(packs), list(records)
+        new_records = list(records)
         for ref in merged:
             content = self._objects.index.segment(SegmentId(ref.id))
             packs += content.packs
@@ -183,7 +185,7 @@ class Transaction:
         self._objects.backend.write(segment_key(ident), encode_segment(segment))
         self._objects.backend.sync()
         self._objects.index.learn(ident, segment.packs, new_records)
-        self._objects.index.keep_nodes(self._fresh)
+        self._objects.index.keep_nodes((d, node) for d, (node, _) in self._fresh.items())
         kept = tuple(ref for ref in m.segments if ref not in merged)
         return (*kept, SegmentRef(ident, len(segment.records)))
 
@@ -215,7 +217,7 @@ class ChunkWriter:
     def store(self, raws: list[memoryview]) -> list[Digest]:
         """Store those chunks that are in no live pack, and return the digests of all."""
         if self._all_new:
-            return self._filler.add(list(raws), self._unknown)
+            return self._filler.add(raws, self._unknown)
         digests = [digest_of(raw) for raw in raws]
         new = self._unknown(digests)
         fresh = [(d, raw) for d, raw, n in zip(digests, raws, new, strict=True) if n]

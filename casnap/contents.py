@@ -112,7 +112,11 @@ class Contents:
     def _absent(self, path: str) -> EntryNotFoundError:
         import difflib
 
-        paths = [p for r in self.ranks() for p, _ in self.entries(r)] if self.row.stats.entries < 1e5 else []
+        paths = (
+            [p for r in self.ranks() for p, _ in self.entries(r)]
+            if self.row.stats.entries < 1e5
+            else []
+        )
         bare = path.partition("/")[2] if path.partition("/")[0].isdigit() else path
         near = difflib.get_close_matches(bare, dict.fromkeys(paths), 3, 0.5)
         hint = f"; nearest: {', '.join(near)}" if near else ""
@@ -152,7 +156,9 @@ class Contents:
         """
         digests = payload.digests
         if not 0 <= payload.depth <= MAX_DEPTH:
-            raise DamagedError(f"{self.where}: {path} claims a list of depth {payload.depth}", (path,))
+            raise DamagedError(
+                f"{self.where}: {path} claims a list of depth {payload.depth}", (path,)
+            )
         for _ in range(payload.depth):
             if len(digests) > DIGEST_SIZE * max(grid.count, 1):
                 break

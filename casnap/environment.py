@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-_NETWORK = frozenset(
-    "nfs nfs4 cifs smb3 smbfs 9p afs ceph lustre gpfs beegfs glusterfs orangefs pvfs2 "
-    "fuse fuse.sshfs fuse.s3fs fuse.gcsfuse fuse.glusterfs fuse.rclone".split()
+_NETWORK = re.compile(
+    "nfs4?|cifs|smb3|smbfs|9p|afs|ceph|lustre|gpfs|beegfs|glusterfs|orangefs|pvfs2|fuse([.].*)?"
 )
 
 
@@ -25,14 +25,14 @@ def cache_folder() -> Path | None:
         except OSError:
             continue
         mine = folder.stat().st_uid == os.geteuid()
-        if mine and os.access(folder, os.W_OK) and file_system(folder) not in _NETWORK:
+        if mine and os.access(folder, os.W_OK) and not _NETWORK.fullmatch(file_system(folder)):
             return folder
     return None
 
 
 def _cache_candidates() -> Iterator[Path]:
     named = os.environ.get("CASNAP_CACHE_DIR")
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     yield Path(named) if named else Path(base, "casnap")
     yield Path(_temp_folder(), f"casnap-{os.getuid()}")
 
@@ -45,7 +45,7 @@ def _temp_folder() -> str:
 
 def trust_file() -> Path:
     """Return the file that lists the stores of others that this user trusts."""
-    base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base, "casnap", "trusted")
 
 
@@ -77,5 +77,5 @@ def boot_id() -> str:
 
 def crowded_folders() -> set[Path]:
     """Return the folders in which no store is made unasked: ``/``, HOME and temp folders."""
-    named = {"/", os.path.expanduser("~"), _temp_folder(), "/tmp", "/var/tmp", "/dev/shm"}
+    named = {"/", str(Path.home()), _temp_folder(), "/tmp", "/var/tmp", "/dev/shm"}
     return {Path(p).resolve() for p in named}

@@ -435,5 +435,7 @@ def check_name(name: str) -> str:
     elif MARKER in parts:
         problem = f"has the component {MARKER!r}, which the store uses itself"
     if problem:
-        raise InvalidNameError(f"the snapshot name {name!r} {problem}; choose another, like 'run1/step_100'")
+        raise InvalidNameError(
+            f"the snapshot name {name!r} {problem}; choose another, like 'run1/step_100'"
+        )
     return clean

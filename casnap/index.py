@@ -262,7 +262,9 @@ def _facts_for(store_id: str) -> Facts:
             try:
                 facts = LmdbFacts(folder)
             except (lmdb.Error, OSError) as e:
-                _log.warning("the cache %s cannot be used (%s); the index is kept in memory", folder, e)
+                _log.warning(
+                    "the cache %s cannot be used (%s); the index is kept in memory", folder, e
+                )
                 return MemoryFacts()
             _open[folder] = facts
         return facts
@@ -298,7 +300,9 @@ class Index:
         except (lmdb.Error, OSError) as e:
             if not isinstance(self._facts, LmdbFacts):
                 raise
-            _log.warning("the cache %s failed (%s); the index is kept in memory", self._facts.folder, e)
+            _log.warning(
+                "the cache %s failed (%s); the index is kept in memory", self._facts.folder, e
+            )
             self.forget()
             raise _AskAgain from e
 

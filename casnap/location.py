@@ -67,7 +67,8 @@ def locate_snapshot(path: str | os.PathLike[str]) -> Location:
     plain = text.removeprefix("file://")
     if not plain.strip("/") or Path(plain).name in ("", ".", ".."):
         raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
-    folder = Path(os.path.abspath(plain))
+    where = Path(plain).parent.resolve()
+    folder = where / Path(plain).name
     if (folder / CONFIG_KEY).exists():
         raise InvalidNameError(
             f"{folder} is a store itself; a snapshot in it needs a name, like {folder}/step_100"
@@ -77,12 +78,13 @@ def locate_snapshot(path: str | os.PathLike[str]) -> Location:
             f"{folder} holds a snapshot of TorchSnapshot, which casnap does not touch; take to "
             "another path, or restore it with torchsnapshot and take it again"
         )
-    parent = folder.parent.resolve()
-    found = find_store(parent)
+    found = find_store(where)
     if found is None:
-        return Location(LocalBackend(parent), check_name(folder.name), exists=False)
+        return Location(LocalBackend(where), check_name(folder.name), exists=False)
     _check_trusted(found)
-    return Location(LocalBackend(found), check_name(str((parent / folder.name).relative_to(found))), True)
+    return Location(
+        LocalBackend(found), check_name(str(folder.relative_to(found))), True
+    )
 
 
 def locate_store(uri: str | os.PathLike[str]) -> Location:
@@ -91,7 +93,7 @@ def locate_store(uri: str | os.PathLike[str]) -> Location:
     if "://" in text and not text.startswith("file://"):
         backend = backend_at(text.rstrip("/"))
         return Location(backend, "", CONFIG_KEY in backend.names(""))
-    folder = Path(os.path.abspath(text.removeprefix("file://"))).resolve()
+    folder = Path(text.removeprefix("file://")).resolve()
     if folder.is_file():
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
     found = find_store(folder)

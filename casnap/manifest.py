@@ -8,16 +8,16 @@ leaf and the list. Trees hold digests, never places. A tree of one leaf is that 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from casnap.digest import Digest, digest_of
+from casnap.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.errors import DamagedError
-from casnap.format import DIGEST_SIZE, encode
+from casnap.format import encode
 
 V = TypeVar("V")
 
@@ -43,7 +43,7 @@ class Branch(Struct, frozen=True, array_like=True, tag="b"):
 
 @cache
 def _decoder(value_type: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(Leaf[value_type] | Branch)  # type: ignore[valid-type]
+    return msgspec.msgpack.Decoder(Leaf[value_type] | Branch)
 
 
 def _ends_leaf(key: str) -> bool:
@@ -62,10 +62,10 @@ def _cut(items: Iterable[tuple[str, V]]) -> Iterator[tuple[list[tuple[str, V]], 
         yield run, False
 
 
-def _close(children: list[tuple[str, bytes, int]], put: Put) -> Digest:
+def _close(children: Sequence[tuple[str, bytes, int]], put: Put) -> Digest:
     if len(children) == 1:
         return Digest(children[0][1])
-    return put(encode(Branch(children)))
+    return put(encode(Branch(list(children))))
 
 
 def build(items: Mapping[str, V], put: Put) -> Digest:
@@ -96,7 +96,9 @@ class Tree(Generic[V]):
         if isinstance(node, Branch):
             self.children = node.children
             firsts = [c[0] for c in self.children]
-            if firsts != sorted(set(firsts)) or any(len(c[1]) != DIGEST_SIZE for c in self.children):
+            if firsts != sorted(set(firsts)) or any(
+                len(c[1]) != DIGEST_SIZE for c in self.children
+            ):
                 raise DamagedError(f"tree node {top.hex()} is out of order")
         elif node.items:
             self._leaves[top] = node.items

@@ -153,9 +153,7 @@ class Objects:
             if failed:
                 raise _damaged(self.backend.uri, failed)
 
-    def _fetch(
-        self, view: View, wants: list[Want], budget: int | None
-    ) -> list[tuple[Want, str]]:
+    def _fetch(self, view: View, wants: list[Want], budget: int | None) -> list[tuple[Want, str]]:
         by_digest: dict[Digest, list[Want]] = {}
         for want in wants:
             by_digest.setdefault(want.digest, []).append(want)
@@ -174,10 +172,7 @@ class Objects:
                 spare[digest] = fit[1:]
         for place, same, why in self._read_all(found, budget):
             others = spare.get(same[0].digest, [])
-            why = next(
-                (w for w in (self._read_one(p, same) for p in others) if w is None), why
-            )
-            if why is not None:
+            if not any(self._read_one(p, same) is None for p in others):
                 failed += [(w, f"{why} (pack {place.pack.hex()})") for w in same]
         return failed
 
@@ -186,7 +181,9 @@ class Objects:
     ) -> list[tuple[Place, list[Want], str]]:
         """Read the chunks at these places; return those that could not be proven, and why."""
         largest = max((p.stored for p, _ in found), default=0)
-        reads = list(_coalesced(found, max(largest + 2 * PAGE, min(_READ_BYTES, budget or _READ_BYTES))))
+        reads = list(
+            _coalesced(found, max(largest + 2 * PAGE, min(_READ_BYTES, budget or _READ_BYTES)))
+        )
         total = sum(read.stop - read.start for read in reads)
         most = max((read.stop - read.start for read in reads), default=0) + PAGE
         if total <= _SMALL_BYTES:
@@ -318,6 +315,10 @@ def read_config(backend: Backend) -> StoreConfig:
             "update casnap"
         )
     size = config.chunk_size
-    if not MIN_CHUNK_SIZE <= size <= MAX_CHUNK_SIZE or size & (size - 1) or len(config.store_id) != 32:
+    if (
+        not MIN_CHUNK_SIZE <= size <= MAX_CHUNK_SIZE
+        or size & (size - 1)
+        or len(config.store_id) != 32
+    ):
         raise DamagedError(f"{where} is damaged: chunk size {size}, id {config.store_id!r}")
     return config

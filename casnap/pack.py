@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from casnap import buffers
@@ -53,6 +53,7 @@ class PackWriter:
     Args:
         backend: Where packs go.
         base: The root number that ids are made under.
+        folder: The last byte of ids, which names the folder that packs lie in.
         kind: ``CHUNKS`` or ``NODES``.
         pool: Where the memory comes from.
         crew: Whom the background threads belong to.
@@ -61,35 +62,45 @@ class PackWriter:
     Attributes:
         packs: The packs that were begun.
         records: What lies where in those that were written.
+        stored_bytes: Bytes of chunks or nodes handed over so far.
     """
 
     def __init__(
-        self, backend: Backend, base: int, kind: bytes, pool: Pool, crew: Crew, codec: Codec
+        self,
+        backend: Backend,
+        base: int,
+        folder: bytes,
+        kind: bytes,
+        pool: Pool,
+        crew: Crew,
+        codec: Codec,
     ) -> None:
         self.pool = pool
         self.crew = crew
         self.codec = codec
         self._backend = backend
         self._base = base
+        self._folder = folder
         self._kind = kind
         self._lock = threading.Lock()
         self._full: queue.SimpleQueue[_FullPack | None] = queue.SimpleQueue()
         self._writers: list[Worker] = []
         self.packs: list[PackId] = []
         self.records: list[Record] = []
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes written so far, footers left out."""
-        return sum(place.stored for _, place in self.records)
+        self.stored_bytes = 0
 
     def filler(self) -> PackFiller:
         """Return what one thread fills packs with."""
-        return PackFiller(self, self._base)
+        return PackFiller(self)
+
+    def new_pack(self) -> PackId:
+        """Return the id of a pack to be: all of one take lie in one folder, to be synced once."""
+        return PackId(new_id(self._base)[:-1] + self._folder)
 
     def hand_over(self, pack: _FullPack) -> None:
         """Have a pack written; its slot goes back to the pool."""
         with self._lock:
+            self.stored_bytes += sum(place.stored for _, place in pack.records)
             if len(self._writers) < _WRITERS:
                 self._writers += self.crew.start(self._write_packs)
         self._full.put(pack)
@@ -155,15 +166,14 @@ class PackFiller:
     their room back.
     """
 
-    def __init__(self, writer: PackWriter, base: int) -> None:
+    def __init__(self, writer: PackWriter) -> None:
         self._writer = writer
-        self._base = base
         self._slot: Slot | None = None
         self._id = PackId(b"")
         self._fill = 0
         self._records: list[Record] = []
 
-    def add(self, raws: list[Raw], choose: Choose) -> list[Digest]:
+    def add(self, raws: Sequence[Raw], choose: Choose) -> list[Digest]:
         """Copy chunks into the pack, hash them there, and keep those that are chosen."""
         digests: list[Digest] = []
         for group in self._groups(raws):
@@ -178,7 +188,7 @@ class PackFiller:
             digests += found
         return digests
 
-    def add_known(self, chunks: list[tuple[Digest, Raw]]) -> None:
+    def add_known(self, chunks: Sequence[tuple[Digest, Raw]]) -> None:
         """Keep chunks that were hashed where they lie.
 
         Raises:
@@ -196,7 +206,7 @@ class PackFiller:
         expected = iter([digest for digest, _ in chunks])
         self.add([raw for _, raw in chunks], check)
 
-    def _groups(self, raws: list[Raw]) -> Iterator[list[Raw]]:
+    def _groups(self, raws: Sequence[Raw]) -> Iterator[list[Raw]]:
         """Yield runs of chunks for which the pack at hand has room."""
         group: list[Raw] = []
         need = 0
@@ -227,7 +237,7 @@ class PackFiller:
             self._writer.pool.release(slot)
             raise error
         self._slot, self._fill, self._records = slot, 0, []
-        self._id = PackId(new_id(self._base))
+        self._id = self._writer.new_pack()
 
     def _copy(self, raw: Raw) -> tuple[int, int, Codec]:
         assert self._slot is not None
@@ -257,6 +267,10 @@ class PackFiller:
                 if offset != p.offset:
                     buffers.copy(view[offset : self._fill], view[p.offset : p.offset + p.stored])
                 self._records.append((digest, Place(p.pack, offset, p.stored, p.raw, p.codec)))
+
+    def last(self) -> Place:
+        """Return where the last chunk was kept."""
+        return self._records[-1][1]
 
     def seal(self) -> None:
         """Hand the pack at hand over to be written, or give its memory back if it is empty."""

@@ -14,10 +14,9 @@ import torch
 from casnap import buffers
 from casnap.buffers import view_at
 from casnap.capture import random_states_first
-from casnap.contents import Contents, split_digests
-from casnap.digest import DIGEST_SIZE, digest_of
-from casnap.errors import DamagedError, EntryNotFoundError, MismatchError, UnsupportedTypeError
 from casnap.containers import segment_of
+from casnap.contents import Contents, split_digests
+from casnap.errors import DamagedError, MismatchError
 from casnap.flatten import inflate, tensor_targets
 from casnap.format import INLINE_BYTES, Entry, Payload, TensorEntry, payload_of
 from casnap.grid import Grid, grid_of
@@ -215,9 +214,7 @@ def restore(
     return report
 
 
-def _part(
-    contents: Contents, key: str, stateful: Stateful, report: RestoreReport
-) -> _Part | None:
+def _part(contents: Contents, key: str, stateful: Stateful, report: RestoreReport) -> _Part | None:
     segment = segment_of(key)
     subtree = contents.subtrees(0).get(segment)
     if subtree is None:
@@ -397,7 +394,9 @@ _PLAIN = {"parameter": "tensor", "buffer": "tensor", "numpy_scalar": "ndarray"}
 
 def _check_out(contents: Contents, path: str, shape: tuple[int, ...], out: Any) -> None:
     if not isinstance(out, torch.Tensor):
-        raise MismatchError(f"{contents.where}: {path} is a tensor; obj_out is a {type(out).__name__}")
+        raise MismatchError(
+            f"{contents.where}: {path} is a tensor; obj_out is a {type(out).__name__}"
+        )
     if tuple(out.shape) != shape:
         raise MismatchError(
             f"{contents.where}: {path} is read with shape {shape}; obj_out has {tuple(out.shape)}"

@@ -23,7 +23,9 @@ def newest_root(backend: Backend) -> Root:
         # A crash may leave the folder of the next thousand empty.
         seqs = _numbers(backend, f"roots/{max(folders) - 1}")
     if not seqs:
-        raise NotAStoreError(f"{backend.uri} holds no root; its creation was cut off or it is damaged")
+        raise NotAStoreError(
+            f"{backend.uri} holds no root; its creation was cut off or it is damaged"
+        )
     seq = max(seqs)
     root = read_root(backend, seq)
     while True:

@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
-
 from casnap.contents import Contents
 from casnap.format import Entry, Row, Stats, check_name
 
@@ -187,7 +185,7 @@ class Snapshot:
     def restore(
         self,
         app_state: Mapping[str, Stateful],
-        strict: bool = True,  # noqa: FBT001, FBT002 - TorchSnapshot's signature
+        strict: bool = True,
         *,
         allow_pickle: bool = False,
         progress: Progress | None = None,

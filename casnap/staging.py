@@ -117,14 +117,15 @@ def _from_cuda(number: int, first: int, sizes: list[int], block: torch.Tensor) -
     slot = _pinned.take()
     if not slot.pinned:
         address = buffers.address_of(slot.view)
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(slot.view), 0))
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(address, len(slot.view), 0))
         slot.pinned = True
     target = torch.frombuffer(slot.view, dtype=torch.uint8, count=block.nbytes)
     stream = _side_stream(block.device)
     stream.wait_stream(torch.cuda.current_stream(block.device))
     with torch.cuda.stream(stream):
         target.copy_(block.reshape(-1).view(torch.uint8), non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
     view = slot.view[: block.nbytes]
     return Piece(
@@ -139,7 +140,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[device]
 
 

@@ -16,7 +16,6 @@ from casnap.snapshot import PendingSnapshot, Progress, Snapshot
 if TYPE_CHECKING:
     from casnap.diff import Diff
     from casnap.state import Stateful
-    from casnap.take import TakeOptions
     from casnap.usage import Usage
 
 
@@ -52,9 +51,7 @@ class Store:
         self._codec = Codec.ZSTD if compress else Codec.RAW
 
     @classmethod
-    def _for_snapshot(
-        cls, path: str | os.PathLike[str], *, create: bool
-    ) -> tuple[Store, str]:
+    def _for_snapshot(cls, path: str | os.PathLike[str], *, create: bool) -> tuple[Store, str]:
         found = locate_snapshot(path)
         store = cls.__new__(cls)
         store._codec = Codec.RAW
@@ -124,9 +121,7 @@ class Store:
         """Take a snapshot; see :meth:`Snapshot.take`."""
         from casnap.take import TakeOptions, take
 
-        options = TakeOptions(
-            metadata or {}, overwrite, allow_pickle, None, progress, self._codec
-        )
+        options = TakeOptions(metadata or {}, overwrite, allow_pickle, None, progress, self._codec)
         row = take(self.objects, self.full_name(name), app_state, options)
         return Snapshot._of(self, check_name(name), row)
 

@@ -106,6 +106,7 @@ def async_take(
     _check(objects, name, options)
     with _capture(objects, app_state, options) as capture, ExitStack() as turn:
         turn.enter_context(_turn)
+        _check(objects, name, options)  # again: the take that was waited for may have the name
         held = Held(options.max_staging_bytes)
         work = _Take(objects, name, capture, options, started)
         pending = PendingTake(name, lambda: _run_held(work, held), turn)
@@ -290,7 +291,9 @@ class _Take:
         try:
             self._objects.backend.mark(f"{self._name}/{MARKER}", msgspec.json.encode(content))
         except (StoreError, OSError) as e:
-            _log.warning("%s is committed, but its marker file cannot be written: %s", self._name, e)
+            _log.warning(
+                "%s is committed, but its marker file cannot be written: %s", self._name, e
+            )
 
 
 class PendingTake:
@@ -356,7 +359,8 @@ _pending: set[PendingTake] = set()
 def _warn_of_unseen_errors() -> None:
     for pending in list(_pending):
         if not pending.error_seen:
-            print(  # noqa: T201 - logging may be torn down, and this must be seen
+            # Logging may be torn down by now, and this must be seen.
+            print(
                 f"casnap: WARNING: the snapshot {pending.name!r} was NOT stored, and nobody "
                 f"called wait(): {type(pending._error).__name__}: {pending._error}",
                 file=sys.stderr,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -45,19 +46,6 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def count(work: Callable[[], object], faults: Faults, tmp_path: Path) -> int:
-    """Return how many calls some work makes; done in a child, as it will be later."""
-    out = tmp_path / "count"
-
-    def counted() -> None:
-        with faults() as calls:
-            work()
-        out.write_text(str(calls.count))
-
-    assert in_child(counted) == 0
-    return int(out.read_text())
-
-
 def crash_everywhere(
     base: Path,
     work: Callable[[Path], object],
@@ -74,19 +62,20 @@ def crash_everywhere(
             shutil.copytree(base, copy)
         return copy
 
-    fresh()
-    calls = count(lambda: work(copy), faults, base.parent)
-    assert calls > 5
-    for k in range(calls):
+    for k in itertools.count():
         fresh()
 
         def crashing(k: int = k) -> None:
             with faults(k, kill, **options):
                 work(copy)
 
-        # Threads may make a call less now and then, so that the last one is not reached.
-        assert in_child(crashing) == KILLED or k >= calls - 2
+        status = in_child(crashing)
         check(copy)
+        if status == 0:
+            # There are no more calls.
+            assert k > 5
+            return
+        assert status == KILLED
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -95,8 +84,7 @@ def test_a_take_killed_at_any_call(base: Path, faults: Faults, after: bool) -> N
     def check(store: Path) -> None:
         found = assert_store(store, {0, 1}, maybe=2)
         take(store, 2, overwrite=2 in found)
-        take(store, 3)
-        assert_store(store, {0, 1, 2, 3})
+        assert_store(store, {0, 1, 2})
 
     crash_everywhere(base, lambda store: take(store, 2), check, faults, after=after)
 
@@ -314,6 +302,7 @@ def test_restores_interrupted_by_signals(base: Path) -> None:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_restore_interrupted_at_any_call(base: Path, after: bool) -> None:
     snapshot = Store(base)["step_1"]
+    assert_holds(snapshot, 1)
     with backend_faults() as counter:
         assert_holds(snapshot, 1)
     for k in range(counter.count):

@@ -42,9 +42,7 @@ class Backend(ABC):
         """Return a whole object."""
 
     @abstractmethod
-    def read_into(
-        self, key: str, offset: int, target: memoryview, *, bulk: bool = False
-    ) -> int:
+    def read_into(self, key: str, offset: int, target: memoryview, *, bulk: bool = False) -> int:
         """Fill ``target`` from a run of an object; return how many bytes there were.
 
         Args:

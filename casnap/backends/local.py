@@ -108,9 +108,7 @@ class LocalBackend(Backend):
         with translated(f"{self.uri}/{key}"):
             return (self.folder / key).read_bytes()
 
-    def read_into(
-        self, key: str, offset: int, target: memoryview, *, bulk: bool = False
-    ) -> int:
+    def read_into(self, key: str, offset: int, target: memoryview, *, bulk: bool = False) -> int:
         """Read from the page cache what is there; the rest of a bulk read goes around it."""
         with translated(f"{self.uri}/{key}"):
             fd = os.open(self.folder / key, os.O_RDONLY | os.O_CLOEXEC)
@@ -132,7 +130,7 @@ class LocalBackend(Backend):
         """Return the names in a folder."""
         with translated(f"{self.uri}/{folder}"):
             try:
-                return os.listdir(self.folder / folder)
+                return [entry.name for entry in (self.folder / folder).iterdir()]
             except (FileNotFoundError, NotADirectoryError):
                 return []
 

@@ -40,9 +40,7 @@ class MemoryBackend(Backend):
         except KeyError:
             raise FileNotFoundError(key) from None
 
-    def read_into(
-        self, key: str, offset: int, target: memoryview, *, bulk: bool = False
-    ) -> int:
+    def read_into(self, key: str, offset: int, target: memoryview, *, bulk: bool = False) -> int:
         """Copy a run of an object."""
         part = self.read(key)[offset : offset + len(target)]
         target[: len(part)] = part

@@ -1,0 +1,109 @@
+"""What is exported is what is meant to be, and says what it is."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import types
+
+import pytest
+
+import casnap
+from casnap import errors
+
+CLASSES = [v for n in casnap.__all__ if isinstance(v := getattr(casnap, n), type)]
+ERRORS = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, Exception)]
+
+
+def test_all_is_what_is_exported():
+    assert casnap.__all__ == sorted(casnap.__all__)
+    public = {
+        name
+        for name, value in vars(casnap).items()
+        if not name.startswith("_")
+        and name != "annotations"
+        and not (isinstance(value, types.ModuleType) and value is not errors)
+    }
+    assert public == set(casnap.__all__)
+
+
+def test_the_names_of_torchsnapshot_are_here():
+    for name in ("Snapshot", "PendingSnapshot", "StateDict", "RNGState", "Stateful"):
+        assert name in casnap.__all__
+    assert list(inspect.signature(casnap.Snapshot).parameters)[:3] == ["path", "pg", "storage_options"]
+    for take in (casnap.Snapshot.take, casnap.Snapshot.async_take):
+        first = list(inspect.signature(take).parameters)[:5]
+        assert first == ["path", "app_state", "pg", "replicated", "storage_options"]
+    assert list(inspect.signature(casnap.Snapshot.restore).parameters)[1:3] == ["app_state", "strict"]
+    read = list(inspect.signature(casnap.Snapshot.read_object).parameters)
+    assert read[1:4] == ["path", "obj_out", "memory_budget_bytes"]
+
+
+def methods():
+    return [
+        (kind, name)
+        for kind in CLASSES
+        for name, value in vars(kind).items()
+        if not name.startswith("_") and (callable(value) or isinstance(value, property | classmethod))
+    ]
+
+
+@pytest.mark.parametrize("name", casnap.__all__)
+def test_every_name_is_documented(name):
+    assert inspect.getdoc(getattr(casnap, name))
+    if isinstance(getattr(casnap, name), type):
+        assert getattr(casnap, name).__doc__
+
+
+@pytest.mark.parametrize(("kind", "name"), methods(), ids=lambda v: getattr(v, "__name__", v))
+def test_every_method_is_documented_and_typed(kind, name):
+    value = inspect.getattr_static(kind, name)
+    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    assert inspect.getdoc(value)
+    signature = inspect.signature(function)
+    assert signature.return_annotation is not inspect.Signature.empty
+    for parameter in list(signature.parameters.values())[1:]:
+        assert parameter.annotation is not inspect.Parameter.empty, parameter
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda e: e.__name__)
+def test_errors_are_one_tree_that_is_drawn(kind):
+    assert issubclass(kind, errors.CasnapError)
+    assert kind.__doc__
+    assert kind.__name__ in errors.__doc__
+    assert str(kind("what happened")) == "what happened"
+
+
+def test_errors_are_what_callers_of_others_catch():
+    assert issubclass(errors.SnapshotExistsError, FileExistsError)
+    assert issubclass(errors.SnapshotNotFoundError, KeyError)
+    assert issubclass(errors.EntryNotFoundError, KeyError)
+    assert issubclass(errors.NotStatefulError, TypeError)
+    assert issubclass(errors.MismatchError, RuntimeError)
+    assert issubclass(errors.InvalidNameError, ValueError)
+
+
+def test_the_protocol_is_that_of_torch():
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    for value in (model, torch.optim.SGD(model.parameters()), casnap.StateDict(), casnap.RNGState()):
+        assert isinstance(value, casnap.Stateful)
+    assert not isinstance({}, casnap.Stateful)
+
+
+def test_import_is_light():
+    """Neither torch nor numpy is loaded by ``import casnap``; the command lists without them."""
+    code = "import casnap, sys; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_reprs_say_where():
+    store = casnap.Store("memory://names")
+    snapshot = store.take({"s": casnap.StateDict(x=1)}, "step", metadata={"loss": 1.5})
+    assert repr(store) == "Store('memory://names')"
+    assert repr(snapshot) == "Snapshot('memory://names/step')"
+    assert "loss" in repr(snapshot.metadata)
+    assert snapshot.tags == ()
