@@ -75,7 +75,8 @@ class Transaction:
     @property
     def new_bytes(self) -> int:
         """Bytes of chunks and nodes that were new, as stored."""
-        return self._chunks.stored_bytes + self._nodes.stored_bytes
+        nodes = sum(place.stored for _, place in self._fresh.values())
+        return self._chunks.stored_bytes + nodes
 
     def chunk_writer(self) -> ChunkWriter:
         """Return what one thread stores chunks with."""
@@ -84,14 +85,17 @@ class Transaction:
     def unknown(self, digests: list[Digest]) -> list[bool]:
         """Rely on what is there; claim, and tell, what nobody wrote yet."""
         found = self._objects.index.find(self.base, digests)
+        distrusted = self._objects.index.distrusted
         new = []
         with self._lock:
             for digest, places in zip(digests, found, strict=True):
-                if places:
+                rely = bool(places) and digest not in distrusted
+                if rely:
                     self._relied.add(PackId(places[0].pack))
-                new.append(not places and digest not in self._claimed)
+                new.append(not rely and digest not in self._claimed)
                 if new[-1]:
                     self._claimed.add(digest)
+                    distrusted.discard(digest)
         return new
 
     def put_node(self, node: bytes) -> Digest:

@@ -50,7 +50,8 @@ class Grid:
 
     def sizes(self) -> Iterator[int]:
         """Yield the bytes of every cell, in order."""
-        if self.count == 0:
+        if self.count < 2:
+            yield from (self.cell_bytes(0),) * self.count
             return
         full = self.cell_bytes(0)
         last = self.cell_bytes(self.rows - 1)

@@ -270,6 +270,9 @@ def _facts_for(store_id: str) -> Facts:
         return facts
 
 
+_distrusted: defaultdict[str, set[Digest]] = defaultdict(set)
+
+
 class Index:
     """Finds the places of digests among the live packs of a root."""
 
@@ -285,6 +288,11 @@ class Index:
         if facts is None or (isinstance(facts, LmdbFacts) and not facts.usable()):
             facts = self._facts = _facts_for(self._store_id)
         return facts
+
+    @property
+    def distrusted(self) -> set[Digest]:
+        """Chunks that this process found damaged at all their places; a take writes them anew."""
+        return _distrusted[self._store_id]
 
     def forget(self) -> None:
         """Go on with an empty index in memory, and delete the cache: what it said was not so."""

@@ -151,6 +151,7 @@ class Objects:
                 view = self.view()
                 failed = self._fetch(view, [w for w, _ in failed], budget)
             if failed:
+                self.index.distrusted.update(w.digest for w, _ in failed)
                 raise _damaged(self.backend.uri, failed)
 
     def _fetch(self, view: View, wants: list[Want], budget: int | None) -> list[tuple[Want, str]]:
@@ -189,7 +190,7 @@ class Objects:
         if total <= _SMALL_BYTES:
             buffer = memoryview(bytearray(most))
             return [bad for read in reads for bad in self._read_run(read, buffer)]
-        threads = min(len(reads), cores() + 1, max(1, (budget or 1 << 40) // most), SLOTS)
+        threads = min(len(reads), cores() + 2, max(1, (budget or 1 << 40) // most), SLOTS)
         failed: list[tuple[Place, list[Want], str]] = []
         with Crew() as crew:
             source = Shared(reads, crew)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from casnap import buffers
-from casnap.buffers import view_at
+from casnap.buffers import address_of, view_at
 from casnap.capture import random_states_first
 from casnap.containers import segment_of
 from casnap.contents import Contents, split_digests
@@ -22,6 +22,7 @@ from casnap.format import INLINE_BYTES, Entry, Payload, TensorEntry, payload_of
 from casnap.grid import Grid, grid_of
 from casnap.indexing import Index, Selection, select
 from casnap.objects import Want
+from casnap.pipeline import collector_paused
 from casnap.region import Region
 from casnap.state import RNGState, Stateful
 from casnap.tensors import Leaf, allocate, assemble, carrier_dtype, is_fillable, itemsize_of
@@ -79,7 +80,8 @@ class Loading:
 
     def load(self, budget: int | None = None) -> dict[str, Leaf]:
         """Read everything, verified, and return it by path."""
-        self._contents.objects.fetch(self._wants(), budget)
+        with collector_paused():
+            self._contents.objects.fetch(self._wants(), budget)
         return {
             path: Leaf(path, entry, bytes(content) if isinstance(content, bytearray) else content)
             for path, entry, content in self._leaves
@@ -129,11 +131,11 @@ class Loading:
 
 
 def _as_tensor(raw: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    elements = torch.frombuffer(raw, dtype=torch.uint8)
-    # Small chunks lie anywhere in a pack; torch crashes on elements that are not aligned.
-    if elements.data_ptr() % dtype.itemsize:
-        elements = elements.clone()
-    return elements.view(dtype).reshape(shape)
+    # Small chunks lie anywhere in a pack, and torch crashes on elements that are not aligned;
+    # of bytes that are read-only, as decompressed ones are, it warns.
+    if raw.readonly or address_of(raw) % dtype.itemsize:
+        raw = memoryview(bytearray(raw))
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def _byte_sinks(target: memoryview, grid: Grid) -> Iterator[Callable[[memoryview], None]]:
