@@ -15,6 +15,7 @@ import struct
 import threading
 import zlib
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -82,9 +82,7 @@ def locate_snapshot(path: str | os.PathLike[str]) -> Location:
     if found is None:
         return Location(LocalBackend(where), check_name(folder.name), exists=False)
     _check_trusted(found)
-    return Location(
-        LocalBackend(found), check_name(str(folder.relative_to(found))), True
-    )
+    return Location(LocalBackend(found), check_name(str(folder.relative_to(found))), True)
 
 
 def locate_store(uri: str | os.PathLike[str]) -> Location:
@@ -175,7 +173,8 @@ def create_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE, aske
         config = StoreConfig(os.urandom(16).hex(), chunk_size)
         content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
         backend.put_if_absent(CONFIG_KEY, content)
-    if not backend.names("roots") and not backend.names("packs") and not backend.names("index"):
+    # Folders may be there already, where a creation was cut off.
+    if not any(map(backend.names, ("roots/0", "packs", "index"))):
         root = Root(seq=0, commit=os.urandom(16), time=0.0)
         backend.put_if_absent(root_key(0), seal(b"r", encode(root)))
     backend.sync()

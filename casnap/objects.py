@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from casnap.backends import Backend
-from casnap.buffers import PAGE, SLOT_BYTES, SLOTS, shared_pool
+from casnap.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool
 from casnap.codec import decompress
 from casnap.digest import Digest, digest_of
 from casnap.errors import BackendError, DamagedError, NotAStoreError, UnsupportedFormatError
@@ -53,6 +53,27 @@ class Want(NamedTuple):
     nbytes: int
     sink: Sink
     path: str
+
+
+class ReadOptions(NamedTuple):
+    """How to read chunks.
+
+    Attributes:
+        budget: The most bytes of buffers; at least one chunk is always read. None for no bound
+            but that of the pool.
+        prepare: Called with each buffer from the pool before it is used.
+    """
+
+    budget: int | None = None
+    prepare: Callable[[Slot], None] | None = None
+
+
+DEFAULT_READ = ReadOptions()
+
+
+def _readers() -> int:
+    """Return how many threads read: some wait for the disk while all cores verify."""
+    return min(cores() + 2, SLOTS)
 
 
 @dataclass
@@ -128,14 +149,14 @@ class Objects:
 
     # --- chunks ---
 
-    def fetch(self, wants: Iterable[Want], budget: int | None = None) -> None:
+    def fetch(self, wants: Iterable[Want], how: ReadOptions = DEFAULT_READ) -> None:
         """Read chunks, prove each against its digest, and hand them to their sinks.
 
         Equal chunks are read once; neighbours in a pack are read together.
 
         Args:
             wants: What to read; ``nbytes`` -1 where the length is not known.
-            budget: The most bytes of buffers; at least one chunk is always read.
+            how: Bounds and preparation of the buffers.
 
         Raises:
             DamagedError: Some chunks are missing or damaged, everywhere; all others were handed
@@ -144,17 +165,17 @@ class Objects:
         view = self.view()
         pending = iter(wants)
         while window := list(islice(pending, _WINDOW)):
-            failed = self._fetch(view, window, budget)
+            failed = self._fetch(view, window, how)
             if failed:
                 # What we know of places may be stale or wrong: ask the store itself, once.
                 self.index.forget()
                 view = self.view()
-                failed = self._fetch(view, [w for w, _ in failed], budget)
+                failed = self._fetch(view, [w for w, _ in failed], how)
             if failed:
                 self.index.distrusted.update(w.digest for w, _ in failed)
                 raise _damaged(self.backend.uri, failed)
 
-    def _fetch(self, view: View, wants: list[Want], budget: int | None) -> list[tuple[Want, str]]:
+    def _fetch(self, view: View, wants: list[Want], how: ReadOptions) -> list[tuple[Want, str]]:
         by_digest: dict[Digest, list[Want]] = {}
         for want in wants:
             by_digest.setdefault(want.digest, []).append(want)
@@ -171,26 +192,26 @@ class Objects:
             found.append((fit[0], same))
             if fit[1:]:
                 spare[digest] = fit[1:]
-        for place, same, why in self._read_all(found, budget):
+        for place, same, why in self._read_all(found, how):
             others = spare.get(same[0].digest, [])
             if not any(self._read_one(p, same) is None for p in others):
                 failed += [(w, f"{why} (pack {place.pack.hex()})") for w in same]
         return failed
 
     def _read_all(
-        self, found: list[tuple[Place, list[Want]]], budget: int | None
+        self, found: list[tuple[Place, list[Want]]], how: ReadOptions
     ) -> list[tuple[Place, list[Want], str]]:
         """Read the chunks at these places; return those that could not be proven, and why."""
-        largest = max((p.stored for p, _ in found), default=0)
-        reads = list(
-            _coalesced(found, max(largest + 2 * PAGE, min(_READ_BYTES, budget or _READ_BYTES)))
-        )
-        total = sum(read.stop - read.start for read in reads)
+        total = sum(place.stored for place, _ in found)
+        largest = max((place.stored for place, _ in found), default=0)
+        share = max(_SMALL_BYTES, total // _readers())
+        unit = min(_READ_BYTES, share, how.budget or _READ_BYTES)
+        reads = list(_coalesced(found, max(largest + 2 * PAGE, unit)))
         most = max((read.stop - read.start for read in reads), default=0) + PAGE
         if total <= _SMALL_BYTES:
             buffer = memoryview(bytearray(most))
             return [bad for read in reads for bad in self._read_run(read, buffer)]
-        threads = min(len(reads), cores() + 2, max(1, (budget or 1 << 40) // most), SLOTS)
+        threads = min(len(reads), _readers(), max(1, (how.budget or 1 << 40) // most))
         failed: list[tuple[Place, list[Want], str]] = []
         with Crew() as crew:
             source = Shared(reads, crew)
@@ -198,6 +219,8 @@ class Objects:
 
             def work() -> None:
                 with pool.lease() as slot:
+                    if how.prepare is not None:
+                        how.prepare(slot)
                     for read in source:
                         failed.extend(self._read_run(read, slot.view, bulk=total >= _BULK_BYTES))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from casnap import buffers
-from casnap.buffers import address_of, view_at
+from casnap.buffers import Slot, address_of, view_at
 from casnap.capture import random_states_first
 from casnap.containers import segment_of
 from casnap.contents import Contents, split_digests
@@ -21,9 +21,10 @@ from casnap.flatten import inflate, tensor_targets
 from casnap.format import INLINE_BYTES, Entry, Payload, TensorEntry, payload_of
 from casnap.grid import Grid, grid_of
 from casnap.indexing import Index, Selection, select
-from casnap.objects import Want
+from casnap.objects import ReadOptions, Want
 from casnap.pipeline import collector_paused
 from casnap.region import Region
+from casnap.staging import pin
 from casnap.state import RNGState, Stateful
 from casnap.tensors import Leaf, allocate, assemble, carrier_dtype, is_fillable, itemsize_of
 
@@ -81,11 +82,15 @@ class Loading:
     def load(self, budget: int | None = None) -> dict[str, Leaf]:
         """Read everything, verified, and return it by path."""
         with collector_paused():
-            self._contents.objects.fetch(self._wants(), budget)
+            self._contents.objects.fetch(self._wants(), ReadOptions(budget, self._prepare()))
         return {
             path: Leaf(path, entry, bytes(content) if isinstance(content, bytearray) else content)
             for path, entry, content in self._leaves
         }
+
+    def _prepare(self) -> Callable[[Slot], None] | None:
+        on_gpu = any(isinstance(c, torch.Tensor) and c.is_cuda for _, _, c in self._leaves)
+        return pin if on_gpu else None
 
     def _wants(self) -> Iterator[Want]:
         for path, entry, content in self._leaves:
@@ -379,7 +384,8 @@ def _read_tensor(
         loading.add(path, entry, carrier)
         loading.load(budget)
     else:
-        contents.objects.fetch(_selected(contents, path, entry, selection, carrier), budget)
+        wants = _selected(contents, path, entry, selection, carrier)
+        contents.objects.fetch(wants, ReadOptions(budget, pin if carrier.is_cuda else None))
     if in_place:
         return obj_out
     value: Any = assemble(Leaf(path, part, carrier))

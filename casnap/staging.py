@@ -112,14 +112,14 @@ def _blocks(grid: Grid) -> Iterator[tuple[int, list[int], Region]]:
             yield cells[0], [grid.cell_bytes(c) for c in cells], region
 
 
+# Not the pool that packs are written from: whoever holds a piece may have to wait for that one.
+_pinned = Pool(MAX_CHUNK_SIZE, 4)
+
+
 def _from_cuda(number: int, first: int, sizes: list[int], block: torch.Tensor) -> Piece:
     """Begin to copy a contiguous block into pinned memory, on a stream of its own."""
     slot = _pinned.take()
-    if not slot.pinned:
-        address = buffers.address_of(slot.view)
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(runtime.cudaHostRegister(address, len(slot.view), 0))
-        slot.pinned = True
+    pin(slot)
     target = torch.frombuffer(slot.view, dtype=torch.uint8, count=block.nbytes)
     stream = _side_stream(block.device)
     stream.wait_stream(torch.cuda.current_stream(block.device))
@@ -133,8 +133,15 @@ def _from_cuda(number: int, first: int, sizes: list[int], block: torch.Tensor) -
     )
 
 
-# Not the pool that packs are written from: whoever holds a piece may have to wait for that one.
-_pinned = Pool(MAX_CHUNK_SIZE, 4)
+def pin(slot: Slot) -> None:
+    """Have the GPU's driver know a slot, so that copies from and to it need no detour."""
+    if not slot.pinned:
+        address = buffers.address_of(slot.view)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(address, len(slot.view), 0))
+        slot.pinned = True
+
+
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 

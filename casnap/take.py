@@ -83,8 +83,8 @@ def take(
         StoreError: The store failed; nothing was committed.
     """
     started = time.monotonic()
-    _check(objects, name, options)
     with _capture(objects, app_state, options) as capture, _turn:
+        _check(objects, name, options)
         work = _Take(objects, name, capture, options, started)
         for _ in range(_FENCED_TRIES - 1):
             try:
@@ -103,9 +103,9 @@ def async_take(
     not hold the state until enough of it has been stored.
     """
     started = time.monotonic()
-    _check(objects, name, options)
     with _capture(objects, app_state, options) as capture, ExitStack() as turn:
         turn.enter_context(_turn)
+        _check(objects, name, options)
         _check(objects, name, options)  # again: the take that was waited for may have the name
         held = Held(options.max_staging_bytes)
         work = _Take(objects, name, capture, options, started)

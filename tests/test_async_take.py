@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -83,7 +82,7 @@ def check(snapshot, expected):
         assert_same(dict(snapshot.get_state_dict_for_key(key)), taken, key)
 
 
-# --- the moment of the call ---------------------------------------------------------------------
+# --- the moment of the call -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_staging_bytes", [None, 1, 1 << 30])
@@ -160,7 +159,7 @@ def test_random_states(store):
     assert_same(torch.rand(3), expected)
 
 
-# --- names and order ----------------------------------------------------------------------------
+# --- names and order --------------------------------------------------------------------------
 
 
 def test_path_and_store(tmp_path):
@@ -206,7 +205,7 @@ def test_a_name_that_a_pending_take_has_raises_at_the_call(store):
     assert pending.wait().read_object("s/x").shape == (300_000,)
 
 
-# --- errors --------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------
 
 
 def test_an_error_surfaces_in_wait(store, monkeypatch):
@@ -251,7 +250,7 @@ def test_an_error_does_not_keep_the_next_take_from_its_turn(store, monkeypatch, 
             pending.wait()
 
 
-# --- exit -----------------------------------------------------------------------------------------
+# --- exit -------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys, threading, time
@@ -322,7 +321,7 @@ store.async_take({"s": StateDict(x=torch.randn(300_000))}, "unseen")
     assert store.snapshots() == []
 
 
-# --- memory ---------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------------------------
 
 
 def anonymous():
@@ -330,7 +329,7 @@ def anonymous():
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
 def test_buffers_are_used_again(store):
     x = torch.randint(0, 255, (96 << 20,), dtype=torch.uint8)
     sizes = []

@@ -62,7 +62,10 @@ def by_path(changes: list[Change]) -> dict[str, tuple[str, int, int]]:
 
 
 def test_equal_snapshots_do_not_differ(store: Store, reads: Counter[bytes]) -> None:
-    a, b = take(store, "a", x=1, t=chunks_of_floats(2)), take(store, "b", x=1, t=chunks_of_floats(2))
+    a, b = (
+        take(store, "a", x=1, t=chunks_of_floats(2)),
+        take(store, "b", x=1, t=chunks_of_floats(2)),
+    )
     reads.clear()
     assert not diff(a, b)
     assert diff(a, b).changes == []
@@ -170,9 +173,7 @@ def test_only_leaves_that_differ_are_read(store: Store, reads: Counter[bytes]) -
     assert len(reads) == 6
 
 
-def test_lists_of_chunks_are_read_where_entries_differ(
-    store: Store, reads: Counter[bytes]
-) -> None:
+def test_lists_of_chunks_are_read_where_entries_differ(store: Store, reads: Counter[bytes]) -> None:
     same, other = chunks_of_floats(6), chunks_of_floats(7)
     a = take(store, "a", same=same, other=other)
     other[0] += 1

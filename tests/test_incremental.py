@@ -183,13 +183,15 @@ def test_compressed_stores(tmp_path):
     assert plain.take({"s": StateDict(x=x)}, "plain").stats.new_bytes < TREE
     for name in ("packed", "plain"):
         assert_same(plain[name].read_object("s/x"), x)
-        assert_same(plain[name].read_object("s/x", index=(slice(5, 90, 3), 7)), x[5:90:3, 7].clone())
+        assert_same(
+            plain[name].read_object("s/x", index=(slice(5, 90, 3), 7)), x[5:90:3, 7].clone()
+        )
         for out in (torch.zeros(100, 1000), torch.zeros(1000, 100, dtype=torch.float64).t()):
             plain[name].restore({"s": StateDict(x=out)})
             assert torch.equal(out, x.to(out.dtype))
 
 
-# --- two at once ------------------------------------------------------------------------------------
+# --- two at once ------------------------------------------------------------------------------
 
 STEPS = 6
 

@@ -31,11 +31,18 @@ def test_all_is_what_is_exported():
 def test_the_names_of_torchsnapshot_are_here():
     for name in ("Snapshot", "PendingSnapshot", "StateDict", "RNGState", "Stateful"):
         assert name in casnap.__all__
-    assert list(inspect.signature(casnap.Snapshot).parameters)[:3] == ["path", "pg", "storage_options"]
+    assert list(inspect.signature(casnap.Snapshot).parameters)[:3] == [
+        "path",
+        "pg",
+        "storage_options",
+    ]
     for take in (casnap.Snapshot.take, casnap.Snapshot.async_take):
         first = list(inspect.signature(take).parameters)[:5]
         assert first == ["path", "app_state", "pg", "replicated", "storage_options"]
-    assert list(inspect.signature(casnap.Snapshot.restore).parameters)[1:3] == ["app_state", "strict"]
+    assert list(inspect.signature(casnap.Snapshot.restore).parameters)[1:3] == [
+        "app_state",
+        "strict",
+    ]
     read = list(inspect.signature(casnap.Snapshot.read_object).parameters)
     assert read[1:4] == ["path", "obj_out", "memory_budget_bytes"]
 
@@ -45,7 +52,8 @@ def methods():
         (kind, name)
         for kind in CLASSES
         for name, value in vars(kind).items()
-        if not name.startswith("_") and (callable(value) or isinstance(value, property | classmethod))
+        if not name.startswith("_")
+        and (callable(value) or isinstance(value, property | classmethod))
     ]
 
 
@@ -88,7 +96,12 @@ def test_the_protocol_is_that_of_torch():
     import torch
 
     model = torch.nn.Linear(1, 1)
-    for value in (model, torch.optim.SGD(model.parameters()), casnap.StateDict(), casnap.RNGState()):
+    for value in (
+        model,
+        torch.optim.SGD(model.parameters()),
+        casnap.StateDict(),
+        casnap.RNGState(),
+    ):
         assert isinstance(value, casnap.Stateful)
     assert not isinstance({}, casnap.Stateful)
 

@@ -49,7 +49,7 @@ def snapshot(store):
     return store.take({"model": StateDict(state), "other": StateDict(x=1)}, "run/step_1")
 
 
-# --- whole -------------------------------------------------------------------------------------
+# --- whole ------------------------------------------------------------------------------------
 
 
 def test_whole_tensors_with_and_without_a_rank(snapshot):
@@ -104,13 +104,15 @@ def test_a_wrong_path_suggests_the_nearest(snapshot, path, near):
     assert path in str(e.value)
 
 
-@pytest.mark.parametrize("path", ["", "/", "0", "0/", "//", "..", "0/model/", "0/model//", "%", "\ud800"])
+@pytest.mark.parametrize(
+    "path", ["", "/", "0", "0/", "//", "..", "0/model/", "0/model//", "%", "\ud800"]
+)
 def test_paths_that_are_none(snapshot, path):
     with pytest.raises(EntryNotFoundError):
         snapshot.read_object(path)
 
 
-# --- parts -------------------------------------------------------------------------------------
+# --- parts ------------------------------------------------------------------------------------
 
 
 def bounds(size):
@@ -131,7 +133,14 @@ def indices(draw, shape):
         at = draw(st.integers(0, len(items)))
         rest = len(items) - at
         # What follows an ellipsis counts from the end.
-        tail = [draw(slices(n) | (st.integers(-n, n - 1) if n else st.nothing())) for n in shape[len(shape) - rest :]] if rest else []
+        tail = (
+            [
+                draw(slices(n) | (st.integers(-n, n - 1) if n else st.nothing()))
+                for n in shape[len(shape) - rest :]
+            ]
+            if rest
+            else []
+        )
         items = [*items[:at], ..., *tail]
     if len(items) == 1 and draw(st.booleans()):
         return items[0]
@@ -229,7 +238,7 @@ def test_only_tensors_take_an_index(snapshot):
             snapshot.read_object(path, index=0)
 
 
-# --- into memory that is there --------------------------------------------------------------------
+# --- into memory that is there ----------------------------------------------------------------
 
 
 def test_into_a_tensor(snapshot):
@@ -292,7 +301,7 @@ def test_into_what_is_no_tensor(snapshot):
         snapshot.read_object("0/model/3", [0] * 9)
 
 
-# --- no more than is needed -----------------------------------------------------------------------
+# --- no more than is needed -------------------------------------------------------------------
 
 
 def count_reads(monkeypatch, snapshot):

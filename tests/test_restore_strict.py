@@ -149,7 +149,7 @@ def test_a_module_on_the_meta_device_holds_nothing_to_restore_into(store):
     assert_same(dict(hollow.state_dict()), dict(snapshot.get_state_dict_for_key("m")))
 
 
-# --- modules that change the state on its way --------------------------------------------------
+# --- modules that change the state on its way -------------------------------------------------
 
 
 class Renaming(Net):

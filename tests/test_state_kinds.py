@@ -228,7 +228,7 @@ def test_a_cycle_is_refused(store):
         store.take({"s": StateDict(ring=ring)}, "step")
 
 
-# --- numpy, values and containers ---------------------------------------------------------------
+# --- numpy, values and containers -------------------------------------------------------------
 
 
 def test_numpy(store):
@@ -248,7 +248,11 @@ def test_numpy(store):
         wide=np.uint64(2**64 - 1),
         string=np.str_("ü€\0"),
     )
-    views = {"reversed": big[::-2], "transposed": big.T, "broadcast": np.broadcast_to(big, (2, 200, 300))}
+    views = {
+        "reversed": big[::-2],
+        "transposed": big.T,
+        "broadcast": np.broadcast_to(big, (2, 200, 300)),
+    }
     for name, value in round_trip(store, **views).items():
         assert value.tobytes() == views[name].tobytes()
 
@@ -372,7 +376,9 @@ def test_very_long_and_many_keys(store):
     check(store, many={f"key {i}": i for i in range(3000)}, ints=dict.fromkeys(range(-2000, 2000)))
 
 
-@pytest.mark.parametrize("key", ["", "/", "%", "a/b", "%2F", "0", "ü€", "k" * 5000, "a.b", "..", " "])
+@pytest.mark.parametrize(
+    "key", ["", "/", "%", "a/b", "%2F", "0", "ü€", "k" * 5000, "a.b", "..", " "]
+)
 def test_any_key_of_the_app_state(store, key):
     state = {key: StateDict(x=torch.arange(100)), "other": StateDict(x=torch.zeros(3))}
     snapshot = store.take(state, next(names))

@@ -21,7 +21,9 @@ def store(tmp_path):
 
 
 def net(width=300):
-    return nn.Sequential(nn.Linear(20, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 5))
+    return nn.Sequential(
+        nn.Linear(20, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 5)
+    )
 
 
 def bits(app_state):
@@ -34,7 +36,7 @@ def bits(app_state):
     }
 
 
-# --- there and back ----------------------------------------------------------------------------
+# --- there and back ---------------------------------------------------------------------------
 
 
 def test_the_readme_of_torchsnapshots_users(tmp_path):
@@ -144,7 +146,7 @@ def test_a_stateful_that_fails(store):
         store.take({}, "step") and store.take({}, "step")
 
 
-# --- in place ----------------------------------------------------------------------------------
+# --- in place ---------------------------------------------------------------------------------
 
 
 def test_a_module_keeps_its_memory(store):
@@ -251,6 +253,24 @@ def test_a_view_of_other_strides_is_restored_in_place(store):
     other = torch.randn(300, 200)
     snapshot.restore({"s": StateDict(base=other, t=other.t())})
     assert raw(other) == raw(base)
+
+
+def test_chunks_that_lie_unaligned_in_their_pack(store):
+    """Small ones are packed closely; torch crashed where elements were copied from there."""
+    odd = {f"odd {i}": torch.full((65 + 2 * i,), i, dtype=torch.uint8) for i in range(9)}
+    numbers = {f"z {i}": torch.randn(5, 7 + i, dtype=torch.complex128) for i in range(9)}
+    mixed = {k: v for pair in zip(odd.items(), numbers.items(), strict=True) for k, v in pair}
+    snapshot = store.take({"s": StateDict(mixed)}, "step")
+    for dtype in (torch.complex128, torch.complex64):
+        live = StateDict(
+            {n: torch.zeros(t.shape[::-1], dtype=dtype).t() for n, t in numbers.items()}
+        )
+        where = {n: t.data_ptr() for n, t in live.items()}
+        snapshot.restore({"s": live})
+        for name, tensor in numbers.items():
+            assert live[name].data_ptr() == where[name]
+            assert raw(live[name]) == raw(tensor.to(dtype))
+            assert raw(snapshot.read_object(f"s/{name}", index=(..., 3))) == raw(tensor[..., 3])
 
 
 def test_what_cannot_be_filled_in_place_is_replaced(store):

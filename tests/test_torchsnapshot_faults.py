@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, namedtuple
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def check_that_it_is_noticed(snapshot, hurt, whole=()):
         snapshot.read_object(name)
 
 
-# --- no checksum: a bit flip loads silently, and restore of a truncated file succeeds ---------------
+# --- no checksum: a bit flip loads silently, and restore of a truncated file succeeds ---------
 
 
 def test_a_bit_flip_is_found_and_names_the_tensor(path):
@@ -84,14 +83,31 @@ def test_a_bit_flip_is_found_and_names_the_tensor(path):
 
 
 def test_a_truncated_file_is_found_and_names_the_tensors(path):
-    snapshot, state = take_three(path)
+    snapshot, _ = take_three(path)
     pack, offset = place_of(snapshot, "0/bad/w")
     content = pack.read_bytes()
     pack.write_bytes(content[: offset + 100])
     check_that_it_is_noticed(Snapshot(path), ["bad/w"])
-    # To take the same bytes again heals it.
-    pack.write_bytes(content)
-    Snapshot(path).restore({k: Spy() for k in state})
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "lose"])
+def test_to_take_the_same_bytes_again_heals_what_was_found_damaged(path, harm):
+    snapshot, state = take_three(path)
+    pack, offset = place_of(snapshot, "0/bad/w")
+    content = pack.read_bytes()
+    pack.unlink()
+    if harm != "lose":
+        broken = content[:offset] if harm == "cut" else bytes(len(content))
+        pack.write_bytes(broken)
+    with pytest.raises(DamagedError, match="to take the same bytes again stores them anew"):
+        Snapshot(path).restore({k: Spy() for k in state})
+    again = Snapshot.take(path.with_name("step_2"), state)
+    assert again.stats.new_bytes > 2_800_000
+    for opened in (again, Snapshot(path), snapshot):
+        fresh = {k: StateDict() for k in state}
+        opened.restore(fresh)
+        assert_same({k: dict(v) for k, v in fresh.items()}, {k: dict(v) for k, v in state.items()})
+    assert Snapshot.take(path.with_name("step_3"), state).stats.new_bytes < 100_000
 
 
 def test_a_missing_file_is_found_and_names_the_tensors(path):
@@ -116,7 +132,7 @@ def test_what_a_file_holds_at_another_place_is_no_tensor(path):
     assert set(e.value.paths) == {"s/x", "s/y"}
 
 
-# --- async_take of CPU tensors stores values that are changed after it returned -----------------------
+# --- async_take of CPU tensors stores values that are changed after it returned ---------------
 
 
 def test_an_async_take_stores_the_values_of_its_call(path):
@@ -130,7 +146,7 @@ def test_an_async_take_stores_the_values_of_its_call(path):
     assert snapshot.read_object("0/p/step") == 1
 
 
-# --- 50,000 entries: 10 s to open, half a second for each read_object ------------------------------
+# --- 50,000 entries: 10 s to open, half a second for each read_object -------------------------
 
 
 def test_fifty_thousand_entries_are_opened_and_read_one_by_one(path):
@@ -157,7 +173,7 @@ def nodes_read(snapshot):
     return reads
 
 
-# --- a budget of 16 MiB took 747 MB for 400 MB, and gave the tensor back flat -----------------------
+# --- a budget of 16 MiB took 747 MB for 400 MB, and gave the tensor back flat -----------------
 # The measurement is test_read_object.py's test_the_budget_holds.
 
 
@@ -171,7 +187,7 @@ def test_a_tensor_read_within_a_budget_keeps_its_shape(path):
     assert_same(out, tensor)
 
 
-# --- kinds of state that fail, or that are saved and cannot be loaded -------------------------------
+# --- kinds of state that fail, or that are saved and cannot be loaded -------------------------
 
 
 def check_round_trip(path, **values):
@@ -204,7 +220,9 @@ def test_dtypes_that_it_does_not_know(path, name):
     dtype = getattr(torch, name, None)
     if dtype is None:
         pytest.skip(f"torch {torch.__version__} has no {name}")
-    check_round_trip(path, big=noise(dtype, (300, 900)), small=noise(dtype, ()), none=noise(dtype, (0,)))
+    check_round_trip(
+        path, big=noise(dtype, (300, 900)), small=noise(dtype, ()), none=noise(dtype, (0,))
+    )
 
 
 Pair = namedtuple("Pair", "a b")
@@ -226,7 +244,7 @@ def test_a_dict_of_bools_is_not_empty_afterwards(path):
     check_round_trip(path, d={True: 1, False: 2}, mixed={1: "a", "1": "b", 2.5: "c", None: "d"})
 
 
-# --- identical and tied tensors are stored each time -------------------------------------------------
+# --- identical and tied tensors are stored each time ------------------------------------------
 
 
 def test_identical_tensors_are_stored_once(path):
@@ -239,7 +257,9 @@ def test_identical_tensors_are_stored_once(path):
 
 def test_tied_tensors_are_stored_once_and_stay_tied(path):
     def tied():
-        model = torch.nn.ModuleDict({"a": torch.nn.Linear(300, 300), "b": torch.nn.Linear(300, 300)})
+        model = torch.nn.ModuleDict(
+            {"a": torch.nn.Linear(300, 300), "b": torch.nn.Linear(300, 300)}
+        )
         model["b"].weight = model["a"].weight
         return model
 
@@ -251,7 +271,7 @@ def test_tied_tensors_are_stored_once_and_stay_tied(path):
     assert_same(other["a"].weight, model["a"].weight)
 
 
-# --- a retake on the same path leaves orphans -----------------------------------------------------
+# --- a retake on the same path leaves orphans -------------------------------------------------
 
 
 def test_a_retake_on_the_same_path_is_refused(path):
@@ -291,8 +311,6 @@ def test_a_restore_takes_no_second_copy(path):
     snapshot = Snapshot.take(path, {"s": StateDict(x=x)})
     live = StateDict(x=torch.zeros(3_000_000))
     where = live["x"].data_ptr()
-    started = time.monotonic()
     snapshot.restore({"s": live})
-    assert time.monotonic() - started < 60
     assert live["x"].data_ptr() == where
     assert_same(live["x"], x)

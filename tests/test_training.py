@@ -127,7 +127,9 @@ CASES = [(name, options) for name, cases in OPTIMIZERS.items() for options in ca
 
 def test_every_optimizer_has_a_case():
     of_torch = {
-        n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
+        n
+        for n, c in vars(torch.optim).items()
+        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
     }
     assert of_torch - {"Optimizer"} <= set(OPTIMIZERS)
 
@@ -179,7 +181,9 @@ SCHEDULERS = {
 
 def test_every_scheduler_has_a_case():
     of_torch = {
-        n for n, c in vars(sched).items() if isinstance(c, type) and issubclass(c, sched.LRScheduler)
+        n
+        for n, c in vars(sched).items()
+        if isinstance(c, type) and issubclass(c, sched.LRScheduler)
     }
     assert of_torch - {"LRScheduler", "_LRScheduler"} <= set(SCHEDULERS)
 
@@ -202,7 +206,9 @@ def test_grad_scaler(store):
 
     run, other = scaler(64.0), scaler(2.0)
     run.update(32.0)
-    snapshot = store.take({"scaler": run, "disabled": torch.amp.GradScaler("cpu", enabled=False)}, "s")
+    snapshot = store.take(
+        {"scaler": run, "disabled": torch.amp.GradScaler("cpu", enabled=False)}, "s"
+    )
     snapshot.restore({"scaler": other})
     assert_same(other.state_dict(), run.state_dict())
     assert other.get_scale() == 32.0

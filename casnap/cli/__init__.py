@@ -80,7 +80,7 @@ class Commands(click.Group):
             raise Failure(f"{where}{e.strerror or e}") from e
 
 
-@click.group(cls=Commands, epilog=EXAMPLES, context_settings={"max_content_width": 100})
+@click.group("casnap", cls=Commands, epilog=EXAMPLES, context_settings={"max_content_width": 100})
 @click.version_option(casnap.__version__, message="%(prog)s %(version)s")
 def cli() -> None:
     """A content-addressed, deduplicating checkpoint store for PyTorch."""

@@ -89,8 +89,7 @@ def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
     else:
         known, value = small_value(contents, bare, entry)
         if known:
-            plain = value is None or isinstance(value, bool | int | float | str)
-            facts["value"] = value if plain else repr(value)
+            facts["value"] = value
     return facts, entry
 
 

@@ -32,7 +32,8 @@ def _contender(settings: Settings, work: str, name: str, gib: float) -> list[Row
     rows = []
     for verb in ("take", "restore in place"):
         extra = call(extra_bytes, settings, name=name, verb=verb, gib=gib, path=str(path))
-        row = Row(f"{work} of {verb}, {gib:g} GiB", name, f"{extra / MIB:.0f} MiB")
+        who = name if verb == "take" else peers.loaded_by(name)
+        row = Row(f"{work} of {verb}, {gib:g} GiB", who, f"{extra / MIB:.0f} MiB")
         if name == peers.CASNAP:
             row = row.within(extra, _BOUND, "≤ 400 MiB")
         rows.append(row)
