@@ -230,9 +230,12 @@ def _remove(folder: Path) -> None:
 def _map_environment(folder: Path) -> lmdb.Environment:
     for size in _MAP_SIZES:
         try:
-            return lmdb.open(
+            env = lmdb.open(
                 str(folder), map_size=size, max_dbs=3, sync=False, metasync=False, mode=0o600
             )
+            # Processes that were killed leave their places in the table of readers, which is short.
+            env.reader_check()
+            return env
         except (lmdb.MemoryError, MemoryError):
             continue
     raise lmdb.Error("no address space for the map")

@@ -144,7 +144,7 @@ def test_what_belongs_to_a_rank_is_named_by_it(store: Store) -> None:
         np.ones(1000, dtype="datetime64[s]"),
         "x" * 1000,
         list(range(100_000)),
-        {i: None for i in range(100)},
+        dict.fromkeys(range(100)),
     ],
     ids=lambda value: str(getattr(value, "dtype", type(value).__name__)),
 )
@@ -237,8 +237,8 @@ def references(contents: Contents) -> set[bytes]:
     for digest in {digest for subtree in subtrees for digest in subtree.values()}:
         tree = contents.tree(digest)
         found |= {digest, *(leaf for _, leaf, _ in tree.children)}
-        for _, entry in tree.items():
-            found.update(below(payload_of(entry)))
+        entries = dict(tree.items())
+        found.update(d for entry in entries.values() for d in below(payload_of(entry)))
     return found
 
 
