@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from casnap.buffers import shared_pool
 from casnap.codec import Codec
 from casnap.digest import Digest, digest_of
-from casnap.errors import FencedError, StorageFullError
+from casnap.errors import FencedError, StorageFullError, UnsupportedFormatError
 from casnap.format import (
+    KNOWN_FEATURES,
     NodeRef,
     PackId,
     Place,
@@ -54,9 +55,18 @@ class Transaction:
     Attributes:
         base: The index as the root sees it that this change is based on.
         commit: The id that tells the own root from others.
+
+    Raises:
+        UnsupportedFormatError: The store uses a feature that its writers have to know.
     """
 
     def __init__(self, objects: Objects, crew: Crew, codec: Codec = Codec.RAW) -> None:
+        unknown = set(objects.config.write_features) - KNOWN_FEATURES
+        if unknown:
+            raise UnsupportedFormatError(
+                f"to write to {objects.backend.uri} needs features that this casnap lacks: "
+                f"{', '.join(sorted(unknown))}; update casnap"
+            )
         self._objects = objects
         self.base: View = objects.view()
         self.commit = os.urandom(16)

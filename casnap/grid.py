@@ -51,7 +51,8 @@ class Grid:
     def sizes(self) -> Iterator[int]:
         """Yield the bytes of every cell, in order."""
         if self.count < 2:
-            yield from (self.cell_bytes(0),) * self.count
+            if self.count:
+                yield self.cell_bytes(0)
             return
         full = self.cell_bytes(0)
         last = self.cell_bytes(self.rows - 1)
