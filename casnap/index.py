@@ -233,11 +233,11 @@ def _map_environment(folder: Path) -> lmdb.Environment:
             env = lmdb.open(
                 str(folder), map_size=size, max_dbs=3, sync=False, metasync=False, mode=0o600
             )
-            # Processes that were killed leave their places in the table of readers, which is short.
-            env.reader_check()
-            return env
         except (lmdb.MemoryError, MemoryError):
             continue
+        # Processes that were killed leave their places in the table of readers, which is short.
+        env.reader_check()
+        return env
     raise lmdb.Error("no address space for the map")
 
 
