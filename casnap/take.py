@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,12 +61,21 @@ class TakeOptions:
 
 
 # One take at a time in a process: pending ones keep their order, and share their buffers.
+# A lock around what a caller does, and the take that goes on after that: an interrupt could lose
+# a lock that one thread hands to another.
 _turn = threading.Lock()
+_last: PendingTake | None = None
 
 
 def _free_turn_after_fork() -> None:
-    global _turn
-    _turn = threading.Lock()
+    global _turn, _last
+    _turn, _last = threading.Lock(), None
+    _pending.clear()
+
+
+def _wait_for_last() -> None:
+    if _last is not None:
+        _last.wait_for_end()
 
 
 os.register_at_fork(after_in_child=_free_turn_after_fork)
@@ -84,6 +93,7 @@ def take(
     """
     started = time.monotonic()
     with _capture(objects, app_state, options) as capture, _turn:
+        _wait_for_last()
         _check(objects, name, options)
         work = _Take(objects, name, capture, options, started)
         for _ in range(_FENCED_TRIES - 1):
@@ -103,13 +113,13 @@ def async_take(
     not hold the state until enough of it has been stored.
     """
     started = time.monotonic()
-    with _capture(objects, app_state, options) as capture, ExitStack() as turn:
-        turn.enter_context(_turn)
+    with _capture(objects, app_state, options) as capture, _turn:
+        _wait_for_last()
         _check(objects, name, options)
         _check(objects, name, options)  # again: the take that was waited for may have the name
         held = Held(options.max_staging_bytes)
         work = _Take(objects, name, capture, options, started)
-        pending = PendingTake(name, lambda: _run_held(work, held), turn)
+        pending = PendingTake(name, lambda: _run_held(work, held))
         try:
             held.fill(capture.pieces(), when_full=pending.start)
         except BaseException:
@@ -302,14 +312,12 @@ class PendingTake:
     Args:
         name: The snapshot's name.
         finish: What is left to do.
-        turn: Held until that is done.
     """
 
-    def __init__(self, name: str, finish: Callable[[], Row], turn: ExitStack) -> None:
+    def __init__(self, name: str, finish: Callable[[], Row]) -> None:
         self.name = name
         self.error_seen = False
         self._finish = finish
-        self._turn = turn
         self._row: Row | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -321,34 +329,42 @@ class PendingTake:
         return self._thread is not None
 
     def start(self) -> None:
-        """Start the thread, unless it was; it gives the turn back."""
+        """Start the thread, unless it was; other takes wait for its end."""
+        global _last
         with self._lock:
             if self._thread is None:
-                turn = self._turn.pop_all()
-                self._thread = Worker(lambda: self._run(turn), "casnap-async-take")
+                self._thread = Worker(self._run, "casnap-async-take")
+                _last = self
                 _pending.add(self)
                 self._thread.start()
 
-    def _run(self, turn: ExitStack) -> None:
-        with turn:
-            try:
-                self._row = self._finish()
-                _pending.discard(self)
-            except BaseException as e:  # noqa: BLE001 - raised by wait
-                self._error = e
+    def _run(self) -> None:
+        try:
+            self._row = self._finish()
+            _pending.discard(self)
+        except BaseException as e:  # noqa: BLE001 - raised by wait
+            self._error = e
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return self._thread is not None and self._thread.ended
 
-    def wait(self) -> Row:
-        """Wait for the end; return the row or raise what went wrong."""
+    def wait_for_end(self) -> None:
+        """Wait for the end, good or bad."""
         assert self._thread is not None
         self._thread.wait()
+
+    def wait(self) -> Row:
+        """Wait for the end; return the row or raise what went wrong."""
+        self.wait_for_end()
         if self._error is not None:
             self.error_seen = True
             raise self._error
-        assert self._row is not None
+        if self._row is None:
+            raise StateError(
+                f"the take of {self.name!r} goes on in the process that began it; wait for it "
+                "there, not in a fork"
+            )
         return self._row
 
 

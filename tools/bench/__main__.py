@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -48,6 +49,7 @@ def main() -> int:
         quick=quick,
     )
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         settings = calibrated(settings)
         rows, failed = _measured(settings, options.only or list(SECTIONS))
@@ -73,20 +75,22 @@ def _options() -> argparse.Namespace:
 
 
 def _measured(settings: Settings, names: list[str]) -> tuple[list[Row], bool]:
+    """Return the rows and whether a section failed; what an interrupted run has is kept."""
     rows: list[Row] = []
     failed = False
-    for name in names:
-        measure, workloads = SECTIONS[name]
-        for workload in workloads:
-            title = _named(workload, settings)
-            start = time.monotonic()
-            try:
-                rows += [Row(**row) for row in call(measure, settings, workload=title)]
-            except RuntimeError as error:
-                failed = True
-                rows.append(Row(f"{name}: {title}", "failed", "", verdict="**miss**"))
-                print(f"  {error}", file=sys.stderr)
-            print(f"{name}, {title}: {time.monotonic() - start:.0f} s", file=sys.stderr)
+    for name, workload in [(name, each) for name in names for each in SECTIONS[name][1]]:
+        title = _named(workload, settings)
+        start = time.monotonic()
+        try:
+            rows += [Row(**row) for row in call(SECTIONS[name][0], settings, workload=title)]
+        except RuntimeError as error:
+            failed = True
+            rows.append(Row(f"{name}: {title}", "failed", "", verdict="**miss**"))
+            print(f"  {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            rows.append(Row(f"{name}: {title}", "interrupted", ""))
+            return rows, True
+        print(f"{name}, {title}: {time.monotonic() - start:.0f} s", file=sys.stderr)
     return rows, failed
 
 
