@@ -37,12 +37,20 @@ class Slot:
         self.pinned = False
 
 
+_all_pools: list[Pool] = []
+
+
 class Pool:
     """A bounded set of equal slots, the warmest handed out first."""
 
     def __init__(self, slot_bytes: int, limit: int | None) -> None:
         self.slot_bytes = slot_bytes
         self.limit = limit
+        self.begin_anew()
+        _all_pools.append(self)
+
+    def begin_anew(self) -> None:
+        """Forget all slots."""
         self._made = 0
         self._free: list[Slot] = []
         self._changed = threading.Condition()
@@ -89,16 +97,20 @@ def shared_pool(at_least: int) -> Pool:
     """Return the process's pool of slots that hold ``at_least`` bytes each."""
     nbytes = max(SLOT_BYTES, -(-at_least // PAGE) * PAGE)
     with _lock:
-        return _pools.setdefault(nbytes, Pool(nbytes, SLOTS))
+        if nbytes not in _pools:
+            _pools[nbytes] = Pool(nbytes, SLOTS)
+        return _pools[nbytes]
 
 
-def _forget_after_fork() -> None:
+def _begin_anew_after_fork() -> None:
+    """Empty all pools: the parent's slots are in use, and its locks may be held for ever."""
     global _lock
     _lock = threading.Lock()
-    _pools.clear()
+    for pool in _all_pools:
+        pool.begin_anew()
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_begin_anew_after_fork)
 
 
 def view_at(address: int, nbytes: int) -> memoryview:

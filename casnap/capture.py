@@ -9,9 +9,9 @@ import torch
 
 from casnap.buffers import bytes_at
 from casnap.containers import segment_of
-from casnap.errors import NotStatefulError
+from casnap.errors import NotStatefulError, UnsupportedTypeError
 from casnap.flatten import flatten
-from casnap.format import INLINE_BYTES, payload_of
+from casnap.format import INLINE_BYTES, MAX_PATH_CHARS, payload_of
 from casnap.grid import Grid
 from casnap.staging import Piece, grid_for, pieces_of
 from casnap.state import RNGState, Stateful
@@ -75,6 +75,11 @@ class Capture:
     def _look_at_leaves(self, chunk_size: int) -> None:
         seen: dict[int, int] = {}
         for i, leaf in enumerate(self.leaves):
+            if len(leaf.path) > MAX_PATH_CHARS:
+                raise UnsupportedTypeError(
+                    f"{leaf.path[:80]}…: a path of {len(leaf.path):,} characters is too long; "
+                    f"keys are names, of at most {MAX_PATH_CHARS:,} characters in all"
+                )
             nbytes = payload_of(leaf.entry).nbytes
             self.logical_bytes += nbytes
             if nbytes <= INLINE_BYTES:

@@ -34,7 +34,7 @@ from casnap.index import View
 from casnap.manifest import Tree
 from casnap.objects import Objects
 from casnap.pack import CHUNKS, NODES, PackFiller, PackWriter, new_id
-from casnap.pipeline import Crew, undisturbed
+from casnap.pipeline import Crew
 from casnap.roots import put_root
 
 _MERGE_AT = 8
@@ -205,9 +205,6 @@ class Transaction:
 
     def close(self) -> None:
         """Give memory back, and delete what was written if no root was ever tried."""
-        undisturbed(self._close)
-
-    def _close(self) -> None:
         self._node_filler.seal()
         for packs in (self._chunks, self._nodes):
             packs.close()

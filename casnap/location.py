@@ -15,7 +15,6 @@ import msgspec
 from casnap.backends import Backend, LocalBackend, backend_at
 from casnap.environment import crowded_folders, trust_file
 from casnap.errors import (
-    BackendError,
     InvalidNameError,
     NotAStoreError,
     StoreError,
@@ -158,10 +157,7 @@ def create_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE, aske
         raise ValueError(f"chunk_size is a power of two from 64 KiB to 64 MiB; got {chunk_size}")
     if isinstance(backend, LocalBackend):
         _check_place(backend.folder, asked=asked)
-        try:
-            backend.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise BackendError(f"{backend.folder} cannot be made: {e.strerror}") from e
+        backend.make()
     names = backend.names("")
     if CONFIG_KEY not in names:
         foreign = {"roots", "packs", "index"} & set(names)

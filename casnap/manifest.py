@@ -22,6 +22,7 @@ from casnap.format import encode
 V = TypeVar("V")
 
 _MOST_ITEMS = 4096
+_MOST_KEY_CHARS = 1 << 20
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""
@@ -53,11 +54,13 @@ def _ends_leaf(key: str) -> bool:
 def _cut(items: Iterable[tuple[str, V]]) -> Iterator[tuple[list[tuple[str, V]], bool]]:
     """Yield the items of each leaf, and whether it ended by itself or for want of more."""
     run: list[tuple[str, V]] = []
+    key_chars = 0
     for item in items:
         run.append(item)
-        if len(run) == _MOST_ITEMS or _ends_leaf(item[0]):
+        key_chars += len(item[0])
+        if len(run) == _MOST_ITEMS or key_chars >= _MOST_KEY_CHARS or _ends_leaf(item[0]):
             yield run, True
-            run = []
+            run, key_chars = [], 0
     if run:
         yield run, False
 

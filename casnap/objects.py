@@ -301,8 +301,8 @@ def _damaged(uri: str, failed: list[tuple[Want, str]]) -> DamagedError:
     more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
     hurt = f"; hurt: {', '.join(paths[:10])}{' …' if len(paths) > 10 else ''}" if paths else ""
     return DamagedError(
-        f"{uri}: {'; '.join(lines)}{more}{hurt}. Another snapshot may hold these whole; to take "
-        "the same bytes again stores them anew",
+        f"{uri}: {'; '.join(lines)}{more}{hurt}. To take the same bytes again in this process "
+        "stores them anew",
         paths,
     )
 

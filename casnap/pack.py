@@ -29,6 +29,8 @@ CHUNKS, NODES = b"p", b"t"
 _ALIGN_FROM = 64 << 10
 # More than one, so that the disk has work while another waits for its sync.
 _WRITERS = 3
+# A thread's first pack is a small one, so that the disk has work soon.
+_FIRST_BYTES = 12 << 20
 
 Raw: TypeAlias = memoryview | bytes
 Choose = Callable[[list[Digest]], list[bool]]
@@ -106,7 +108,7 @@ class PackWriter:
         self._full.put(pack)
 
     def _write_packs(self) -> None:
-        while (pack := self._next_full()) is not None:
+        while (pack := self._full.get()) is not None:
             try:
                 # After a failure packs are only given back, so that nobody waits for a slot.
                 if not self.crew.failed:
@@ -115,15 +117,6 @@ class PackWriter:
                 self.crew.fail(e)
             finally:
                 self.pool.release(pack.slot)
-
-    def _next_full(self) -> _FullPack | None:
-        while True:
-            try:
-                return self._full.get(timeout=1)
-            except queue.Empty:
-                # An interrupt may have kept whoever failed from telling us that it is over.
-                if self.crew.failed:
-                    return None
 
     def _write(self, pack: _FullPack) -> None:
         footer = pack_footer(self._kind, pack.records)
@@ -169,6 +162,7 @@ class PackFiller:
     def __init__(self, writer: PackWriter) -> None:
         self._writer = writer
         self._slot: Slot | None = None
+        self._first = True
         self._id = PackId(b"")
         self._fill = 0
         self._records: list[Record] = []
@@ -228,6 +222,8 @@ class PackFiller:
         if self._slot is None:
             return False
         footer = len(self._records) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
+        if self._first and self._fill > _FIRST_BYTES:
+            return False
         return self._fill + nbytes + footer <= len(self._slot.view)
 
     def _open(self) -> None:
@@ -277,6 +273,7 @@ class PackFiller:
         slot, self._slot = self._slot, None
         if slot is None:
             return
+        self._first = False
         if self._records:
             self._writer.hand_over(_FullPack(self._id, slot, self._fill, self._records))
         else:

@@ -130,10 +130,16 @@ class Crew:
                 raise
 
 
-def undisturbed(work: Callable[[], None]) -> None:
-    """Do some work to its end on a thread, which no interrupt reaches; raise it afterwards."""
+def undisturbed(work: Callable[[Crew], T]) -> T:
+    """Do some work on a thread of a crew, and return what it does.
+
+    An interrupt only comes to the main thread. There it makes the crew fail, so that the work
+    stops and cleans up where nothing disturbs it, and is raised afterwards.
+    """
+    done: list[T] = []
     with Crew() as crew:
-        crew.start(work)
+        crew.start(lambda: done.append(work(crew)))
+    return done[0]
 
 
 class Shared(Generic[T]):

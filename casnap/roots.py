@@ -69,10 +69,12 @@ def put_root(backend: Backend, root: Root) -> bool:
     try:
         if backend.put_if_absent(key, seal(b"r", encode(root))):
             return True
-    except Exception:
+    except Exception as e:  # noqa: BLE001 - whatever it was, what stands there decides
         try:
-            return read_root(backend, root.seq).commit == root.commit
+            ours = read_root(backend, root.seq).commit == root.commit
         except FileNotFoundError:
-            pass
-        raise
+            raise e from None
+        # It stands there, but whether it will after a crash is not known before this succeeds.
+        backend.sync()
+        return ours
     return read_root(backend, root.seq).commit == root.commit

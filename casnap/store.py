@@ -198,17 +198,21 @@ class Store:
             SnapshotNotFoundError: There is none of this name.
         """
         from casnap.commit import Transaction
-        from casnap.pipeline import Crew
+        from casnap.pipeline import Crew, undisturbed
         from casnap.table import removing
 
         full, row = self.full_name(name), self.row(name)
         backend = self.objects.backend
-        with Crew() as crew:
+        change = removing(full, row.commit, backend.uri)
+
+        def publish(crew: Crew) -> None:
             transaction = Transaction(self.objects, crew)
             try:
-                transaction.publish(removing(full, row.commit, backend.uri))
+                transaction.publish(change)
             finally:
                 transaction.close()
+
+        undisturbed(publish)
         backend.mark(f"{full}/{MARKER}", None)
 
     def diff(self, a: str, b: str) -> Diff:

@@ -124,7 +124,7 @@ def async_take(
             held.fill(capture.pieces(), when_full=pending.start)
         except BaseException:
             if not pending.started:
-                undisturbed(held.release)
+                undisturbed(lambda _: held.release())
             pending.error_seen = True
             raise
         pending.start()
@@ -190,22 +190,24 @@ class _Take:
     def run(self, batches: Iterable[list[Piece]]) -> Row:
         """Store what is new of these pieces, then the tree, and commit."""
         self._done_bytes = 0
-        with Crew() as crew:
-            transaction = Transaction(self._objects, crew, self._options.codec)
-            try:
-                source = Shared(batches, crew)
-                crew.join(crew.start(lambda: self._hash(source, transaction), min(cores(), 8)))
-                with collector_paused():
-                    manifest = encode(self._manifest(transaction))
-                row = self._commit(transaction, manifest)
-            except BaseException as e:
-                crew.fail(e)
-                raise
-            finally:
-                transaction.close()
+        row = undisturbed(lambda crew: self._store(batches, crew))
         self._mark(row)
         self._options.committed(row)
         return row
+
+    def _store(self, batches: Iterable[list[Piece]], crew: Crew) -> Row:
+        transaction = Transaction(self._objects, crew, self._options.codec)
+        try:
+            source = Shared(batches, crew)
+            crew.join(crew.start(lambda: self._hash(source, transaction), min(cores(), 8)))
+            with collector_paused():
+                manifest = encode(self._manifest(transaction))
+            return self._commit(transaction, manifest)
+        except BaseException as e:
+            crew.fail(e)
+            raise
+        finally:
+            transaction.close()
 
     def _hash(self, source: Shared[list[Piece]], transaction: Transaction) -> None:
         writer = transaction.chunk_writer()

@@ -182,10 +182,11 @@ class Calls:
             )
             if hit and not self._after:
                 self._strike()
-            result = real(*args, **kwargs)
-            if hit and self._after:
-                self._strike()
-            return result
+            try:
+                return real(*args, **kwargs)
+            finally:
+                if hit and self._after:
+                    self._strike()
 
         return call
 

@@ -31,6 +31,14 @@ class LocalBackend(Backend):
         self._unsynced: set[Path] = set()
         self._lock = threading.Lock()
 
+    def make(self) -> None:
+        """Make the folder itself, and those above it that are missing."""
+        missing = [f for f in (self.folder, *self.folder.parents) if not f.exists()]
+        with translated(self.uri):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            self._unsynced.update(folder.parent for folder in missing)
+
     def write(self, key: str, content: memoryview | bytes) -> None:
         """Write a file of its own name: under ``tmp/``, synced, then linked into place."""
         if not self._link(key, content):
@@ -94,7 +102,7 @@ class LocalBackend(Backend):
     def sync(self) -> None:
         """Make the names of new files durable."""
         with self._lock:
-            folders, self._unsynced = self._unsynced, set()
+            folders = list(self._unsynced)
         for folder in folders:
             with translated(str(folder)):
                 fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -102,6 +110,8 @@ class LocalBackend(Backend):
                     os.fsync(fd)
                 finally:
                     os.close(fd)
+            with self._lock:
+                self._unsynced.discard(folder)
 
     def read(self, key: str) -> bytes:
         """Return a whole file."""
