@@ -124,6 +124,11 @@ def random_states_first(app_state: Mapping[str, Stateful]) -> list[str]:
         NotStatefulError: A value lacks ``state_dict`` or ``load_state_dict``.
         RuntimeError: There are two random states.
     """
+    if not isinstance(app_state, Mapping):
+        raise NotStatefulError(
+            f"an app state is a dict of keys and Statefuls, like {{'model': model}}; got a "
+            f"{type(app_state).__qualname__}"
+        )
     for key, value in app_state.items():
         if not isinstance(key, str):
             raise NotStatefulError(f"the keys of an app state are str; got {key!r}")

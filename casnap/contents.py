@@ -55,6 +55,10 @@ class Contents:
         subtrees = [manifest.shared, *manifest.ranks.values()]
         if any(len(d) != DIGEST_SIZE for subtree in subtrees for d in subtree.values()):
             raise DamagedError(f"the manifest of {self.where} holds what is no digest")
+        if len(manifest.ranks) != self.row.world_size:
+            raise DamagedError(
+                f"{self.where} claims {self.row.world_size} ranks, but has {len(manifest.ranks)}"
+            )
         return manifest
 
     def subtrees(self, rank: int) -> dict[str, bytes]:
@@ -162,7 +166,7 @@ class Contents:
         for _ in range(payload.depth):
             if len(digests) > DIGEST_SIZE * max(grid.count, 1):
                 break
-            digests = b"".join(self.objects.node(d) for d in split_digests(digests))
+            digests = self._joined_lists(digests, grid.count, path)
         if len(digests) != DIGEST_SIZE * grid.count:
             raise DamagedError(
                 f"{self.where}: {path} lists {len(digests) / DIGEST_SIZE:g} chunks where its shape "
@@ -170,6 +174,18 @@ class Contents:
                 (path,),
             )
         return digests
+
+    def _joined_lists(self, digests: bytes, most: int, path: str) -> bytes:
+        """Return what lists hold, one behind the other; no more than it takes to see too many."""
+        joined = bytearray()
+        try:
+            for digest in split_digests(digests):
+                joined += self.objects.node(digest)
+                if len(joined) > DIGEST_SIZE * most:
+                    break
+        except DamagedError as e:
+            raise DamagedError(f"{e}; hurt: {path}", (path,)) from e
+        return bytes(joined)
 
 
 def split_digests(digests: bytes) -> list[Digest]:

@@ -75,6 +75,17 @@ def boot_id() -> str:
         return ""
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process of this number runs on this host."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
+
+
 def crowded_folders() -> set[Path]:
     """Return the folders in which no store is made unasked: ``/``, HOME and temp folders."""
     named = {"/", str(Path.home()), _temp_folder(), "/tmp", "/var/tmp", "/dev/shm"}

@@ -9,6 +9,7 @@ store and between its branches after a roll-back, or be deleted, and nothing but
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import struct
@@ -24,7 +25,7 @@ import lmdb
 
 from casnap.backends.base import Backend
 from casnap.digest import Digest, digest_of
-from casnap.environment import boot_id, cache_folder
+from casnap.environment import boot_id, cache_folder, is_running
 from casnap.errors import DamagedError
 from casnap.format import (
     ID_SIZE,
@@ -41,7 +42,9 @@ from casnap.format import (
 _log = logging.getLogger("casnap")
 _BARE_FACT = struct.Struct("<16sQIIB")
 _FACT = struct.Struct("<16sQIIBI")
+_WRITING = "writing-"
 _MAP_SIZES = (64 << 30, 1 << 30)
+_LOCK_BYTES = 8192
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,8 @@ class LmdbFacts(Facts):
 
     Every record carries a checksum and every node is verified, since a take believes what stands
     here. Commits are not synced: after a crash of the machine, which the boot id tells, the cache
-    is made anew.
+    is made anew. So it is after a process that died while it wrote: LMDB aborts where it finds its
+    own pages in disorder, and must not do so again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -151,7 +155,7 @@ class LmdbFacts(Facts):
         """Remember a segment, in one transaction."""
         joined = b"".join(packs)
         facts = sorted((d, _fact(d, p)) for d, p in records)
-        with self._env.begin(write=True) as txn:
+        with self._writing() as txn:
             with txn.cursor(self._places) as cursor:
                 cursor.putmulti(facts, dupdata=False)
             txn.put(segment, struct.pack("<I", zlib.crc32(joined)) + joined, db=self._segments)
@@ -176,8 +180,18 @@ class LmdbFacts(Facts):
 
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
         """Keep nodes."""
-        with self._env.begin(write=True, db=self._nodes) as txn, txn.cursor() as cursor:
+        with self._writing() as txn, txn.cursor(self._nodes) as cursor:
             cursor.putmulti(sorted(nodes))
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[lmdb.Transaction]:
+        mark = self.folder / f"{_WRITING}{os.getpid()}"
+        try:
+            mark.touch()
+            with self._env.begin(write=True) as txn:
+                yield txn
+        finally:
+            mark.unlink(missing_ok=True)
 
 
 def _u32(data: bytes) -> int:
@@ -203,7 +217,7 @@ def _open_environment(folder: Path) -> lmdb.Environment:
     """Open the cache, making it anew where it is of another boot, cut short or no LMDB."""
     boot = folder / "boot"
     with contextlib.suppress(OSError):
-        if boot.read_text() != boot_id():
+        if boot.read_bytes() != boot_id().encode() or _cut_off(folder):
             _remove(folder)
     for attempt in range(2):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -221,6 +235,14 @@ def _open_environment(folder: Path) -> lmdb.Environment:
     raise lmdb.Error(f"{folder} cannot be made anew")
 
 
+def _cut_off(folder: Path) -> bool:
+    """Whether a process died while it wrote."""
+    return any(
+        not is_running(int(mark.name.removeprefix(_WRITING)))
+        for mark in folder.glob(f"{_WRITING}[0-9]*")
+    )
+
+
 def _remove(folder: Path) -> None:
     import shutil  # slow to import, and needed for a cache that failed alone
 
@@ -228,6 +250,7 @@ def _remove(folder: Path) -> None:
 
 
 def _map_environment(folder: Path) -> lmdb.Environment:
+    _reserve(folder / "lock.mdb")
     for size in _MAP_SIZES:
         try:
             env = lmdb.open(
@@ -239,6 +262,19 @@ def _map_environment(folder: Path) -> lmdb.Environment:
         env.reader_check()
         return env
     raise lmdb.Error("no address space for the map")
+
+
+def _reserve(lock: Path) -> None:
+    """Take space for the table of readers, which LMDB writes by memory: on a full disk, fatal."""
+    fd = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, _LOCK_BYTES)
+    except OSError as e:
+        # Where it is not supported we must hope.
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+    finally:
+        os.close(fd)
 
 
 def _cut_short(env: lmdb.Environment, folder: Path) -> bool:

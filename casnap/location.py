@@ -23,6 +23,7 @@ from casnap.errors import (
 from casnap.format import (
     CONFIG_KEY,
     DEFAULT_CHUNK_SIZE,
+    KNOWN_FEATURES,
     MAX_CHUNK_SIZE,
     MIN_CHUNK_SIZE,
     Root,
@@ -32,6 +33,7 @@ from casnap.format import (
     root_key,
     seal,
 )
+from casnap.objects import read_config
 
 
 class Location(NamedTuple):
@@ -119,7 +121,8 @@ def find_store(folder: Path) -> Path | None:
 
 
 def _check_trusted(store: Path) -> None:
-    owner = (store / CONFIG_KEY).stat().st_uid
+    # Not followed: a link to a file of ours proves nothing.
+    owner = (store / CONFIG_KEY).lstat().st_uid
     if owner == os.geteuid():
         return
     try:
@@ -169,6 +172,9 @@ def create_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE, aske
         config = StoreConfig(os.urandom(16).hex(), chunk_size)
         content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
         backend.put_if_absent(CONFIG_KEY, content)
+    config = read_config(backend)  # a newer format is not ours to finish
+    if set(config.write_features) - KNOWN_FEATURES:
+        return
     # Folders may be there already, where a creation was cut off.
     if not any(map(backend.names, ("roots/0", "packs", "index"))):
         root = Root(seq=0, commit=os.urandom(16), time=0.0)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import islice
+from operator import ge
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -98,11 +100,8 @@ class Tree(Generic[V]):
         node = self._node(top)
         if isinstance(node, Branch):
             self.children = node.children
-            firsts = [c[0] for c in self.children]
-            if firsts != sorted(set(firsts)) or any(
-                len(c[1]) != DIGEST_SIZE for c in self.children
-            ):
-                raise DamagedError(f"tree node {top.hex()} is out of order")
+            if any(len(c[1]) != DIGEST_SIZE or c[2] < 1 for c in self.children):
+                raise DamagedError(f"tree node {top.hex()} lists what is no leaf")
         elif node.items:
             self._leaves[top] = node.items
             self.children = [(node.items[0][0], top, len(node.items))]
@@ -112,6 +111,9 @@ class Tree(Generic[V]):
             node: Leaf[V] | Branch = self._decoder.decode(self._load(digest))
         except (msgspec.DecodeError, RecursionError, ValueError) as e:
             raise DamagedError(f"tree node {digest.hex()} cannot be decoded: {e}") from e
+        keys = [item[0] for item in (node.children if isinstance(node, Branch) else node.items)]
+        if any(map(ge, keys, islice(keys, 1, None))):
+            raise DamagedError(f"tree node {digest.hex()} is out of order")
         return node
 
     def leaf(self, digest: Digest) -> list[tuple[str, V]]:

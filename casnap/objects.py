@@ -13,11 +13,12 @@ import msgspec
 from casnap.backends import Backend
 from casnap.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool
 from casnap.codec import decompress
-from casnap.digest import Digest, digest_of
+from casnap.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.errors import BackendError, DamagedError, NotAStoreError, UnsupportedFormatError
 from casnap.format import (
     CONFIG_KEY,
     FORMAT,
+    ID_SIZE,
     KNOWN_FEATURES,
     MAX_CHUNK_SIZE,
     MAX_NODE_BYTES,
@@ -26,6 +27,7 @@ from casnap.format import (
     Place,
     Root,
     StoreConfig,
+    id_from_name,
     pack_key,
 )
 from casnap.index import Index, View
@@ -41,6 +43,7 @@ _GAP = 64 << 10
 _READ_BYTES = 16 << 20
 _BULK_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20
+_MAX_OFFSET = 1 << 62
 
 Sink = Callable[[memoryview], None]
 """Takes the verified bytes of a chunk; called from any thread, must copy what it keeps."""
@@ -114,13 +117,15 @@ class Objects:
         Raises:
             DamagedError: It is nowhere, or nowhere whole.
         """
+        if len(digest) != DIGEST_SIZE:
+            raise DamagedError(f"{self.backend.uri}: {digest.hex()[:80]!r} is no digest of a node")
         cached = self.index.node(digest)
         if cached is not None:
             return cached
         if hint is not None:
             try:
                 return self._keep(digest, self._read_place(digest, hint))
-            except DamagedError:
+            except (DamagedError, BackendError):
                 _log.debug("the hint to node %s is stale", digest.hex())
         found: list[bytes] = []
         self.fetch([Want(digest, -1, lambda raw: found.append(bytes(raw)), "")])
@@ -138,8 +143,8 @@ class Objects:
         return node
 
     def _read_place(self, digest: Digest, place: Place) -> bytes:
-        if place.stored > MAX_NODE_BYTES or place.raw > MAX_NODE_BYTES:
-            raise DamagedError(f"node {digest.hex()} claims {place.raw} bytes")
+        if not _is_possible(place, MAX_NODE_BYTES):
+            raise DamagedError(f"the hint to node {digest.hex()} is no place in a pack")
         stored = memoryview(bytearray(place.stored))
         try:
             n = self.backend.read_into(pack_key(place.pack), place.offset, stored)
@@ -282,7 +287,12 @@ def _coalesced(found: list[tuple[Place, list[Want]]], most: int) -> Iterator[_Re
 def _plausible(place: Place, want: Want, chunk_size: int) -> bool:
     """Whether a place can be what is wanted, before memory is taken for it."""
     limit = chunk_size if want.nbytes >= 0 else MAX_NODE_BYTES
-    return (want.nbytes in (-1, place.raw)) and max(place.raw, place.stored) <= max(limit, 1 << 16)
+    return (want.nbytes in (-1, place.raw)) and _is_possible(place, max(limit, 1 << 16))
+
+
+def _is_possible(place: Place, limit: int) -> bool:
+    sizes_fit = 0 <= place.stored <= limit and 0 <= place.raw <= limit
+    return sizes_fit and 0 <= place.offset < _MAX_OFFSET and len(place.pack) == ID_SIZE
 
 
 def _proven(digest: Digest, place: Place, stored: memoryview) -> memoryview:
@@ -330,7 +340,7 @@ def read_config(backend: Backend) -> StoreConfig:
                 f"{where} is of format {version}, this casnap reads up to {FORMAT}; update casnap"
             )
         config = msgspec.json.decode(raw, type=StoreConfig)
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, RecursionError, ValueError) as e:
         raise DamagedError(f"{where} is damaged: {e}; restore it from a backup") from e
     unknown = set(config.read_features) - KNOWN_FEATURES
     if unknown:
@@ -342,7 +352,7 @@ def read_config(backend: Backend) -> StoreConfig:
     if (
         not MIN_CHUNK_SIZE <= size <= MAX_CHUNK_SIZE
         or size & (size - 1)
-        or len(config.store_id) != 32
+        or id_from_name(config.store_id) is None  # it names a folder of the cache
     ):
         raise DamagedError(f"{where} is damaged: chunk size {size}, id {config.store_id!r}")
     return config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
 from math import prod
@@ -26,7 +27,15 @@ from casnap.pipeline import collector_paused
 from casnap.region import Region
 from casnap.staging import pin
 from casnap.state import RNGState, Stateful
-from casnap.tensors import Leaf, allocate, assemble, carrier_dtype, is_fillable, itemsize_of
+from casnap.tensors import (
+    Leaf,
+    allocate,
+    assemble,
+    carrier_dtype,
+    check_shape,
+    is_fillable,
+    itemsize_of,
+)
 
 Progress = Callable[[int, int], None]
 
@@ -72,7 +81,10 @@ class Loading:
         payload = payload_of(entry)
         content: torch.Tensor | bytearray
         if isinstance(entry, TensorEntry):
-            content = target if target is not None else allocate(entry)
+            with _naming(self._contents, path):
+                if target is not None:
+                    check_shape(entry)
+                content = target if target is not None else allocate(entry)
         else:
             # Bytes are taken only once it is known that there are chunks for them.
             content = bytearray()
@@ -115,13 +127,12 @@ class Loading:
     def _fill_inline(
         self, path: str, entry: Entry, payload: Payload, content: torch.Tensor | bytearray
     ) -> None:
-        if len(payload.inline) != payload.nbytes:
-            raise DamagedError(f"{self._contents.where}: {path} is cut off", (path,))
+        inline = _inline(self._contents, path, payload)
         if isinstance(content, bytearray):
-            content.extend(payload.inline)
+            content.extend(inline)
         elif content.numel():
             assert isinstance(entry, TensorEntry)
-            raw = memoryview(bytearray(payload.inline))
+            raw = memoryview(bytearray(inline))
             content.detach().copy_(_as_tensor(raw, carrier_dtype(entry), tuple(content.shape)))
 
     def _counted(self, sink: Callable[[memoryview], None]) -> Callable[[memoryview], None]:
@@ -133,6 +144,21 @@ class Loading:
                 self._progress(self._done, self._total)
 
         return counted
+
+
+@contextmanager
+def _naming(contents: Contents, path: str) -> Iterator[None]:
+    """Say, where an entry contradicts itself, which one it is."""
+    try:
+        yield
+    except DamagedError as e:
+        raise DamagedError(f"{contents.where}: {path}: {e}", (path,)) from e
+
+
+def _inline(contents: Contents, path: str, payload: Payload) -> bytes:
+    if len(payload.inline) != payload.nbytes:
+        raise DamagedError(f"{contents.where}: {path} is cut off", (path,))
+    return payload.inline
 
 
 def _as_tensor(raw: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -365,6 +391,8 @@ def _read_tensor(
     if index is not None and entry.quantization is not None:
         whole: Any = _read_tensor(contents, path, entry, None, budget, None)
         return whole[index] if obj_out is None else obj_out.copy_(whole[index])
+    with _naming(contents, path):
+        check_shape(entry)
     selection = select(entry.shape, index)
     if obj_out is not None:
         _check_out(contents, path, selection.shape, obj_out)
@@ -423,8 +451,9 @@ def _selected(
     full = out.reshape(selection.sizes + item) if item else out
     for axis in selection.dropped if not item else ():
         full = full.unsqueeze(axis)
-    inline = entry.data.nbytes <= INLINE_BYTES
-    digests = [] if inline else split_digests(contents.digests(entry.data, grid, path))
+    payload = entry.data
+    inline = _inline(contents, path, payload) if payload.nbytes <= INLINE_BYTES else None
+    digests = split_digests(contents.digests(payload, grid, path)) if inline is None else []
     for number, source, target in selection.cells(grid):
         shape = grid.region(number).sizes + item
         box = full[target]
@@ -437,7 +466,7 @@ def _selected(
         ) -> None:
             box.copy_(_as_tensor(raw, dtype, shape)[source])
 
-        if inline:
-            sink(memoryview(bytearray(entry.data.inline)))
+        if inline is not None:
+            sink(memoryview(bytearray(inline)))
         else:
             yield Want(digests[number], grid.cell_bytes(number), sink, path)

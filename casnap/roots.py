@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from casnap.backends.base import Backend
-from casnap.errors import DamagedError, NotAStoreError
-from casnap.format import MAX_ROOT_BYTES, Root, decode, encode, root_key, seal, unseal
+from casnap.errors import BackendError, DamagedError, NotAStoreError, StorageFullError
+from casnap.format import ID_SIZE, MAX_ROOT_BYTES, Root, decode, encode, root_key, seal, unseal
 
 
 def newest_root(backend: Backend) -> Root:
@@ -56,6 +56,8 @@ def read_root(backend: Backend, seq: int) -> Root:
     root = decode(unseal(b"r", data, what), Root, what)
     if root.seq != seq:
         raise DamagedError(f"{what} says that it is root {root.seq}")
+    if any(len(ref.id) != ID_SIZE for ref in root.segments):
+        raise DamagedError(f"{what} names a segment by what is no id")
     return root
 
 
@@ -75,6 +77,12 @@ def put_root(backend: Backend, root: Root) -> bool:
         except FileNotFoundError:
             raise e from None
         # It stands there, but whether it will after a crash is not known before this succeeds.
-        backend.sync()
+        try:
+            backend.sync()
+        except StorageFullError as full:
+            # Not "full", which says that there is no root.
+            raise BackendError(
+                f"{backend.uri}/{key} was put, but may be lost if the machine crashes: {full}"
+            ) from full
         return ours
     return read_root(backend, root.seq).commit == root.commit

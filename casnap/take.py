@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from casnap.capture import Capture
+from casnap.capture import Capture, random_states_first
 from casnap.codec import Codec
 from casnap.commit import Transaction
 from casnap.digest import DIGEST_SIZE, Digest
@@ -24,7 +24,6 @@ from casnap.format import (
     INLINE_DIGESTS,
     LIST_DIGESTS,
     MARKER,
-    MAX_METADATA_BYTES,
     Manifest,
     Payload,
     Row,
@@ -38,7 +37,7 @@ from casnap.objects import Objects
 from casnap.pipeline import Crew, Shared, Worker, collector_paused, cores, undisturbed
 from casnap.staging import Held, Piece, batched
 from casnap.state import RNGState, Stateful
-from casnap.table import check_free, setting
+from casnap.table import check_free, checked_metadata, setting
 
 _log = logging.getLogger("casnap")
 _FENCED_TRIES = 3
@@ -92,6 +91,7 @@ def take(
         StoreError: The store failed; nothing was committed.
     """
     started = time.monotonic()
+    options = replace(options, metadata=checked_metadata(options.metadata))
     with _capture(objects, app_state, options) as capture, _turn:
         _wait_for_last()
         _check(objects, name, options)
@@ -113,6 +113,7 @@ def async_take(
     not hold the state until enough of it has been stored.
     """
     started = time.monotonic()
+    options = replace(options, metadata=checked_metadata(options.metadata))
     with _capture(objects, app_state, options) as capture, _turn:
         _wait_for_last()
         _check(objects, name, options)
@@ -139,15 +140,6 @@ def _run_held(work: _Take, held: Held) -> Row:
 
 
 def _check(objects: Objects, name: str, options: TakeOptions) -> None:
-    try:
-        size = len(msgspec.json.encode(options.metadata))
-    except (TypeError, ValueError, msgspec.MsgspecError) as e:
-        raise StateError(f"metadata holds what JSON cannot: {e}") from e
-    if size > MAX_METADATA_BYTES:
-        raise StateError(
-            f"metadata takes {size} bytes, more than {MAX_METADATA_BYTES}; put it into the app "
-            "state, in a StateDict"
-        )
     table = objects.tree(objects.newest().table, Row)
     check_free(table, name, overwrite=options.overwrite, uri=objects.backend.uri)
 
@@ -157,7 +149,8 @@ def _capture(
     objects: Objects, app_state: Mapping[str, Stateful], options: TakeOptions
 ) -> Iterator[Capture]:
     """Capture the state; afterwards the random state is what it was before."""
-    random = [s for s in app_state.values() if isinstance(s, RNGState)]
+    states_in_order = [app_state[key] for key in random_states_first(app_state)]
+    random = [s for s in states_in_order if isinstance(s, RNGState)]
     states = [s.state_dict() for s in random]
     try:
         with collector_paused():

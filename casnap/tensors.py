@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from casnap.errors import DamagedError, UnsupportedFormatError, UnsupportedTypeError
+from casnap.errors import DamagedError, StateError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format import Entry, Payload, Quantization, TensorEntry
 
 if TYPE_CHECKING:
@@ -281,19 +281,37 @@ def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Te
     Raises:
         DamagedError: Shape, dtype and length do not fit each other.
         UnsupportedTypeError: This torch does not know the dtype.
+        StateError: There is not so much memory.
     """
-    nbytes = itemsize_of(entry) * prod(entry.shape)
-    sane = all(0 <= n < _MAX_BYTES for n in entry.shape) and nbytes == entry.data.nbytes
-    if not sane or prod(n or 1 for n in entry.shape) * itemsize_of(entry) >= _MAX_BYTES:
+    check_shape(entry)
+    try:
+        if entry.kind in _NUMPY_KINDS:
+            return torch.empty(entry.data.nbytes, dtype=torch.uint8)
+        dtype = _CARRIERS.get(entry.dtype) or TENSOR_DTYPES[entry.dtype]
+        if dtype is torch.complex32:  # made directly, torch warns that it is experimental
+            return torch.empty(entry.shape, dtype=torch.int32, device=device).view(dtype)
+        return torch.empty(entry.shape, dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as e:
+        raise StateError(
+            f"there is no memory for {entry.data.nbytes} bytes of {entry.dtype} on {device}: {e}"
+        ) from e
+
+
+def check_shape(entry: TensorEntry) -> None:
+    """Check that dtype, shape and length of an entry fit each other.
+
+    Raises:
+        DamagedError: They do not.
+        UnsupportedTypeError: This torch does not know the dtype.
+    """
+    itemsize, payload = itemsize_of(entry), entry.data
+    sane = all(0 <= n < _MAX_BYTES for n in entry.shape)
+    if not sane or prod(n or 1 for n in entry.shape) * itemsize >= _MAX_BYTES:
+        raise DamagedError(f"an entry has the shape {entry.shape[:64]}, which is none")
+    if itemsize * prod(entry.shape) != payload.nbytes:
         raise DamagedError(
-            f"an entry says {entry.data.nbytes} bytes for {entry.dtype} of shape {entry.shape}"
+            f"an entry says {payload.nbytes} bytes for {entry.dtype} of shape {entry.shape[:64]}"
         )
-    if entry.kind in _NUMPY_KINDS:
-        return torch.empty(nbytes, dtype=torch.uint8)
-    dtype = _CARRIERS.get(entry.dtype) or TENSOR_DTYPES[entry.dtype]
-    if dtype is torch.complex32:  # made directly, torch warns that it is experimental
-        return torch.empty(entry.shape, dtype=torch.int32, device=device).view(dtype)
-    return torch.empty(entry.shape, dtype=dtype, device=device)
 
 
 def assemble(leaf: Leaf) -> object:

@@ -155,7 +155,12 @@ class LocalBackend(Backend):
         with translated(str(path)):
             if content is not None:
                 self._make_folder(path.parent)
+                # Not written into: it may be somebody else's.
+                path.unlink(missing_ok=True)
                 path.write_bytes(content)
+                like = self.folder.stat()
+                path.chmod(like.st_mode & 0o666)
+                _follow_group(path, like.st_gid)
                 return
             path.unlink(missing_ok=True)
             for folder in path.parents:

@@ -11,6 +11,7 @@ import json
 import random
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -445,9 +446,18 @@ def show_store(plan: Plan, screen: Screen) -> None:
     show_command(["du", plan.store], screen)
     show_command(["diff", first, second], screen)
     screen.say(f"\nThe store is left in {plan.store}. To try next:", bold=True)
-    screen.say(f"  casnap show {shlex.quote(last)} {READ_PATH}")
-    screen.say(f"  casnap rm {shlex.quote(first)}")
-    screen.say(f"  casnap demo {shlex.quote(plan.store)}    # another run in the same store")
+    typed = _as_typed()
+    screen.say(f"  {typed} show {shlex.quote(last)} {READ_PATH}")
+    screen.say(f"  {typed} rm {shlex.quote(first)}")
+    screen.say(f"  {typed} demo {shlex.quote(plan.store)}    # another run in the same store")
+
+
+def _as_typed() -> str:
+    """Return what the user types to run casnap: its path where it is not on the PATH."""
+    here = Path(sys.argv[0])
+    if here.name != "casnap" or shutil.which("casnap") is not None:
+        return "casnap"
+    return shlex.quote(str(here))
 
 
 @click.command("demo")

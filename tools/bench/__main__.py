@@ -78,7 +78,7 @@ def _measured(settings: Settings, names: list[str]) -> tuple[list[Row], bool]:
     """Return the rows and whether a section failed; what an interrupted run has is kept."""
     rows: list[Row] = []
     failed = False
-    for name, workload in [(name, each) for name in names for each in SECTIONS[name][1]]:
+    for name, workload in [(n, each) for n in names for each in SECTIONS[n][1]]:
         title = _named(workload, settings)
         start = time.monotonic()
         try:

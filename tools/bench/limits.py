@@ -132,12 +132,15 @@ def calibrated(settings: Settings) -> Settings:
 
     The median of the rounds decides, since the speed of a disk drifts.
     """
-    nbytes = 4 * PIECE if settings.quick else 16 * PIECE
-    rounds = 3 if settings.quick else 5
+    nbytes = 4 * PIECE if settings.quick else 12 * PIECE
+    rounds = 3
     forms = [
-        replace(settings, write_form=f, write_threads=n) for f in ("files", "big") for n in (1, 2)
+        replace(settings, write_form=form, write_threads=threads)
+        for form in ("files", "big")
+        for threads in (1, 2)
     ]
-    wrote = [[RawDisk(form, nbytes).write() for form in forms] for _ in range(rounds)]
+    writers = [RawDisk(form, nbytes) for form in forms]
+    wrote = [[disk.write() for disk in writers] for _ in range(rounds)]
     best = forms[_fastest(wrote)]
     readers = [replace(best, read_threads=n) for n in (1, 2)]
     disks = [RawDisk(reader, nbytes) for reader in readers]

@@ -80,7 +80,7 @@ def opened_rows(
     fresh = [
         [
             call(first_read, settings, path=str(path), name=name, loaded=loaded)
-            for name in _spread(names, min(3, settings.repeat))
+            for name in _spread(names, 1 if settings.quick else 3)
         ]
         for loaded in (True, False)
     ]
