@@ -98,14 +98,13 @@ class Transaction:
         distrusted = self._objects.index.distrusted
         new = []
         with self._lock:
-            for digest, places in zip(digests, found, strict=True):
-                rely = bool(places) and digest not in distrusted
-                if rely:
-                    self._relied.add(PackId(places[0].pack))
+            for digest, place in zip(digests, found, strict=True):
+                rely = place is not None and digest not in distrusted
+                if rely and place is not None:
+                    self._relied.add(PackId(place.pack))
                 new.append(not rely and digest not in self._claimed)
                 if new[-1]:
                     self._claimed.add(digest)
-                    distrusted.discard(digest)
         return new
 
     def put_node(self, node: bytes) -> Digest:
@@ -144,6 +143,8 @@ class Transaction:
             tried, self._tried = self._tried, True
             try:
                 if put_root(self._objects.backend, root):
+                    # Only now: what a failed take stored anew is gone again.
+                    self._objects.index.distrusted.difference_update(self._claimed)
                     return root
             except StorageFullError:
                 # Nothing can have been put, so the packs may be deleted.
@@ -178,8 +179,7 @@ class Transaction:
             return known
         if digest in self._fresh:
             return NodeRef(digest, self._fresh[digest][1])
-        places = self._objects.index.find(self.base, [digest])[0]
-        return NodeRef(digest, places[0] if places else None)
+        return NodeRef(digest, self._objects.index.find(self.base, [digest])[0])
 
     def _segments(self, m: Root) -> tuple[SegmentRef, ...]:
         """Write one segment of all that is new, merged with small ones, and list the live ones."""

@@ -72,8 +72,12 @@ class Facts(ABC):
         """Remember a segment."""
 
     @abstractmethod
-    def places(self, digests: Iterable[Digest]) -> Iterator[list[Place]]:
-        """Yield, for each digest, all the places that are known."""
+    def place(self, digests: Iterable[Digest], live: frozenset[PackId]) -> list[Place | None]:
+        """Return, for each digest, a place in a live pack, or None."""
+
+    @abstractmethod
+    def places(self, digest: Digest) -> list[Place]:
+        """Return all the places that are known of a digest."""
 
     @abstractmethod
     def node(self, digest: Digest) -> bytes | None:
@@ -104,10 +108,13 @@ class MemoryFacts(Facts):
                 known.append(place)
         self._segments[segment] = tuple(packs)
 
-    def places(self, digests: Iterable[Digest]) -> Iterator[list[Place]]:
-        """Yield the places of each digest."""
-        for digest in digests:
-            yield self._places.get(digest, [])
+    def place(self, digests: Iterable[Digest], live: frozenset[PackId]) -> list[Place | None]:
+        """Return a live place of each digest."""
+        return [next((p for p in self.places(d) if p.pack in live), None) for d in digests]
+
+    def places(self, digest: Digest) -> list[Place]:
+        """Return the places of a digest."""
+        return self._places.get(digest, [])
 
     def node(self, digest: Digest) -> bytes | None:
         """Return a kept node."""
@@ -160,17 +167,22 @@ class LmdbFacts(Facts):
                 cursor.putmulti(facts, dupdata=False)
             txn.put(segment, struct.pack("<I", zlib.crc32(joined)) + joined, db=self._segments)
 
-    def places(self, digests: Iterable[Digest]) -> Iterator[list[Place]]:
-        """Yield the places of each digest."""
-        with self._env.begin(db=self._places) as txn, txn.cursor() as cursor:
+    def place(self, digests: Iterable[Digest], live: frozenset[PackId]) -> list[Place | None]:
+        """Return a live place of each digest: nearly always the first that is known."""
+        found: list[Place | None] = []
+        with self._env.begin(db=self._places) as txn:
             for digest in digests:
-                found: list[Place] = []
-                if cursor.set_key(digest):
-                    for fact in cursor.iternext_dup():
-                        place = _place(digest, fact)
-                        if place is not None:
-                            found.append(place)
-                yield found
+                fact = txn.get(digest)
+                place = None if fact is None else _place(digest, bytes(fact))
+                if fact is not None and (place is None or place.pack not in live):
+                    place = next((p for p in _all_places(txn, digest) if p.pack in live), None)
+                found.append(place)
+        return found
+
+    def places(self, digest: Digest) -> list[Place]:
+        """Return the places of a digest."""
+        with self._env.begin(db=self._places) as txn:
+            return _all_places(txn, digest)
 
     def node(self, digest: Digest) -> bytes | None:
         """Return a kept node if it is what its digest says."""
@@ -211,6 +223,13 @@ def _place(digest: Digest, fact: bytes) -> Place | None:
     if crc != zlib.crc32(digest + fact[:-4]):
         return None
     return Place(pack, offset, stored, raw, codec)
+
+
+def _all_places(txn: lmdb.Transaction, digest: Digest) -> list[Place]:
+    with txn.cursor() as cursor:
+        if not cursor.set_key(digest):
+            return []
+        return [p for fact in cursor.iternext_dup() if (p := _place(digest, fact)) is not None]
 
 
 def _open_environment(folder: Path) -> lmdb.Environment:
@@ -392,18 +411,23 @@ class Index:
         with contextlib.suppress(_AskAgain), self._guarded():
             self.facts.learn(segment, packs, records)
 
-    def find(self, view: View, digests: list[Digest]) -> list[list[Place]]:
-        """Return, for each digest, its places in the live packs of a view."""
+    def find(self, view: View, digests: list[Digest]) -> list[Place | None]:
+        """Return, for each digest, a place in a live pack of a view, or None."""
+        if not view.live:
+            return [None] * len(digests)
         for _ in range(2):
             try:
                 with self._guarded():
-                    return [
-                        [p for p in places if p.pack in view.live]
-                        for places in self.facts.places(digests)
-                    ]
+                    return self.facts.place(digests, view.live)
             except _AskAgain:
                 self.view(view.root)
         raise AssertionError("an index in memory does not fail")
+
+    def find_all(self, view: View, digest: Digest) -> list[Place]:
+        """Return all places of a digest in the live packs of a view."""
+        with contextlib.suppress(_AskAgain), self._guarded():
+            return [p for p in self.facts.places(digest) if p.pack in view.live]
+        return []
 
     def node(self, digest: Digest) -> bytes | None:
         """Return a cached tree node."""

@@ -68,13 +68,13 @@ def locate_snapshot(path: str | os.PathLike[str]) -> Location:
     plain = text.removeprefix("file://")
     if not plain.strip("/") or Path(plain).name in ("", ".", ".."):
         raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
-    where = Path(plain).parent.resolve()
+    where = _resolved(Path(plain).parent)
     folder = where / Path(plain).name
-    if (folder / CONFIG_KEY).exists():
+    if _exists(folder / CONFIG_KEY):
         raise InvalidNameError(
             f"{folder} is a store itself; a snapshot in it needs a name, like {folder}/step_100"
         )
-    if (folder / ".snapshot_metadata").exists():
+    if _exists(folder / ".snapshot_metadata"):
         raise StoreError(
             f"{folder} holds a snapshot of TorchSnapshot, which casnap does not touch; take to "
             "another path, or restore it with torchsnapshot and take it again"
@@ -92,8 +92,11 @@ def locate_store(uri: str | os.PathLike[str]) -> Location:
     if "://" in text and not text.startswith("file://"):
         backend = backend_at(text.rstrip("/"))
         return Location(backend, "", CONFIG_KEY in backend.names(""))
-    folder = Path(text.removeprefix("file://")).resolve()
-    if folder.is_file():
+    plain = text.removeprefix("file://")
+    if not plain:
+        raise NotAStoreError("an empty path is no store; for the current folder write '.'")
+    folder = _resolved(Path(plain))
+    if _exists(folder) and not folder.is_dir():
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
     found = find_store(folder)
     if found is None:
@@ -102,6 +105,22 @@ def locate_store(uri: str | os.PathLike[str]) -> Location:
         return Location(LocalBackend(found), "", exists=True)
     _check_trusted(found)
     return Location(LocalBackend(found), check_name(str(folder.relative_to(found))), exists=True)
+
+
+def _resolved(folder: Path) -> Path:
+    try:
+        return folder.resolve()
+    except (OSError, RuntimeError, ValueError) as e:
+        # A loop of links, a NUL, what the file system has no letters for.
+        raise NotAStoreError(f"{str(folder)!r} is no folder: {e}") from e
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def find_store(folder: Path) -> Path | None:
@@ -159,6 +178,8 @@ def create_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE, aske
     if not MIN_CHUNK_SIZE <= chunk_size <= MAX_CHUNK_SIZE or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size is a power of two from 64 KiB to 64 MiB; got {chunk_size}")
     if isinstance(backend, LocalBackend):
+        if _exists(backend.folder) and not backend.folder.is_dir():
+            raise NotAStoreError(f"{backend.folder} is a file; a store is a folder")
         _check_place(backend.folder, asked=asked)
         backend.make()
     names = backend.names("")
@@ -183,7 +204,7 @@ def create_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE, aske
 
 
 def _check_place(folder: Path, *, asked: bool) -> None:
-    if folder.is_dir() and (folder / CONFIG_KEY).exists():
+    if _exists(folder / CONFIG_KEY):
         return
     if not asked and folder in crowded_folders():
         raise StoreError(

@@ -165,7 +165,7 @@ class Tree(Generic[V]):
         children: list[tuple[str, bytes, int]] = []
         open_run: list[tuple[str, V]] = []
         for i, child in enumerate(self.children or [("", b"", 0)]):
-            if i not in todo and not open_run:
+            if i not in todo and not open_run and child[1]:
                 children.append(child)
                 continue
             merged = dict(self.leaf(Digest(child[1]))) if child[1] else {}

@@ -100,10 +100,12 @@ class Objects:
         self.backend = backend
         self.config = read_config(backend)
         self.index = Index(backend, self.config.store_id)
+        self._newest: Root | None = None
 
     def newest(self) -> Root:
         """Return the newest root, which says what the store holds."""
-        return newest_root(self.backend)
+        self._newest = newest_root(self.backend, self._newest)
+        return self._newest
 
     def view(self) -> View:
         """Return the index as the newest root sees it."""
@@ -186,20 +188,17 @@ class Objects:
             by_digest.setdefault(want.digest, []).append(want)
         failed: list[tuple[Want, str]] = []
         found: list[tuple[Place, list[Want]]] = []
-        spare: dict[Digest, list[Place]] = {}
-        digests = list(by_digest)
-        for digest, places in zip(digests, self.index.find(view, digests), strict=True):
-            same = by_digest[digest]
-            fit = [p for p in places if _plausible(p, same[0], self.config.chunk_size)]
-            if not fit:
+        places = self.index.find(view, list(by_digest))
+        for same, place in zip(by_digest.values(), places, strict=True):
+            if place is None:
                 failed += [(w, "is in no live pack") for w in same]
-                continue
-            found.append((fit[0], same))
-            if fit[1:]:
-                spare[digest] = fit[1:]
+            elif not _plausible(place, same[0], self.config.chunk_size):
+                failed += [(w, "has an impossible place in the index") for w in same]
+            else:
+                found.append((place, same))
         for place, same, why in self._read_all(found, how):
-            others = spare.get(same[0].digest, [])
-            if not any(self._read_one(p, same) is None for p in others):
+            others = [p for p in self.index.find_all(view, same[0].digest) if p != place]
+            if not any(self._read_one(p, same) for p in others):
                 failed += [(w, f"{why} (pack {place.pack.hex()})") for w in same]
         return failed
 
@@ -255,11 +254,12 @@ class Objects:
                 want.sink(raw)
         return failed
 
-    def _read_one(self, place: Place, wants: list[Want]) -> str | None:
+    def _read_one(self, place: Place, wants: list[Want]) -> bool:
+        """Whether a chunk could be handed over from this place."""
         buffer = memoryview(bytearray(place.stored + 2 * PAGE))
         start = place.offset // PAGE * PAGE
         read = _Read(place.pack, start, place.offset + place.stored, [(place, wants)])
-        return next((why for _, _, why in self._read_run(read, buffer)), None)
+        return not self._read_run(read, buffer)
 
 
 def _coalesced(found: list[tuple[Place, list[Want]]], most: int) -> Iterator[_Read]:

@@ -7,16 +7,31 @@ from casnap.errors import BackendError, DamagedError, NotAStoreError, StorageFul
 from casnap.format import ID_SIZE, MAX_ROOT_BYTES, Root, decode, encode, root_key, seal, unseal
 
 
-def newest_root(backend: Backend) -> Root:
+def newest_root(backend: Backend, known: Root | None = None) -> Root:
     """Return the newest root.
 
     Listings may be stale, so from the greatest listed number on it is probed forward. Roots are
     never removed, so a gap means damage.
 
+    Args:
+        backend: Where the store lives.
+        known: A root that was the newest once: if it still stands there, as it does unless the
+            store was rolled back, nothing is listed.
+
     Raises:
         NotAStoreError: There is no root.
         DamagedError: The newest root cannot be read; nothing older is taken for it.
     """
+    root = known
+    if known is None or _read_if_there(backend, known.seq) != known:
+        root = read_root(backend, _greatest_listed(backend))
+    assert root is not None
+    while (following := _read_if_there(backend, root.seq + 1)) is not None:
+        root = following
+    return root
+
+
+def _greatest_listed(backend: Backend) -> int:
     folders = _numbers(backend, "roots")
     seqs = _numbers(backend, f"roots/{max(folders)}") if folders else []
     if not seqs and folders and max(folders) > 0:
@@ -26,14 +41,14 @@ def newest_root(backend: Backend) -> Root:
         raise NotAStoreError(
             f"{backend.uri} holds no root; its creation was cut off or it is damaged"
         )
-    seq = max(seqs)
-    root = read_root(backend, seq)
-    while True:
-        try:
-            following = read_root(backend, seq + 1)
-        except FileNotFoundError:
-            return root
-        root, seq = following, seq + 1
+    return max(seqs)
+
+
+def _read_if_there(backend: Backend, seq: int) -> Root | None:
+    try:
+        return read_root(backend, seq)
+    except FileNotFoundError:
+        return None
 
 
 def _numbers(backend: Backend, folder: str) -> list[int]:

@@ -222,7 +222,7 @@ class _Walk:
             number = self._numbers[reference] = len(self._numbers)
             if _is_node(reference):
                 self._nodes[number] = reference
-            self._stored.append(found[0].stored if found else 0)
+            self._stored.append(found.stored if found else 0)
             self._owner.append(_NOBODY)
             self._count.append(0)
         return array("I", [self._numbers[r] for r in references])

@@ -47,7 +47,7 @@ def place_of(snapshot, entry_path):
 
     grid = grid_of(entry.shape, 4, snapshot.store.chunk_size)
     digests = snapshot.contents.digests(entry.data, grid, entry_path)
-    place = objects.index.find(objects.view(), split_digests(digests))[0][0]
+    place = objects.index.find(objects.view(), split_digests(digests))[0]
     hexed = place.pack.hex()
     (found,) = Path(snapshot.store.uri).glob(f"packs/*/{hexed}")
     return found, place.offset
