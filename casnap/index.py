@@ -229,7 +229,7 @@ def _all_places(txn: lmdb.Transaction, digest: Digest) -> list[Place]:
     with txn.cursor() as cursor:
         if not cursor.set_key(digest):
             return []
-        return [p for fact in cursor.iternext_dup() if (p := _place(digest, fact)) is not None]
+        return [p for f in cursor.iternext_dup() if (p := _place(digest, bytes(f))) is not None]
 
 
 def _open_environment(folder: Path) -> lmdb.Environment:
