@@ -167,7 +167,7 @@ def inflate(path: str, leaves: Mapping[str, Leaf], *, allow_pickle: bool = False
                     decode_value(where, entry.kind, data, allow_pickle=allow_pickle)
                 )
             else:
-                segments, build = reopen(where, entry, _bytes_of(leaf))
+                segments, build = _reopened(where, entry, _bytes_of(leaf))
                 prefix = where + "/"
                 stack.append(_Frame(where, build, map(prefix.__add__, segments), []))
                 break
@@ -177,6 +177,15 @@ def inflate(path: str, leaves: Mapping[str, Leaf], *, allow_pickle: bool = False
             if not stack:
                 return value
             stack[-1].children.append(value)
+
+
+def _reopened(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[str], Build]:
+    try:
+        return reopen(path, entry, spec)
+    except DamagedError as e:
+        raise (e if e.paths else DamagedError(f"{path}: {e}", (path,))) from e
+    except RecursionError as e:
+        raise DamagedError(f"{path} has keys that are nested too deeply", (path,)) from e
 
 
 def _bytes_of(leaf: Leaf) -> bytes:

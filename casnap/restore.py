@@ -17,7 +17,7 @@ from casnap.buffers import Slot, address_of, view_at
 from casnap.capture import random_states_first
 from casnap.containers import segment_of
 from casnap.contents import Contents, split_digests
-from casnap.errors import DamagedError, MismatchError
+from casnap.errors import DamagedError, MismatchError, StateError
 from casnap.flatten import inflate, tensor_targets
 from casnap.format import INLINE_BYTES, Entry, Payload, TensorEntry, payload_of
 from casnap.grid import Grid, grid_of
@@ -148,11 +148,13 @@ class Loading:
 
 @contextmanager
 def _naming(contents: Contents, path: str) -> Iterator[None]:
-    """Say, where an entry contradicts itself, which one it is."""
+    """Say, where an entry cannot be given memory, which one it is."""
     try:
         yield
     except DamagedError as e:
         raise DamagedError(f"{contents.where}: {path}: {e}", (path,)) from e
+    except StateError as e:
+        raise type(e)(f"{contents.where}: {path}: {e}") from e
 
 
 def _inline(contents: Contents, path: str, payload: Payload) -> bytes:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from casnap.codec import Codec
-from casnap.errors import NotAStoreError, SnapshotNotFoundError
+from casnap.errors import NotAStoreError, SnapshotNotFoundError, StoreError
 from casnap.format import DEFAULT_CHUNK_SIZE, MARKER, Row, check_name
 from casnap.location import Location, create_store, locate_snapshot, locate_store
 from casnap.objects import Objects
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from casnap.diff import Diff
     from casnap.state import Stateful
     from casnap.usage import Usage
+
+_log = logging.getLogger("casnap")
 
 
 class Store:
@@ -213,7 +216,10 @@ class Store:
                 transaction.close()
 
         undisturbed(publish)
-        backend.mark(f"{full}/{MARKER}", None)
+        try:
+            backend.mark(f"{full}/{MARKER}", None)
+        except (StoreError, OSError) as e:
+            _log.warning("%s is deleted, but its marker file cannot be: %s", full, e)
 
     def diff(self, a: str, b: str) -> Diff:
         """Return what differs between two snapshots, reading only subtrees that do."""

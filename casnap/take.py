@@ -117,7 +117,6 @@ def async_take(
     with _capture(objects, app_state, options) as capture, _turn:
         _wait_for_last()
         _check(objects, name, options)
-        _check(objects, name, options)  # again: the take that was waited for may have the name
         held = Held(options.max_staging_bytes)
         work = _Take(objects, name, capture, options, started)
         pending = PendingTake(name, lambda: _run_held(work, held))

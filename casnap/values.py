@@ -300,6 +300,8 @@ def decode_value(path: str, kind: str, data: bytes, *, allow_pickle: bool = Fals
         )
     try:
         return codec.decode(data) if codec is not None else _decode_enum(path, data)
+    except DamagedError as e:
+        raise (e if e.paths else DamagedError(f"{path}: {e}", (path,))) from e
     except CasnapError:
         raise
     except (*MALFORMED, RecursionError) as e:

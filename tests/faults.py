@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
 import signal
 import sys
@@ -104,6 +105,7 @@ def start(work: Callable[[], object]) -> int:
     if pid:
         return pid
     status = 1
+    faulthandler.disable()
     try:
         # The threads of OpenMP did not come along.
         torch.set_num_threads(1)
@@ -127,10 +129,10 @@ def in_child(work: Callable[[], object]) -> int:
 
 # --- faults -----------------------------------------------------------------------------------
 
-BACKEND_CALLS = "write put_if_absent sync read read_into names delete mark".split()
-WRITING_CALLS = "write put_if_absent sync delete mark".split()
-SYSTEM_CALLS = "open pwrite fsync link mkdir unlink chmod fchmod rmdir".split()
-FILLING_CALLS = "open pwrite fsync link mkdir".split()
+BACKEND_CALLS = ["write", "put_if_absent", "sync", "read", "read_into", "names", "delete", "mark"]
+WRITING_CALLS = ["write", "put_if_absent", "sync", "delete", "mark"]
+SYSTEM_CALLS = ["open", "pwrite", "fsync", "link", "mkdir", "unlink", "chmod", "fchmod", "rmdir"]
+FILLING_CALLS = ["open", "pwrite", "fsync", "link", "mkdir"]
 
 
 def kill() -> None:

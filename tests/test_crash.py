@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from casnap import Snapshot, Store
 
+from casnap import Snapshot, Store
 from casnap.buffers import SLOTS, shared_pool
 from tests.faults import (
     CHUNK,
@@ -78,8 +78,20 @@ def crash_everywhere(
         assert status == KILLED
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("faults", [backend_faults, system_faults], ids=["backend", "system"])
+EACH = [
+    pytest.param(backend_faults, id="backend"),
+    pytest.param(system_faults, id="system"),
+]
+# A system call that ended well is soon followed by the next, before which is tested.
+EACH_MOMENT = [
+    pytest.param(backend_faults, False, id="before-backend"),
+    pytest.param(backend_faults, True, id="after-backend"),
+    pytest.param(system_faults, False, id="before-system"),
+    pytest.param(system_faults, True, id="after-system", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("faults", "after"), EACH_MOMENT)
 def test_a_take_killed_at_any_call(base: Path, faults: Faults, after: bool) -> None:
     def check(store: Path) -> None:
         found = assert_store(store, {0, 1}, maybe=2)
@@ -89,7 +101,7 @@ def test_a_take_killed_at_any_call(base: Path, faults: Faults, after: bool) -> N
     crash_everywhere(base, lambda store: take(store, 2), check, faults, after=after)
 
 
-@pytest.mark.parametrize("faults", [backend_faults, system_faults], ids=["backend", "system"])
+@pytest.mark.parametrize("faults", EACH)
 def test_an_overwriting_take_killed_at_any_call(base: Path, faults: Faults) -> None:
     def overwrite(store: Path) -> None:
         Store(store).take(app_state(7), "step_1", metadata={"step": 7}, overwrite=True)
@@ -104,7 +116,7 @@ def test_an_overwriting_take_killed_at_any_call(base: Path, faults: Faults) -> N
     crash_everywhere(base, overwrite, check, faults)
 
 
-@pytest.mark.parametrize("faults", [backend_faults, system_faults], ids=["backend", "system"])
+@pytest.mark.parametrize("faults", EACH)
 def test_a_delete_killed_at_any_call(base: Path, faults: Faults) -> None:
     def check(store: Path) -> None:
         found = assert_store(store, {0}, maybe=1)
@@ -116,8 +128,7 @@ def test_a_delete_killed_at_any_call(base: Path, faults: Faults) -> None:
     crash_everywhere(base, lambda store: Store(store).delete("step_1"), check, faults)
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("faults", [backend_faults, system_faults], ids=["backend", "system"])
+@pytest.mark.parametrize(("faults", "after"), EACH_MOMENT)
 def test_the_creation_of_a_store_killed_at_any_call(
     tmp_path: Path, faults: Faults, after: bool
 ) -> None:
@@ -195,8 +206,7 @@ def assert_no_slot_is_lost() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("casnap")]
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("faults", [backend_faults, system_faults], ids=["backend", "system"])
+@pytest.mark.parametrize(("faults", "after"), EACH_MOMENT)
 def test_a_take_interrupted_at_any_call(base: Path, faults: Faults, after: bool) -> None:
     steps, step = {0, 1}, 2
     with faults() as counter:
@@ -223,7 +233,10 @@ def test_a_take_interrupted_at_any_call(base: Path, faults: Faults, after: bool)
 def test_an_interrupted_take_deletes_its_packs(base: Path) -> None:
     before = files(base)
     store = Store(base)
-    with backend_faults(0, interrupt, names=["write"], after=True), pytest.raises(KeyboardInterrupt):
+    with (
+        backend_faults(0, interrupt, names=["write"], after=True),
+        pytest.raises(KeyboardInterrupt),
+    ):
         take(store, 2)
     assert files(base) == before
 
