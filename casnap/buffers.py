@@ -60,8 +60,9 @@ class Pool:
         with self._changed:
             while not self._free:
                 if self.limit is None or self._made < self.limit:
+                    slot = Slot(self.slot_bytes)
                     self._made += 1
-                    return Slot(self.slot_bytes)
+                    return slot
                 if not wait:
                     return None
                 self._changed.wait()
@@ -95,7 +96,8 @@ _lock = threading.Lock()
 
 def shared_pool(at_least: int) -> Pool:
     """Return the process's pool of slots that hold ``at_least`` bytes each."""
-    nbytes = max(SLOT_BYTES, -(-at_least // PAGE) * PAGE)
+    # Few sizes, since the slots of each are kept.
+    nbytes = SLOT_BYTES if at_least <= SLOT_BYTES else 1 << (at_least - 1).bit_length()
     with _lock:
         if nbytes not in _pools:
             _pools[nbytes] = Pool(nbytes, SLOTS)

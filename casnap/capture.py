@@ -13,7 +13,7 @@ from casnap.errors import NotStatefulError, UnsupportedTypeError
 from casnap.flatten import flatten
 from casnap.format import INLINE_BYTES, MAX_PATH_CHARS, payload_of
 from casnap.grid import Grid
-from casnap.staging import Piece, grid_for, pieces_of
+from casnap.staging import Piece, grid_for, pieces_of, settle
 from casnap.state import RNGState, Stateful
 from casnap.tensors import Leaf
 
@@ -71,6 +71,8 @@ class Capture:
         self.same_as: dict[int, int] = {}
         self.logical_bytes = 0
         self._look_at_leaves(chunk_size)
+        # Other threads copy from the GPU: what the caller has begun there must have ended.
+        settle(leaf.content for leaf in self.leaves)
 
     def _look_at_leaves(self, chunk_size: int) -> None:
         seen: dict[int, int] = {}
@@ -89,8 +91,17 @@ class Capture:
             self.grids.append(grid_for(leaf, chunk_size))
             if isinstance(leaf.content, torch.Tensor):
                 first = seen.setdefault(leaf.content.data_ptr(), i)
-                if first != i and _same_memory(leaf.content, self.leaves[first].content):
+                same_grid = self.grids[first] == self.grids[i]
+                if (
+                    first != i
+                    and same_grid
+                    and _same_memory(leaf.content, self.leaves[first].content)
+                ):
                     self.same_as[i] = first
+
+    def let_go(self) -> None:
+        """Keep the description alone: the bytes are copied, and the tensors may go."""
+        self.leaves = [Leaf(path, entry, b"") for path, entry, _ in self.leaves]
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the bytes of all leaves that need chunks, each memory once."""

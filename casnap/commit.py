@@ -169,7 +169,7 @@ class Transaction:
             time=time.time(),
             fence=m.fence,
             table=None if new_table is None else self.ref(new_table, m.table),
-            segments=self._segments(m),
+            segments=self._segments(latest),
             condemned={p: seq for p, seq in m.condemned.items() if p not in self._relied},
         )
 
@@ -181,13 +181,14 @@ class Transaction:
             return NodeRef(digest, self._fresh[digest][1])
         return NodeRef(digest, self._objects.index.find(self.base, [digest])[0])
 
-    def _segments(self, m: Root) -> tuple[SegmentRef, ...]:
+    def _segments(self, latest: View) -> tuple[SegmentRef, ...]:
         """Write one segment of all that is new, merged with small ones, and list the live ones."""
+        segments = latest.root.segments
         packs = [*self._chunks.packs, *self._nodes.packs]
         records: list[Record] = [*self._chunks.records, *self._nodes.records]
         if not packs:
-            return m.segments
-        merged = _to_merge(m.segments, len(records))
+            return segments
+        merged = _to_merge(segments, len(records))
         new_records = list(records)
         for ref in merged:
             content = self._objects.index.segment(SegmentId(ref.id))
@@ -198,9 +199,9 @@ class Transaction:
         self._objects.backend.sync()
         self._objects.backend.write(segment_key(ident), encode_segment(segment))
         self._objects.backend.sync()
-        self._objects.index.learn(ident, segment.packs, new_records)
-        self._objects.index.keep_nodes((d, node) for d, (node, _) in self._fresh.items())
-        kept = tuple(ref for ref in m.segments if ref not in merged)
+        self._objects.index.learn(latest, ident, segment.packs, new_records)
+        self._objects.index.keep_nodes([(d, node) for d, (node, _) in self._fresh.items()])
+        kept = tuple(ref for ref in segments if ref not in merged)
         return (*kept, SegmentRef(ident, len(segment.records)))
 
     def close(self) -> None:

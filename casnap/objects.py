@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from casnap.backends import Backend
-from casnap.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool
+from casnap.buffers import PAGE, SLOTS, Slot, shared_pool
 from casnap.codec import decompress
 from casnap.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.errors import BackendError, DamagedError, NotAStoreError, UnsupportedFormatError
@@ -175,8 +175,7 @@ class Objects:
             failed = self._fetch(view, window, how)
             if failed:
                 # What we know of places may be stale or wrong: ask the store itself, once.
-                self.index.forget()
-                view = self.view()
+                view = self.index.refreshed(view, self.newest())
                 failed = self._fetch(view, [w for w, _ in failed], how)
             if failed:
                 self.index.distrusted.update(w.digest for w, _ in failed)
@@ -209,17 +208,19 @@ class Objects:
         total = sum(place.stored for place, _ in found)
         largest = max((place.stored for place, _ in found), default=0)
         share = max(_SMALL_BYTES, total // _readers())
-        unit = min(_READ_BYTES, share, how.budget or _READ_BYTES)
+        unit = min(_READ_BYTES, share, _READ_BYTES if how.budget is None else how.budget)
         reads = list(_coalesced(found, max(largest + 2 * PAGE, unit)))
         most = max((read.stop - read.start for read in reads), default=0) + PAGE
         if total <= _SMALL_BYTES:
             buffer = memoryview(bytearray(most))
             return [bad for read in reads for bad in self._read_run(read, buffer)]
-        threads = min(len(reads), _readers(), max(1, (how.budget or 1 << 40) // most))
+        threads = min(
+            len(reads), _readers(), SLOTS if how.budget is None else max(1, how.budget // most)
+        )
         failed: list[tuple[Place, list[Want], str]] = []
         with Crew() as crew:
             source = Shared(reads, crew)
-            pool = shared_pool(max(most, SLOT_BYTES))
+            pool = shared_pool(max(most, self.config.chunk_size + (64 << 10)))
 
             def work() -> None:
                 with pool.lease() as slot:

@@ -213,6 +213,11 @@ class PackFiller:
                 if not self._has_room(most):
                     self.seal()
                     self._open()
+                if not self._has_room(most):
+                    raise StateError(
+                        f"a part of the state's description takes {len(raw):,} bytes, more than a "
+                        "pack holds; use shorter keys and less metadata"
+                    )
             group.append(raw)
             need += most
         if group:

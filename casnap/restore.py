@@ -25,7 +25,7 @@ from casnap.indexing import Index, Selection, select
 from casnap.objects import ReadOptions, Want
 from casnap.pipeline import collector_paused
 from casnap.region import Region
-from casnap.staging import pin
+from casnap.staging import pin, settle
 from casnap.state import RNGState, Stateful
 from casnap.tensors import (
     Leaf,
@@ -34,7 +34,9 @@ from casnap.tensors import (
     carrier_dtype,
     check_shape,
     is_fillable,
+    is_numpy,
     itemsize_of,
+    shared_memory,
 )
 
 Progress = Callable[[int, int], None]
@@ -234,10 +236,18 @@ def restore(
     report = RestoreReport()
     parts = [p for k in keys if (p := _part(contents, k, app_state[k], report)) is not None]
     loading = Loading(contents, progress)
+    targets: dict[str, torch.Tensor] = {}
     for part in parts:
-        _plan(part, loading, report)
+        targets |= _targets(part, report)
     if strict and report:
         raise MismatchError(_mismatch(contents, report))
+    entries = {path: entry for part in parts for path, entry in part.entries.items()}
+    for path in shared_memory(targets, lambda path: payload_of(entries[path])):
+        # Each would overwrite a part of the other: both are read apart, and loaded in order.
+        del targets[path]
+    settle(targets.values())
+    for path, entry in entries.items():
+        loading.add(path, entry, targets.get(path))
     leaves = loading.load()
     # The random state last: to load the others may draw from it.
     for part in sorted(parts, key=lambda p: isinstance(p.stateful, RNGState)):
@@ -259,8 +269,8 @@ def _part(contents: Contents, key: str, stateful: Stateful, report: RestoreRepor
     return _Part(key, segment, stateful, stateful.state_dict(), entries)
 
 
-def _plan(part: _Part, loading: Loading, report: RestoreReport) -> None:
-    """Say what to read, and where to; note where module and snapshot differ."""
+def _targets(part: _Part, report: RestoreReport) -> dict[str, torch.Tensor]:
+    """Return the tensors to fill in place; note where module and snapshot differ."""
     targets = tensor_targets(part.current, part.segment)
     if isinstance(part.stateful, torch.nn.Module):
         rewritten = [f"{part.segment}/{segment_of(name)}" for name in _rewritten(part.stateful)]
@@ -268,20 +278,18 @@ def _plan(part: _Part, loading: Loading, report: RestoreReport) -> None:
             part.skipped = _compare(part, report)
         # Filled in place, what is renamed on its way could be overwritten before it is read.
         targets = {p: t for p, t in targets.items() if not p.startswith(tuple(rewritten))}
-    for path, entry in part.entries.items():
-        loading.add(path, entry, _target(entry, targets.get(path)))
+    return {p: t for p, t in targets.items() if p in part.entries and _fits(part.entries[p], t)}
 
 
-def _target(entry: Entry, current: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the tensor to fill in place, if the state has one that fits."""
-    fits = (
+def _fits(entry: Entry, current: torch.Tensor) -> bool:
+    """Whether a tensor of the state can be filled with an entry and lose nothing."""
+    return (
         isinstance(entry, TensorEntry)
-        and current is not None
         and entry.kind in ("tensor", "parameter", "buffer")
         and entry.quantization is None
         and tuple(current.shape) == entry.shape
+        and torch.can_cast(carrier_dtype(entry), current.dtype)
     )
-    return current if fits else None
 
 
 def _rewritten(module: torch.nn.Module) -> list[str]:
@@ -449,7 +457,7 @@ def _selected(
     grid = grid_of(entry.shape, itemsize, contents.objects.config.chunk_size)
     dtype = carrier_dtype(entry)
     # The bytes of an item of numpy's stand as one more axis.
-    item = () if dtype.itemsize == itemsize else (itemsize,)
+    item = (itemsize,) if is_numpy(entry) else ()
     full = out.reshape(selection.sizes + item) if item else out
     for axis in selection.dropped if not item else ():
         full = full.unsqueeze(axis)

@@ -48,6 +48,15 @@ class Piece(NamedTuple):
     ready: Callable[[], None] | None = None
     done: Callable[[], None] | None = None
 
+    def give_back(self) -> None:
+        """Give the memory back, once nobody writes to it any more."""
+        if self.done is not None:
+            try:
+                if self.ready is not None:
+                    self.ready()
+            finally:
+                self.done()
+
 
 def grid_for(leaf: Leaf, chunk_size: int) -> Grid:
     """Return the grid of a leaf: the tensor's own, or that of its bytes."""
@@ -85,11 +94,11 @@ def _runs(number: int, grid: Grid, view: memoryview, owner: object) -> Iterator[
         return
     first, start, sizes, total = 0, 0, list[int](), 0
     for size in grid.sizes():
-        sizes.append(size)
-        total += size
-        if total >= PIECE_BYTES:
+        if sizes and total + size > PIECE_BYTES:
             yield Piece(number, first, sizes, view[start : start + total], owner)
             first, start, sizes, total = first + len(sizes), start + total, [], 0
+        sizes.append(size)
+        total += size
     if sizes:
         yield Piece(number, first, sizes, view[start:], owner)
 
@@ -131,6 +140,12 @@ def _from_cuda(number: int, first: int, sizes: list[int], block: torch.Tensor) -
     return Piece(
         number, first, sizes, view, block, event.synchronize, lambda: _pinned.release(slot)
     )
+
+
+def settle(contents: Iterable[object]) -> None:
+    """Wait for what the calling thread has begun on the GPUs of these tensors."""
+    for device in {c.device for c in contents if isinstance(c, torch.Tensor) and c.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def pin(slot: Slot) -> None:
@@ -234,26 +249,29 @@ class Held:
 
     def _copy(self, source: Shared[Piece]) -> None:
         block: _Block | None = None
-        for piece in source:
-            if piece.ready is not None:
-                piece.ready()
-            target = block.room(len(piece.view)) if block is not None else None
-            if target is None:
-                if block is not None:
-                    block.done()
-                block = _Block(self._slot())
-                target = block.room(len(piece.view))
-                assert target is not None
-            buffers.copy(target, piece.view)
-            if piece.done is not None:
-                piece.done()
-            assert block is not None
-            copied = piece._replace(view=target, owner=None, ready=None, done=block.done)
-            with self._changed:
-                self._copies.append(copied)
-                self._changed.notify()
-        if block is not None:
-            block.done()
+        try:
+            for piece in source:
+                try:
+                    if piece.ready is not None:
+                        piece.ready()
+                    target = block.room(len(piece.view)) if block is not None else None
+                    if block is None or target is None:
+                        full, block = block, None
+                        if full is not None:
+                            full.done()
+                        block = _Block(self._slot())
+                        target = block.room(len(piece.view))
+                        assert target is not None
+                    buffers.copy(target, piece.view)
+                finally:
+                    piece.give_back()
+                copied = piece._replace(view=target, owner=None, ready=None, done=block.done)
+                with self._changed:
+                    self._copies.append(copied)
+                    self._changed.notify()
+        finally:
+            if block is not None:
+                block.done()
 
     def _slot(self) -> Slot:
         slot = _kept.acquire(wait=False)
@@ -283,5 +301,4 @@ class Held:
         with suppress(BaseException):
             for batch in self.batches():
                 for piece in batch:
-                    assert piece.done is not None
-                    piece.done()
+                    piece.give_back()

@@ -127,6 +127,7 @@ def async_take(
                 undisturbed(lambda _: held.release())
             pending.error_seen = True
             raise
+        capture.let_go()
         pending.start()
         return pending
 
@@ -205,28 +206,22 @@ class _Take:
         writer = transaction.chunk_writer()
         try:
             for batch in source:
-                raws = []
-                for piece in batch:
-                    if piece.ready is not None:
-                        piece.ready()
-                    start = 0
-                    for size in piece.sizes:
-                        raws.append(piece.view[start : start + size])
-                        start += size
-                self._note(batch, writer.store(raws))
+                try:
+                    self._note(batch, writer.store(_chunks_of(batch)))
+                finally:
+                    for piece in batch:
+                        piece.give_back()
         finally:
             writer.finish()
 
     def _note(self, batch: list[Piece], digests: list[Digest]) -> None:
-        """Put the digests of some pieces where they belong, and give their memory back."""
+        """Put the digests of some pieces where they belong."""
         first = 0
         for piece in batch:
             stop, at = first + len(piece.sizes), piece.first * DIGEST_SIZE
             joined = b"".join(digests[first:stop])
             self._digests[piece.leaf][at : at + len(joined)] = joined
             first = stop
-            if piece.done is not None:
-                piece.done()
         self._report(sum(len(piece.view) for piece in batch))
 
     def _report(self, nbytes: int) -> None:
@@ -300,6 +295,18 @@ class _Take:
             )
 
 
+def _chunks_of(batch: list[Piece]) -> list[memoryview]:
+    chunks = []
+    for piece in batch:
+        if piece.ready is not None:
+            piece.ready()
+        start = 0
+        for size in piece.sizes:
+            chunks.append(piece.view[start : start + size])
+            start += size
+    return chunks
+
+
 class PendingTake:
     """A take that goes on in a thread, which the interpreter waits for before it exits.
 
@@ -311,7 +318,7 @@ class PendingTake:
     def __init__(self, name: str, finish: Callable[[], Row]) -> None:
         self.name = name
         self.error_seen = False
-        self._finish = finish
+        self._finish: Callable[[], Row] | None = finish
         self._row: Row | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -334,10 +341,14 @@ class PendingTake:
 
     def _run(self) -> None:
         try:
+            assert self._finish is not None
             self._row = self._finish()
             _pending.discard(self)
         except BaseException as e:  # noqa: BLE001 - raised by wait
             self._error = e
+        finally:
+            # It holds the state's description, which would live as long as this.
+            self._finish = None
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""

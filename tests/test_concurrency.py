@@ -285,7 +285,7 @@ def test_segments_stay_few(tmp_path: Path) -> None:
     for name in files(store.uri, "index"):
         if name.removeprefix("index/") not in {ref.id.hex() for ref in live}:
             (Path(store.uri) / name).unlink()
-    store.objects.index.forget()
+    store.objects.index.refreshed(store.objects.view(), store.objects.newest())
     assert_store(store.uri, set(range(130)))
 
 

@@ -30,6 +30,7 @@ class LocalBackend(Backend):
         self.uri = str(folder)
         self._unsynced: set[Path] = set()
         self._lock = threading.Lock()
+        self._syncing = threading.Lock()
 
     def make(self) -> None:
         """Make the folder itself, and those above it that are missing."""
@@ -101,17 +102,17 @@ class LocalBackend(Backend):
 
     def sync(self) -> None:
         """Make the names of new files durable."""
-        with self._lock:
-            folders = list(self._unsynced)
-        for folder in folders:
-            with translated(str(folder)):
-                fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+        # One at a time: nobody may return while another still syncs what both wait for.
+        with self._syncing:
             with self._lock:
-                self._unsynced.discard(folder)
+                folders, self._unsynced = self._unsynced, set()
+            try:
+                for folder in sorted(folders):
+                    _sync_folder(folder)
+            except BaseException:
+                with self._lock:
+                    self._unsynced |= folders
+                raise
 
     def read(self, key: str) -> bytes:
         """Return a whole file."""
@@ -171,6 +172,15 @@ class LocalBackend(Backend):
                     folder.rmdir()
                 except OSError:
                     break
+
+
+def _sync_folder(folder: Path) -> None:
+    with translated(str(folder)):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def _follow_group(where: Path | int, gid: int) -> None:

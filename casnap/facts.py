@@ -1,0 +1,315 @@
+"""What is remembered of a store on this host: places of digests, and tree nodes; in LMDB.
+
+A fact (this digest lies at this place of this pack) is true for ever: packs never change and ids
+are never used again. So the cache may be stale, shared between processes, between copies of a
+store and between its branches after a roll-back, or be deleted, and nothing but time is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import struct
+import threading
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import lmdb
+
+from casnap.digest import Digest, digest_of
+from casnap.environment import boot_id, cache_folder, is_running
+from casnap.format import ID_SIZE, PackId, Place, Record, SegmentId
+
+_log = logging.getLogger("casnap")
+_BARE_FACT = struct.Struct("<16sQIIB")
+_FACT = struct.Struct("<16sQIIBI")
+_WRITING = "writing-"
+_MAP_SIZES = (64 << 30, 1 << 30)
+_LOCK_BYTES = 8192
+
+
+class Facts(ABC):
+    """Remembered records and tree nodes."""
+
+    @abstractmethod
+    def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
+        """Return the packs that a segment covers, or None where it was not learned yet."""
+
+    @abstractmethod
+    def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
+        """Remember a segment."""
+
+    @abstractmethod
+    def place(self, digests: Iterable[Digest], live: frozenset[PackId]) -> list[Place | None]:
+        """Return, for each digest, a place in a live pack, or None."""
+
+    @abstractmethod
+    def places(self, digest: Digest) -> list[Place]:
+        """Return all the places that are known of a digest."""
+
+    @abstractmethod
+    def node(self, digest: Digest) -> bytes | None:
+        """Return a tree node, verified, or None."""
+
+    @abstractmethod
+    def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
+        """Remember tree nodes."""
+
+
+class MemoryFacts(Facts):
+    """Facts in dicts, where there is no place for LMDB."""
+
+    def __init__(self) -> None:
+        self._segments: dict[SegmentId, tuple[PackId, ...]] = {}
+        self._places: dict[Digest, list[Place]] = {}
+        self._nodes: dict[Digest, bytes] = {}
+
+    def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
+        """Return the packs of a learned segment."""
+        return self._segments.get(segment)
+
+    def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
+        """Remember a segment."""
+        for digest, place in records:
+            known = self._places.setdefault(digest, [])
+            if place not in known:
+                known.append(place)
+        self._segments[segment] = tuple(packs)
+
+    def place(self, digests: Iterable[Digest], live: frozenset[PackId]) -> list[Place | None]:
+        """Return a live place of each digest."""
+        return [next((p for p in self.places(d) if p.pack in live), None) for d in digests]
+
+    def places(self, digest: Digest) -> list[Place]:
+        """Return the places of a digest."""
+        return self._places.get(digest, [])
+
+    def node(self, digest: Digest) -> bytes | None:
+        """Return a kept node."""
+        return self._nodes.get(digest)
+
+    def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
+        """Keep nodes."""
+        self._nodes.update(nodes)
+
+
+class LmdbFacts(Facts):
+    """Facts in an LMDB environment.
+
+    Every record carries a checksum and every node is verified, since a take believes what stands
+    here. Commits are not synced: after a crash of the machine, which the boot id tells, the cache
+    is made anew. So it is after a process that died while it wrote: LMDB aborts where it finds its
+    own pages in disorder, and must not do so again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._pid = os.getpid()
+        self._env = _open_environment(folder)
+        self._segments = self._env.open_db(b"segments")
+        self._places = self._env.open_db(b"places", dupsort=True)
+        self._nodes = self._env.open_db(b"nodes")
+
+    def usable(self) -> bool:
+        """Whether this is the process that opened it: LMDB does not survive a fork."""
+        return self._pid == os.getpid()
+
+    def delete(self) -> None:
+        """Delete the files; whoever uses them goes on with what they have open."""
+        _remove(self.folder)
+
+    def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
+        """Return the packs of a learned segment."""
+        with self._env.begin(db=self._segments) as txn:
+            packs = txn.get(segment)
+        if packs is None or len(packs) < 4 or zlib.crc32(segment + packs[4:]) != _u32(packs):
+            return None
+        return tuple(PackId(packs[i : i + ID_SIZE]) for i in range(4, len(packs), ID_SIZE))
+
+    def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
+        """Remember a segment, in one transaction."""
+        joined = b"".join(packs)
+        facts = sorted((d, _fact(d, p)) for d, p in records)
+        with self._writing() as txn:
+            with txn.cursor(self._places) as cursor:
+                cursor.putmulti(facts, dupdata=False)
+            txn.put(
+                segment, struct.pack("<I", zlib.crc32(segment + joined)) + joined, db=self._segments
+            )
+
+    def place(self, digests: Iterable[Digest], live: frozenset[PackId]) -> list[Place | None]:
+        """Return a live place of each digest: nearly always the first that is known."""
+        found: list[Place | None] = []
+        with self._env.begin(db=self._places) as txn:
+            for digest in digests:
+                fact = txn.get(digest)
+                place = None if fact is None else _place(digest, bytes(fact))
+                if fact is not None and (place is None or place.pack not in live):
+                    place = next((p for p in _all_places(txn, digest) if p.pack in live), None)
+                found.append(place)
+        return found
+
+    def places(self, digest: Digest) -> list[Place]:
+        """Return the places of a digest."""
+        with self._env.begin(db=self._places) as txn:
+            return _all_places(txn, digest)
+
+    def node(self, digest: Digest) -> bytes | None:
+        """Return a kept node if it is what its digest says."""
+        with self._env.begin(db=self._nodes) as txn:
+            node: bytes | None = txn.get(digest)
+        return node if node is not None and digest_of(node) == digest else None
+
+    def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
+        """Keep nodes."""
+        with self._writing() as txn, txn.cursor(self._nodes) as cursor:
+            cursor.putmulti(sorted(nodes))
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[lmdb.Transaction]:
+        mark = self.folder / f"{_WRITING}{os.getpid()}"
+        try:
+            mark.touch()
+            with self._env.begin(write=True) as txn:
+                yield txn
+        finally:
+            mark.unlink(missing_ok=True)
+
+
+def _u32(data: bytes) -> int:
+    return int.from_bytes(data[:4], "little")
+
+
+def _fact(digest: Digest, place: Place) -> bytes:
+    p = place
+    bare = _BARE_FACT.pack(p.pack, p.offset, p.stored, p.raw, p.codec)
+    return bare + zlib.crc32(digest + bare).to_bytes(4, "little")
+
+
+def _place(digest: Digest, fact: bytes) -> Place | None:
+    if len(fact) != _FACT.size:
+        return None
+    pack, offset, stored, raw, codec, crc = _FACT.unpack(fact)
+    if crc != zlib.crc32(digest + fact[:-4]):
+        return None
+    return Place(pack, offset, stored, raw, codec)
+
+
+def _all_places(txn: lmdb.Transaction, digest: Digest) -> list[Place]:
+    with txn.cursor() as cursor:
+        if not cursor.set_key(digest):
+            return []
+        return [p for f in cursor.iternext_dup() if (p := _place(digest, bytes(f))) is not None]
+
+
+def _open_environment(folder: Path) -> lmdb.Environment:
+    """Open the cache, making it anew where it is of another boot, cut short or no LMDB."""
+    boot = folder / "boot"
+    with contextlib.suppress(OSError):
+        if boot.read_bytes() != boot_id().encode() or _cut_off(folder):
+            _remove(folder)
+    for attempt in range(2):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            env = _map_environment(folder)
+            if not _cut_short(env, folder):
+                boot.write_text(boot_id())
+                return env
+            env.close()
+        except lmdb.Error as e:
+            if attempt:
+                raise
+            _log.info("the cache %s is unusable (%s) and is made anew", folder, e)
+        _remove(folder)
+    raise lmdb.Error(f"{folder} cannot be made anew")
+
+
+def _cut_off(folder: Path) -> bool:
+    """Whether a process died while it wrote."""
+    return any(
+        not is_running(int(mark.name.removeprefix(_WRITING)))
+        for mark in folder.glob(f"{_WRITING}[0-9]*")
+    )
+
+
+def _remove(folder: Path) -> None:
+    import shutil  # slow to import, and needed for a cache that failed alone
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _map_environment(folder: Path) -> lmdb.Environment:
+    _reserve(folder / "lock.mdb")
+    for size in _MAP_SIZES:
+        try:
+            env = lmdb.open(
+                str(folder), map_size=size, max_dbs=3, sync=False, metasync=False, mode=0o600
+            )
+        except (lmdb.MemoryError, MemoryError):
+            continue
+        # Processes that were killed leave their places in the table of readers, which is short.
+        env.reader_check()
+        return env
+    raise lmdb.Error("no address space for the map")
+
+
+def _reserve(lock: Path) -> None:
+    """Take space for the table of readers, which LMDB writes by memory: on a full disk, fatal."""
+    fd = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, _LOCK_BYTES)
+    except OSError as e:
+        # Where it is not supported we must hope.
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+    finally:
+        os.close(fd)
+
+
+def _cut_short(env: lmdb.Environment, folder: Path) -> bool:
+    """Whether the file ends before its last page: to touch what is missing would be fatal."""
+    pages = env.info()["last_pgno"] + 1
+    return (folder / "data.mdb").stat().st_size < pages * env.stat()["psize"]
+
+
+_open: dict[Path, LmdbFacts] = {}
+_inherited: list[LmdbFacts] = []
+_open_lock = threading.Lock()
+
+
+def _forget_after_fork() -> None:
+    global _open_lock
+    _open_lock = threading.Lock()
+    # Kept, so that nothing is closed: LMDB does not survive a fork, not even to be closed.
+    _inherited.extend(_open.values())
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def facts_for(store_id: str) -> Facts:
+    """Return the cache of a store: one for all of this process; in memory if there is no other."""
+    base = cache_folder()
+    if base is None:
+        _log.warning("no folder for the cache can be written; the index is kept in memory")
+        return MemoryFacts()
+    folder = base / store_id
+    with _open_lock:
+        facts = _open.get(folder)
+        # LMDB must not be opened twice by one process. One whose files were deleted is left open,
+        # since others may be using it.
+        if facts is None or not (folder / "data.mdb").exists():
+            try:
+                facts = LmdbFacts(folder)
+            except (lmdb.Error, OSError) as e:
+                _log.warning(
+                    "the cache %s cannot be used (%s); the index is kept in memory", folder, e
+                )
+                return MemoryFacts()
+            _open[folder] = facts
+        return facts

@@ -1,0 +1,137 @@
+"""Writes stores that lie: sealed as they should be, and nothing in them is true."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import struct
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from casnap import StateDict, Store
+from casnap.digest import Digest, digest_of
+from casnap.errors import CasnapError
+from casnap.format import PackId, Place, encode, pack_footer, pack_key, root_key, seal, segment_key
+from tests.faults import CHUNK, in_child
+
+MEMORY = 512 << 20
+SECONDS = 20
+
+
+class Forger:
+    """Writes one more commit into a store, of whatever it is told.
+
+    Attributes:
+        row: Fields of the snapshot's row to replace.
+        root: Fields of the root to replace.
+        places: Places to give in the index, by digest.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        store = Store(folder, chunk_size=CHUNK)
+        store.take({"good": StateDict(x=torch.arange(100_000))}, "good")
+        self.folder = folder
+        self.pack = PackId(b"\0" * 5 + b"\1" + os.urandom(10))
+        self.row: dict[str, Any] = {}
+        self.root: dict[str, Any] = {}
+        self.places: dict[bytes, tuple[Any, ...]] = {}
+        self._newest = store.objects.newest()
+        self._body = bytearray()
+        self._records: list[tuple[Digest, Place]] = []
+
+    def add(
+        self, raw: bytes, stored: bytes | None = None, size: int | None = None, codec: int = 0
+    ) -> bytes:
+        """Put a chunk or node into the pack; return its digest."""
+        stored = raw if stored is None else stored
+        place = Place(self.pack, len(self._body), len(stored), size or len(raw), codec)
+        self._body += stored
+        self._records.append((digest_of(raw), place))
+        return digest_of(raw)
+
+    def tree(self, *items: Any) -> bytes:
+        return self.add(encode(["l", list(items)]))
+
+    def publish(self, key_trees: dict[str, bytes], manifest: Any = None) -> None:
+        """Write pack, segment and root; the snapshot is called ``evil``."""
+        top = manifest if manifest is not None else {"global": key_trees, "ranks": {"0": {}}}
+        digest = self.add(encode(top))
+        stats = [100, 100, 3, 0.5]
+        row = {
+            "commit": b"c" * 16,
+            "manifest": [digest, None],
+            "seq": self._newest.seq + 1,
+            "time": 1.8e9,
+            "world_size": 1,
+            "stats": stats,
+        }
+        table = self.tree(["evil", row | self.row])
+        segment = b"\0" * 5 + b"\1" + os.urandom(10)
+        self._write(pack_key(self.pack), bytes(self._body) + pack_footer(b"p", self._records))
+        self._write(segment_key(segment), self._segment())
+        root = {
+            "seq": self._newest.seq + 1,
+            "commit": b"c" * 16,
+            "time": 1.8e9,
+            "fence": 0,
+            "table": [table, None],
+            "segments": [*([s.id, s.count] for s in self._newest.segments), [segment, 9]],
+            "condemned": {},
+        }
+        self._write(root_key(self._newest.seq + 1), seal(b"r", encode(root | self.root)))
+
+    def _segment(self) -> bytes:
+        body = struct.pack("<IQ", 1, len(self._records)) + self.pack
+        for digest, p in sorted(self._records, key=itemgetter(0)):
+            fields = self.places.get(digest, (0, p.offset, p.stored, p.raw, p.codec))
+            body += struct.pack("<32sIQIIB", digest, *fields)
+        return seal(b"s", body)
+
+    def _write(self, key: str, content: bytes) -> None:
+        path = self.folder / key
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+
+
+def assert_refused(folder: Path, *, readable: bool = False) -> None:
+    """Do all there is to do, with little memory and time: typed errors, and the restore fails.
+
+    Args:
+        folder: The store.
+        readable: Whether single reads may succeed where a restore fails.
+    """
+
+    def work() -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        signal.alarm(SECONDS)
+        state = StateDict()
+        results = {
+            "restore": lambda s: s["evil"].restore({"s": state}),
+            "read": lambda s: s["evil"].read_object("s"),
+            "entry": lambda s: s["evil"].read_object("s/x"),
+            "part": lambda s: s["evil"].read_object("s/x", index=slice(0, 2)),
+            "in place": lambda s: s["evil"].read_object("s/x", torch.zeros(4)),
+            "absent": lambda s: s["evil"].read_object("s/nowhere"),
+            "manifest": lambda s: s["evil"].get_manifest(),
+            "list": lambda s: repr(s.snapshots()),
+            "diff": lambda s: s.diff("evil", "evil"),
+            "usage": lambda s: s.usage(),
+            "take": lambda s: s.take({"s": StateDict(y=1)}, "evil/below"),
+        }
+        refused = set()
+        for name, step in results.items():
+            try:
+                step(Store(folder, create=False))
+            except CasnapError as e:
+                assert len(str(e)) < 5_000  # noqa: PT017
+                refused.add(name)
+        assert not state.data
+        assert refused >= {"restore", "absent"} | (set() if readable else {"read"}), refused
+
+    assert in_child(work) == 0
