@@ -23,6 +23,7 @@ from casnap.format import INLINE_BYTES, Entry, Payload, TensorEntry, payload_of
 from casnap.grid import Grid, grid_of
 from casnap.indexing import Index, Selection, select
 from casnap.objects import ReadOptions, Want
+from casnap.overlap import filled_in_place, overlapping
 from casnap.pipeline import collector_paused
 from casnap.region import Region
 from casnap.staging import pin, settle
@@ -36,7 +37,6 @@ from casnap.tensors import (
     is_fillable,
     is_numpy,
     itemsize_of,
-    shared_memory,
 )
 
 Progress = Callable[[int, int], None]
@@ -242,13 +242,16 @@ def restore(
     if strict and report:
         raise MismatchError(_mismatch(contents, report))
     entries = {path: entry for part in parts for path, entry in part.entries.items()}
-    for path in shared_memory(targets, lambda path: payload_of(entries[path])):
-        # Each would overwrite a part of the other: both are read apart, and loaded in order.
-        del targets[path]
+    # Each could overwrite a part of the other, so these are read apart at first.
+    groups = overlapping(targets, lambda path: payload_of(entries[path]))
+    apart = {path for group in groups for path in group}
     settle(targets.values())
     for path, entry in entries.items():
-        loading.add(path, entry, targets.get(path))
+        loading.add(path, entry, None if path in apart else targets.get(path))
     leaves = loading.load()
+    for group in groups:
+        if filled_in_place((targets[p], leaves[p].content) for p in group):
+            leaves |= {p: leaves[p]._replace(content=targets[p]) for p in group}
     # The random state last: to load the others may draw from it.
     for part in sorted(parts, key=lambda p: isinstance(p.stateful, RNGState)):
         state = inflate(part.segment, leaves, allow_pickle=allow_pickle)

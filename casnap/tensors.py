@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import struct
 import sys
-from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -412,36 +411,6 @@ def _assemble_numpy(path: str, entry: TensorEntry, content: torch.Tensor) -> obj
 def is_numpy(entry: TensorEntry) -> bool:
     """Whether an entry is of numpy's: its carrier is flat bytes."""
     return entry.kind in _NUMPY_KINDS
-
-
-def shared_memory(
-    tensors: Mapping[str, torch.Tensor], content: Callable[[str], object]
-) -> list[str]:
-    """Return the tensors that share memory with another and would be given other content.
-
-    Args:
-        tensors: By name.
-        content: What a tensor of that name will be given, to be compared with ``==``.
-    """
-    spans = []
-    for name, t in tensors.items():
-        if t.numel():
-            last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-            start = t.data_ptr()
-            spans.append((str(t.device), start, start + (last + 1) * t.itemsize, name))
-    shared: list[str] = []
-    group: list[str] = []
-    device, stop = "", 0
-    for where, start, end, name in [*sorted(spans), ("", 0, 0, "")]:
-        if group and where == device and start < stop:
-            group.append(name)
-            stop = max(stop, end)
-            continue
-        looks = {(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (tensors[n] for n in group)}
-        if len(group) > 1 and (len(looks) > 1 or len({content(n) for n in group}) > 1):
-            shared += group
-        group, device, stop = [name], where, end
-    return shared
 
 
 def carrier_dtype(entry: TensorEntry) -> torch.dtype:

@@ -1,0 +1,66 @@
+"""Tensors of a live state that share memory: which they are, and whether a state agrees with that.
+
+A snapshot holds tied weights and views as tensors like any others. To fill two of them in place
+is right only where their new contents agree on what they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+
+def overlapping(
+    tensors: Mapping[str, torch.Tensor], content: Callable[[str], object]
+) -> list[list[str]]:
+    """Return the groups of tensors that share memory and may not agree on it.
+
+    Args:
+        tensors: By name.
+        content: What a tensor of that name will be given, to be compared with ``==``.
+    """
+    spans = []
+    for name, t in tensors.items():
+        if t.numel():
+            last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+            start = t.data_ptr()
+            spans.append((str(t.device), start, start + (last + 1) * t.itemsize, name))
+    groups: list[list[str]] = []
+    group: list[str] = []
+    device, stop = "", 0
+    for where, start, end, name in [*sorted(spans), ("", 0, 0, "")]:
+        if group and where == device and start < stop:
+            group.append(name)
+            stop = max(stop, end)
+            continue
+        looks = {
+            (t.data_ptr(), t.dtype, t.shape, t.stride(), content(n))
+            for n, t in ((n, tensors[n]) for n in group)
+        }
+        if len(looks) > 1:
+            groups.append(group)
+        group, device, stop = [name], where, end
+    return groups
+
+
+def filled_in_place(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
+    """Copy new contents into tensors that share memory; return whether all agree with that.
+
+    Args:
+        pairs: Tensors, each with its new content.
+    """
+    both = [
+        (target.detach(), content.to(target.dtype))
+        for target, content in pairs
+        if isinstance(content, torch.Tensor)
+    ]
+    for target, content in both:
+        target.copy_(content)
+    return all(_same_bytes(target, content) for target, content in both)
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # Bytes, since NaNs are not equal to themselves.
+    flat_a, flat_b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b.to(a.device)))
+    return torch.equal(flat_a, flat_b)
