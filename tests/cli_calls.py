@@ -1,0 +1,70 @@
+"""Calling the command, and stores for it to look at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from click.testing import CliRunner, Result
+
+from casnap import RNGState, StateDict, Store
+from casnap.cli import cli
+
+CHUNK = 64 << 10
+COMMAND = [sys.executable, "-m", "casnap.cli"]
+
+
+def fill(folder: Path) -> Path:
+    """Make a store of three snapshots of one run and one of another."""
+    store = Store(folder, chunk_size=CHUNK)
+    weight = torch.arange(6 * CHUNK // 4, dtype=torch.float32)
+    for step in range(3):
+        weight[0] += 1
+        state = {
+            "model": StateDict(weight=weight, bias=torch.zeros(4, dtype=torch.bfloat16)),
+            "progress": StateDict(
+                step=step, name="é" * 50, many=[1.5, None, True], data=b"\0\1", odd={"a/b": 1}
+            ),
+            "rng": RNGState(),
+        }
+        store.take(state, f"run1/step_{step}", metadata={"loss": 2.5 / (step + 1), "step": step})
+    store.take({"model": StateDict(weight=weight, extra=torch.ones(100))}, "run2/step_0")
+    return folder
+
+
+def invoke(*arguments: object, status: int = 0) -> Result:
+    result = CliRunner().invoke(cli, [str(a) for a in arguments])
+    assert result.exit_code == status, result.output
+    if status == 0 and result.exception is not None:
+        raise result.exception
+    return result
+
+
+def document(*arguments: object) -> Any:
+    result = invoke(*arguments, "--json")
+    assert result.stdout.isascii()
+    return json.loads(result.stdout)
+
+
+def failure(*arguments: object, status: int = 1) -> str:
+    """Return the message of a command that fails."""
+    result = invoke(*arguments, status=status)
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+        **options,
+    )
