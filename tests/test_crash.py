@@ -203,7 +203,9 @@ def test_takes_killed_at_many_random_moments(tmp_path: Path, seed: int) -> None:
 def assert_no_slot_is_lost() -> None:
     pool = shared_pool(CHUNK + (64 << 10))
     assert len(pool._free) == pool._made <= SLOTS
-    assert not [t for t in threading.enumerate() if t.name.startswith("casnap")]
+    # Python lists for ever a thread whose start was interrupted before it began.
+    left = [t for t in threading.enumerate() if t.name.startswith("casnap")]
+    assert not [t for t in left if t.is_alive()]
 
 
 @pytest.mark.parametrize(("faults", "after"), EACH_MOMENT)

@@ -98,12 +98,13 @@ def test_local_enums_need_permission():
 
 def test_enums_are_never_imported(monkeypatch):
     leaves = leaves_of(Color.RED)
-    monkeypatch.delattr(sys.modules[__name__], "Color")
-    with pytest.raises(UnsupportedTypeError, match=f"import {__name__} first"):
+    home = sys.modules[Color.__module__]
+    monkeypatch.delattr(home, "Color")
+    with pytest.raises(UnsupportedTypeError, match=f"import {Color.__module__} first"):
         inflate("m", leaves)
     monkeypatch.undo()
     leaves = leaves_of(Color.BLUE)
-    monkeypatch.setattr(sys.modules[__name__], "Color", enum.Enum("Color", "RED"))
+    monkeypatch.setattr(home, "Color", enum.Enum("Color", "RED"))
     with pytest.raises(UnsupportedTypeError, match="BLUE"):
         inflate("m", leaves)
 
