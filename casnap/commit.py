@@ -17,7 +17,6 @@ from casnap.codec import Codec
 from casnap.digest import Digest, digest_of
 from casnap.errors import FencedError, StorageFullError, UnsupportedFormatError
 from casnap.format import (
-    KNOWN_FEATURES,
     NodeRef,
     PackId,
     Place,
@@ -61,7 +60,7 @@ class Transaction:
     """
 
     def __init__(self, objects: Objects, crew: Crew, codec: Codec = Codec.RAW) -> None:
-        unknown = set(objects.config.write_features) - KNOWN_FEATURES
+        unknown = objects.config.unknown_to_writers()
         if unknown:
             raise UnsupportedFormatError(
                 f"to write to {objects.backend.uri} needs features that this casnap lacks: "

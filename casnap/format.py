@@ -36,8 +36,6 @@ PackId = NewType("PackId", bytes)
 """16 bytes: 6 of the root number that it was written under, then 10 random ones."""
 SegmentId = NewType("SegmentId", bytes)
 """Made like a :data:`PackId`."""
-CommitId = NewType("CommitId", bytes)
-"""16 random bytes."""
 
 ID_SIZE = 16
 
@@ -251,6 +249,10 @@ class StoreConfig(Struct, frozen=True):
     write_features: tuple[str, ...] = ()
     put_if_absent: bool = True
 
+    def unknown_to_writers(self) -> set[str]:
+        """Return the features that forbid this version to write."""
+        return set(self.write_features) - KNOWN_FEATURES
+
 
 # --- records as bytes -------------------------------------------------------------------------
 
@@ -403,11 +405,6 @@ def segment_key(segment: SegmentId | bytes) -> str:
 def id_from_name(name: str) -> bytes | None:
     """Return the id that a file is named by, or None where it is not ours."""
     return bytes.fromhex(name) if _ID.fullmatch(name) else None
-
-
-def base_of(ident: PackId | SegmentId) -> int:
-    """Return the number of the root that an id was made under."""
-    return int.from_bytes(ident[:6], "big")
 
 
 def check_name(name: str) -> str:

@@ -23,7 +23,6 @@ from casnap.errors import (
 from casnap.format import (
     CONFIG_KEY,
     DEFAULT_CHUNK_SIZE,
-    KNOWN_FEATURES,
     MAX_CHUNK_SIZE,
     MIN_CHUNK_SIZE,
     Root,
@@ -194,7 +193,7 @@ def create_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE, aske
         content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
         backend.put_if_absent(CONFIG_KEY, content)
     config = read_config(backend)  # a newer format is not ours to finish
-    if set(config.write_features) - KNOWN_FEATURES:
+    if config.unknown_to_writers():
         return
     # Folders may be there already, where a creation was cut off.
     if not any(map(backend.names, ("roots/0", "packs", "index"))):

@@ -56,7 +56,6 @@ class TakeOptions:
     max_staging_bytes: int | None = None
     progress: Progress | None = None
     codec: Codec = Codec.RAW
-    committed: Callable[[Row], None] = lambda _row: None
 
 
 # One take at a time in a process: pending ones keep their order, and share their buffers.
@@ -185,7 +184,6 @@ class _Take:
         self._done_bytes = 0
         row = undisturbed(lambda crew: self._store(batches, crew))
         self._mark(row)
-        self._options.committed(row)
         return row
 
     def _store(self, batches: Iterable[list[Piece]], crew: Crew) -> Row:
