@@ -93,7 +93,7 @@ class Transaction:
 
     def unknown(self, digests: list[Digest]) -> list[bool]:
         """Rely on what is there; claim, and tell, what nobody wrote yet."""
-        found = self._objects.index.find(self.base, digests)
+        found = self._objects.index.find(self.base, digests, to_rely=True)
         distrusted = self._objects.index.distrusted
         new = []
         with self._lock:

@@ -40,11 +40,13 @@ class View:
 
     Attributes:
         root: That root.
-        live: The packs that may be relied on.
+        packs: The packs that are there to be read.
+        live: Those that may be relied on: all but the condemned.
         facts: What is remembered of them; all segments of the root have been learned there.
     """
 
     root: Root
+    packs: frozenset[PackId]
     live: frozenset[PackId]
     facts: Facts
 
@@ -81,7 +83,8 @@ class Index:
             DamagedError: A segment is missing or damaged.
         """
         facts, packs = self._asked(self.facts, root, lambda facts: self._learn_all(facts, root))
-        return View(root, frozenset(packs) - root.condemned.keys(), facts)
+        named = frozenset(packs)
+        return View(root, named, named - root.condemned.keys(), facts)
 
     def refreshed(self, view: View, root: Root) -> View:
         """Return a view that believes nothing but the store: what the cache said was not so."""
@@ -130,22 +133,41 @@ class Index:
         Raises:
             DamagedError: It is missing or damaged.
         """
-        key = segment_key(segment)
-        try:
-            return decode_segment(self._backend.read(key), key)
-        except FileNotFoundError:
-            raise DamagedError(f"{self._backend.uri}: the index segment {key} is missing") from None
+        return decode_segment(*self.sealed(segment))
 
-    def find(self, view: View, digests: list[Digest]) -> list[Place | None]:
-        """Return, for each digest, a place in a live pack of a view, or None."""
-        if not view.live:
+    def sealed(self, segment: SegmentId) -> tuple[bytes, str]:
+        """Read the bytes of a segment from the store; return them, and its name for messages.
+
+        Raises:
+            DamagedError: It is missing.
+        """
+        key = segment_key(segment)
+        what = f"{self._backend.uri}/{key}"
+        try:
+            return self._backend.read(key), what
+        except FileNotFoundError:
+            raise DamagedError(f"the index segment {what} is missing; see `casnap check`") from None
+
+    def find(
+        self, view: View, digests: list[Digest], *, to_rely: bool = False
+    ) -> list[Place | None]:
+        """Return, for each digest, where it can be read, or None.
+
+        Args:
+            view: Which packs count.
+            digests: What to find.
+            to_rely: Whether only live packs count, which a take may rely on; a condemned one is
+                readable for some time, but on its way out.
+        """
+        packs = view.live if to_rely else view.packs
+        if not packs:
             return [None] * len(digests)
-        return self._asked(view.facts, view.root, lambda facts: facts.place(digests, view.live))[1]
+        return self._asked(view.facts, view.root, lambda facts: facts.place(digests, packs))[1]
 
     def find_all(self, view: View, digest: Digest) -> list[Place]:
-        """Return all places of a digest in the live packs of a view."""
+        """Return all places where a digest can be read."""
         places = self._asked(view.facts, view.root, lambda facts: facts.places(digest))[1]
-        return [place for place in places if place.pack in view.live]
+        return [place for place in places if place.pack in view.packs]
 
     # --- what is only remembered to save time ---
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -107,9 +108,26 @@ class Objects:
         self._newest = newest_root(self.backend, self._newest)
         return self._newest
 
+    def current(self, read: Callable[[Root], V]) -> V:
+        """Read something of the newest root; again, where a collector went past that root.
+
+        Args:
+            read: Given the root, reads from the store.
+
+        Raises:
+            DamagedError: What was to be read is damaged, and the root is the newest still.
+        """
+        while True:
+            root = self.newest()
+            try:
+                return read(root)
+            except DamagedError:
+                if self.newest() == root:
+                    raise
+
     def view(self) -> View:
         """Return the index as the newest root sees it."""
-        return self.index.view(self.newest())
+        return self.current(self.index.view)
 
     # --- nodes ---
 
@@ -132,6 +150,25 @@ class Objects:
         found: list[bytes] = []
         self.fetch([Want(digest, -1, lambda raw: found.append(bytes(raw)), "")])
         return self._keep(digest, found[0])
+
+    def nodes(self, digests: list[Digest]) -> dict[Digest, bytes]:
+        """Return several nodes, verified; what is not cached is read together.
+
+        Raises:
+            DamagedError: Some are nowhere, or nowhere whole.
+        """
+        found: dict[Digest, bytes] = {}
+        wants: list[Want] = []
+        for digest in digests:
+            cached = self.index.node(digest)
+            if cached is None:
+                wants.append(Want(digest, -1, partial(_keep_copy, found, digest), ""))
+            else:
+                found[digest] = cached
+        if wants:
+            self.fetch(wants)
+            self.index.keep_nodes([(want.digest, found[want.digest]) for want in wants])
+        return found
 
     def tree(self, ref: NodeRef | None, value_type: type[V]) -> Tree[V]:
         """Return the tree of a reference; an empty one for None."""
@@ -261,6 +298,10 @@ class Objects:
         start = place.offset // PAGE * PAGE
         read = _Read(place.pack, start, place.offset + place.stored, [(place, wants)])
         return not self._read_run(read, buffer)
+
+
+def _keep_copy(found: dict[Digest, bytes], digest: Digest, raw: memoryview) -> None:
+    found[digest] = bytes(raw)
 
 
 def _coalesced(found: list[tuple[Place, list[Want]]], most: int) -> Iterator[_Read]:

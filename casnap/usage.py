@@ -8,22 +8,18 @@ neighbours share is neither read nor counted again, so the work follows what dif
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 
-from casnap.contents import Contents, split_digests
-from casnap.digest import DIGEST_SIZE, Digest
-from casnap.errors import DamagedError
-from casnap.format import MAX_DEPTH, Entry, Manifest, Row, decode, pack_key, payload_of
+from casnap.contents import Contents
+from casnap.digest import Digest
+from casnap.format import Entry, Row, pack_key
 from casnap.index import View
-from casnap.manifest import Tree
 from casnap.objects import Objects
+from casnap.references import MANIFEST, digest_in, is_node, references, walk
 
 Progress = Callable[[int, int], None]
 
-# A reference is the digest of a chunk, or one byte that says how to read a node, then its digest.
-_MANIFEST, _TREE = b"m", b"t"
 _NOBODY, _SHARED = -1, -2
 
 
@@ -115,8 +111,8 @@ def shared_bytes(
             break
         if progress is not None:
             progress(done, len(earlier))
-        for references in _nodes_below(objects, row, seen):
-            missing.difference_update(references)
+        for below in walk(objects, [MANIFEST + row.manifest.digest], seen):
+            missing.difference_update(below)
             if not missing:
                 break
     return sum(nbytes for digest, nbytes in chunks if digest not in missing)
@@ -125,52 +121,6 @@ def shared_bytes(
 def _snapshots(objects: Objects, view: View) -> list[Contents]:
     table = objects.tree(view.root.table, Row)
     return [Contents(objects, name, row) for name, row in table.items()]
-
-
-def _nodes_below(objects: Objects, row: Row, seen: set[bytes]) -> Iterator[list[bytes]]:
-    """Yield what each node of a snapshot refers to, passing over what was seen, and note it."""
-    objects.node(Digest(row.manifest.digest), row.manifest.hint)
-    pending = [_MANIFEST + row.manifest.digest]
-    while pending:
-        node = pending.pop()
-        if node not in seen:
-            seen.add(node)
-            references = _references(objects, node)
-            yield references
-            pending += [r for r in references if _is_node(r) and r not in seen]
-
-
-# --- references -------------------------------------------------------------------------------
-
-
-def _is_node(reference: bytes) -> bool:
-    return len(reference) > DIGEST_SIZE
-
-
-def _references(objects: Objects, node: bytes) -> list[bytes]:
-    """Return what a node refers to."""
-    kind, digest = node[:1], Digest(node[1:])
-    if kind == _MANIFEST:
-        manifest = decode(objects.node(digest), Manifest, f"manifest {digest.hex()}")
-        subtrees = chain(manifest.shared.values(), *(k.values() for k in manifest.ranks.values()))
-        return [_TREE + subtree for subtree in subtrees]
-    if kind == _TREE:
-        tree: Tree[Entry] = Tree(digest, objects.node, Entry)
-        if [child for _, child, _ in tree.children] != [digest]:
-            return [_TREE + child for _, child, _ in tree.children]
-        payloads = (payload_of(entry) for _, entry in tree.leaf(digest))
-        lists = (_listed(p.digests, p.depth, digest) for p in payloads if p.digests)
-        return list(chain.from_iterable(lists))
-    return _listed(objects.node(digest), kind[0] - 1, digest)
-
-
-def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
-    """Return the references of a list of digests: of chunks, or of lists of one depth less."""
-    if not 0 <= depth <= MAX_DEPTH or len(digests) % DIGEST_SIZE:
-        raise DamagedError(f"tree node {node.hex()} holds a list of digests that is none")
-    if depth == 0:
-        return list[bytes](split_digests(digests))
-    return [bytes([depth]) + digest for digest in split_digests(digests)]
 
 
 class _Walk:
@@ -200,7 +150,7 @@ class _Walk:
         # The hint finds it without the index; from now on it is in the cache.
         self._objects.node(Digest(row.manifest.digest), row.manifest.hint)
         left = self._top
-        top = self._top = self._number([_MANIFEST + row.manifest.digest])[0]
+        top = self._top = self._number([MANIFEST + row.manifest.digest])[0]
         self._enter(top)
         if left is not None:
             self._leave(left)
@@ -217,10 +167,10 @@ class _Walk:
     def _number(self, references: list[bytes]) -> array[int]:
         """Return the numbers of things, giving new ones to those that are new."""
         new = [r for r in dict.fromkeys(references) if r not in self._numbers]
-        places = self._objects.index.find(self._view, [Digest(r[-DIGEST_SIZE:]) for r in new])
+        places = self._objects.index.find(self._view, [digest_in(r) for r in new])
         for reference, found in zip(new, places, strict=True):
             number = self._numbers[reference] = len(self._numbers)
-            if _is_node(reference):
+            if is_node(reference):
                 self._nodes[number] = reference
             self._stored.append(found.stored if found else 0)
             self._owner.append(_NOBODY)
@@ -241,7 +191,7 @@ class _Walk:
             self._bytes += self._stored[number]
             self._owner[number] = self._step if owner == _NOBODY else _SHARED
             if number in self._nodes:
-                below = self._number(_references(self._objects, self._nodes[number]))
+                below = self._number(references(self._objects.node, self._nodes[number]))
                 self._below[number] = below
                 pending += below
 

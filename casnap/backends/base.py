@@ -62,8 +62,24 @@ class Backend(ABC):
         """Return the names right below a folder, unsorted; empty where there is none."""
 
     @abstractmethod
+    def copy(self, key: str, to: str) -> None:
+        """Give an object's bytes another name too, that nobody else writes; as durable as a write.
+
+        Raises:
+            FileNotFoundError: The object is not there.
+        """
+
+    @abstractmethod
     def delete(self, key: str) -> None:
         """Remove an object; one that is not there is no error."""
+
+    def tidy(self, min_age: float) -> int:
+        """Remove what writers that died have left half-written; return how many bytes that freed.
+
+        Args:
+            min_age: What changed within so many seconds is left alone.
+        """
+        return 0
 
     def mark(self, key: str, content: bytes | None) -> None:  # noqa: B027 - nothing by default
         """Put, or with None remove, a file that tells people what is here; never read as truth."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import stat
 import threading
+import time
 from pathlib import Path
 
 from casnap.backends.base import Backend, translated
@@ -15,6 +17,8 @@ from casnap.buffers import PAGE, address_of
 _DIRECT = getattr(os, "O_DIRECT", 0)
 # Below this, going through the page cache costs less than going around it.
 _DIRECT_WRITE_BYTES = 1 << 20
+_TEMPORARY = re.compile(r"[0-9a-f]{24}")
+_ATTEMPTS = 3
 
 
 class LocalBackend(Backend):
@@ -52,20 +56,35 @@ class LocalBackend(Backend):
             self.sync()
         return created
 
+    def copy(self, key: str, to: str) -> None:
+        """Link a file under another name."""
+        target = self.folder / to
+        with translated(f"{self.uri}/{to}"):
+            self._make_folder(target.parent)
+            os.link(self.folder / key, target)
+        with self._lock:
+            self._unsynced.add(target.parent)
+
     def _link(self, key: str, content: memoryview | bytes) -> bool:
         target = self.folder / key
         with translated(f"{self.uri}/{key}"):
             self._make_folder(self.folder / "tmp")
             self._make_folder(target.parent)
-            temporary = self.folder / "tmp" / os.urandom(12).hex()
-            try:
-                self._write_file(temporary, content)
+            for attempt in range(_ATTEMPTS):
+                temporary = self.folder / "tmp" / os.urandom(12).hex()
+                fd = self._write_file(temporary, content)
                 try:
                     os.link(temporary, target)
+                    break
                 except FileExistsError:
                     return False
-            finally:
-                temporary.unlink(missing_ok=True)
+                except FileNotFoundError:
+                    # Swept away by a collector that could not see our lock.
+                    if attempt == _ATTEMPTS - 1:
+                        raise
+                finally:
+                    temporary.unlink(missing_ok=True)
+                    os.close(fd)
         with self._lock:
             self._unsynced.add(target.parent)
         return True
@@ -84,10 +103,12 @@ class LocalBackend(Backend):
         with self._lock:
             self._unsynced.add(folder.parent)
 
-    def _write_file(self, path: Path, content: memoryview | bytes) -> None:
+    def _write_file(self, path: Path, content: memoryview | bytes) -> int:
+        """Write a file and return it open: its lock says that its writer lives."""
         like = self.folder.stat()
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
+            _lock(fd)
             view, start = memoryview(content), 0
             if _DIRECT and len(view) >= _DIRECT_WRITE_BYTES and not view.readonly:
                 start = _write_direct(fd, view)
@@ -97,8 +118,11 @@ class LocalBackend(Backend):
             if like.st_gid != os.getegid():
                 _follow_group(fd, like.st_gid)
             os.fsync(fd)
-        finally:
+        except BaseException:
+            path.unlink(missing_ok=True)
             os.close(fd)
+            raise
+        return fd
 
     def sync(self) -> None:
         """Make the names of new files durable."""
@@ -151,6 +175,16 @@ class LocalBackend(Backend):
         with translated(f"{self.uri}/{key}"):
             (self.folder / key).unlink(missing_ok=True)
 
+    def tidy(self, min_age: float) -> int:
+        """Unlink what stands in ``tmp/`` and whose writer holds no lock on it any more."""
+        freed = 0
+        with translated(f"{self.uri}/tmp"):
+            for name in self.names("tmp"):
+                path = self.folder / "tmp" / name
+                if _TEMPORARY.fullmatch(name):
+                    freed += _unlink_abandoned(path, min_age)
+        return freed
+
     def mark(self, key: str, content: bytes | None) -> None:
         """Put or remove a marker file, and folders that it leaves empty."""
         path = self.folder / key
@@ -172,6 +206,32 @@ class LocalBackend(Backend):
                     folder.rmdir()
                 except OSError:
                     break
+
+
+def _lock(fd: int) -> bool:
+    """Try to lock a file; whether that is impossible here is not told."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        return e.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+def _unlink_abandoned(path: Path, min_age: float) -> int:
+    """Unlink a temporary file, unless it is young or its writer lives; return what that freed."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return 0
+    try:
+        found = os.fstat(fd)
+        if time.time() - found.st_mtime < min_age or not _lock(fd):
+            return 0
+        path.unlink(missing_ok=True)
+        # A second name means that it was linked into place: nothing is freed.
+        return found.st_size if found.st_nlink == 1 else 0
+    finally:
+        os.close(fd)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -57,6 +57,10 @@ class MemoryBackend(Backend):
             keys = list(self._objects)
         return list({k[len(prefix) :].split("/")[0] for k in keys if k.startswith(prefix)})
 
+    def copy(self, key: str, to: str) -> None:
+        """Keep an object under another key too."""
+        self._objects[to] = self.read(key)
+
     def delete(self, key: str) -> None:
         """Forget an object."""
         self._objects.pop(key, None)

@@ -1,0 +1,116 @@
+"""What refers to what: the walk from a table, or a snapshot, down to the digests of its chunks.
+
+A reference is the digest of a chunk, or one byte that says how to read a node, then its digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+from casnap.contents import split_digests
+from casnap.digest import DIGEST_SIZE, Digest
+from casnap.errors import DamagedError
+from casnap.format import MAX_DEPTH, Entry, Manifest, Row, decode, payload_of
+from casnap.manifest import Load, Tree
+from casnap.objects import Objects
+
+TABLE, MANIFEST, TREE = b"T", b"m", b"t"
+_TOGETHER = 64
+
+
+def is_node(reference: bytes) -> bool:
+    """Whether a reference is one to a node, not to a chunk."""
+    return len(reference) > DIGEST_SIZE
+
+
+def digest_in(reference: bytes) -> Digest:
+    """Return the digest that a reference ends in."""
+    return Digest(reference[-DIGEST_SIZE:])
+
+
+def references(load: Load, node: bytes) -> list[bytes]:
+    """Return what a node refers to.
+
+    Args:
+        load: Gives the verified bytes of nodes.
+        node: A reference to the node.
+
+    Raises:
+        DamagedError: It is missing or damaged, or no such node.
+    """
+    kind, digest = node[:1], digest_in(node)
+    if kind == MANIFEST:
+        manifest = decode(load(digest), Manifest, f"manifest {digest.hex()}")
+        subtrees = chain(manifest.shared.values(), *(k.values() for k in manifest.ranks.values()))
+        return [_checked(TREE + subtree, digest) for subtree in subtrees]
+    if kind in (TREE, TABLE):
+        return (_below_tree if kind == TREE else _below_table)(load, digest)
+    return _listed(load(digest), kind[0] - 1, digest)
+
+
+def _below_tree(load: Load, digest: Digest) -> list[bytes]:
+    tree: Tree[Entry] = Tree(digest, load, Entry)
+    children = _children(tree, TREE, digest)
+    if children is not None:
+        return children
+    payloads = (payload_of(entry) for _, entry in tree.leaf(digest))
+    lists = (_listed(p.digests, p.depth, digest) for p in payloads if p.digests)
+    return list(chain.from_iterable(lists))
+
+
+def _below_table(load: Load, digest: Digest) -> list[bytes]:
+    tree: Tree[Row] = Tree(digest, load, Row)
+    children = _children(tree, TABLE, digest)
+    if children is not None:
+        return children
+    return [_checked(MANIFEST + row.manifest.digest, digest) for _, row in tree.leaf(digest)]
+
+
+def _children(tree: Tree[Any], kind: bytes, digest: Digest) -> list[bytes] | None:
+    """Return the leaves that a node lists, or None where it is a leaf itself."""
+    if [child for _, child, _ in tree.children] == [digest]:
+        return None
+    return [kind + child for _, child, _ in tree.children]
+
+
+def _checked(reference: bytes, node: Digest) -> bytes:
+    if len(reference) != 1 + DIGEST_SIZE:
+        raise DamagedError(f"tree node {node.hex()} names a node by what is no digest")
+    return reference
+
+
+def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
+    """Return the references of a list of digests: of chunks, or of lists of one depth less."""
+    if not 0 <= depth <= MAX_DEPTH or len(digests) % DIGEST_SIZE:
+        raise DamagedError(f"tree node {node.hex()} holds a list of digests that is none")
+    if depth == 0:
+        return list[bytes](split_digests(digests))
+    return [bytes([depth]) + digest for digest in split_digests(digests)]
+
+
+def walk(objects: Objects, tops: Iterable[bytes], seen: set[bytes]) -> Iterator[list[bytes]]:
+    """Yield what each node below some others refers to, passing over what was seen, and note it.
+
+    Args:
+        objects: The store.
+        tops: References to nodes, where to begin.
+        seen: References to the nodes that were visited; what was is not read again.
+
+    Raises:
+        DamagedError: A node is missing or damaged.
+    """
+    pending = [top for top in dict.fromkeys(tops) if top not in seen]
+    seen.update(pending)
+    while pending:
+        # Some at once, so that what is not cached is read together.
+        group = pending[-_TOGETHER:]
+        del pending[-_TOGETHER:]
+        nodes = objects.nodes([digest_in(node) for node in group])
+        for node in group:
+            below = references(nodes.__getitem__, node)
+            yield below
+            new = [r for r in dict.fromkeys(below) if is_node(r) and r not in seen]
+            seen.update(new)
+            pending += new
