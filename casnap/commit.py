@@ -1,8 +1,8 @@
 """Making a change to a store stand: packs, then segments, then the root that names them.
 
-The protocol, and the argument for it, are in ``docs/format.md``. In short: a writer bases itself
-on root ``n`` and may rely only on packs that are live in ``n``; it publishes root ``m + 1`` if
-nobody raised the fence past ``n`` and everything that it relied on is still there in ``m``.
+The protocol, and the argument for it, are in ``docs/commit-protocol.md``. In short: a writer bases
+itself on root ``n`` and may rely only on packs that are live in ``n``; it publishes root ``m + 1``
+if everything that it relied on is still there in ``m``, under names that the fence has not passed.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from casnap.format import (
     NodeRef,
     PackId,
     Place,
-    Record,
     Root,
     Row,
     Segment,
-    SegmentId,
     SegmentRef,
-    encode_segment,
-    segment_key,
 )
 from casnap.index import View
 from casnap.manifest import Tree
 from casnap.objects import Objects
-from casnap.pack import CHUNKS, NODES, PackFiller, PackWriter, new_id
+from casnap.pack import CHUNKS, NODES, PackFiller, PackWriter, moved_place
 from casnap.pipeline import Crew
 from casnap.roots import put_root
+from casnap.segments import added
 
-_MERGE_AT = 8
-_MERGE_MOST = 1 << 20
+_PASSED = (
+    "the store's garbage collector went past this take, which stood still too long, and deleted "
+    "what it relied on; take again"
+)
 
 Changes = Mapping[str, Row | None]
 """Rows of the table to set, or (None) to remove."""
@@ -80,6 +79,7 @@ class Transaction:
         self._claimed: set[Digest] = set()
         self._lock = threading.Lock()
         self._tried = False
+        self._written_under = seq
 
     @property
     def new_bytes(self) -> int:
@@ -137,8 +137,7 @@ class Transaction:
         """
         self._chunks.finish()
         while True:
-            latest = self._objects.view()
-            root = self._next_root(latest, change)
+            root = self._objects.current(lambda newest: self._after(newest, change))
             tried, self._tried = self._tried, True
             try:
                 if put_root(self._objects.backend, root):
@@ -150,18 +149,17 @@ class Transaction:
                 self._tried = tried
                 raise
 
-    def _next_root(self, latest: View, change: Callable[[Tree[Row], int], Changes]) -> Root:
-        m = latest.root
-        lost = {p for p in self._relied if p not in latest.live and p not in m.condemned}
-        if m.fence > self.base.root.seq or lost:
-            raise FencedError(
-                "the store's garbage collector went past this take, which stood still too long; "
-                "take again"
-            )
+    def _after(self, m: Root, change: Callable[[Tree[Row], int], Changes]) -> Root:
+        """Return the root to put after ``m``, all that it names being written."""
+        latest = self._objects.index.view(m)
+        if not all(pack in latest.live or pack in m.condemned for pack in self._relied):
+            raise FencedError(_PASSED)
         table = self._objects.tree(m.table, Row)
         new_table = table.edited(change(table, m.seq + 1), self._put_table_node)
         self._node_filler.seal()
         self._nodes.finish()
+        if m.fence > self._written_under:
+            self._move(m.seq)
         return Root(
             seq=m.seq + 1,
             commit=self.commit,
@@ -169,8 +167,25 @@ class Transaction:
             fence=m.fence,
             table=None if new_table is None else self.ref(new_table, m.table),
             segments=self._segments(latest),
+            # What was condemned meanwhile, and is relied on, is rescued: whole packs, always.
             condemned={p: seq for p, seq in m.condemned.items() if p not in self._relied},
+            lost=m.lost,
         )
+
+    def _move(self, seq: int) -> None:
+        """Bring what was written under an older root than the fence to this side of it.
+
+        Whatever a collector deletes by the old names, the new ones are safe from it.
+        """
+        try:
+            moved = self._chunks.move(seq) | self._nodes.move(seq)
+        except FileNotFoundError:
+            raise FencedError(_PASSED) from None
+        self._fresh = {
+            digest: (node, moved_place(place, moved))
+            for digest, (node, place) in self._fresh.items()
+        }
+        self._written_under = seq
 
     def ref(self, digest: Digest, known: NodeRef | None = None) -> NodeRef:
         """Return a node with a hint to its place."""
@@ -181,27 +196,13 @@ class Transaction:
         return NodeRef(digest, self._objects.index.find(self.base, [digest])[0])
 
     def _segments(self, latest: View) -> tuple[SegmentRef, ...]:
-        """Write one segment of all that is new, merged with small ones, and list the live ones."""
-        segments = latest.root.segments
-        packs = [*self._chunks.packs, *self._nodes.packs]
-        records: list[Record] = [*self._chunks.records, *self._nodes.records]
+        packs = (*self._chunks.packs, *self._nodes.packs)
         if not packs:
-            return segments
-        merged = _to_merge(segments, len(records))
-        new_records = list(records)
-        for ref in merged:
-            content = self._objects.index.segment(SegmentId(ref.id))
-            packs += content.packs
-            records += content.records
-        ident = SegmentId(new_id(self.base.root.seq))
-        segment = Segment(tuple(dict.fromkeys(packs)), list(dict.fromkeys(records)))
-        self._objects.backend.sync()
-        self._objects.backend.write(segment_key(ident), encode_segment(segment))
-        self._objects.backend.sync()
-        self._objects.index.learn(latest, ident, segment.packs, new_records)
+            return latest.root.segments
+        segment = Segment(packs, [*self._chunks.records, *self._nodes.records])
+        segments = added(self._objects, latest, segment, self._written_under)
         self._objects.index.keep_nodes([(d, node) for d, (node, _) in self._fresh.items()])
-        kept = tuple(ref for ref in segments if ref not in merged)
-        return (*kept, SegmentRef(ident, len(segment.records)))
+        return segments
 
     def close(self) -> None:
         """Give memory back, and delete what was written if no root was ever tried."""
@@ -243,25 +244,3 @@ class ChunkWriter:
     def finish(self) -> None:
         """Hand over what is left."""
         self._filler.seal()
-
-
-def _to_merge(segments: tuple[SegmentRef, ...], count: int) -> list[SegmentRef]:
-    """Return the segments to merge with a new one of ``count`` records.
-
-    Whenever eight are of about one size they become one, so their number grows with the
-    logarithm of the records, and each record is written again as often.
-    """
-    merged: list[SegmentRef] = []
-    total = count
-    tier = _tier(total)
-    while True:
-        same = [s for s in segments if s not in merged and _tier(s.count) <= tier]
-        if len(same) < _MERGE_AT - 1 or total >= _MERGE_MOST:
-            return merged
-        merged += same
-        total += sum(s.count for s in same)
-        tier = max(_tier(total), tier + 1)
-
-
-def _tier(count: int) -> int:
-    return max(count.bit_length() - 6, 0) // 3

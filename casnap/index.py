@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import lmdb
@@ -40,12 +41,14 @@ class View:
 
     Attributes:
         root: That root.
-        packs: The packs that are there to be read.
+        segments: The packs that each of its segments lists.
+        packs: All of these packs, which are there to be read.
         live: Those that may be relied on: all but the condemned.
         facts: What is remembered of them; all segments of the root have been learned there.
     """
 
     root: Root
+    segments: dict[SegmentId, tuple[PackId, ...]]
     packs: frozenset[PackId]
     live: frozenset[PackId]
     facts: Facts
@@ -82,25 +85,26 @@ class Index:
         Raises:
             DamagedError: A segment is missing or damaged.
         """
-        facts, packs = self._asked(self.facts, root, lambda facts: self._learn_all(facts, root))
-        named = frozenset(packs)
-        return View(root, named, named - root.condemned.keys(), facts)
+        facts, segments = self._asked(self.facts, root, lambda facts: self._learn_all(facts, root))
+        packs = frozenset(chain.from_iterable(segments.values()))
+        return View(root, segments, packs, packs - root.condemned.keys(), facts)
 
     def refreshed(self, view: View, root: Root) -> View:
         """Return a view that believes nothing but the store: what the cache said was not so."""
         self._replaced(view.facts, root)
         return self.view(root)
 
-    def _learn_all(self, facts: Facts, root: Root) -> list[PackId]:
-        packs: list[PackId] = []
+    def _learn_all(self, facts: Facts, root: Root) -> dict[SegmentId, tuple[PackId, ...]]:
+        segments: dict[SegmentId, tuple[PackId, ...]] = {}
         for ref in root.segments:
-            known = facts.packs_of(SegmentId(ref.id))
+            ident = SegmentId(ref.id)
+            known = facts.packs_of(ident)
             if known is None:
-                content = self.segment(SegmentId(ref.id))
+                content = self.segment(ident)
                 known = content.packs
-                facts.learn(SegmentId(ref.id), known, content.records)
-            packs += known
-        return packs
+                facts.learn(ident, known, content.records)
+            segments[ident] = known
+        return segments
 
     def _asked(self, facts: Facts, root: Root, ask: Callable[[Facts], T]) -> tuple[Facts, T]:
         """Ask these facts, or, where the cache fails, ask what the store itself says."""

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from casnap import buffers
 from casnap.backends.base import Backend
 from casnap.buffers import PAGE, Pool, Slot
@@ -143,6 +145,23 @@ class PackWriter:
         for _ in writers:
             self._full.put(None)
         return writers
+
+    def move(self, base: int) -> dict[PackId, PackId]:
+        """Give all packs that were written new ids, made under another root.
+
+        Returns:
+            The new id of each.
+
+        Raises:
+            FileNotFoundError: One is gone.
+        """
+        self._base = base
+        moved = {pack: self.new_pack() for pack in self.packs}
+        for pack, to in moved.items():
+            self._backend.copy(pack_key(pack), pack_key(to))
+        self.packs = list(moved.values())
+        self.records = [(digest, moved_place(place, moved)) for digest, place in self.records]
+        return moved
 
     def delete_packs(self) -> None:
         """Delete the packs of a take that never tried to commit."""
@@ -283,6 +302,11 @@ class PackFiller:
             self._writer.hand_over(_FullPack(self._id, slot, self._fill, self._records))
         else:
             self._writer.pool.release(slot)
+
+
+def moved_place(place: Place, moved: dict[PackId, PackId]) -> Place:
+    """Return where a chunk lies, now that its pack has a new id."""
+    return msgspec.structs.replace(place, pack=moved[PackId(place.pack)])
 
 
 def _aligned(offset: int, nbytes: int) -> int:

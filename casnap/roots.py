@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import time
+from typing import Any
+
+import msgspec
+
 from casnap.backends.base import Backend
 from casnap.errors import BackendError, DamagedError, NotAStoreError, StorageFullError
 from casnap.format import ID_SIZE, MAX_ROOT_BYTES, Root, decode, encode, root_key, seal, unseal
@@ -74,6 +80,23 @@ def read_root(backend: Backend, seq: int) -> Root:
     if any(len(ref.id) != ID_SIZE for ref in root.segments):
         raise DamagedError(f"{what} names a segment by what is no id")
     return root
+
+
+def succeed(backend: Backend, root: Root, **changes: Any) -> Root | None:
+    """Put the root after this one, with some fields changed.
+
+    Args:
+        backend: Where the store lives.
+        root: What it follows.
+        changes: The fields that differ.
+
+    Returns:
+        The new root, or None where another commit took its number: look again.
+    """
+    following = msgspec.structs.replace(
+        root, seq=root.seq + 1, commit=os.urandom(16), time=time.time(), **changes
+    )
+    return following if put_root(backend, following) else None
 
 
 def put_root(backend: Backend, root: Root) -> bool:

@@ -40,7 +40,7 @@ from casnap.state import RNGState, Stateful
 from casnap.table import check_free, checked_metadata, setting
 
 _log = logging.getLogger("casnap")
-_FENCED_TRIES = 3
+_FENCED_TRIES = 5
 
 Progress = Callable[[int, int], None]
 """Told the bytes done and the bytes in all, now and then, from any thread."""

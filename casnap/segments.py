@@ -1,0 +1,120 @@
+"""The segments of the next root: each commit adds one, small ones are merged, freed packs leave."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from casnap.format import (
+    PackId,
+    Record,
+    Segment,
+    SegmentId,
+    SegmentRef,
+    encode_segment,
+    merged_segment,
+    segment_key,
+)
+from casnap.index import View
+from casnap.objects import Objects
+from casnap.pack import new_id
+
+_MERGE_AT = 8
+_MERGE_MOST = 1 << 20
+_SMALL = 1 << 15
+
+
+def added(objects: Objects, view: View, segment: Segment, base: int) -> tuple[SegmentRef, ...]:
+    """Write a segment of all that is new, merged with small ones; return the list for a root.
+
+    Args:
+        objects: The store.
+        view: As the root sees it that the next one follows.
+        segment: What is new.
+        base: The root number that the id is made under.
+    """
+    merged = _to_merge(view.root.segments, len(segment.records))
+    new = (encode_segment(segment), "a new segment")
+    kept = tuple(ref for ref in view.root.segments if ref not in merged)
+    return (*kept, *_written(objects, view, [new], merged, (), base, segment.records))
+
+
+def rewritten(objects: Objects, view: View, without: Collection[PackId]) -> tuple[SegmentRef, ...]:
+    """Write segments anew without some packs, and merge small ones; return the list for a root.
+
+    Each keeps every place of every other pack, duplicates too: a take in flight may rely on any
+    of them.
+
+    Args:
+        objects: The store.
+        view: As the root sees it that the next one follows, and that names all the segments.
+        without: The packs to leave out.
+    """
+    gone = frozenset(without)
+    segments = view.root.segments
+    affected = [ref for ref in segments if not gone.isdisjoint(view.segments[SegmentId(ref.id)])]
+    small = [ref for ref in segments if ref.count < _SMALL and ref not in affected]
+    # A few small ones are what takes leave behind; they merge them themselves.
+    todo = affected + (small if affected or len(small) >= _MERGE_AT else [])
+    refs = [ref for ref in segments if ref not in todo]
+    for group in _groups(todo):
+        refs += _written(objects, view, [], group, gone, view.root.seq, [])
+    return tuple(refs)
+
+
+def _written(
+    objects: Objects,
+    view: View,
+    parts: list[tuple[bytes, str]],
+    refs: list[SegmentRef],
+    without: Collection[PackId],
+    base: int,
+    new: list[Record],
+) -> list[SegmentRef]:
+    """Write some parts and segments as one; return the reference to it, if it lists any pack."""
+    parts = parts + [objects.index.sealed(SegmentId(ref.id)) for ref in refs]
+    content, packs, count = merged_segment(parts, without)
+    if not packs:
+        return []
+    ident = SegmentId(new_id(base))
+    objects.backend.sync()
+    objects.backend.write(segment_key(ident), content)
+    objects.backend.sync()
+    objects.index.learn(view, ident, packs, new)
+    return [SegmentRef(ident, count)]
+
+
+def _groups(refs: Iterable[SegmentRef]) -> list[list[SegmentRef]]:
+    """Cut a list of segments into groups that may become one segment each."""
+    groups: list[list[SegmentRef]] = []
+    total = _MERGE_MOST
+    for ref in refs:
+        total += ref.count
+        if total > _MERGE_MOST:
+            groups.append([])
+            total = ref.count
+        groups[-1].append(ref)
+    return groups
+
+
+def _to_merge(segments: tuple[SegmentRef, ...], count: int) -> list[SegmentRef]:
+    """Return the segments to merge with a new one of ``count`` records.
+
+    Whenever eight are of about one size they become one, so their number grows with the
+    logarithm of the records, and each record is written again as often; but none grows past a
+    million records, so that whoever reads one needs little memory.
+    """
+    merged: list[SegmentRef] = []
+    total = count
+    tier = _tier(total)
+    while True:
+        same = [s for s in segments if s not in merged and _tier(s.count) <= tier]
+        more = sum(s.count for s in same)
+        if len(same) < _MERGE_AT - 1 or total + more > _MERGE_MOST:
+            return merged
+        merged += same
+        total += more
+        tier = max(_tier(total), tier + 1)
+
+
+def _tier(count: int) -> int:
+    return max(count.bit_length() - 6, 0) // 3
