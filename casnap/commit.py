@@ -74,6 +74,7 @@ class Transaction:
         self._chunks = PackWriter(objects.backend, seq, folder, CHUNKS, pool, crew, codec)
         self._nodes = PackWriter(objects.backend, seq, folder, NODES, pool, crew, codec)
         self._node_filler = self._nodes.filler()
+        self._copies: dict[PackWriter, PackFiller] = {}
         self._fresh: dict[Digest, tuple[bytes, Place]] = {}
         self._relied: set[PackId] = set()
         self._claimed: set[Digest] = set()
@@ -106,6 +107,22 @@ class Transaction:
                     self._claimed.add(digest)
         return new
 
+    def copy(self, digest: Digest, raw: memoryview, *, is_node: bool) -> None:
+        """Store a chunk or node again, wherever else it may lie; from any thread."""
+        with self._lock:
+            if digest in self._claimed:
+                return
+            self._claimed.add(digest)
+            writer = self._nodes if is_node else self._chunks
+            if writer not in self._copies:
+                self._copies[writer] = writer.filler()
+            self._copies[writer].add_known([(digest, raw)])
+
+    def placed(self) -> dict[bytes, PackId]:
+        """Return the packs that all lies in that was stored, once it is published."""
+        records = [*self._chunks.records, *self._nodes.records]
+        return {digest: PackId(place.pack) for digest, place in records}
+
     def put_node(self, node: bytes) -> Digest:
         """Store a tree node, or a list of digests, if it is new."""
         digest = digest_of(node)
@@ -135,6 +152,8 @@ class Transaction:
         Raises:
             FencedError: What was relied on has been collected.
         """
+        for filler in self._copies.values():
+            filler.seal()
         self._chunks.finish()
         while True:
             root = self._objects.current(lambda newest: self._after(newest, change))
@@ -206,7 +225,8 @@ class Transaction:
 
     def close(self) -> None:
         """Give memory back, and delete what was written if no root was ever tried."""
-        self._node_filler.seal()
+        for filler in (self._node_filler, *self._copies.values()):
+            filler.seal()
         for packs in (self._chunks, self._nodes):
             packs.close()
             if not self._tried:

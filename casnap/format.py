@@ -337,6 +337,8 @@ _RECORD = struct.Struct("<32sIQIIB")
 _SEGMENT_HEAD = struct.Struct("<IQ")
 
 Record: TypeAlias = tuple[Digest, Place]
+RawRecord: TypeAlias = tuple[bytes, int, int, int, int, int]
+"""Digest, number of the pack, offset, stored length, raw length, codec."""
 
 
 class Segment(Struct, frozen=True):
@@ -357,9 +359,7 @@ def encode_segment(segment: Segment) -> bytes:
     return seal(b"s", b"".join(body))
 
 
-def segment_records(
-    data: bytes, what: str
-) -> tuple[tuple[PackId, ...], Iterator[tuple[bytes, int, int, int, int, int]]]:
+def segment_records(data: bytes, what: str) -> tuple[tuple[PackId, ...], Iterator[RawRecord]]:
     """Return the packs of a sealed segment, and its records one by one.
 
     Args:
@@ -367,9 +367,8 @@ def segment_records(
         what: Its name, for messages.
 
     Returns:
-        The packs, then for each record digest, number of the pack, offset, stored length, raw
-        length and codec. A segment of a million records takes 61 MB, and several times that once
-        it is decoded; so it is not decoded as a whole where one record after the other will do.
+        The packs and the records. A segment of a million records takes 61 MB, and several times
+        that once it is decoded; so it is not where one record after the other will do.
 
     Raises:
         DamagedError: It is not what was written.
@@ -384,7 +383,14 @@ def segment_records(
     packs = tuple(
         PackId(bytes(body[i : i + ID_SIZE])) for i in range(_SEGMENT_HEAD.size, start, ID_SIZE)
     )
-    return packs, _RECORD.iter_unpack(body[start:])
+    return packs, _checked_records(body[start:], n_packs, what)
+
+
+def _checked_records(body: memoryview, n_packs: int, what: str) -> Iterator[RawRecord]:
+    for record in _RECORD.iter_unpack(body):
+        if record[1] >= n_packs:
+            raise DamagedError(f"{what} is malformed: a record names a pack that it does not list")
+        yield record
 
 
 def decode_segment(data: bytes, what: str) -> Segment:
@@ -394,10 +400,7 @@ def decode_segment(data: bytes, what: str) -> Segment:
         DamagedError: It is not what was written.
     """
     packs, records = segment_records(data, what)
-    try:
-        return Segment(packs, [(Digest(d), Place(packs[n], *rest)) for d, n, *rest in records])
-    except IndexError:
-        raise DamagedError(f"{what} is malformed: a record names a pack it does not list") from None
+    return Segment(packs, [(Digest(d), Place(packs[n], *rest)) for d, n, *rest in records])
 
 
 def merged_segment(
@@ -422,14 +425,11 @@ def merged_segment(
         renumbered = [
             None if pack in without else numbers.setdefault(pack, len(numbers)) for pack in packs
         ]
-        try:
-            merged.update(
-                _RECORD.pack(digest, number, *rest)
-                for digest, n, *rest in records
-                if (number := renumbered[n]) is not None
-            )
-        except IndexError:
-            raise DamagedError(f"{what} names a pack it does not list") from None
+        merged.update(
+            _RECORD.pack(digest, number, *rest)
+            for digest, n, *rest in records
+            if (number := renumbered[n]) is not None
+        )
     head = _SEGMENT_HEAD.pack(len(numbers), len(merged))
     content = seal(b"s", b"".join([head, *numbers, *sorted(merged)]))
     return content, tuple(numbers), len(merged)

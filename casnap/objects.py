@@ -232,14 +232,14 @@ class Objects:
                 failed += [(w, "has an impossible place in the index") for w in same]
             else:
                 found.append((place, same))
-        for place, same, why in self._read_all(found, how):
+        for place, same, why in self.read_places(found, how):
             others = [p for p in self.index.find_all(view, same[0].digest) if p != place]
             if not any(self._read_one(p, same) for p in others):
                 failed += [(w, f"{why} (pack {place.pack.hex()})") for w in same]
         return failed
 
-    def _read_all(
-        self, found: list[tuple[Place, list[Want]]], how: ReadOptions
+    def read_places(
+        self, found: list[tuple[Place, list[Want]]], how: ReadOptions = DEFAULT_READ
     ) -> list[tuple[Place, list[Want], str]]:
         """Read the chunks at these places; return those that could not be proven, and why."""
         total = sum(place.stored for place, _ in found)
@@ -291,6 +291,10 @@ class Objects:
             for want in wants:
                 want.sink(raw)
         return failed
+
+    def holds(self, place: Place, digest: Digest) -> bool:
+        """Whether a chunk or node can be read, and proven, at this very place."""
+        return self._read_one(place, [Want(digest, -1, lambda raw: None, "")])
 
     def _read_one(self, place: Place, wants: list[Want]) -> bool:
         """Whether a chunk could be handed over from this place."""

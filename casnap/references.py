@@ -90,8 +90,10 @@ def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
     return [bytes([depth]) + digest for digest in split_digests(digests)]
 
 
-def walk(objects: Objects, tops: Iterable[bytes], seen: set[bytes]) -> Iterator[list[bytes]]:
-    """Yield what each node below some others refers to, passing over what was seen, and note it.
+def walk(
+    objects: Objects, tops: Iterable[bytes], seen: set[bytes]
+) -> Iterator[tuple[bytes, list[bytes]]]:
+    """Yield each node below some others, and what it refers to; pass over what was seen.
 
     Args:
         objects: The store.
@@ -110,7 +112,7 @@ def walk(objects: Objects, tops: Iterable[bytes], seen: set[bytes]) -> Iterator[
         nodes = objects.nodes([digest_in(node) for node in group])
         for node in group:
             below = references(nodes.__getitem__, node)
-            yield below
+            yield node, below
             new = [r for r in dict.fromkeys(below) if is_node(r) and r not in seen]
             seen.update(new)
             pending += new

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from casnap.format import (
     PackId,
     Record,
+    Root,
     Segment,
     SegmentId,
     SegmentRef,
@@ -38,15 +40,43 @@ def added(objects: Objects, view: View, segment: Segment, base: int) -> tuple[Se
     return (*kept, *_written(objects, view, [new], merged, (), base, segment.records))
 
 
-def rewritten(objects: Objects, view: View, without: Collection[PackId]) -> tuple[SegmentRef, ...]:
-    """Write segments anew without some packs, and merge small ones; return the list for a root.
+@dataclass(frozen=True)
+class Rewriting:
+    """Segments that were written anew, and those that they stand for.
+
+    Attributes:
+        base: The root under which that was done.
+        without: The packs that were left out.
+        replaced: The segments that are to go.
+        new: Those that take their place.
+    """
+
+    base: int
+    without: frozenset[PackId]
+    replaced: frozenset[SegmentRef]
+    new: tuple[SegmentRef, ...]
+
+    def applied(self, root: Root, without: frozenset[PackId]) -> tuple[SegmentRef, ...] | None:
+        """Return the segments of the root after this one, or None where it does not fit any more.
+
+        It fits a root that still names all that was replaced, if the same packs are to go, and if
+        no fence is past the names of the new ones.
+        """
+        fits = self.replaced.issubset(root.segments) and root.fence <= self.base
+        if not fits or without != self.without:
+            return None
+        return tuple(ref for ref in root.segments if ref not in self.replaced) + self.new
+
+
+def rewrite(objects: Objects, view: View, without: Collection[PackId]) -> Rewriting:
+    """Write segments anew without some packs, and merge small ones.
 
     Each keeps every place of every other pack, duplicates too: a take in flight may rely on any
     of them.
 
     Args:
         objects: The store.
-        view: As the root sees it that the next one follows, and that names all the segments.
+        view: As a root sees it that names all these segments.
         without: The packs to leave out.
     """
     gone = frozenset(without)
@@ -55,10 +85,17 @@ def rewritten(objects: Objects, view: View, without: Collection[PackId]) -> tupl
     small = [ref for ref in segments if ref.count < _SMALL and ref not in affected]
     # A few small ones are what takes leave behind; they merge them themselves.
     todo = affected + (small if affected or len(small) >= _MERGE_AT else [])
-    refs = [ref for ref in segments if ref not in todo]
+    new: list[SegmentRef] = []
     for group in _groups(todo):
-        refs += _written(objects, view, [], group, gone, view.root.seq, [])
-    return tuple(refs)
+        new += _written(objects, view, [], group, gone, view.root.seq, [])
+    return Rewriting(view.root.seq, gone, frozenset(todo), tuple(new))
+
+
+def rewritten(objects: Objects, view: View, without: Collection[PackId]) -> tuple[SegmentRef, ...]:
+    """Return the segments for the root that follows that of a view; see :func:`rewrite`."""
+    segments = rewrite(objects, view, without).applied(view.root, frozenset(without))
+    assert segments is not None
+    return segments
 
 
 def _written(

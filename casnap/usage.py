@@ -111,7 +111,7 @@ def shared_bytes(
             break
         if progress is not None:
             progress(done, len(earlier))
-        for below in walk(objects, [MANIFEST + row.manifest.digest], seen):
+        for _, below in walk(objects, [MANIFEST + row.manifest.digest], seen):
             missing.difference_update(below)
             if not missing:
                 break

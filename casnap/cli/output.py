@@ -160,6 +160,30 @@ def progress(what: str, *, of_bytes: bool = False) -> Iterator[Callable[[int, in
         bar.close()
 
 
+@contextmanager
+def phases() -> Iterator[Callable[[str, int, int], None] | None]:
+    """Give what work of several phases reports to: a bar for each, named by its phase."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    bars: dict[str, _Bar] = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        if what not in bars:
+            close()
+            bars[what] = _Bar(what, of_bytes=what == "copying")
+        bars[what](done, total)
+
+    def close() -> None:
+        while bars:
+            bars.popitem()[1].close()
+
+    try:
+        yield report
+    finally:
+        close()
+
+
 class _Bar:
     """A progress bar that appears late."""
 

@@ -1,0 +1,305 @@
+"""Collecting garbage while takes go on.
+
+A pack that no snapshot needs is first *condemned*, by a root that says so. Takes that began before
+and rely on it take it back (*rescue* it) when they commit; others store anew what they need of it.
+When the grace is over, a *fence* is put: a root that names the pack no more, past which no take
+may commit that began before. Then the pack is deleted. The protocol, and why it is safe whatever
+the clocks say, are in ``docs/commit-protocol.md``.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from casnap.contents import split_digests
+from casnap.errors import DamagedError, StoreError, UnsupportedFormatError
+from casnap.format import PackId, Root, pack_key
+from casnap.index import View
+from casnap.inventory import Inventory, base_of
+from casnap.marks import Marks, Progress
+from casnap.objects import Objects
+from casnap.pipeline import collector_paused
+from casnap.repack import repack, sparse_packs
+from casnap.roots import succeed
+from casnap.segments import Rewriting, rewrite
+
+DAY = 86400.0
+_SKEW = 60.0
+
+
+@dataclass(frozen=True)
+class GcOptions:
+    """How to collect; see :meth:`casnap.Store.gc`."""
+
+    grace: float = DAY
+    repack: float = 0.5
+    dry_run: bool = False
+    exclusive: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        if isinstance(self.grace, bool) or not 0 <= self.grace < math.inf:
+            raise ValueError(f"grace is a number of seconds from 0 on; got {self.grace!r}")
+        if isinstance(self.repack, bool) or not 0 <= self.repack <= 1:
+            raise ValueError(f"repack is a share from 0 (never) to 1; got {self.repack!r}")
+
+
+@dataclass
+class GcReport:
+    """What a collection did, or with ``dry_run`` would do.
+
+    Attributes:
+        dry_run: Whether nothing was changed.
+        snapshots: How many snapshots were marked.
+        live_chunks: How many different chunks and tree nodes they need.
+        live_bytes: The bytes of these, as stored.
+        condemned_packs: Packs that nobody needs, condemned now.
+        condemned_bytes: Their bytes.
+        rescued_packs: Condemned packs that are needed, and were taken back.
+        repacked_packs: Packs that were mostly dead, and whose rest was copied.
+        copied_bytes: The bytes of that rest.
+        merged_segments: By how many segments the index became shorter.
+        fence: The root that the fence was raised to; None if it was left where it was.
+        deleted_packs: Packs that were deleted.
+        deleted_segments: Segments of the index that were deleted.
+        freed_bytes: The bytes of all that was deleted.
+        waiting_packs: Condemned packs whose grace is not over.
+        waiting_bytes: Their bytes.
+        lost_chunks: Chunks that snapshots need and that are known to be lost.
+        seconds: How long it took.
+    """
+
+    dry_run: bool = False
+    snapshots: int = 0
+    live_chunks: int = 0
+    live_bytes: int = 0
+    condemned_packs: int = 0
+    condemned_bytes: int = 0
+    rescued_packs: int = 0
+    repacked_packs: int = 0
+    copied_bytes: int = 0
+    merged_segments: int = 0
+    fence: int | None = None
+    deleted_packs: int = 0
+    deleted_segments: int = 0
+    freed_bytes: int = 0
+    waiting_packs: int = 0
+    waiting_bytes: int = 0
+    lost_chunks: int = 0
+    seconds: float = 0.0
+
+
+def collect(objects: Objects, options: GcOptions, progress: Progress | None = None) -> GcReport:
+    """Collect the garbage of a store.
+
+    Args:
+        objects: The store.
+        options: How.
+        progress: Told what is being done, how much of it is done, and how much there is.
+
+    Raises:
+        StoreError: The store cannot be written to, or not safely beside others.
+        DamagedError: Something could not be read while marking; nothing was deleted for it.
+    """
+    started = time.monotonic()
+    _check_allowed(objects, options)
+    collector = _Collector(objects, options, progress or (lambda what, done, total: None))
+    with collector_paused():
+        collector.run()
+    collector.report.seconds = time.monotonic() - started
+    return collector.report
+
+
+def _check_allowed(objects: Objects, options: GcOptions) -> None:
+    uri, unknown = objects.backend.uri, objects.config.unknown_to_writers()
+    if unknown:
+        raise UnsupportedFormatError(
+            f"to collect the garbage of {uri} needs features that this casnap lacks: "
+            f"{', '.join(sorted(unknown))}; update casnap"
+        )
+    if not objects.config.put_if_absent and not options.exclusive:
+        raise StoreError(
+            f"{uri} lies where two writers cannot be told apart (no put-if-absent), so garbage may "
+            "be collected only while nobody writes to it: stop all takes, then pass --exclusive "
+            "(exclusive=True)"
+        )
+
+
+class _Collector:
+    def __init__(self, objects: Objects, options: GcOptions, progress: Progress) -> None:
+        self._objects = objects
+        self._backend = objects.backend
+        self._options = options
+        self._progress = progress
+        self._files = Inventory(objects.backend)
+        self.report = GcReport(dry_run=options.dry_run)
+
+    def run(self) -> None:
+        self._objects.current(self._mark_and_condemn)
+        self._free()
+
+    # --- condemn ---
+
+    def _mark_and_condemn(self, root: Root) -> None:
+        """Find out what is needed; condemn the packs that hold nothing of it."""
+        marks = Marks(self._objects, root, self._progress)
+        view = self._objects.index.view(root)
+        self._check_missing(marks)
+        report = self.report
+        report.snapshots, report.live_chunks = marks.snapshots, marks.count
+        report.live_bytes = marks.nbytes
+        doomed = {p for p, use in marks.uses.items() if not use.needed and p in view.live}
+        sparse = sparse_packs(marks, view, self._options.repack)
+        report.repacked_packs = len(sparse)
+        if self._options.dry_run:
+            report.copied_bytes = sum(marks.uses[pack].live for pack in sparse)
+            self._note_condemned(doomed.union(sparse), marks.rescue)
+            return
+        # What an earlier run could not finish: that takes no space, and may give what is wanted.
+        self._delete_orphans(view)
+        proven: dict[bytes, PackId] = {}
+        if sparse:
+            total = sum(marks.uses[pack].live for pack in sparse)
+            proven = repack(self._objects, marks, view, sparse, self._counted(total))
+        self._condemn(marks, doomed.union(sparse), proven)
+
+    def _check_missing(self, marks: Marks) -> None:
+        missing = marks.missing.difference(split_digests(marks.root.lost))
+        self.report.lost_chunks = len(marks.missing) - len(missing)
+        if missing:
+            raise DamagedError(
+                f"{self._backend.uri}: {len(missing):,} chunks that snapshots need are in no pack, "
+                f"such as {min(missing).hex()}. Nothing was deleted. `casnap check "
+                f"{self._backend.uri}` says what is hurt, `casnap repair` saves what can be saved"
+            )
+
+    def _counted(self, total: int) -> Callable[[int], None]:
+        lock = threading.Lock()
+
+        def count(nbytes: int) -> None:
+            with lock:
+                self.report.copied_bytes += nbytes
+                self._progress("copying", min(self.report.copied_bytes, total), total)
+
+        return count
+
+    def _condemn(self, marks: Marks, doomed: set[PackId], proven: dict[bytes, PackId]) -> None:
+        """Put a root that condemns packs that nobody has come to need meanwhile.
+
+        Args:
+            marks: What is needed; if the number of the root is lost, what has come since is added.
+            doomed: The packs.
+            proven: What is needed of them, and a pack that it was proven to be in, too.
+        """
+        contents: dict[bytes, list[PackId]] = {}
+        required: set[bytes] = set()
+        found_again = set(split_digests(marks.root.lost)) - marks.missing
+        while True:
+            root = self._objects.newest()
+            view = self._objects.index.view(root)
+            fresh = marks.advance(root) if root != marks.root else set()
+            doomed &= view.live
+            if not contents and (proven or fresh):
+                for digest, pack, _ in marks.contents_of(doomed):
+                    contents.setdefault(digest, []).append(pack)
+                required = set(marks.needed_of(set(contents)))
+            required |= fresh & contents.keys()
+            for digest in required:
+                if proven.get(digest) not in view.live - doomed:
+                    doomed.difference_update(contents[digest])
+            rescued = marks.rescue & root.condemned.keys()
+            seq = root.seq + 1
+            condemned = {p: self._stamp(c, seq) for p, c in root.condemned.items()}
+            condemned = {p: c for p, c in condemned.items() if p not in rescued}
+            condemned |= dict.fromkeys(doomed, seq)
+            lost = b"".join(d for d in split_digests(root.lost) if d not in found_again)
+            if condemned == root.condemned and lost == root.lost:
+                return
+            if succeed(self._backend, root, condemned=condemned, lost=lost) is not None:
+                self._note_condemned(doomed, rescued)
+                return
+
+    def _stamp(self, condemned_at: int, seq: int) -> int:
+        """Return since when a pack is condemned: a root of the future counts as put now."""
+        return seq if self._files.age_of(condemned_at) < -_SKEW else condemned_at
+
+    def _note_condemned(self, doomed: set[PackId], rescued: set[PackId]) -> None:
+        self.report.condemned_packs = len(doomed)
+        self.report.condemned_bytes = self._files.size_of(map(pack_key, doomed))
+        self.report.rescued_packs = len(rescued)
+
+    # --- free ---
+
+    def _free(self) -> None:
+        """Raise the fence, if that frees something, and delete what no root names any more."""
+        rewriting: Rewriting | None = None
+        while True:
+            view = self._objects.view()
+            root, unnamed = view.root, self._files.unnamed(view)
+            fence = self._fence(root, unnamed.values())
+            going = frozenset(PackId(p) for p, seq in root.condemned.items() if seq <= fence)
+            orphans = {key: i for key, i in unnamed.items() if base_of(i) < fence}
+            if self._options.dry_run:
+                self._foresee(root, going, orphans)
+                return
+            segments = None if rewriting is None else rewriting.applied(root, going)
+            if segments is None:
+                rewriting = rewrite(self._objects, view, going)
+                segments = rewriting.applied(root, going)
+            assert segments is not None
+            if not going and not orphans and segments == root.segments:
+                break
+            raised = max(root.fence, fence) if going or orphans else root.fence
+            kept = {p: seq for p, seq in root.condemned.items() if p not in going}
+            changes = {"fence": raised, "condemned": kept, "segments": segments}
+            if succeed(self._backend, root, **changes) is not None:
+                self.report.fence = raised if raised > root.fence else None
+                self.report.merged_segments = len(root.segments) - len(segments)
+                break
+        # Only now, that a root which does not name them is durable.
+        view = self._objects.view()
+        self._delete_orphans(view)
+        self._note_waiting(view.root.condemned)
+
+    def _fence(self, root: Root, unnamed: Iterable[bytes]) -> int:
+        """Return the greatest number that the grace lets the fence be raised to.
+
+        Times decide only how long is waited. If they are wrong, what is deleted is garbage still.
+        """
+        if self._options.grace == 0:
+            return root.seq + 1
+        wanted = {*root.condemned.values(), *(base_of(ident) + 1 for ident in unnamed)}
+        seqs = sorted(seq for seq in wanted if root.fence < seq <= root.seq)
+        grace = self._options.grace
+        old = bisect_left(seqs, True, key=lambda seq: self._files.age_of(seq) < grace)
+        return seqs[old - 1] if old else root.fence
+
+    def _delete_orphans(self, view: View) -> None:
+        """Delete what no root names, and none ever will: it was written before the fence."""
+        unnamed = self._files.unnamed(view)
+        orphans = {key: i for key, i in unnamed.items() if base_of(i) < view.root.fence}
+        self._note_deleted(orphans)
+        self.report.freed_bytes += self._files.delete(orphans, self._progress)
+        self.report.freed_bytes += self._backend.tidy(self._options.grace)
+
+    def _note_deleted(self, files: Iterable[str]) -> None:
+        segments = sum(key.startswith("index/") for key in files)
+        self.report.deleted_segments += segments
+        self.report.deleted_packs += len(list(files)) - segments
+
+    def _note_waiting(self, condemned: Iterable[bytes]) -> None:
+        waiting = list(condemned)
+        self.report.waiting_packs = len(waiting)
+        self.report.waiting_bytes = self._files.size_of(map(pack_key, waiting))
+
+    def _foresee(self, root: Root, going: frozenset[PackId], orphans: dict[str, bytes]) -> None:
+        """Note what would be freed."""
+        keys = [*orphans, *map(pack_key, going)]
+        self._note_deleted(keys)
+        self.report.freed_bytes = self._files.size_of(keys)
+        self._note_waiting(root.condemned.keys() - going)

@@ -1,0 +1,100 @@
+"""The files that a store has, whether its newest root names them or not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import cache
+
+from casnap.backends.base import Backend
+from casnap.errors import DamagedError
+from casnap.format import id_from_name, pack_key, root_key, segment_key
+from casnap.index import View
+from casnap.pipeline import Crew, Shared
+from casnap.roots import read_root
+
+_DELETERS = 4
+
+
+def base_of(ident: bytes) -> int:
+    """Return the number of the root that a pack or segment was written under."""
+    return int.from_bytes(ident[:6], "big")
+
+
+class Inventory:
+    """The packs and segments that were there when it was made.
+
+    Args:
+        backend: Where the store lives.
+
+    Attributes:
+        packs: The ids of the packs.
+        segments: The ids of the segments.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.packs: set[bytes] = set()
+        for folder in backend.names("packs"):
+            for name in backend.names(f"packs/{folder}"):
+                ident = id_from_name(name)
+                # Only what bears a name of ours is ever deleted.
+                if ident is not None and pack_key(ident) == f"packs/{folder}/{name}":
+                    self.packs.add(ident)
+        names = map(id_from_name, backend.names("index"))
+        self.segments = {ident for ident in names if ident is not None}
+        self.time_of = cache(self._time_of)
+
+    def unnamed(self, view: View) -> dict[str, bytes]:
+        """Return what the root of a view does not name: the keys, and the ids that they have."""
+        packs = {pack_key(ident): ident for ident in self.packs - view.packs}
+        return packs | {segment_key(i): i for i in self.segments - view.segments.keys()}
+
+    def size_of(self, keys: Iterable[str]) -> int:
+        """Return the bytes of some files; those that are gone take none."""
+        return sum(map(self._size, keys))
+
+    def _size(self, key: str) -> int:
+        try:
+            return self._backend.size(key)
+        except FileNotFoundError:
+            return 0
+
+    def delete(self, files: dict[str, bytes], progress: Callable[[str, int, int], None]) -> int:
+        """Delete some files, several at a time; return how many bytes that freed."""
+        todo = list(files)
+        sizes: list[int] = []
+        lock = threading.Lock()
+
+        def work() -> None:
+            for key in source:
+                size = self._size(key)
+                self._backend.delete(key)
+                with lock:
+                    sizes.append(size)
+                    progress("deleting", len(sizes), len(todo))
+
+        with Crew() as crew:
+            source = Shared(todo, crew)
+            crew.start(work, min(_DELETERS, len(todo)))
+        self.packs.difference_update(files.values())
+        self.segments.difference_update(files.values())
+        return sum(sizes)
+
+    def _time_of(self, seq: int) -> float:
+        try:
+            return read_root(self._backend, seq).time
+        except FileNotFoundError:
+            raise DamagedError(
+                f"{self._backend.uri}/{root_key(seq)} is missing, though roots are never removed; "
+                "see `casnap check`"
+            ) from None
+
+    def age_of(self, seq: int) -> float:
+        """Return how long ago a root was put, in seconds, by its clock and ours.
+
+        Raises:
+            DamagedError: It is missing or damaged.
+        """
+        return time.time() - self.time_of(seq)

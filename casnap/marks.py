@@ -1,0 +1,183 @@
+"""Marking: what the snapshots of one root need, and how much of each pack that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from casnap.format import PackId, RawRecord, Root, Row, SegmentId, segment_records
+from casnap.objects import Objects
+from casnap.references import MANIFEST, TABLE, digest_in, is_node, walk
+
+_PART = 3 << 20
+"""So many records are marked at a time, in some 500 MB."""
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and how much there is."""
+
+Placed = tuple[bytes, PackId, int]
+"""A digest, a pack that it lies in, and the bytes that it takes up there."""
+
+
+@dataclass(slots=True)
+class Use:
+    """How much of a pack is needed.
+
+    Attributes:
+        stored: Bytes of all that lies in it.
+        needed: How many of its chunks and nodes some snapshot needs.
+        live: The bytes of those of them that lie in no newer pack.
+    """
+
+    stored: int = 0
+    needed: int = 0
+    live: int = 0
+
+
+class Marks:
+    """What the snapshots of a root need.
+
+    Args:
+        objects: The store.
+        root: Its newest root.
+        progress: Told how many snapshots were looked at.
+
+    Attributes:
+        root: The root.
+        snapshots: How many snapshots it has.
+        uses: How much is needed of each pack that it names.
+        count: How many different chunks and nodes are needed.
+        rescue: Condemned packs that hold what is needed and lies in no live pack.
+        missing: What is needed and lies in no pack.
+
+    Raises:
+        DamagedError: A tree node or a segment is missing or damaged.
+    """
+
+    def __init__(self, objects: Objects, root: Root, progress: Progress) -> None:
+        self._objects = objects
+        self._progress = progress
+        self._seen: set[bytes] = set()
+        self._needed: dict[bytes, int] = {}
+        self.root = root
+        self.snapshots = 0
+        self.uses: dict[PackId, Use] = {}
+        self.count = 0
+        self.rescue: set[PackId] = set()
+        self.missing: set[bytes] = set()
+        # Memory is bounded: of a large index one part of the digests is looked at after the other.
+        self._parts = 1 + sum(ref.count for ref in root.segments) // _PART
+        for part in range(self._parts):
+            self._mark(part)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is needed and lies in live packs, as stored, each counted once."""
+        condemned = self.root.condemned
+        return sum(use.live for pack, use in self.uses.items() if pack not in condemned)
+
+    def _mark(self, part: int) -> None:
+        self._seen = set()
+        needed: dict[bytes, int] = {}
+        for _, below in self._below():
+            needed.update(dict.fromkeys(self._of_part(below, part), 0))
+        needed.update(dict.fromkeys(self._of_part(map(digest_in, self._seen), part), 0))
+        self._needed = needed
+        self.count += len(needed)
+        self._sweep(needed)
+
+    def _of_part(self, references: Iterable[bytes], part: int) -> Iterator[bytes]:
+        chunks = (r for r in references if not is_node(r))
+        return chunks if self._parts == 1 else (d for d in chunks if d[0] % self._parts == part)
+
+    def _below(self) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Yield each node that was not seen yet, and what it refers to."""
+        if self.root.table is None:
+            return
+        self.snapshots = len(self._objects.tree(self.root.table, Row))
+        done = 0
+        for node, below in walk(self._objects, [TABLE + self.root.table.digest], self._seen):
+            done += node[:1] == MANIFEST
+            self._progress("marking", done, self.snapshots)
+            yield node, below
+
+    def _sweep(self, needed: dict[bytes, int]) -> None:
+        """Look at all places of the index, and count those of what is needed."""
+        condemned = self.root.condemned
+        for packs, records in self._segments():
+            uses = [self.uses.setdefault(pack, Use()) for pack in packs]
+            live = [pack not in condemned for pack in packs]
+            for digest, n, _, stored, _, _ in records:
+                use = uses[n]
+                use.stored += stored
+                times = needed.get(digest)
+                if times is not None:
+                    use.needed += 1
+                    use.live += stored
+                    needed[digest] = times + live[n]
+        self._pass_over_older({d for d, times in needed.items() if times > 1})
+        self._look_for({d for d, times in needed.items() if times == 0})
+
+    def _pass_over_older(self, twice: Collection[bytes]) -> None:
+        """Of what lies in several packs, only the newest place counts as live."""
+        newest: dict[bytes, Placed] = {}
+        for placed in self.places_of(twice):
+            digest, pack, _ = placed
+            if pack in self.root.condemned:
+                continue
+            known = newest.setdefault(digest, placed)
+            if known is not placed:
+                older, newest[digest] = sorted((known, placed), key=lambda p: p[1])
+                self.uses[older[1]].live -= older[2]
+
+    def _look_for(self, nowhere: set[bytes]) -> None:
+        """Look for what lies in no live pack among the condemned."""
+        for digest, pack, _ in self.places_of(frozenset(nowhere)):
+            self.rescue.add(pack)
+            nowhere.discard(digest)
+        self.missing |= nowhere
+
+    def _segments(self) -> Iterator[tuple[tuple[PackId, ...], Iterator[RawRecord]]]:
+        for ref in self.root.segments:
+            yield segment_records(*self._objects.index.sealed(SegmentId(ref.id)))
+
+    def places_of(self, digests: Collection[bytes]) -> Iterator[Placed]:
+        """Yield all places of some digests, as the segments of the root have them."""
+        if not digests:
+            return
+        for packs, records in self._segments():
+            for digest, n, _, stored, _, _ in records:
+                if digest in digests:
+                    yield digest, packs[n], stored
+
+    def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
+        """Yield all that lies in some packs."""
+        for listed, records in self._segments():
+            if any(pack in packs for pack in listed):
+                for digest, n, _, stored, _, _ in records:
+                    if listed[n] in packs:
+                        yield digest, listed[n], stored
+
+    def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
+        """Return which of some digests are needed, and whether they are nodes."""
+        nodes = {digest_in(node) for node in self._seen}
+        if self._parts == 1:
+            return {d: d in nodes for d in digests if d in self._needed}
+        self._seen = set()
+        chunks = {d for _, below in self._below() for d in below if d in digests}
+        return {d: d in nodes for d in chunks | (nodes & digests)}
+
+    def advance(self, root: Root) -> set[bytes]:
+        """Go on to a newer root; return the digests of all that has come to be needed since.
+
+        What is not needed any more stays marked: that is safe, and next time will do.
+
+        Raises:
+            DamagedError: A tree node is missing or damaged; what was marked is of no use any more.
+        """
+        self.root = root
+        found: set[bytes] = set()
+        for node, below in self._below():
+            found.add(digest_in(node))
+            found.update(d for d in below if not is_node(d))
+        return found

@@ -1,0 +1,120 @@
+"""Copying what is needed out of packs that hold little of it, so that they can go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from casnap.codec import Codec
+from casnap.commit import Transaction
+from casnap.digest import Digest
+from casnap.errors import DamagedError
+from casnap.format import PackId
+from casnap.index import View
+from casnap.marks import Marks
+from casnap.objects import Objects, ReadOptions, Want
+from casnap.pipeline import Crew, undisturbed
+
+_log = logging.getLogger("casnap")
+# Two readers: the other buffers of the pool are for what is written.
+_READ = ReadOptions(budget=48 << 20)
+_BATCH_BYTES = 1 << 30
+
+Report = Callable[[int], None]
+"""Told how many bytes have been copied since the last call, from any thread."""
+
+
+def sparse_packs(marks: Marks, view: View, share: float) -> list[PackId]:
+    """Return the live packs of which less than a share of the bytes is needed, but not nothing."""
+    return [
+        pack
+        for pack, use in marks.uses.items()
+        if use.needed and use.live < share * use.stored and pack in view.live
+    ]
+
+
+def repack(
+    objects: Objects, marks: Marks, view: View, packs: list[PackId], report: Report
+) -> dict[bytes, PackId]:
+    """Copy what is needed of some packs into new ones, and commit that.
+
+    No tree changes, since trees hold digests. The packs stay as they are: whoever condemns them
+    has to see to it that the copies are still live then. What is nowhere whole is left where it is.
+
+    Args:
+        objects: The store.
+        marks: What is needed.
+        view: A view that the marks are true of.
+        packs: Which packs.
+        report: Told how many bytes are copied.
+
+    Returns:
+        For what is needed of these packs, another pack where it was proven to be.
+    """
+    proven: dict[bytes, PackId] = {}
+    for batch in _batches(marks, packs):
+        contents = {digest for digest, _, _ in marks.contents_of(batch)}
+        to_copy: dict[Digest, bool] = {}
+        for digest, is_node in marks.needed_of(contents).items():
+            elsewhere = _proven_elsewhere(objects, view, Digest(digest), packs)
+            if elsewhere is None:
+                to_copy[Digest(digest)] = is_node
+            else:
+                proven[digest] = elsewhere
+        if to_copy:
+            proven |= undisturbed(partial(_copy, objects, to_copy, report))
+    return proven
+
+
+def _batches(marks: Marks, packs: list[PackId]) -> Iterator[frozenset[PackId]]:
+    """Cut the packs into runs that are copied, and committed, one after the other."""
+    batch: list[PackId] = []
+    nbytes = 0
+    for pack in packs:
+        batch.append(pack)
+        nbytes += marks.uses[pack].live
+        if nbytes >= _BATCH_BYTES:
+            yield frozenset(batch)
+            batch, nbytes = [], 0
+    if batch:
+        yield frozenset(batch)
+
+
+def _proven_elsewhere(
+    objects: Objects, view: View, digest: Digest, packs: list[PackId]
+) -> PackId | None:
+    """Return the newest live pack of a digest, if it is none of these and holds it whole."""
+    places = [p for p in objects.index.find_all(view, digest) if p.pack in view.live]
+    newest = max(places, key=lambda place: place.pack, default=None)
+    if newest is None or newest.pack in packs or not objects.holds(newest, digest):
+        return None
+    return PackId(newest.pack)
+
+
+def _copy(
+    objects: Objects, to_copy: dict[Digest, bool], report: Report, crew: Crew
+) -> dict[bytes, PackId]:
+    transaction = Transaction(objects, crew, _codec(objects, to_copy))
+
+    def sink(digest: Digest, raw: memoryview) -> None:
+        transaction.copy(digest, raw, is_node=to_copy[digest])
+        report(len(raw))
+
+    try:
+        try:
+            objects.fetch((Want(d, -1, partial(sink, d), "") for d in to_copy), _READ)
+        except DamagedError as e:
+            _log.warning("some of what a pack holds cannot be copied out of it, so it stays: %s", e)
+        transaction.publish(lambda table, seq: {})
+        return transaction.placed()
+    finally:
+        transaction.close()
+
+
+def _codec(objects: Objects, digests: dict[Digest, bool]) -> Codec:
+    """Return the codec that chunks are stored by, if it is one for any of them."""
+    chunks = [digest for digest, is_node in digests.items() if not is_node]
+    places = objects.index.find(objects.view(), chunks)
+    codecs = {place.codec for place in places if place is not None}
+    return Codec.ZSTD if Codec.ZSTD in codecs else Codec.RAW
