@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from casnap import errors
 from casnap.errors import CasnapError
+from casnap.retention import Retention
 from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.state import RNGState, StateDict, Stateful
 from casnap.store import Store
@@ -14,6 +15,7 @@ __all__ = [
     "CasnapError",
     "PendingSnapshot",
     "RNGState",
+    "Retention",
     "Snapshot",
     "StateDict",
     "Stateful",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from math import prod
 
 from casnap.digest import DIGEST_SIZE, Digest
-from casnap.errors import DamagedError, EntryNotFoundError
+from casnap.errors import DamagedError, EntryNotFoundError, SnapshotNotFoundError
 from casnap.format import (
     INLINE_BYTES,
     MAX_DEPTH,
@@ -60,6 +61,26 @@ class Contents:
                 f"{self.where} claims {self.row.world_size} ranks, but has {len(manifest.ranks)}"
             )
         return manifest
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read something; if it was collected meanwhile, say that instead of "damaged".
+
+        Raises:
+            SnapshotNotFoundError: The snapshot was deleted, and what it held collected.
+        """
+        try:
+            yield
+        except DamagedError as e:
+            row = self.objects.current(
+                lambda root: self.objects.tree(root.table, Row).get(self.name)
+            )
+            if row is not None and row.commit == self.row.commit:
+                raise
+            raise SnapshotNotFoundError(
+                f"{self.where} was deleted or replaced, and what it held was collected as garbage "
+                "while it was being read; a longer `casnap gc --grace` lets readers end"
+            ) from e
 
     def subtrees(self, rank: int) -> dict[str, bytes]:
         """Return the subtree digests by key, as one rank sees them."""

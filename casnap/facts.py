@@ -59,6 +59,14 @@ class Facts(ABC):
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
         """Remember tree nodes."""
 
+    @abstractmethod
+    def note(self, key: bytes) -> bytes | None:
+        """Return a note, or None."""
+
+    @abstractmethod
+    def keep_note(self, key: bytes, text: bytes) -> None:
+        """Remember a note: of what will stay true, and does no harm if it is forgotten."""
+
 
 class MemoryFacts(Facts):
     """Facts in dicts, where there is no place for LMDB."""
@@ -67,6 +75,7 @@ class MemoryFacts(Facts):
         self._segments: dict[SegmentId, tuple[PackId, ...]] = {}
         self._places: dict[Digest, list[Place]] = {}
         self._nodes: dict[Digest, bytes] = {}
+        self._notes: dict[bytes, bytes] = {}
 
     def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
         """Return the packs of a learned segment."""
@@ -96,6 +105,14 @@ class MemoryFacts(Facts):
         """Keep nodes."""
         self._nodes.update(nodes)
 
+    def note(self, key: bytes) -> bytes | None:
+        """Return a kept note."""
+        return self._notes.get(key)
+
+    def keep_note(self, key: bytes, text: bytes) -> None:
+        """Keep a note."""
+        self._notes[key] = text
+
 
 class LmdbFacts(Facts):
     """Facts in an LMDB environment.
@@ -113,6 +130,7 @@ class LmdbFacts(Facts):
         self._segments = self._env.open_db(b"segments")
         self._places = self._env.open_db(b"places", dupsort=True)
         self._nodes = self._env.open_db(b"nodes")
+        self._notes = self._env.open_db(b"notes")
 
     def usable(self) -> bool:
         """Whether this is the process that opened it: LMDB does not survive a fork."""
@@ -168,6 +186,19 @@ class LmdbFacts(Facts):
         """Keep nodes."""
         with self._writing() as txn, txn.cursor(self._nodes) as cursor:
             cursor.putmulti(sorted(nodes))
+
+    def note(self, key: bytes) -> bytes | None:
+        """Return a kept note, if it is what was written."""
+        with self._env.begin(db=self._notes) as txn:
+            found: bytes | None = txn.get(key)
+        if found is None or len(found) < 4 or zlib.crc32(key + found[4:]) != _u32(found):
+            return None
+        return found[4:]
+
+    def keep_note(self, key: bytes, text: bytes) -> None:
+        """Keep a note."""
+        with self._writing() as txn:
+            txn.put(key, struct.pack("<I", zlib.crc32(key + text)) + text, db=self._notes)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[lmdb.Transaction]:
@@ -247,7 +278,7 @@ def _map_environment(folder: Path) -> lmdb.Environment:
     for size in _MAP_SIZES:
         try:
             env = lmdb.open(
-                str(folder), map_size=size, max_dbs=3, sync=False, metasync=False, mode=0o600
+                str(folder), map_size=size, max_dbs=4, sync=False, metasync=False, mode=0o600
             )
         except (lmdb.MemoryError, MemoryError):
             continue

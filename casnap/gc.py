@@ -10,26 +10,33 @@ the clocks say, are in ``docs/commit-protocol.md``.
 from __future__ import annotations
 
 import math
+import struct
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from casnap.contents import split_digests
-from casnap.errors import DamagedError, StoreError, UnsupportedFormatError
+from casnap.errors import DamagedError, FencedError, StoreError, UnsupportedFormatError
 from casnap.format import PackId, Root, pack_key
 from casnap.index import View
 from casnap.inventory import Inventory, base_of
 from casnap.marks import Marks, Progress
 from casnap.objects import Objects
-from casnap.pipeline import collector_paused
+from casnap.pipeline import Crew, give_way, undisturbed
 from casnap.repack import repack, sparse_packs
 from casnap.roots import succeed
 from casnap.segments import Rewriting, rewrite
 
 DAY = 86400.0
 _SKEW = 60.0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,9 @@ class GcOptions:
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""
-        if isinstance(self.grace, bool) or not 0 <= self.grace < math.inf:
+        if not _is_number(self.grace) or not 0 <= self.grace < math.inf:
             raise ValueError(f"grace is a number of seconds from 0 on; got {self.grace!r}")
-        if isinstance(self.repack, bool) or not 0 <= self.repack <= 1:
+        if not _is_number(self.repack) or not 0 <= self.repack <= 1:
             raise ValueError(f"repack is a share from 0 (never) to 1; got {self.repack!r}")
 
 
@@ -108,11 +115,24 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
     """
     started = time.monotonic()
     _check_allowed(objects, options)
-    collector = _Collector(objects, options, progress or (lambda what, done, total: None))
-    with collector_paused():
+
+    def work(crew: Crew) -> GcReport:
+        give_way()
+
+        def tell(what: str, done: int, total: int) -> None:
+            if crew.error is not None:
+                # Somebody interrupted us, and what is done so far will do.
+                raise crew.error
+            if progress is not None:
+                progress(what, done, total)
+
+        collector = _Collector(objects, options, tell, crew)
         collector.run()
-    collector.report.seconds = time.monotonic() - started
-    return collector.report
+        return collector.report
+
+    report = undisturbed(work)
+    report.seconds = time.monotonic() - started
+    return report
 
 
 def _check_allowed(objects: Objects, options: GcOptions) -> None:
@@ -131,24 +151,42 @@ def _check_allowed(objects: Objects, options: GcOptions) -> None:
 
 
 class _Collector:
-    def __init__(self, objects: Objects, options: GcOptions, progress: Progress) -> None:
+    def __init__(
+        self, objects: Objects, options: GcOptions, progress: Progress, crew: Crew
+    ) -> None:
+        self._crew = crew
         self._objects = objects
         self._backend = objects.backend
         self._options = options
         self._progress = progress
         self._files = Inventory(objects.backend)
+        self._clean: Root | None = None
+        self._rewriting: Rewriting | None = None
         self.report = GcReport(dry_run=options.dry_run)
 
     def run(self) -> None:
-        self._objects.current(self._mark_and_condemn)
+        while True:
+            try:
+                self._objects.current(self._mark_and_condemn)
+                break
+            except FencedError:
+                # Another collector was faster, and deleted the copies of this one.
+                continue
+        if self.report.repacked_packs:
+            # The copies came with segments of their own, which may be merged away again.
+            self._files = Inventory(self._backend)
         self._free()
 
     # --- condemn ---
 
     def _mark_and_condemn(self, root: Root) -> None:
         """Find out what is needed; condemn the packs that hold nothing of it."""
-        marks = Marks(self._objects, root, self._progress)
         view = self._objects.index.view(root)
+        if self._is_clean(root):
+            if not self._options.dry_run:
+                self._delete_orphans(view)
+            return
+        marks = Marks(self._objects, root, self._progress)
         self._check_missing(marks)
         report = self.report
         report.snapshots, report.live_chunks = marks.snapshots, marks.count
@@ -165,8 +203,31 @@ class _Collector:
         proven: dict[bytes, PackId] = {}
         if sparse:
             total = sum(marks.uses[pack].live for pack in sparse)
-            proven = repack(self._objects, marks, view, sparse, self._counted(total))
+            count = self._counted(total)
+            proven = repack(self._objects, marks, view, sparse, count, self._crew)
         self._condemn(marks, doomed.union(sparse), proven)
+
+    def _is_clean(self, root: Root) -> bool:
+        """Whether a root was marked before, with the finding that nothing was to be condemned.
+
+        That stays true of it, and if the note were wrong, garbage would only stay for longer.
+        """
+        try:
+            found = msgspec.msgpack.decode(self._objects.index.note(self._note_of(root)) or b"")
+            r = self.report
+            r.snapshots, r.live_chunks, r.live_bytes, r.lost_chunks = found
+        except (msgspec.DecodeError, TypeError, ValueError):
+            return False
+        return True
+
+    def _note_clean(self, root: Root) -> None:
+        r = self.report
+        found = (r.snapshots, r.live_chunks, r.live_bytes, r.lost_chunks)
+        self._clean = root
+        self._objects.index.keep_note(self._note_of(root), msgspec.msgpack.encode(found))
+
+    def _note_of(self, root: Root) -> bytes:
+        return b"clean" + root.commit + struct.pack("<d", self._options.repack)
 
     def _check_missing(self, marks: Marks) -> None:
         missing = marks.missing.difference(split_digests(marks.root.lost))
@@ -196,6 +257,7 @@ class _Collector:
             doomed: The packs.
             proven: What is needed of them, and a pack that it was proven to be in, too.
         """
+        marked_seq = marks.root.seq
         contents: dict[bytes, list[PackId]] = {}
         required: set[bytes] = set()
         found_again = set(split_digests(marks.root.lost)) - marks.missing
@@ -218,10 +280,13 @@ class _Collector:
             condemned = {p: c for p, c in condemned.items() if p not in rescued}
             condemned |= dict.fromkeys(doomed, seq)
             lost = b"".join(d for d in split_digests(root.lost) if d not in found_again)
-            if condemned == root.condemned and lost == root.lost:
-                return
-            if succeed(self._backend, root, condemned=condemned, lost=lost) is not None:
+            new: Root | None = root
+            if condemned != root.condemned or lost != root.lost:
+                new = succeed(self._backend, root, condemned=condemned, lost=lost)
+            if new is not None:
                 self._note_condemned(doomed, rescued)
+                if root.seq == marked_seq:
+                    self._note_clean(new)
                 return
 
     def _stamp(self, condemned_at: int, seq: int) -> int:
@@ -237,34 +302,41 @@ class _Collector:
 
     def _free(self) -> None:
         """Raise the fence, if that frees something, and delete what no root names any more."""
-        rewriting: Rewriting | None = None
-        while True:
+        while not self._objects.current(self._raise_fence):
+            continue
+        if not self._options.dry_run:
+            # Only now, that a root which does not name them is durable.
             view = self._objects.view()
-            root, unnamed = view.root, self._files.unnamed(view)
-            fence = self._fence(root, unnamed.values())
-            going = frozenset(PackId(p) for p, seq in root.condemned.items() if seq <= fence)
-            orphans = {key: i for key, i in unnamed.items() if base_of(i) < fence}
-            if self._options.dry_run:
-                self._foresee(root, going, orphans)
-                return
-            segments = None if rewriting is None else rewriting.applied(root, going)
-            if segments is None:
-                rewriting = rewrite(self._objects, view, going)
-                segments = rewriting.applied(root, going)
-            assert segments is not None
-            if not going and not orphans and segments == root.segments:
-                break
-            raised = max(root.fence, fence) if going or orphans else root.fence
-            kept = {p: seq for p, seq in root.condemned.items() if p not in going}
-            changes = {"fence": raised, "condemned": kept, "segments": segments}
-            if succeed(self._backend, root, **changes) is not None:
-                self.report.fence = raised if raised > root.fence else None
-                self.report.merged_segments = len(root.segments) - len(segments)
-                break
-        # Only now, that a root which does not name them is durable.
-        view = self._objects.view()
-        self._delete_orphans(view)
-        self._note_waiting(view.root.condemned)
+            self._delete_orphans(view)
+            self._note_waiting(view.root.condemned)
+
+    def _raise_fence(self, root: Root) -> bool:
+        """Put the next root, which lets go what may; return False where that was too late."""
+        view = self._objects.index.view(root)
+        unnamed = self._files.unnamed(view)
+        fence = self._fence(root, unnamed.values())
+        going = frozenset(PackId(p) for p, seq in root.condemned.items() if seq <= fence)
+        orphans = {key: i for key, i in unnamed.items() if base_of(i) < fence}
+        if self._options.dry_run:
+            self._foresee(root, going, orphans)
+            return True
+        segments = None if self._rewriting is None else self._rewriting.applied(root, going)
+        if segments is None:
+            self._rewriting = rewrite(self._objects, view, going)
+            segments = self._rewriting.applied(root, going)
+        assert segments is not None
+        if not going and not orphans and segments == root.segments:
+            return True
+        raised = max(root.fence, fence) if going or orphans else root.fence
+        kept = {p: seq for p, seq in root.condemned.items() if p not in going}
+        new = succeed(self._backend, root, fence=raised, condemned=kept, segments=segments)
+        if new is None:
+            return False
+        if root == self._clean:
+            self._note_clean(new)
+        self.report.fence = raised if raised > root.fence else None
+        self.report.merged_segments = len(root.segments) - len(segments)
+        return True
 
     def _fence(self, root: Root, unnamed: Iterable[bytes]) -> int:
         """Return the greatest number that the grace lets the fence be raised to.

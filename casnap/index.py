@@ -196,6 +196,14 @@ class Index:
         """Remember tree nodes."""
         self._if_possible(self.facts, lambda facts: facts.keep_nodes(nodes))
 
+    def note(self, key: bytes) -> bytes | None:
+        """Return a note that was kept on this host, or None."""
+        return self._if_possible(self.facts, lambda facts: facts.note(key))
+
+    def keep_note(self, key: bytes, text: bytes) -> None:
+        """Remember a note: of what will stay true, and does no harm if it is forgotten."""
+        self._if_possible(self.facts, lambda facts: facts.keep_note(key, text))
+
     def _if_possible(self, facts: Facts, ask: Callable[[Facts], T]) -> T | None:
         try:
             return ask(facts)

@@ -84,7 +84,7 @@ class Marks:
         needed.update(dict.fromkeys(self._of_part(map(digest_in, self._seen), part), 0))
         self._needed = needed
         self.count += len(needed)
-        self._sweep(needed)
+        self._sweep(needed, part)
 
     def _of_part(self, references: Iterable[bytes], part: int) -> Iterator[bytes]:
         chunks = (r for r in references if not is_node(r))
@@ -101,7 +101,7 @@ class Marks:
             self._progress("marking", done, self.snapshots)
             yield node, below
 
-    def _sweep(self, needed: dict[bytes, int]) -> None:
+    def _sweep(self, needed: dict[bytes, int], part: int) -> None:
         """Look at all places of the index, and count those of what is needed."""
         condemned = self.root.condemned
         for packs, records in self._segments():
@@ -109,7 +109,8 @@ class Marks:
             live = [pack not in condemned for pack in packs]
             for digest, n, _, stored, _, _ in records:
                 use = uses[n]
-                use.stored += stored
+                if part == 0:
+                    use.stored += stored
                 times = needed.get(digest)
                 if times is not None:
                     use.needed += 1

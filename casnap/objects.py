@@ -210,8 +210,12 @@ class Objects:
         pending = iter(wants)
         while window := list(islice(pending, _WINDOW)):
             failed = self._fetch(view, window, how)
+            if failed and self.newest() != view.root:
+                # A collector may have moved things.
+                view = self.view()
+                failed = self._fetch(view, [w for w, _ in failed], how)
             if failed:
-                # What we know of places may be stale or wrong: ask the store itself, once.
+                # What we know of places may be wrong: ask the store itself, once.
                 view = self.index.refreshed(view, self.newest())
                 failed = self._fetch(view, [w for w, _ in failed], how)
             if failed:

@@ -14,7 +14,7 @@ from casnap.format import PackId
 from casnap.index import View
 from casnap.marks import Marks
 from casnap.objects import Objects, ReadOptions, Want
-from casnap.pipeline import Crew, undisturbed
+from casnap.pipeline import Crew
 
 _log = logging.getLogger("casnap")
 # Two readers: the other buffers of the pool are for what is written.
@@ -35,7 +35,7 @@ def sparse_packs(marks: Marks, view: View, share: float) -> list[PackId]:
 
 
 def repack(
-    objects: Objects, marks: Marks, view: View, packs: list[PackId], report: Report
+    objects: Objects, marks: Marks, view: View, packs: list[PackId], report: Report, crew: Crew
 ) -> dict[bytes, PackId]:
     """Copy what is needed of some packs into new ones, and commit that.
 
@@ -48,6 +48,7 @@ def repack(
         view: A view that the marks are true of.
         packs: Which packs.
         report: Told how many bytes are copied.
+        crew: Whom the background threads belong to.
 
     Returns:
         For what is needed of these packs, another pack where it was proven to be.
@@ -63,7 +64,7 @@ def repack(
             else:
                 proven[digest] = elsewhere
         if to_copy:
-            proven |= undisturbed(partial(_copy, objects, to_copy, report))
+            proven |= _copy(objects, to_copy, report, crew)
     return proven
 
 

@@ -12,6 +12,7 @@ from casnap.format import Entry, Row, Stats, check_name
 if TYPE_CHECKING:
     from casnap.indexing import Index
     from casnap.restore import RestoreReport
+    from casnap.retention import Retention
     from casnap.state import Stateful
     from casnap.store import Store
     from casnap.take import PendingTake
@@ -103,6 +104,7 @@ class Snapshot:
         overwrite: bool = False,
         allow_pickle: bool = False,
         progress: Progress | None = None,
+        retention: Retention | None = None,
     ) -> Snapshot:
         """Take a snapshot; returns when it is durable.
 
@@ -114,10 +116,12 @@ class Snapshot:
             storage_options: Must be empty in this version.
             store: The store, or its URI, that ``path`` is then a name in.
             metadata: What JSON holds, up to 64 KiB, kept beside the snapshot.
-            overwrite: Replace a snapshot of this name.
+            overwrite: Replace a snapshot of this name, unless it is tagged.
             allow_pickle: Store what has no safe encoding by pickle; to restore it then needs
                 ``allow_pickle=True`` too.
             progress: Called with bytes done and bytes in all, now and then.
+            retention: After the commit, forget those snapshots of the same folder that it does
+                not keep; never this one. If that fails, a warning is logged.
 
         Raises:
             StateError: Something in the state can't be taken.
@@ -132,6 +136,7 @@ class Snapshot:
             overwrite=overwrite,
             allow_pickle=allow_pickle,
             progress=progress,
+            retention=retention,
         )
 
     @classmethod
@@ -149,6 +154,7 @@ class Snapshot:
         allow_pickle: bool = False,
         max_staging_bytes: int | None = None,
         progress: Progress | None = None,
+        retention: Retention | None = None,
     ) -> PendingSnapshot:
         """Take a snapshot of the state as it is now; returns once the state may change.
 
@@ -168,6 +174,7 @@ class Snapshot:
             max_staging_bytes: The most memory for the copy of the state, which is kept for the
                 next take. What does not fit blocks until enough has been stored.
             progress: As for :meth:`take`.
+            retention: As for :meth:`take`; done before :meth:`PendingSnapshot.wait` returns.
         """
         found, name = _store_and_name(path, pg, storage_options, store, create=True)
         return found.async_take(
@@ -178,6 +185,7 @@ class Snapshot:
             allow_pickle=allow_pickle,
             max_staging_bytes=max_staging_bytes,
             progress=progress,
+            retention=retention,
         )
 
     # --- giving back ---
@@ -209,12 +217,18 @@ class Snapshot:
         Raises:
             MismatchError: Everything that differs, in one error.
             DamagedError: Stored bytes are missing or damaged.
+            SnapshotNotFoundError: It was deleted, and collected meanwhile.
         """
         from casnap.restore import restore
 
-        return restore(
-            self.contents, app_state, strict=strict, allow_pickle=allow_pickle, progress=progress
-        )
+        with self.contents.reading():
+            return restore(
+                self.contents,
+                app_state,
+                strict=strict,
+                allow_pickle=allow_pickle,
+                progress=progress,
+            )
 
     def read_object(
         self,
@@ -241,17 +255,19 @@ class Snapshot:
         """
         from casnap.restore import read_object
 
-        return read_object(
-            self.contents, path, obj_out, memory_budget_bytes, index, allow_pickle=allow_pickle
-        )
+        with self.contents.reading():
+            return read_object(
+                self.contents, path, obj_out, memory_budget_bytes, index, allow_pickle=allow_pickle
+            )
 
     def get_manifest(self) -> dict[str, Entry]:
         """Return all entries by path: ``<rank>/<key>/<path>``."""
-        return {
-            f"{rank}/{path}": entry
-            for rank in self.contents.ranks()
-            for path, entry in self.contents.entries(rank)
-        }
+        with self.contents.reading():
+            return {
+                f"{rank}/{path}": entry
+                for rank in self.contents.ranks()
+                for path, entry in self.contents.entries(rank)
+            }
 
     def get_state_dict_for_key(self, key: str, *, allow_pickle: bool = False) -> dict[str, Any]:
         """Return the state that was taken under a key of the app state, in new memory.

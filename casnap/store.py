@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from casnap.codec import Codec
-from casnap.errors import NotAStoreError, SnapshotNotFoundError, StoreError
-from casnap.format import DEFAULT_CHUNK_SIZE, MARKER, Row, check_name
+from casnap.errors import NotAStoreError, SnapshotNotFoundError
+from casnap.format import DEFAULT_CHUNK_SIZE, Row, check_name
 from casnap.location import Location, create_store, locate_snapshot, locate_store
 from casnap.objects import Objects
+from casnap.retention import PruneReport, Pruning, Retention, prune
 from casnap.snapshot import PendingSnapshot, Progress, Snapshot
+from casnap.table import Table, editing, publish, tagged, unmark, untagged
 
 if TYPE_CHECKING:
+    from casnap.check import CheckReport
     from casnap.diff import Diff
+    from casnap.gc import GcReport
+    from casnap.marks import Progress as GcProgress
+    from casnap.repair import RepairReport
     from casnap.state import Stateful
     from casnap.usage import Usage
 
-_log = logging.getLogger("casnap")
+V = TypeVar("V")
 
 
 class Store:
@@ -120,11 +127,14 @@ class Store:
         overwrite: bool = False,
         allow_pickle: bool = False,
         progress: Progress | None = None,
+        retention: Retention | None = None,
     ) -> Snapshot:
         """Take a snapshot; see :meth:`Snapshot.take`."""
         from casnap.take import TakeOptions, take
 
-        options = TakeOptions(metadata or {}, overwrite, allow_pickle, None, progress, self._codec)
+        options = TakeOptions(
+            metadata or {}, overwrite, allow_pickle, None, progress, self._codec, retention
+        )
         row = take(self.objects, self.full_name(name), app_state, options)
         return Snapshot._of(self, check_name(name), row)
 
@@ -138,12 +148,19 @@ class Store:
         allow_pickle: bool = False,
         max_staging_bytes: int | None = None,
         progress: Progress | None = None,
+        retention: Retention | None = None,
     ) -> PendingSnapshot:
         """Take a snapshot in the background; see :meth:`Snapshot.async_take`."""
         from casnap.take import TakeOptions, async_take
 
         options = TakeOptions(
-            metadata or {}, overwrite, allow_pickle, max_staging_bytes, progress, self._codec
+            metadata or {},
+            overwrite,
+            allow_pickle,
+            max_staging_bytes,
+            progress,
+            self._codec,
+            retention,
         )
         pending = async_take(self.objects, self.full_name(name), app_state, options)
         return PendingSnapshot(self, pending, check_name(name))
@@ -155,17 +172,32 @@ class Store:
             SnapshotNotFoundError: There is none of this name.
         """
         full = self.full_name(name)
-        table = self.objects.tree(self.objects.newest().table, Row)
-        row = table.get(full)
-        if row is None:
-            import difflib
 
-            near = difflib.get_close_matches(full, [k for k, _ in table.items()], 3, 0.5)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            raise SnapshotNotFoundError(
-                f"{self.objects.backend.uri} holds no snapshot {full!r}{hint}"
-            )
-        return row
+        def found(table: Table) -> Row:
+            row = table.get(full)
+            if row is None:
+                import difflib
+
+                near = difflib.get_close_matches(full, [k for k, _ in table.items()], 3, 0.5)
+                hint = f"; nearest: {', '.join(near)}" if near else ""
+                raise SnapshotNotFoundError(
+                    f"{self.objects.backend.uri} holds no snapshot {full!r}{hint}"
+                )
+            return row
+
+        return self._read(found)
+
+    def _read(self, read: Callable[[Table], V]) -> V:
+        """Return what something makes of the table as it is now."""
+        objects = self.objects
+        return objects.current(lambda root: read(objects.tree(root.table, Row)))
+
+    def _folder(self, prefix: str | None) -> str:
+        return "/".join(p for p in (self.prefix, (prefix or "").strip("/")) if p)
+
+    def _inner_name(self, full: str) -> str:
+        """Return a name of the table that is below this view, as it is called here."""
+        return full[len(self.prefix) + 1 :] if self.prefix else full
 
     def __getitem__(self, name: str) -> Snapshot:
         """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`."""
@@ -183,43 +215,116 @@ class Store:
 
     def snapshots(self, prefix: str | None = None) -> list[Snapshot]:
         """Return the snapshots, or those below a prefix, in the order of their commits."""
-        outer = "/".join(p for p in (self.prefix, (prefix or "").strip("/")) if p)
-        table = self.objects.tree(self.objects.newest().table, Row)
-        rows = table.below(f"{outer}/") if outer else table.items()
-        skip = len(self.prefix) + 1 if self.prefix else 0
-        found = [Snapshot._of(self, name[skip:], row) for name, row in rows]
+        folder = self._folder(prefix)
+        rows = self._read(lambda table: list(table.below(f"{folder}/" if folder else "")))
+        found = [Snapshot._of(self, self._inner_name(name), row) for name, row in rows]
         return sorted(found, key=lambda s: s.seq)
 
     def latest(self, prefix: str | None = None) -> Snapshot | None:
         """Return the snapshot that was committed last, or None where there is none."""
         return max(self.snapshots(prefix), key=lambda s: s.seq, default=None)
 
-    def delete(self, name: str) -> None:
-        """Forget a snapshot; its bytes are freed by garbage collection.
+    def delete(self, name: str, *, commit_id: str | None = None) -> None:
+        """Forget a snapshot, tagged or not; its bytes are freed by garbage collection.
+
+        Args:
+            name: The snapshot.
+            commit_id: Forget it only if it is this one still; by default the one that has the name
+                now.
+
+        Raises:
+            SnapshotNotFoundError: There is none of this name, or it is another one.
+        """
+        full = self._edit(name, commit_id, lambda _: None)
+        unmark(self.objects, [full])
+
+    def prune(
+        self, retention: Retention, *, prefix: str | None = None, dry_run: bool = False
+    ) -> PruneReport:
+        """Forget the snapshots that no rule keeps, all in one commit.
+
+        Each run, that is each folder of snapshots, is judged on its own. What is to be forgotten
+        is decided on the table that the commit changes: what was tagged, taken or replaced in the
+        meantime counts. The bytes are freed by garbage collection.
+
+        Args:
+            retention: The rules.
+            prefix: Prune the runs in and below this folder alone.
+            dry_run: Only say what would be forgotten.
+
+        Returns:
+            Each snapshot, whether it is kept, and by which rules.
+        """
+        pruning = Pruning(retention, self._folder(prefix))
+        verdicts = self._read(pruning.judge) if dry_run else prune(self.objects, pruning)
+        own = [replace(v, name=self._inner_name(v.name)) for v in verdicts]
+        return PruneReport(own, dry_run)
+
+    def tag(self, name: str, *tags: str) -> None:
+        """Give a snapshot tags: with any, it is neither pruned nor overwritten.
+
+        Args:
+            name: The snapshot.
+            tags: 1 to 100 characters each, without white space, not beginning with ``-`` or ``#``.
+
+        Raises:
+            SnapshotNotFoundError: There is none of this name.
+            InvalidNameError: One of them cannot be a tag.
+            SnapshotError: It would have more than 100.
+        """
+        self._edit(name, None, lambda row: tagged(row, tags))
+
+    def untag(self, name: str, *tags: str) -> None:
+        """Take tags away from a snapshot, those that it has.
 
         Raises:
             SnapshotNotFoundError: There is none of this name.
         """
-        from casnap.commit import Transaction
-        from casnap.pipeline import Crew, undisturbed
-        from casnap.table import removing
+        self._edit(name, None, lambda row: untagged(row, tags))
 
-        full, row = self.full_name(name), self.row(name)
-        backend = self.objects.backend
-        change = removing(full, row.commit, backend.uri)
+    def _edit(self, name: str, commit_id: str | None, edit: Callable[[Row], Row | None]) -> str:
+        """Edit or remove the row of a snapshot that has this commit, and return its full name."""
+        full = self.full_name(name)
+        if commit_id is None:
+            commit_id = self.row(name).commit.hex()
+        publish(self.objects, editing(full, commit_id, edit, self.objects.backend.uri))
+        return full
 
-        def publish(crew: Crew) -> None:
-            transaction = Transaction(self.objects, crew)
-            try:
-                transaction.publish(change)
-            finally:
-                transaction.close()
+    def gc(
+        self,
+        *,
+        grace: float | timedelta = 86400.0,
+        repack: float = 0.5,
+        dry_run: bool = False,
+        exclusive: bool = False,
+        progress: GcProgress | None = None,
+    ) -> GcReport:
+        """Collect garbage: delete what no snapshot needs.
 
-        undisturbed(publish)
-        try:
-            backend.mark(f"{full}/{MARKER}", None)
-        except (StoreError, OSError) as e:
-            _log.warning("%s is deleted, but its marker file cannot be: %s", full, e)
+        Safe beside any number of takes, deletes and other collectors, whatever their clocks say,
+        and beside readers within the grace. The store as a whole is collected, also where this is
+        a view of it.
+
+        Args:
+            grace: Seconds for which what nobody needs is kept, so that readers of snapshots that
+                were deleted, and takes that rely on it, may end. With 0 it goes at once: such a
+                take begins again, such a reader gets an error.
+            repack: Packs of which less than this share is needed are copied without the rest;
+                0 for none.
+            dry_run: Only say what would be done.
+            exclusive: Nobody else writes to this store: says the user, where the place that it
+                lies in cannot keep writers apart.
+            progress: Told what is being done, how much of it is done, and how much there is.
+
+        Raises:
+            StoreError: The store cannot be written to, or not safely.
+            DamagedError: Something could not be read; nothing was deleted.
+            ValueError: A number makes no sense.
+        """
+        from casnap.gc import GcOptions, collect
+
+        seconds = grace.total_seconds() if isinstance(grace, timedelta) else grace
+        return collect(self.objects, GcOptions(seconds, repack, dry_run, exclusive), progress)
 
     def diff(self, a: str, b: str) -> Diff:
         """Return what differs between two snapshots, reading only subtrees that do."""
@@ -232,3 +337,55 @@ class Store:
         from casnap.usage import usage
 
         return usage([s.contents for s in self.snapshots(prefix)], self.objects)
+
+    def check(
+        self,
+        *,
+        data: bool = False,
+        sample: float | None = None,
+        seed: int | None = None,
+        progress: Progress | None = None,
+    ) -> CheckReport:
+        """Check that everything is there, and whole; nothing is changed.
+
+        The store as a whole is checked, also where this is a view of it.
+
+        Args:
+            data: Read and verify every chunk, at each of its places.
+            sample: Read and verify a random share of them, up to 1.
+            seed: Chooses the share; by default another one each time.
+            progress: Told the bytes that were read, and are to be read; or, where the structure
+                alone is checked, packs.
+
+        Returns:
+            All that is wrong, and which parts of which snapshots it hurts.
+        """
+        from casnap.check import check
+
+        return check(self.objects, data=data, sample=sample, seed=seed, progress=progress)
+
+    def repair(
+        self,
+        *,
+        sources: Sequence[str | os.PathLike[str]] = (),
+        progress: Progress | None = None,
+        dry_run: bool = False,
+    ) -> RepairReport:
+        """Save what can be saved of a damaged store, all of it where this is a view.
+
+        Lost parts of the index are made anew from the packs, and what is whole in a damaged pack
+        is copied out of it. What is nowhere whole is looked for in the sources, and noted as lost
+        if it is in none: the next take of the same bytes stores them anew.
+
+        Args:
+            sources: Other casnap stores, and files or folders of tensors: ``.safetensors``,
+                ``.npy``, and what ``torch.save`` wrote.
+            progress: Told the bytes that were read and verified, and are to be.
+            dry_run: Change nothing, and say what would be done.
+
+        Raises:
+            DamagedError: The newest root cannot be read.
+        """
+        from casnap.repair import repair
+
+        return repair(self.objects, sources=sources, progress=progress, dry_run=dry_run)

@@ -1,17 +1,33 @@
-"""The snapshot table of a root: names and rows, and the rule that names must not shadow others."""
+"""The snapshot table of a root: names and rows, the rules for them, and changes to it alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from casnap.errors import SnapshotExistsError, SnapshotNotFoundError, StateError
-from casnap.format import MAX_METADATA_BYTES, Row
+from casnap.commit import Transaction
+from casnap.errors import (
+    CasnapError,
+    FencedError,
+    InvalidNameError,
+    SnapshotError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StateError,
+)
+from casnap.format import MARKER, MAX_METADATA_BYTES, Row, check_name
 from casnap.manifest import Tree
+from casnap.objects import Objects
+from casnap.pipeline import Crew, undisturbed
 
+_log = logging.getLogger("casnap")
+_FENCED_TRIES = 3
 _METADATA_DEPTH = 64
+_MOST_TAGS = 100
+_TAG_CHARS = 100
 
 Table = Tree[Row]
 Change = Callable[[Table, int], dict[str, "Row | None"]]
@@ -21,12 +37,19 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
     """Check that a snapshot may be made under this name.
 
     Raises:
-        SnapshotExistsError: The name is taken, or is a folder of, or inside of, another name.
+        SnapshotExistsError: The name is taken, and tagged or not to be overwritten, or is a folder
+            of, or inside of, another name.
     """
-    if table.get(name) is not None and not overwrite:
+    row = table.get(name)
+    if row is not None and not overwrite:
         raise SnapshotExistsError(
             f"{uri} holds a snapshot {name!r} already; choose another name, delete it, or pass "
             "overwrite=True"
+        )
+    if row is not None and row.tags:
+        raise SnapshotExistsError(
+            f"{uri}: the snapshot {name!r} is tagged ({', '.join(row.tags):.200}), so it is not "
+            "overwritten; choose another name, or untag it first (`casnap tag --remove`)"
         )
     parts = name.split("/")
     for n in range(1, len(parts)):
@@ -52,18 +75,94 @@ def setting(name: str, row: Callable[[int], Row], *, overwrite: bool, uri: str) 
     return change
 
 
-def removing(name: str, commit: bytes, uri: str) -> Change:
-    """Return the change that removes a row, if it is still that commit's."""
+def editing(name: str, commit_id: str, edit: Callable[[Row], Row | None], uri: str) -> Change:
+    """Return the change that edits a row, or (None) removes it, if it is still that commit's."""
 
     def change(table: Table, _seq: int) -> dict[str, Row | None]:
         row = table.get(name)
-        if row is None or row.commit != commit:
+        if row is None or row.commit.hex() != commit_id:
             raise SnapshotNotFoundError(
                 f"{uri}: the snapshot {name!r} was deleted or replaced in the meantime"
             )
-        return {name: None}
+        edited = edit(row)
+        return {} if edited == row else {name: edited}
 
     return change
+
+
+class _UnchangedError(Exception):
+    """Ends a transaction that has nothing to say."""
+
+
+def publish(objects: Objects, change: Change) -> bool:
+    """Commit a change of the table alone; return whether there was one, else no root is written."""
+
+    def some(table: Table, seq: int) -> dict[str, Row | None]:
+        changes = change(table, seq)
+        if not changes:
+            raise _UnchangedError
+        return changes
+
+    def commit(crew: Crew) -> bool:
+        transaction = Transaction(objects, crew)
+        try:
+            transaction.publish(some)
+        except _UnchangedError:
+            return False
+        finally:
+            transaction.close()
+        return True
+
+    for _ in range(_FENCED_TRIES - 1):
+        try:
+            return undisturbed(commit)
+        except FencedError:
+            _log.info("%s: a collector went past a change, which starts again", objects.backend.uri)
+    return undisturbed(commit)
+
+
+def unmark(objects: Objects, names: Iterable[str]) -> None:
+    """Remove the markers of snapshots that were forgotten."""
+    for name in names:
+        try:
+            # A table that somebody else wrote may name what is not below the store.
+            objects.backend.mark(f"{check_name(name)}/{MARKER}", None)
+        except (CasnapError, OSError) as e:
+            _log.warning("%s is deleted, but its marker file cannot be: %s", name, e)
+
+
+def tagged(row: Row, tags: Iterable[str]) -> Row:
+    """Return a row with some more tags.
+
+    Raises:
+        InvalidNameError: One of them cannot be a tag.
+        SnapshotError: They are too many.
+    """
+    every = sorted({*row.tags, *map(_checked_tag, tags)})
+    if len(every) > _MOST_TAGS:
+        raise SnapshotError(
+            f"a snapshot has at most {_MOST_TAGS} tags; with these it would have {len(every)}"
+        )
+    return msgspec.structs.replace(row, tags=tuple(every))
+
+
+def untagged(row: Row, tags: Iterable[str]) -> Row:
+    """Return a row without some tags."""
+    return msgspec.structs.replace(row, tags=tuple(sorted({*row.tags} - {*tags})))
+
+
+def _checked_tag(tag: object) -> str:
+    if not isinstance(tag, str):
+        problem = f"is of type {type(tag).__qualname__}"
+    elif not 1 <= len(tag) <= _TAG_CHARS:
+        problem = f"has {len(tag)} characters, not 1 to {_TAG_CHARS}"
+    elif not tag.isprintable() or " " in tag or any(map(str.isspace, tag)):
+        problem = "holds white space, or what does not print"
+    elif tag[0] in "-#":
+        problem = f"begins with {tag[0]!r}"
+    else:
+        return str(tag)
+    raise InvalidNameError(f"the tag {tag!r:.80} {problem}; choose another, like 'best'")
 
 
 def checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from casnap.format import (
     MARKER,
     Manifest,
     Payload,
+    Root,
     Row,
     Stats,
     encode,
@@ -35,6 +36,7 @@ from casnap.format import (
 from casnap.manifest import build
 from casnap.objects import Objects
 from casnap.pipeline import Crew, Shared, Worker, collector_paused, cores, undisturbed
+from casnap.retention import Pruning, Retention, check_retention, prune
 from casnap.staging import Held, Piece, batched
 from casnap.state import RNGState, Stateful
 from casnap.table import check_free, checked_metadata, setting
@@ -56,6 +58,11 @@ class TakeOptions:
     max_staging_bytes: int | None = None
     progress: Progress | None = None
     codec: Codec = Codec.RAW
+    retention: Retention | None = None
+
+    def __post_init__(self) -> None:
+        if self.retention is not None:
+            check_retention(self.retention)
 
 
 # One take at a time in a process: pending ones keep their order, and share their buffers.
@@ -139,8 +146,11 @@ def _run_held(work: _Take, held: Held) -> Row:
 
 
 def _check(objects: Objects, name: str, options: TakeOptions) -> None:
-    table = objects.tree(objects.newest().table, Row)
-    check_free(table, name, overwrite=options.overwrite, uri=objects.backend.uri)
+    def check(root: Root) -> None:
+        table = objects.tree(root.table, Row)
+        check_free(table, name, overwrite=options.overwrite, uri=objects.backend.uri)
+
+    objects.current(check)
 
 
 @contextmanager
@@ -184,6 +194,8 @@ class _Take:
         self._done_bytes = 0
         row = undisturbed(lambda crew: self._store(batches, crew))
         self._mark(row)
+        if self._options.retention is not None:
+            self._retain(row, self._options.retention)
         return row
 
     def _store(self, batches: Iterable[list[Piece]], crew: Crew) -> Row:
@@ -290,6 +302,19 @@ class _Take:
         except (StoreError, OSError) as e:
             _log.warning(
                 "%s is committed, but its marker file cannot be written: %s", self._name, e
+            )
+
+    def _retain(self, row: Row, retention: Retention) -> None:
+        """Forget what is not to be kept of the run."""
+        folder = self._name.rpartition("/")[0]
+        try:
+            prune(self._objects, Pruning(retention, folder, row.commit))
+        except Exception as e:  # noqa: BLE001 - the take is committed, whatever it was
+            _log.warning(
+                "%s is committed, but its run was not pruned: %s: %s",
+                self._name,
+                type(e).__name__,
+                e,
             )
 
 

@@ -12,7 +12,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,8 @@ import casnap.restore
 import casnap.take  # noqa: F401 - imported before any fork, whose user may not read the sources
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
+from casnap.format import pack_key, segment_key
+from casnap.objects import Objects
 
 CHUNK = 64 << 10
 KEY = "state"
@@ -94,6 +98,22 @@ def files(folder: Path | str, under: str = "") -> set[str]:
     return {str(p.relative_to(top)) for p in (top / under).rglob("*") if p.is_file()}
 
 
+def assert_no_orphans(path: Path | str) -> None:
+    """Check that a store has just the packs and segments that its newest root names."""
+    view = Objects(LocalBackend(Path(path))).view()
+    assert files(path, "packs") == set(map(pack_key, view.packs))
+    assert files(path, "index") == set(map(segment_key, view.segments))
+    assert files(path, "tmp") == set()
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """Make a folder in memory where that can be had: for hundreds of takes and collections."""
+    memory = Path("/dev/shm")
+    with TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
 # --- children ---------------------------------------------------------------------------------
 
 
@@ -127,16 +147,52 @@ def in_child(work: Callable[[], object]) -> int:
     return wait(start(work))
 
 
+def while_stopped(
+    work: Callable[[], object],
+    calls: AbstractContextManager[Calls],
+    meanwhile: Callable[[], object],
+) -> tuple[bool, int]:
+    """Do some work in a child that stops itself at a call (see :func:`stop`), then let it go on.
+
+    Args:
+        work: What the child does.
+        calls: Makes it stop.
+        meanwhile: What is done while it stands still.
+
+    Returns:
+        Whether it stopped at all, and how it ended.
+    """
+
+    def stopping() -> None:
+        with calls:
+            work()
+
+    pid = start(stopping)
+    status = os.waitpid(pid, os.WUNTRACED)[1]
+    if not os.WIFSTOPPED(status):
+        return False, os.waitstatus_to_exitcode(status)
+    try:
+        meanwhile()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        ended = wait(pid)
+    return True, ended
+
+
 # --- faults -----------------------------------------------------------------------------------
 
-BACKEND_CALLS = ["write", "put_if_absent", "sync", "read", "read_into", "names", "delete", "mark"]
-WRITING_CALLS = ["write", "put_if_absent", "sync", "delete", "mark"]
+WRITING_CALLS = ["write", "put_if_absent", "copy", "sync", "delete", "tidy", "mark"]
+BACKEND_CALLS = [*WRITING_CALLS, "read", "read_into", "size", "names"]
 SYSTEM_CALLS = ["open", "pwrite", "fsync", "link", "mkdir", "unlink", "chmod", "fchmod", "rmdir"]
 FILLING_CALLS = ["open", "pwrite", "fsync", "link", "mkdir"]
 
 
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def interrupt() -> None:
@@ -233,3 +289,37 @@ def system_faults(
 ) -> AbstractContextManager[Calls]:
     """Strike at a call of the operating system, made by any thread."""
     return faults(os, names, strike_at, strike, **options)
+
+
+# --- stores -----------------------------------------------------------------------------------
+
+
+def littered_store(path: Path) -> Path:
+    """Make a store of steps 3 and 4 with garbage of every kind, and return its path.
+
+    It has packs that were condemned and wait, one that is mostly dead, some that nobody needs any
+    more; and of takes that were killed, packs and a segment without a root, and a temporary file.
+    """
+    store = Store(path, chunk_size=CHUNK)
+    for step in range(5):
+        take(store, step)
+    store.delete("step_0")
+    store.delete("step_1")
+    assert store.gc(grace=3600, repack=0).condemned_packs > 0
+    store.delete("step_2")
+
+    def killed_by(call: AbstractContextManager[Calls]) -> None:
+        with call:
+            take(path, 90)
+
+    for call in (backend_faults(0, names=["put_if_absent"]), system_faults(0, names=["link"])):
+        assert in_child(partial(killed_by, call)) == -signal.SIGKILL
+    return path
+
+
+def held(path: Path | str) -> dict[str, int]:
+    """Return the names and steps of all snapshots of a store, each of which must be whole."""
+    found = {s.name: s for s in Store(path, create=False).snapshots()}
+    for snapshot in found.values():
+        assert_holds(snapshot, snapshot.metadata.user["step"])
+    return {name: snapshot.metadata.user["step"] for name, snapshot in found.items()}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from casnap.backends.base import Backend, translated
 from casnap.buffers import PAGE, address_of
+from casnap.errors import BackendError
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 # Below this, going through the page cache costs less than going around it.
@@ -47,7 +48,7 @@ class LocalBackend(Backend):
     def write(self, key: str, content: memoryview | bytes) -> None:
         """Write a file of its own name: under ``tmp/``, synced, then linked into place."""
         if not self._link(key, content):
-            raise FileExistsError(errno.EEXIST, f"{self.uri}/{key} exists already")
+            raise BackendError(f"{self.uri}/{key} exists already, and is not written over")
 
     def put_if_absent(self, key: str, content: bytes) -> bool:
         """Create a file by ``link``, which fails where the name exists."""
@@ -89,10 +90,10 @@ class LocalBackend(Backend):
             self._unsynced.add(target.parent)
         return True
 
-    def _make_folder(self, folder: Path) -> None:
+    def _make_folder(self, folder: Path, *, durable: bool = True) -> None:
         if folder.is_dir():
             return
-        self._make_folder(folder.parent)
+        self._make_folder(folder.parent, durable=durable)
         like = self.folder.stat()
         try:
             folder.mkdir()
@@ -100,8 +101,9 @@ class LocalBackend(Backend):
             return
         folder.chmod(stat.S_IMODE(like.st_mode))
         _follow_group(folder, like.st_gid)
-        with self._lock:
-            self._unsynced.add(folder.parent)
+        if durable:
+            with self._lock:
+                self._unsynced.add(folder.parent)
 
     def _write_file(self, path: Path, content: memoryview | bytes) -> int:
         """Write a file and return it open: its lock says that its writer lives."""
@@ -190,7 +192,8 @@ class LocalBackend(Backend):
         path = self.folder / key
         with translated(str(path)):
             if content is not None:
-                self._make_folder(path.parent)
+                # Not to be synced: whoever deletes the snapshot removes these folders too.
+                self._make_folder(path.parent, durable=False)
                 # Not written into: it may be somebody else's.
                 path.unlink(missing_ok=True)
                 path.write_bytes(content)

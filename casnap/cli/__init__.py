@@ -27,6 +27,11 @@ COMMANDS = {
     "diff": ("casnap.cli.diff", "Show what differs between two snapshots."),
     "du": ("casnap.cli.du", "Show what snapshots take up: logical, stored and unique bytes."),
     "rm": ("casnap.cli.rm", "Delete snapshots."),
+    "tag": ("casnap.cli.tag", "Give a snapshot tags, which protect it, or take them away."),
+    "prune": ("casnap.cli.prune", "Forget the snapshots that no rule keeps."),
+    "gc": ("casnap.cli.gc", "Collect garbage: delete what no snapshot needs."),
+    "check": ("casnap.cli.check", "Check that a store is whole."),
+    "repair": ("casnap.cli.repair", "Save what can be saved of a damaged store."),
     "trust": ("casnap.cli.trust", "Let another user's store be found by walking up from a path."),
     "demo": ("casnap.cli.demo", "Train a small GPT, kill it, and resume it, on this machine."),
 }
@@ -40,6 +45,9 @@ Examples:
   casnap show /ckpts/run1/step_100 0/model/layer.weight
   casnap diff /ckpts/run1/step_100 step_200
   casnap du /ckpts --json                  for scripts: one JSON document
+  casnap tag /ckpts/run1/step_100 best     neither pruned nor overwritten
+  casnap prune /ckpts --keep-last 3 --dry-run
+  casnap gc /ckpts --grace 1h              free what nobody needs, while runs go on
 
 \b
 A snapshot is named STORE/NAME, as in Python; STORE is the store at or above

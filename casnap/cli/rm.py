@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from casnap.cli.output import counted, emit, json_option, safe, size
+from casnap.cli.output import counted, described, emit, json_option, safe, size
 from casnap.snapshot import Snapshot
 
 
@@ -17,19 +17,20 @@ from casnap.snapshot import Snapshot
 def rm(snapshots: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Delete snapshots.
 
-    Nothing is deleted unless all of them are found. What they alone hold stays on disk until
-    the store's garbage is collected.
+    Nothing is deleted unless all of them are found; tags do not protect them. What they alone
+    hold stays on disk until the store's garbage is collected.
     """
     found = list({(s.store.uri, s.name): s for s in map(Snapshot, snapshots)}.values())
     if not yes:
         if not sys.stdin.isatty():
             raise click.UsageError("there is no terminal to ask on; pass --yes to delete")
         for snapshot in found:
-            click.echo(f"{safe(snapshot.path)}  {size(snapshot.stats.logical_bytes)}", err=True)
+            known = f"{size(snapshot.stats.logical_bytes)}  {described({}, snapshot.tags)}"
+            click.echo(f"{safe(snapshot.path)}  {known.rstrip()}", err=True)
         if not click.confirm(f"Delete {counted(len(found), 'snapshot')}?", err=True):
             raise click.exceptions.Exit(1)
     for snapshot in found:
-        snapshot.store.delete(snapshot.name)
+        snapshot.store.delete(snapshot.name, commit_id=snapshot.commit_id)
         if not as_json:
             click.echo(f"deleted {safe(snapshot.path)}")
     if as_json:

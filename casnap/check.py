@@ -1,0 +1,137 @@
+"""Whether a store is whole: its structure, and if asked every byte of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from casnap.backends import Backend
+from casnap.errors import CasnapError, DamagedError
+from casnap.format import CONFIG_KEY, pack_key, root_key, segment_key
+from casnap.inventory import Inventory
+from casnap.objects import Objects, read_config
+from casnap.survey import ALL, Damage, Hurt, Progress, Survey, damaged_roots, listed_roots
+
+
+@dataclass
+class CheckReport:
+    """What a check found.
+
+    Attributes:
+        damages: Everything that is wrong; nothing is if it is empty.
+        root: The number of the root that was looked at; -1 where the newest cannot be read.
+        snapshots: How many snapshots there are.
+        packs: How many packs the index lists.
+        chunks: How many chunks and nodes it lists.
+        stored_bytes: Bytes of these.
+        read_bytes: Those of them that were read and verified.
+        sample: The share that was to be read; None where only the structure was checked.
+        seed: What the choice of the sample followed from.
+        orphans: Packs and segments that the newest root does not name: left over, or about to be
+            committed.
+        orphan_bytes: Their bytes.
+        temporary: Files that are, or were, being written.
+        temporary_bytes: Their bytes.
+    """
+
+    damages: list[Damage] = field(default_factory=list)
+    root: int = -1
+    snapshots: int = 0
+    packs: int = 0
+    chunks: int = 0
+    stored_bytes: int = 0
+    read_bytes: int = 0
+    sample: float | None = None
+    seed: int | None = None
+    orphans: int = 0
+    orphan_bytes: int = 0
+    temporary: int = 0
+    temporary_bytes: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.damages
+
+    @property
+    def hurts(self) -> list[Hurt]:
+        """Everything that cannot be restored."""
+        return sorted(
+            {h for d in self.damages for h in d.hurts}, key=lambda h: (h.snapshot, h.path)
+        )
+
+
+def check(
+    objects: Objects,
+    *,
+    data: bool = False,
+    sample: float | None = None,
+    seed: int | None = None,
+    progress: Progress | None = None,
+) -> CheckReport:
+    """Check a store; takes and collectors may go on meanwhile.
+
+    Args:
+        objects: The store.
+        data: Read and verify every chunk and node at each of its places.
+        sample: Read and verify a random share of them, up to 1.
+        seed: Chooses the share; by default another one each time.
+        progress: Told the bytes that were read, and are to be read; or, where the structure alone
+            is checked, packs.
+
+    Returns:
+        All that is wrong, and what it hurts.
+    """
+    if sample is not None and not 0 < sample <= 1:
+        raise ValueError(f"sample is a share, above 0 and up to 1; got {sample!r}")
+    backend = objects.backend
+    damages = _damaged_config(objects)
+    try:
+        survey = Survey(objects)
+    except DamagedError as e:
+        return CheckReport(damages + _damaged_newest(backend, e))
+    share = (1.0 if data else None) if sample is None else sample
+    survey.run(share=share, seed=seed, progress=progress)
+    report = CheckReport(
+        damages=damages + damaged_roots(backend, survey.root.seq) + survey.damages,
+        root=survey.root.seq,
+        snapshots=survey.snapshots,
+        packs=len(survey.listing.packs),
+        chunks=len(survey.listing),
+        stored_bytes=survey.listing.stored_bytes,
+        read_bytes=survey.read_bytes,
+        sample=share,
+        seed=seed,
+    )
+    _count_orphans(backend, survey, report)
+    return report
+
+
+def _damaged_config(objects: Objects) -> list[Damage]:
+    try:
+        if read_config(objects.backend) == objects.config:
+            return []
+        why = "it has changed since this store was opened; restore it from a backup"
+    except CasnapError as e:
+        why = str(e)
+    return [Damage("changed", CONFIG_KEY, why, hurts={ALL: None})]
+
+
+def _damaged_newest(backend: Backend, error: DamagedError) -> list[Damage]:
+    newest = listed_roots(backend)[-1]
+    damages = damaged_roots(backend, newest - 1)
+    return [
+        *damages,
+        Damage("unreadable", root_key(newest), str(error), hurts={ALL: None}),
+    ]
+
+
+def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> None:
+    inventory = Inventory(backend)
+    named = {ref.id for ref in survey.root.segments}.union(survey.listing.packs)
+    keys = [segment_key(ident) for ident in inventory.segments - named]
+    # Unreadable segments do not say which packs they list: none is known to be left over then.
+    if not survey.unreadable:
+        keys += [pack_key(ident) for ident in inventory.packs - named]
+    report.orphans, report.orphan_bytes = len(keys), inventory.size_of(keys)
+    temporary = [f"tmp/{name}" for name in backend.names("tmp")]
+    report.temporary, report.temporary_bytes = len(temporary), inventory.size_of(temporary)

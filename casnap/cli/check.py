@@ -1,0 +1,118 @@
+"""``casnap check``."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import click
+
+from casnap.check import CheckReport
+from casnap.check import check as check_store
+from casnap.cli.output import counted, emit, json_option, progress, safe, size
+from casnap.cli.places import open_store
+from casnap.survey import ALL, Damage
+
+MOST_DAMAGES = 20
+_MOST_HURT = 5
+
+
+def _share(_ctx: click.Context, _param: click.Parameter, text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0
+    if not 0 < share <= 1:
+        raise click.BadParameter(f"{text!r} is no share; write it like 5% or 0.05")
+    return share
+
+
+@click.command()
+@click.argument("store", required=False)
+@click.option("--data", is_flag=True, help="Read and verify every byte.")
+@click.option("--sample", callback=_share, help="Read and verify a random share, like 5%.")
+@click.option("--seed", type=int, help="Choose the share as an earlier check did.")
+@json_option
+def check(
+    store: str | None, data: bool, sample: float | None, seed: int | None, as_json: bool
+) -> None:
+    """Check that a store is whole; exit with status 1 if anything is damaged.
+
+    Every root, index segment and tree is read, and every pack is looked up. --data also reads
+    every chunk, at each of its places. Nothing is changed, and takes may go on meanwhile.
+    """
+    place = open_store(store)
+    if sample is not None and seed is None:
+        seed = random.randrange(1 << 32)
+    reads = data or sample is not None
+    with progress("checking", of_bytes=reads) as report:
+        found = check_store(place.objects, data=data, sample=sample, seed=seed, progress=report)
+    uri = place.objects.backend.uri
+    if as_json:
+        emit(_document(uri, found))
+    else:
+        _print(uri, found)
+    if not found.ok:
+        raise click.exceptions.Exit(1)
+
+
+def _document(uri: str, found: CheckReport) -> dict[str, Any]:
+    facts = {key: value for key, value in vars(found).items() if key != "damages"}
+    damages = [document_of(damage) for damage in found.damages]
+    hurts = [vars(hurt) for hurt in found.hurts]
+    return {"store": uri, "ok": found.ok, "damages": damages, "hurt": hurts, **facts}
+
+
+def document_of(damage: Damage) -> dict[str, Any]:
+    """Return a damage as JSON has it."""
+    return {**vars(damage), "hurts": [vars(hurt) for hurt in damage.hurts]}
+
+
+def _print(uri: str, found: CheckReport) -> None:
+    print_damages(found.damages)
+    if found.root >= 0:
+        _print_counts(uri, found)
+    if found.ok:
+        click.echo("no damage found")
+        return
+    hurt = found.hurts
+    what = "all snapshots" if ALL in hurt else counted(len({h.snapshot for h in hurt}), "snapshot")
+    click.echo(f"{counted(len(found.damages), 'damage')}; hurt: {what}")
+    if found.root >= 0:
+        click.echo(f"`casnap repair {safe(uri)}` saves what can be saved")
+
+
+def _print_counts(uri: str, found: CheckReport) -> None:
+    click.echo(
+        f"{safe(uri)}, root {found.root}: {counted(found.snapshots, 'snapshot')}, "
+        f"{counted(found.chunks, 'chunk')} in {counted(found.packs, 'pack')}, "
+        f"{size(found.stored_bytes)}"
+    )
+    if found.sample is None:
+        click.echo("the structure was checked; --data reads every byte as well")
+    else:
+        seed = "" if found.seed is None else f" (--seed {found.seed})"
+        click.echo(f"{size(found.read_bytes)} were read and verified{seed}")
+    left = found.orphan_bytes + found.temporary_bytes
+    if left:
+        click.echo(
+            f"{counted(found.orphans, 'object')} and {counted(found.temporary, 'temporary file')} "
+            f"of {size(left)} are left over, or being written; `casnap gc` frees what is left over"
+        )
+
+
+def print_damages(damages: list[Damage]) -> None:
+    """Print damages, one a line, with some of what each hurts; not more than a screen."""
+    for damage in damages[:MOST_DAMAGES]:
+        where = " ".join(filter(None, (damage.object, damage.digest and f"chunk {damage.digest}")))
+        click.echo(safe(f"{damage.kind}: {where}: {damage.message}" if where else damage.message))
+        hurts = list(damage.hurts)
+        for hurt in hurts[:_MOST_HURT]:
+            name = "all snapshots" if hurt == ALL else f"{hurt.snapshot} {hurt.path}"
+            click.echo(safe(f"  hurts {name}".rstrip()))
+        if len(hurts) > _MOST_HURT:
+            click.echo(f"  and {counted(len(hurts) - _MOST_HURT, 'entry')} more")
+    if len(damages) > MOST_DAMAGES:
+        click.echo(f"… and {counted(len(damages) - MOST_DAMAGES, 'damage')} more (--json)")

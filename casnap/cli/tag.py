@@ -1,0 +1,36 @@
+"""``casnap tag``."""
+
+from __future__ import annotations
+
+import click
+
+from casnap.cli.output import described, emit, json_option, safe
+from casnap.snapshot import Snapshot
+
+
+@click.command()
+@click.argument("path", metavar="STORE/NAME")
+@click.argument("tags", metavar="TAG...", nargs=-1)
+@click.option("--remove", is_flag=True, help="Take these tags away.")
+@json_option
+def tag(path: str, tags: tuple[str, ...], remove: bool, as_json: bool) -> None:
+    """Give a snapshot tags, which protect it, or take them away.
+
+    A snapshot that has a tag is neither pruned nor overwritten; `casnap rm` deletes it all the
+    same. Without TAG: list those that it has.
+    """
+    snapshot = Snapshot(path)
+    store, name = snapshot.store, snapshot.name
+    if remove and not tags:
+        raise click.UsageError("name the tags to take away")
+    if tags:
+        (store.untag if remove else store.tag)(name, *tags)
+        snapshot = store[name]
+    if as_json:
+        facts = {"name": name, "commit": snapshot.commit_id, "tags": list(snapshot.tags)}
+        emit({"store": store.uri, **facts})
+    elif tags:
+        click.echo(f"{safe(snapshot.path)}  {described({}, snapshot.tags) or 'has no tags'}")
+    else:
+        for each in snapshot.tags:
+            click.echo(safe(each))

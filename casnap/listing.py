@@ -1,0 +1,159 @@
+"""Where everything lies in a store, by its segments and packs alone, and whether it is whole."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+
+from casnap.backends import Backend
+from casnap.codec import Codec
+from casnap.digest import DIGEST_SIZE, Digest
+from casnap.format import (
+    FOOTER_RECORD_SIZE,
+    MAX_NODE_BYTES,
+    PACK_TAIL_SIZE,
+    PackId,
+    Place,
+    Record,
+    merged_segment,
+    pack_key,
+    read_pack_footer,
+    segment_records,
+)
+from casnap.objects import Objects, Want
+
+_WINDOW_BYTES = 128 << 20
+_WINDOW_RECORDS = 1 << 15
+_CODECS = frozenset(Codec)
+
+
+class Listing:
+    """The places of all digests, as some segments list them.
+
+    Args:
+        parts: The sealed bytes of the segments, and their names for messages.
+
+    Attributes:
+        packs: The packs that they list.
+    """
+
+    def __init__(self, parts: Iterable[tuple[bytes, str]]) -> None:
+        content, self.packs, self._count = merged_segment(parts)
+        # Columns, since a record as a Python object would take several times its bytes.
+        digests = bytearray()
+        self._numbers, self._offsets = array("I"), array("Q")
+        self._stored, self._raw, self._codecs = array("I"), array("I"), array("B")
+        self._of_pack = {pack: array("Q") for pack in self.packs}
+        _, records = segment_records(content, "the index")
+        for i, (digest, number, offset, stored, raw, codec) in enumerate(records):
+            digests += digest
+            self._numbers.append(number)
+            self._offsets.append(offset)
+            self._stored.append(stored)
+            self._raw.append(raw)
+            self._codecs.append(codec)
+            self._of_pack[self.packs[number]].append(i)
+        self._digests = bytes(digests)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, pack: object) -> bool:
+        """Whether a pack is listed."""
+        return pack in self._of_pack
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of everything that is listed, as stored."""
+        return sum(self._stored)
+
+    def places(self, digest: Digest) -> list[Place]:
+        """Return all places of a digest."""
+        found = []
+        i = bisect_left(range(self._count), digest, key=self._digest)
+        while i < self._count and self._digest(i) == digest:
+            found.append(self._place(i))
+            i += 1
+        return found
+
+    def of_pack(self, pack: PackId) -> list[Record]:
+        """Return what lies in a pack, in the order of offsets."""
+        order = sorted(self._of_pack[pack], key=self._offsets.__getitem__)
+        return [(self._digest(i), self._place(i)) for i in order]
+
+    def _digest(self, i: int) -> Digest:
+        return Digest(self._digests[i * DIGEST_SIZE : (i + 1) * DIGEST_SIZE])
+
+    def _place(self, i: int) -> Place:
+        pack = self.packs[self._numbers[i]]
+        return Place(pack, self._offsets[i], self._stored[i], self._raw[i], self._codecs[i])
+
+
+def read_footer(backend: Backend, pack: PackId, size: int, guess: int = 0) -> list[Record]:
+    """Return what a pack says that it holds.
+
+    Args:
+        backend: Where the store lives.
+        pack: The pack.
+        size: Its length.
+        guess: How many records to expect: if right, one read is enough.
+
+    Raises:
+        DamagedError: The footer is not what was written.
+        FileNotFoundError: There is no such pack.
+    """
+    tail = _tail(backend, pack, size, guess)
+    count = int.from_bytes(tail[-PACK_TAIL_SIZE:][:4], "little")
+    if guess < count <= size // FOOTER_RECORD_SIZE:
+        tail = _tail(backend, pack, size, count)
+    return read_pack_footer(pack, tail)
+
+
+def _tail(backend: Backend, pack: PackId, size: int, count: int) -> bytes:
+    tail = bytearray(min(size, count * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE))
+    n = backend.read_into(pack_key(pack), size - len(tail), memoryview(tail))
+    return bytes(tail[:n])
+
+
+def bad_records(
+    objects: Objects, records: Iterable[Record], told: Callable[[int], None]
+) -> Iterator[tuple[Digest, Place, str]]:
+    """Read chunks and nodes; yield those that cannot be proven, and why.
+
+    Args:
+        objects: The store.
+        records: What, and where.
+        told: Told how many bytes have been read since the last call.
+    """
+    window: list[tuple[Place, list[Want]]] = []
+    nbytes = 0
+    for digest, place in records:
+        window.append((place, [Want(digest, -1, _forget, "")]))
+        nbytes += place.stored
+        if nbytes >= _WINDOW_BYTES or len(window) >= _WINDOW_RECORDS:
+            yield from _bad_of(objects, window)
+            told(nbytes)
+            window, nbytes = [], 0
+    yield from _bad_of(objects, window)
+    told(nbytes)
+
+
+def _bad_of(
+    objects: Objects, window: list[tuple[Place, list[Want]]]
+) -> Iterator[tuple[Digest, Place, str]]:
+    for place, wants, _ in objects.read_places(window):
+        # Alone, since what is unreadable beside it made all of a read fail.
+        for _, _, why in objects.read_places([(place, wants)]):
+            yield wants[0].digest, place, why
+
+
+def _forget(_raw: memoryview) -> None:
+    """Take the bytes of a chunk that only had to be verified."""
+
+
+def is_possible(place: Place) -> bool:
+    """Whether anything can lie at a place, before memory is taken for it."""
+    if place.codec == Codec.RAW and place.raw != place.stored:
+        return False
+    return place.codec in _CODECS and max(place.stored, place.raw) <= MAX_NODE_BYTES

@@ -1,0 +1,310 @@
+"""Which snapshots to keep: rules, added up, that are judged on the table as it is.
+
+The rules are pure: of the rows of a table and the time they say what is kept, and why. Only
+:func:`prune` changes a store.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from heapq import nsmallest
+from typing import Literal, TypeAlias
+
+from casnap.format import Row
+from casnap.objects import Objects
+from casnap.table import Table, publish, unmark
+
+Best: TypeAlias = "tuple[str, int] | tuple[str, int, Literal['min', 'max']]"
+Run: TypeAlias = "Sequence[tuple[str, Row]]"
+
+# No name that casnap makes is longer, and Python refuses to read numbers without end.
+_NUMBER = re.compile("[0-9]{1,255}")
+_MODES = ("min", "max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Rules that say which snapshots to keep; what any rule keeps is kept.
+
+    They are applied to each *run* on its own: the snapshots of one folder, in the order of their
+    commits. What has a tag is always kept.
+
+    Args:
+        keep_last: The last so many.
+        keep_every: Those whose step is a multiple of this. The step is ``metadata["step"]`` if
+            that is an int, else the last number in the last component of the name. Without a step
+            a snapshot is kept.
+        keep_within: Those taken within so many seconds, or a ``timedelta``, by the clocks of the
+            writers; a time in the future counts as within.
+        keep_best: ``(metric, count)``: those with the lowest ``metadata[metric]``, the newer one
+            of equals; ``(metric, count, "max")``: the highest; or a list of such. While no
+            snapshot of a run has the metric as a number, all of it are kept.
+
+    Raises:
+        ValueError: There is no rule, which would keep nothing, or one makes no sense.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_within: float | timedelta | None = None
+    keep_best: Best | Sequence[Best] = ()
+
+    def __post_init__(self) -> None:
+        for rule in ("keep_last", "keep_every"):
+            if (count := getattr(self, rule)) is not None:
+                _check_count(rule, count)
+        # Equal rules are equal, however they were written.
+        if self.keep_within is not None:
+            object.__setattr__(self, "keep_within", _seconds(self.keep_within))
+        object.__setattr__(self, "keep_best", _best_rules(self.keep_best))
+        if all(not getattr(self, rule) for rule in self.__dataclass_fields__):
+            raise ValueError(
+                "a retention without a rule would forget everything; give at least one of "
+                "keep_last, keep_every, keep_within and keep_best"
+            )
+
+    def reasons(self, run: Run, now: float) -> dict[str, list[str]]:
+        """Return why each snapshot of a run is kept, by name; no reason for those that are not.
+
+        Args:
+            run: Names and rows, in the order of the commits.
+            now: Seconds since the epoch.
+        """
+        reasons: dict[str, list[str]] = {name: [] for name, _ in run}
+        for name, why in self._kept(run, now):
+            reasons[name].append(why)
+        return reasons
+
+    def _kept(self, run: Run, now: float) -> Iterator[tuple[str, str]]:
+        yield from ((name, "tagged") for name, row in run if row.tags)
+        if self.keep_last is not None:
+            yield from ((name, f"last {self.keep_last}") for name, _ in run[-self.keep_last :])
+        if self.keep_every is not None:
+            yield from _multiples(run, self.keep_every)
+        if self.keep_within is not None:
+            seconds = _seconds(self.keep_within)
+            # A time that is no number is not older than anything.
+            recent = (name for name, row in run if not now - row.time > seconds)
+            yield from ((name, f"within {_duration(seconds)}") for name in recent)
+        for rule in _best_rules(self.keep_best):
+            yield from _best(run, *rule)
+
+
+def _multiples(run: Run, every: int) -> Iterator[tuple[str, str]]:
+    for name, row in run:
+        step = _step(name, row)
+        if step is None:
+            yield name, f"every {every}: it has no step"
+        elif step % every == 0:
+            yield name, f"every {every}"
+
+
+def _step(name: str, row: Row) -> int | None:
+    step = row.metadata.get("step")
+    if isinstance(step, int) and not isinstance(step, bool):
+        return step
+    numbers = _NUMBER.findall(name.rpartition("/")[2])
+    return int(numbers[-1]) if numbers else None
+
+
+def _best(run: Run, metric: str, count: int, mode: str) -> Iterator[tuple[str, str]]:
+    why = f"best {count} by {metric}"
+    sign = 1 if mode == "min" else -1
+    ranked = [
+        (sign * value, -age, name)
+        for age, (name, row) in enumerate(run)
+        if (value := _number(row.metadata.get(metric))) is not None
+    ]
+    if not ranked:
+        why, ranked = f"{why}: none of the run has it", [(0, 0, name) for name, _ in run]
+        count = len(run)
+    yield from ((name, why) for _, _, name in nsmallest(count, ranked))
+
+
+def _number(value: object) -> float | None:
+    # NaN alone is not equal to itself; math.isnan refuses ints that no float can hold.
+    if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
+        return value
+    return None
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds % size == 0:
+            return f"{seconds / size:g}{unit}"
+    return f"{seconds:g}s"
+
+
+# --- what a user says --------------------------------------------------------------------------
+
+
+def _check_count(rule: str, count: object) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{rule} is a whole number from 1 up, such as 3; got {count!r:.80}")
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, timedelta):
+        return _seconds(value.total_seconds())
+    seconds = _number(value)
+    if seconds is None or not 0 < seconds <= timedelta.max.total_seconds():
+        raise ValueError(
+            "keep_within is a time of more than nothing, in seconds or as a timedelta, such as "
+            f"timedelta(days=7); got {value!r:.80}"
+        )
+    return float(seconds)
+
+
+def _best_rules(value: object) -> tuple[tuple[str, int, str], ...]:
+    if not isinstance(value, list | tuple):
+        raise _no_best_rule(value)
+    rules = [value] if value and isinstance(value[0], str) else value
+    return tuple(_best_rule(rule) for rule in rules)
+
+
+def _best_rule(rule: object) -> tuple[str, int, str]:
+    if not isinstance(rule, list | tuple) or not 2 <= len(rule) <= 3:
+        raise _no_best_rule(rule)
+    metric, count, mode = (*rule, "min")[:3]
+    if not isinstance(metric, str) or not metric or mode not in _MODES:
+        raise _no_best_rule(rule)
+    _check_count(f"the count of keep_best by {metric!r:.80}", count)
+    return metric, count, mode
+
+
+def _no_best_rule(value: object) -> ValueError:
+    return ValueError(
+        'keep_best is (metric, count), the lowest first, or (metric, count, "max"), such as '
+        f'("loss", 3), or a list of such; got {value!r:.80}'
+    )
+
+
+def check_retention(retention: object) -> None:
+    """Check that this is a :class:`Retention`.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(retention, Retention):
+        raise TypeError(
+            "retention is a casnap.Retention, such as Retention(keep_last=3); "
+            f"got {retention!r:.80}"
+        )
+
+
+# --- what becomes of a table -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a retention says of one snapshot.
+
+    Attributes:
+        name: Its name.
+        row: Its row in the table.
+        reasons: Why it is kept, a line for each rule that does so; empty where it is forgotten.
+    """
+
+    name: str
+    row: Row
+    reasons: tuple[str, ...]
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is kept."""
+        return bool(self.reasons)
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """What pruning did, or would do.
+
+    Attributes:
+        verdicts: One for each snapshot that was judged, in the order of their commits.
+        dry_run: Whether nothing was done.
+    """
+
+    verdicts: list[Verdict]
+    dry_run: bool
+
+    @property
+    def forgotten(self) -> list[Verdict]:
+        """Those that no rule keeps."""
+        return [v for v in self.verdicts if not v.kept]
+
+    @property
+    def kept(self) -> list[Verdict]:
+        """Those that some rule keeps."""
+        return [v for v in self.verdicts if v.kept]
+
+
+def judged(
+    rows: Iterable[tuple[str, Row]], retention: Retention, now: float, taken: bytes | None = None
+) -> list[Verdict]:
+    """Judge snapshots, each among those of its own run.
+
+    Args:
+        rows: Names and rows, whole runs of them.
+        retention: The rules.
+        now: Seconds since the epoch.
+        taken: The commit of a snapshot that is kept whatever they say: the one just taken.
+    """
+    in_order = sorted(rows, key=lambda item: (item[1].seq, item[0]))
+    runs: dict[str, list[tuple[str, Row]]] = defaultdict(list)
+    for name, row in in_order:
+        runs[name.rpartition("/")[0]].append((name, row))
+    reasons = {}
+    for run in runs.values():
+        reasons.update(retention.reasons(run, now))
+    for name, row in in_order:
+        if row.commit == taken:
+            reasons[name].append("just taken")
+    return [Verdict(name, row, tuple(reasons[name])) for name, row in in_order]
+
+
+class Pruning:
+    """The change of a table that forgets what a retention does not keep.
+
+    What that is is said anew of each table that it is to change: a snapshot that was tagged or
+    replaced since somebody looked is judged as it is then.
+
+    Args:
+        retention: The rules.
+        folder: Where the runs are; "" for the whole store.
+        taken: The commit of a snapshot right in the folder that was just taken: it is kept, and
+            its run alone is judged.
+
+    Attributes:
+        verdicts: What was said last.
+    """
+
+    def __init__(self, retention: Retention, folder: str, taken: bytes | None = None) -> None:
+        check_retention(retention)
+        self.verdicts: list[Verdict] = []
+        self._retention = retention
+        self._prefix = f"{folder}/" if folder else ""
+        self._taken = taken
+
+    def judge(self, table: Table) -> list[Verdict]:
+        """Return what the retention says of the snapshots of a table."""
+        rows = table.below(self._prefix)
+        if self._taken is not None:
+            rows = ((n, row) for n, row in rows if "/" not in n[len(self._prefix) :])
+        return judged(rows, self._retention, time.time(), self._taken)
+
+    def __call__(self, table: Table, _seq: int) -> dict[str, Row | None]:
+        """Return the rows to remove."""
+        self.verdicts = self.judge(table)
+        return {v.name: None for v in self.verdicts if not v.kept}
+
+
+def prune(objects: Objects, pruning: Pruning) -> list[Verdict]:
+    """Forget, in one commit, what is to be forgotten, and return what was said of each."""
+    if publish(objects, pruning):
+        unmark(objects, [v.name for v in pruning.verdicts if not v.kept])
+    return pruning.verdicts

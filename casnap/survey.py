@@ -1,0 +1,473 @@
+"""What is wrong in a store: every object looked at, and every damage with the tensors it hurts.
+
+Nothing is believed but the store itself: neither what is remembered on this host nor a hint.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from casnap.backends import Backend
+from casnap.contents import Contents, split_digests
+from casnap.digest import Digest
+from casnap.errors import BackendError, DamagedError
+from casnap.format import (
+    FOOTER_RECORD_SIZE,
+    PACK_TAIL_SIZE,
+    Entry,
+    PackId,
+    Place,
+    Record,
+    Root,
+    Row,
+    SegmentId,
+    SegmentRef,
+    merged_segment,
+    pack_key,
+    root_key,
+    segment_key,
+)
+from casnap.listing import Listing, bad_records, is_possible, read_footer
+from casnap.manifest import Tree
+from casnap.objects import Objects, Want
+from casnap.roots import read_root
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
+
+_LOOKS = 5
+_ROOT_ADVICE = (
+    "It is the newest root, so nothing else can be looked at. Restore this file from a backup; "
+    "never delete it, since the root before it would be taken for the newest one"
+)
+
+
+@dataclass(frozen=True)
+class Hurt:
+    """A part of a snapshot that cannot be restored.
+
+    Attributes:
+        snapshot: Its name in the store; ``*`` for all of them.
+        path: The tensor, value or subtree; empty for all of the snapshot.
+    """
+
+    snapshot: str
+    path: str
+
+
+ALL = Hurt("*", "")
+
+
+@dataclass(eq=False)
+class Damage:
+    """Something in a store that is not as it was written.
+
+    Attributes:
+        kind: ``missing``, ``cut off``, ``changed`` or ``unreadable`` (the storage refuses) for an
+            object or a chunk; ``condemned`` for what is needed, but on its way out; ``lost`` for
+            what a repair could not find; ``malformed`` for what was written wrongly.
+        object: The key of the damaged object; empty where a digest has no place at all.
+        message: What is wrong, for people.
+        digest: The damaged chunk or node, in hex; empty where the object as a whole is damaged.
+        hurts: Everything that cannot be restored because of it.
+    """
+
+    kind: str
+    object: str
+    message: str
+    digest: str = ""
+    hurts: dict[Hurt, None] = field(default_factory=dict)
+
+
+class _Direct(Objects):
+    """A store whose nodes are read from its packs alone, at places that are not known as bad."""
+
+    def __init__(self, survey: Survey) -> None:
+        objects = survey.objects
+        self.backend, self.config, self.index = objects.backend, objects.config, objects.index
+        self._survey = survey
+        self.asked: list[Digest] = []
+
+    def node(self, digest: Digest, hint: Place | None = None) -> bytes:
+        """Return a node, verified, and note that it was needed."""
+        self.asked.append(digest)
+        self._survey.needed[digest] = -1
+        found: list[bytes] = []
+        for place in self._survey.whole_places(digest):
+            want = Want(digest, -1, lambda raw: found.append(bytes(raw)), "")
+            for _, _, why in self.read_places([(place, [want])]):
+                self._survey.note_bad(digest, place, why)
+            if found:
+                return found[0]
+        raise DamagedError(f"tree node {digest.hex()} is nowhere whole")
+
+
+class Survey:
+    """A look at a store as its newest root has it.
+
+    Args:
+        objects: The store.
+
+    Raises:
+        DamagedError: The newest root cannot be read.
+
+    Attributes:
+        root: The root.
+        listing: What its readable segments list.
+        unreadable: Its other segments.
+        damages: What is wrong.
+        hurt_packs: Packs of which anything is wrong.
+        needed: What snapshots and the table need, and its length if it is a chunk, else -1.
+        lost: What of that is nowhere whole.
+        known_lost: What the root says is lost.
+        rescued: Condemned packs that hold what is needed and is in no live pack.
+        snapshots: How many snapshots there are.
+    """
+
+    root: Root
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        self._bad: dict[Record, str] = {}
+        self.read_bytes = 0
+        try:
+            root = objects.newest()
+        except DamagedError as e:
+            raise DamagedError(f"{e}. {_ROOT_ADVICE}") from e
+        self._look(root)
+
+    def _look(self, root: Root) -> None:
+        self.root = root
+        self.damages: list[Damage] = []
+        self.hurt_packs: set[PackId] = set()
+        self.unreadable: dict[SegmentRef, Damage] = {}
+        self.needed: dict[Digest, int] = {}
+        self.lost: set[Digest] = set()
+        self.rescued: set[PackId] = set()
+        self.snapshots = 0
+        self.known_lost = frozenset(split_digests(root.lost))
+        self._gone: set[PackId] = set()
+        self._cut: set[Record] = set()
+        self._blame: dict[Digest, list[Damage]] = {}
+        self._troubles: dict[Digest, list[Damage]] = {}
+        self._of_pack: dict[PackId, Damage] = {}
+        self._below: dict[bytes, list[tuple[str, Damage]]] = {}
+        self._direct = _Direct(self)
+        self.listing = Listing(self._segments())
+
+    def run(
+        self,
+        *,
+        share: float | None = None,
+        seed: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Look at everything.
+
+        Args:
+            share: The share of all chunks and nodes to read and verify; None for none of them.
+            seed: What the choice follows from, if less than all are read.
+            progress: Told the bytes that were read and are to be read, or, where none are, packs.
+        """
+        self._packs(progress if share is None else None)
+        if share is not None:
+            self._read(share, random.Random(seed), progress)
+        self._snapshots()
+        # What is missing may have been collected, or merged, since we began: look again.
+        for _ in range(_LOOKS):
+            if not self.damages or self.objects.newest() == self.root:
+                return
+            self.again()
+
+    def again(self) -> None:
+        """Look at the newest root, in the light of what was read before."""
+        self._look(self.objects.newest())
+        for (digest, place), why in list(self._bad.items()):
+            if place in self.listing.places(digest):
+                self.note_bad(digest, place, why)
+        self._packs(None)
+        self._snapshots()
+
+    def whole_places(self, digest: Digest) -> list[Place]:
+        """Return the places of a digest that are not known as bad."""
+        places = self.listing.places(digest)
+        return [place for place in places if self.is_whole(digest, place)]
+
+    def is_whole(self, digest: Digest, place: Place) -> bool:
+        """Whether nothing bad is known of a place."""
+        record = (digest, place)
+        return place.pack not in self._gone and record not in self._cut and record not in self._bad
+
+    def note_bad(self, digest: Digest, place: Place, why: str) -> None:
+        """Note that the bytes at a place are not what they were."""
+        self._bad[digest, place] = why
+        kinds = {"missing": "missing", "cannot be read": "unreadable", "cut off": "cut off"}
+        kind = next((kind for text, kind in kinds.items() if text in why), "changed")
+        pack = PackId(place.pack)
+        damage = self._damage(kind, pack_key(pack), f"at byte {place.offset:,}: {why}", digest)
+        self.hurt_packs.add(pack)
+        self._blame.setdefault(digest, []).append(damage)
+        self._troubles.pop(digest, None)
+
+    def _damage(self, kind: str, key: str, message: str, digest: bytes = b"") -> Damage:
+        damage = Damage(kind, key, message, digest.hex())
+        self.damages.append(damage)
+        return damage
+
+    # --- segments ---
+
+    def _segments(self) -> Iterator[tuple[bytes, str]]:
+        for ref in self.root.segments:
+            key = segment_key(SegmentId(ref.id))
+            kind, why = "changed", ""
+            try:
+                content = self.objects.backend.read(key)
+                merged_segment([(content, key)])
+                yield content, key
+                continue
+            except FileNotFoundError:
+                kind, why = "missing", "an index segment is missing"
+            except DamagedError as e:
+                why = str(e)
+            except BackendError as e:
+                kind, why = "unreadable", str(e)
+            damage = self.unreadable[ref] = self._damage(kind, key, why)
+            # Until it is replaced no index can be read, though most of what it lists may be whole.
+            damage.hurts[ALL] = None
+
+    # --- packs ---
+
+    def _packs(self, progress: Progress | None) -> None:
+        packs = self.listing.packs
+        for done, pack in enumerate(packs):
+            if progress is not None:
+                progress(done, len(packs))
+            try:
+                self._pack(pack)
+            except FileNotFoundError:
+                self._lose_pack(pack, "missing", "the pack is missing")
+            except BackendError as e:
+                self._lose_pack(pack, "unreadable", f"the pack cannot be read: {e}")
+
+    def _pack(self, pack: PackId) -> None:
+        records = self.listing.of_pack(pack)
+        backend = self.objects.backend
+        size = backend.size(pack_key(pack))
+        end = max((place.offset + place.stored for _, place in records), default=0)
+        whole = end + len(records) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
+        if size < whole:
+            damage = self._hurt_pack(
+                pack,
+                "cut off",
+                f"the pack has {size:,} bytes, not the {whole:,} it was written with",
+            )
+            for digest, place in records:
+                if place.offset + place.stored > size:
+                    self._cut.add((digest, place))
+                    self._blame.setdefault(digest, []).append(damage)
+            return
+        for digest, place in records:
+            if (digest, place) not in self._bad and not is_possible(place):
+                self.note_bad(digest, place, "the index gives it an impossible form")
+        try:
+            footer = read_footer(backend, pack, size, len(records))
+        except (DamagedError, BackendError) as e:
+            if isinstance(e.__cause__, PermissionError):
+                raise
+            self._hurt_pack(pack, "changed", f"{e}; its chunks may be whole")
+            return
+        if not set(footer).issuperset(records):
+            self._hurt_pack(pack, "changed", "the footer of the pack and the index disagree")
+
+    def _hurt_pack(self, pack: PackId, kind: str, message: str) -> Damage:
+        self.hurt_packs.add(pack)
+        return self._damage(kind, pack_key(pack), message)
+
+    def _lose_pack(self, pack: PackId, kind: str, message: str) -> None:
+        damage = self._hurt_pack(pack, kind, message)
+        self._gone.add(pack)
+        for digest, _ in self.listing.of_pack(pack):
+            self._blame.setdefault(digest, []).append(damage)
+
+    # --- all bytes ---
+
+    def _read(self, share: float, chosen: random.Random, progress: Progress | None) -> None:
+        total = int(self.listing.stored_bytes * share)
+
+        def told(nbytes: int) -> None:
+            self.read_bytes += nbytes
+            if progress is not None:
+                progress(min(self.read_bytes, total), total)
+
+        records = (r for r in self._to_read() if share >= 1 or chosen.random() < share)
+        for digest, place, why in bad_records(self.objects, records, told):
+            self.note_bad(digest, place, why)
+
+    def _to_read(self) -> Iterator[Record]:
+        for pack in self.listing.packs:
+            for digest, place in self.listing.of_pack(pack):
+                if self.is_whole(digest, place):
+                    yield digest, place
+
+    # --- snapshots ---
+
+    def _snapshots(self) -> None:
+        self._walk()
+        for damage in self.damages:
+            if damage.digest and not damage.hurts:
+                whole = self.whole_places(Digest(bytes.fromhex(damage.digest)))
+                damage.message += "; another copy is whole" if whole else "; nothing needs it"
+
+    def _walk(self) -> None:
+        ref = self.root.table
+        if ref is None:
+            return
+        top = Digest(ref.digest)
+        table, damages = self._asking(partial(Tree[Row], top, self._direct.node, Row), "the table")
+        self._hurt(damages, ALL.snapshot, "")
+        if table is None:
+            return
+        for first, leaf, count in table.children:
+            rows, damages = self._asking(partial(table.leaf, Digest(leaf)), "the table")
+            self._hurt(damages, _first_of(first, count), "")
+            for name, row in rows or ():
+                self._snapshot(name, row)
+
+    def _snapshot(self, name: str, row: Row) -> None:
+        self.snapshots += 1
+        contents = Contents(self._direct, name, row)
+        manifest, damages = self._asking(lambda: contents.manifest, name)
+        self._hurt(damages, name, "")
+        if manifest is None:
+            return
+        groups = [("", manifest.shared), *((f"{r}/", k) for r, k in manifest.ranks.items())]
+        for rank, subtrees in groups:
+            for key, subtree in subtrees.items():
+                for inner, damage in self._subtree(contents, key, subtree):
+                    damage.hurts[Hurt(name, f"{rank}{key}{inner}")] = None
+
+    def _hurt(self, damages: list[Damage], snapshot: str, path: str) -> None:
+        for damage in damages:
+            damage.hurts[Hurt(snapshot, path)] = None
+
+    def _subtree(self, contents: Contents, key: str, top: bytes) -> list[tuple[str, Damage]]:
+        """Return what is hurt below a key, by path; a subtree that was seen is not read again."""
+        if top in self._below:
+            return self._below[top]
+        what = f"{contents.name}: {key}"
+        load = self._direct.node
+        tree, damages = self._asking(partial(Tree[Entry], Digest(top), load, Entry), what)
+        found = [("", damage) for damage in damages]
+        children = tree.children if tree is not None else []
+        for first, leaf, count in children:
+            if leaf not in self._below:
+                assert tree is not None
+                self._below[leaf] = self._leaf(contents, key, tree, leaf, _first_of(first, count))
+            found += self._below[leaf]
+        self._below[top] = found
+        return found
+
+    def _leaf(
+        self, contents: Contents, key: str, tree: Tree[Entry], leaf: bytes, entries: str
+    ) -> list[tuple[str, Damage]]:
+        what = f"{contents.name}: {key}"
+        items, damages = self._asking(partial(tree.leaf, Digest(leaf)), what)
+        found = [(entries, damage) for damage in damages]
+        for inner, entry in items or ():
+            path = key + inner
+            chunks, damages = self._asking(partial(contents.chunks, path, entry), path)
+            for digest, nbytes in chunks or ():
+                if self.needed.get(digest) != nbytes or digest in self._troubles:
+                    damages += self._chunk(digest, nbytes)
+            found += [(inner, damage) for damage in dict.fromkeys(damages)]
+        return found
+
+    def _chunk(self, digest: Digest, nbytes: int) -> list[Damage]:
+        self.needed[digest] = nbytes
+        raw = {place.raw for place in self.whole_places(digest)}
+        if raw - {nbytes}:
+            message = f"a tensor takes it for {nbytes:,} bytes, the index for {min(raw):,}"
+            return [self._damage("malformed", "", message, digest)]
+        return self.trouble(digest)
+
+    def _asking(self, ask: Callable[[], T], what: str) -> tuple[T | None, list[Damage]]:
+        """Return what somebody reads of the trees, and the damages that were met on the way."""
+        self._direct.asked = []
+        answer, error = None, None
+        try:
+            answer = ask()
+        except DamagedError as e:
+            error = e
+        damages = [d for digest in self._direct.asked for d in self.trouble(digest)]
+        if error is not None and not damages:
+            damages = [self._damage("malformed", "", f"{what}: {error}")]
+        return answer, damages
+
+    def trouble(self, digest: Digest) -> list[Damage]:
+        """Return the damages because of which a needed digest is not safe."""
+        if digest in self._troubles:
+            return self._troubles[digest]
+        places = self.whole_places(digest)
+        if any(place.pack not in self.root.condemned for place in places):
+            return []
+        if not places:
+            self.lost.add(digest)
+        self._troubles[digest] = self._condemned(places) if places else self._why_lost(digest)
+        return self._troubles[digest]
+
+    def _condemned(self, places: list[Place]) -> list[Damage]:
+        pack = PackId(places[0].pack)
+        self.rescued.add(pack)
+        if pack not in self._of_pack:
+            why = "the pack is needed, but condemned: a garbage collector will delete it"
+            self._of_pack[pack] = self._damage("condemned", pack_key(pack), why)
+        return [self._of_pack[pack]]
+
+    def _why_lost(self, digest: Digest) -> list[Damage]:
+        if digest in self._blame:
+            return self._blame[digest]
+        if digest in self.known_lost:
+            why = "known to be lost since an earlier repair"
+            return [self._damage("lost", "", why, digest)]
+        if self.unreadable:
+            return list(self.unreadable.values())
+        return [self._damage("missing", "", "no pack of the index holds it", digest)]
+
+
+def _first_of(first: str, count: int) -> str:
+    return first if count == 1 else f"{first} and {count - 1:,} more"
+
+
+# --- what stands beside ------------------------------------------------------------------------
+
+
+def listed_roots(backend: Backend) -> list[int]:
+    """Return the numbers of all roots that are listed."""
+    return sorted(
+        int(name)
+        for folder in backend.names("roots")
+        for name in backend.names(f"roots/{folder}")
+        if name.isascii() and name.isdigit() and root_key(int(name)) == f"roots/{folder}/{name}"
+    )
+
+
+def damaged_roots(backend: Backend, newest: int) -> list[Damage]:
+    """Return what is wrong with the roots up to one."""
+    damages = []
+    for seq in range(newest + 1):
+        kind, why = "changed", ""
+        try:
+            read_root(backend, seq)
+            continue
+        except FileNotFoundError:
+            kind, why = "missing", "a root is missing"
+        except DamagedError as e:
+            why = str(e)
+        except BackendError as e:
+            kind, why = "unreadable", str(e)
+        damages.append(Damage(kind, root_key(seq), why))
+    return damages
