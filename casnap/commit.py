@@ -24,6 +24,7 @@ from casnap.format import (
     Row,
     Segment,
     SegmentRef,
+    segment_key,
 )
 from casnap.index import View
 from casnap.manifest import Tree
@@ -79,7 +80,8 @@ class Transaction:
         self._relied: set[PackId] = set()
         self._claimed: set[Digest] = set()
         self._lock = threading.Lock()
-        self._tried = False
+        self._may_stand = False
+        self._segment: SegmentRef | None = None
         self._written_under = seq
 
     @property
@@ -157,16 +159,20 @@ class Transaction:
         self._chunks.finish()
         while True:
             root = self._objects.current(lambda newest: self._after(newest, change))
-            tried, self._tried = self._tried, True
+            # From here on a root may stand that names what was written.
+            self._may_stand = True
             try:
                 if put_root(self._objects.backend, root):
                     # Only now: what a failed take stored anew is gone again.
                     self._objects.index.distrusted.difference_update(self._claimed)
                     return root
             except StorageFullError:
-                # Nothing can have been put, so the packs may be deleted.
-                self._tried = tried
+                # Nothing can have been put.
+                self._may_stand = False
                 raise
+            # The number is another's for ever.
+            self._may_stand = False
+            self._delete_segment()
 
     def _after(self, m: Root, change: Callable[[Tree[Row], int], Changes]) -> Root:
         """Return the root to put after ``m``, all that it names being written."""
@@ -219,18 +225,28 @@ class Transaction:
         if not packs:
             return latest.root.segments
         segment = Segment(packs, [*self._chunks.records, *self._nodes.records])
+        self._delete_segment()
         segments = added(self._objects, latest, segment, self._written_under)
+        self._segment = segments[-1]
         self._objects.index.keep_nodes([(d, node) for d, (node, _) in self._fresh.items()])
         return segments
 
+    def _delete_segment(self) -> None:
+        """Delete the segment of a try that came to nothing."""
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            self._objects.backend.delete(segment_key(segment.id))
+
     def close(self) -> None:
-        """Give memory back, and delete what was written if no root was ever tried."""
+        """Give memory back, and delete what was written unless a root may stand that names it."""
         for filler in (self._node_filler, *self._copies.values()):
             filler.seal()
         for packs in (self._chunks, self._nodes):
             packs.close()
-            if not self._tried:
+            if not self._may_stand:
                 packs.delete_packs()
+        if not self._may_stand:
+            self._delete_segment()
 
 
 class ChunkWriter:

@@ -9,6 +9,7 @@ the clocks say, are in ``docs/commit-protocol.md``.
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 import threading
@@ -20,7 +21,13 @@ from dataclasses import dataclass
 import msgspec
 
 from casnap.contents import split_digests
-from casnap.errors import DamagedError, FencedError, StoreError, UnsupportedFormatError
+from casnap.errors import (
+    DamagedError,
+    FencedError,
+    StorageFullError,
+    StoreError,
+    UnsupportedFormatError,
+)
 from casnap.format import PackId, Root, pack_key
 from casnap.index import View
 from casnap.inventory import Inventory, base_of
@@ -31,6 +38,7 @@ from casnap.repack import repack, sparse_packs
 from casnap.roots import succeed
 from casnap.segments import Rewriting, rewrite
 
+_log = logging.getLogger("casnap")
 DAY = 86400.0
 _SKEW = 60.0
 
@@ -126,7 +134,7 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
             if progress is not None:
                 progress(what, done, total)
 
-        collector = _Collector(objects, options, tell, crew)
+        collector = _Collector(objects, options, tell)
         collector.run()
         return collector.report
 
@@ -151,10 +159,7 @@ def _check_allowed(objects: Objects, options: GcOptions) -> None:
 
 
 class _Collector:
-    def __init__(
-        self, objects: Objects, options: GcOptions, progress: Progress, crew: Crew
-    ) -> None:
-        self._crew = crew
+    def __init__(self, objects: Objects, options: GcOptions, progress: Progress) -> None:
         self._objects = objects
         self._backend = objects.backend
         self._options = options
@@ -162,9 +167,24 @@ class _Collector:
         self._files = Inventory(objects.backend)
         self._clean: Root | None = None
         self._rewriting: Rewriting | None = None
+        self._lacks_space = False
         self.report = GcReport(dry_run=options.dry_run)
 
     def run(self) -> None:
+        self._collect()
+        if self._lacks_space and self.report.freed_bytes:
+            # There may be space for the copies now.
+            self._lacks_space = False
+            self._collect()
+        if self._lacks_space:
+            _log.warning(
+                "%s: no space is left to copy what is needed out of mostly dead packs, so they "
+                "stay; free some space, or wait for the grace of others, and run gc again",
+                self._backend.uri,
+            )
+
+    def _collect(self) -> None:
+        self._files = Inventory(self._backend)
         while True:
             try:
                 self._objects.current(self._mark_and_condemn)
@@ -172,10 +192,16 @@ class _Collector:
             except FencedError:
                 # Another collector was faster, and deleted the copies of this one.
                 continue
-        if self.report.repacked_packs:
+        if self.report.copied_bytes:
             # The copies came with segments of their own, which may be merged away again.
             self._files = Inventory(self._backend)
-        self._free()
+        while not self._objects.current(self._raise_fence):
+            continue
+        if not self._options.dry_run:
+            # Only now, that a root which does not name them is durable.
+            view = self._objects.view()
+            self._delete_orphans(view)
+            self._note_waiting(view.root.condemned)
 
     # --- condemn ---
 
@@ -193,8 +219,8 @@ class _Collector:
         report.live_bytes = marks.nbytes
         doomed = {p for p, use in marks.uses.items() if not use.needed and p in view.live}
         sparse = sparse_packs(marks, view, self._options.repack)
-        report.repacked_packs = len(sparse)
         if self._options.dry_run:
+            report.repacked_packs = len(sparse)
             report.copied_bytes = sum(marks.uses[pack].live for pack in sparse)
             self._note_condemned(doomed.union(sparse), marks.rescue)
             return
@@ -203,9 +229,14 @@ class _Collector:
         proven: dict[bytes, PackId] = {}
         if sparse:
             total = sum(marks.uses[pack].live for pack in sparse)
-            count = self._counted(total)
-            proven = repack(self._objects, marks, view, sparse, count, self._crew)
-        self._condemn(marks, doomed.union(sparse), proven)
+            copies = repack(self._objects, marks, view, sparse, self._counted(total))
+            try:
+                for found in copies:
+                    proven |= found
+            except StorageFullError:
+                # What is wholly dead can go all the same.
+                self._lacks_space = True
+        self._condemn(marks, doomed, set(sparse), proven)
 
     def _is_clean(self, root: Root) -> bool:
         """Whether a root was marked before, with the finding that nothing was to be condemned.
@@ -249,15 +280,19 @@ class _Collector:
 
         return count
 
-    def _condemn(self, marks: Marks, doomed: set[PackId], proven: dict[bytes, PackId]) -> None:
+    def _condemn(
+        self, marks: Marks, dead: set[PackId], sparse: set[PackId], proven: dict[bytes, PackId]
+    ) -> None:
         """Put a root that condemns packs that nobody has come to need meanwhile.
 
         Args:
             marks: What is needed; if the number of the root is lost, what has come since is added.
-            doomed: The packs.
-            proven: What is needed of them, and a pack that it was proven to be in, too.
+            dead: Packs of which nothing is needed.
+            sparse: Packs of which something is.
+            proven: What is needed of those, and another pack that it was proven to be in.
         """
         marked_seq = marks.root.seq
+        doomed = dead | sparse
         contents: dict[bytes, list[PackId]] = {}
         required: set[bytes] = set()
         found_again = set(split_digests(marks.root.lost)) - marks.missing
@@ -266,12 +301,13 @@ class _Collector:
             view = self._objects.index.view(root)
             fresh = marks.advance(root) if root != marks.root else set()
             doomed &= view.live
-            if not contents and (proven or fresh):
+            if not contents and (sparse or fresh):
                 for digest, pack, _ in marks.contents_of(doomed):
                     contents.setdefault(digest, []).append(pack)
                 required = set(marks.needed_of(set(contents)))
             required |= fresh & contents.keys()
             for digest in required:
+                # A copy that another collector has condemned meanwhile is none.
                 if proven.get(digest) not in view.live - doomed:
                     doomed.difference_update(contents[digest])
             rescued = marks.rescue & root.condemned.keys()
@@ -284,8 +320,9 @@ class _Collector:
             if condemned != root.condemned or lost != root.lost:
                 new = succeed(self._backend, root, condemned=condemned, lost=lost)
             if new is not None:
+                self.report.repacked_packs += len(doomed & sparse)
                 self._note_condemned(doomed, rescued)
-                if root.seq == marked_seq:
+                if root.seq == marked_seq and doomed == dead | sparse:
                     self._note_clean(new)
                 return
 
@@ -294,21 +331,11 @@ class _Collector:
         return seq if self._files.age_of(condemned_at) < -_SKEW else condemned_at
 
     def _note_condemned(self, doomed: set[PackId], rescued: set[PackId]) -> None:
-        self.report.condemned_packs = len(doomed)
-        self.report.condemned_bytes = self._files.size_of(map(pack_key, doomed))
-        self.report.rescued_packs = len(rescued)
+        self.report.condemned_packs += len(doomed)
+        self.report.condemned_bytes += self._files.size_of(map(pack_key, doomed))
+        self.report.rescued_packs += len(rescued)
 
     # --- free ---
-
-    def _free(self) -> None:
-        """Raise the fence, if that frees something, and delete what no root names any more."""
-        while not self._objects.current(self._raise_fence):
-            continue
-        if not self._options.dry_run:
-            # Only now, that a root which does not name them is durable.
-            view = self._objects.view()
-            self._delete_orphans(view)
-            self._note_waiting(view.root.condemned)
 
     def _raise_fence(self, root: Root) -> bool:
         """Put the next root, which lets go what may; return False where that was too late."""
@@ -322,6 +349,7 @@ class _Collector:
             return True
         segments = None if self._rewriting is None else self._rewriting.applied(root, going)
         if segments is None:
+            self._discard_rewriting()
             self._rewriting = rewrite(self._objects, view, going)
             segments = self._rewriting.applied(root, going)
         assert segments is not None
@@ -329,14 +357,25 @@ class _Collector:
             return True
         raised = max(root.fence, fence) if going or orphans else root.fence
         kept = {p: seq for p, seq in root.condemned.items() if p not in going}
-        new = succeed(self._backend, root, fence=raised, condemned=kept, segments=segments)
+        try:
+            new = succeed(self._backend, root, fence=raised, condemned=kept, segments=segments)
+        except StorageFullError:
+            self._discard_rewriting()
+            raise
         if new is None:
             return False
+        self._rewriting = None
         if root == self._clean:
             self._note_clean(new)
         self.report.fence = raised if raised > root.fence else None
-        self.report.merged_segments = len(root.segments) - len(segments)
+        self.report.merged_segments += len(root.segments) - len(segments)
         return True
+
+    def _discard_rewriting(self) -> None:
+        """Delete segments that no root names, nor will."""
+        rewriting, self._rewriting = self._rewriting, None
+        if rewriting is not None:
+            rewriting.discard(self._objects)
 
     def _fence(self, root: Root, unnamed: Iterable[bytes]) -> int:
         """Return the greatest number that the grace lets the fence be raised to.

@@ -35,9 +35,9 @@ def sparse_packs(marks: Marks, view: View, share: float) -> list[PackId]:
 
 
 def repack(
-    objects: Objects, marks: Marks, view: View, packs: list[PackId], report: Report, crew: Crew
-) -> dict[bytes, PackId]:
-    """Copy what is needed of some packs into new ones, and commit that.
+    objects: Objects, marks: Marks, view: View, packs: list[PackId], report: Report
+) -> Iterator[dict[bytes, PackId]]:
+    """Copy what is needed of some packs into new ones, and commit that, some packs at a time.
 
     No tree changes, since trees hold digests. The packs stay as they are: whoever condemns them
     has to see to it that the copies are still live then. What is nowhere whole is left where it is.
@@ -48,13 +48,16 @@ def repack(
         view: A view that the marks are true of.
         packs: Which packs.
         report: Told how many bytes are copied.
-        crew: Whom the background threads belong to.
 
-    Returns:
-        For what is needed of these packs, another pack where it was proven to be.
+    Yields:
+        For what is needed of some of these packs, another pack where it was proven to be.
+
+    Raises:
+        StorageFullError: There is no space for the copies.
+        FencedError: A collector went past this one.
     """
-    proven: dict[bytes, PackId] = {}
     for batch in _batches(marks, packs):
+        proven: dict[bytes, PackId] = {}
         contents = {digest for digest, _, _ in marks.contents_of(batch)}
         to_copy: dict[Digest, bool] = {}
         for digest, is_node in marks.needed_of(contents).items():
@@ -64,8 +67,8 @@ def repack(
             else:
                 proven[digest] = elsewhere
         if to_copy:
-            proven |= _copy(objects, to_copy, report, crew)
-    return proven
+            proven |= _copy(objects, to_copy, report)
+        yield proven
 
 
 def _batches(marks: Marks, packs: list[PackId]) -> Iterator[frozenset[PackId]]:
@@ -93,24 +96,31 @@ def _proven_elsewhere(
     return PackId(newest.pack)
 
 
-def _copy(
-    objects: Objects, to_copy: dict[Digest, bool], report: Report, crew: Crew
-) -> dict[bytes, PackId]:
-    transaction = Transaction(objects, crew, _codec(objects, to_copy))
+def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict[bytes, PackId]:
+    with Crew() as crew:
+        transaction = Transaction(objects, crew, _codec(objects, to_copy))
 
-    def sink(digest: Digest, raw: memoryview) -> None:
-        transaction.copy(digest, raw, is_node=to_copy[digest])
-        report(len(raw))
+        def sink(digest: Digest, raw: memoryview) -> None:
+            transaction.copy(digest, raw, is_node=to_copy[digest])
+            report(len(raw))
 
-    try:
+        wants = (Want(digest, -1, partial(sink, digest), "") for digest in to_copy)
         try:
-            objects.fetch((Want(d, -1, partial(sink, d), "") for d in to_copy), _READ)
-        except DamagedError as e:
-            _log.warning("some of what a pack holds cannot be copied out of it, so it stays: %s", e)
-        transaction.publish(lambda table, seq: {})
-        return transaction.placed()
-    finally:
-        transaction.close()
+            _fetch_what_is_whole(objects, wants)
+            transaction.publish(lambda table, seq: {})
+            return transaction.placed()
+        except BaseException as e:
+            crew.fail(e)
+            raise
+        finally:
+            transaction.close()
+
+
+def _fetch_what_is_whole(objects: Objects, wants: Iterator[Want]) -> None:
+    try:
+        objects.fetch(wants, _READ)
+    except DamagedError as e:
+        _log.warning("some of what a pack holds cannot be copied out of it, so it stays: %s", e)
 
 
 def _codec(objects: Objects, digests: dict[Digest, bool]) -> Codec:

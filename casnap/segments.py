@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from casnap.errors import StorageFullError
 from casnap.format import (
     PackId,
     Record,
@@ -67,6 +68,11 @@ class Rewriting:
             return None
         return tuple(ref for ref in root.segments if ref not in self.replaced) + self.new
 
+    def discard(self, objects: Objects) -> None:
+        """Delete what was written, since no root names it, and none will."""
+        for ref in self.new:
+            objects.backend.delete(segment_key(ref.id))
+
 
 def rewrite(objects: Objects, view: View, without: Collection[PackId]) -> Rewriting:
     """Write segments anew without some packs, and merge small ones.
@@ -86,8 +92,12 @@ def rewrite(objects: Objects, view: View, without: Collection[PackId]) -> Rewrit
     # A few small ones are what takes leave behind; they merge them themselves.
     todo = affected + (small if affected or len(small) >= _MERGE_AT else [])
     new: list[SegmentRef] = []
-    for group in _groups(todo):
-        new += _written(objects, view, [], group, gone, view.root.seq, [])
+    try:
+        for group in _groups(todo):
+            new += _written(objects, view, [], group, gone, view.root.seq, [])
+    except StorageFullError:
+        Rewriting(view.root.seq, gone, frozenset(), tuple(new)).discard(objects)
+        raise
     return Rewriting(view.root.seq, gone, frozenset(todo), tuple(new))
 
 

@@ -243,6 +243,32 @@ def test_compressed_chunks_are_repacked_compressed(path: Path) -> None:
     assert torch.equal(state["m"]["w"], weights[: 10 * CHUNK // 4])
 
 
+def test_a_pack_stays_whose_rest_cannot_be_copied(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    weights = torch.randn(40 * CHUNK // 4)
+    store.take({"m": StateDict(w=weights)}, "whole")
+    part = store.take({"m": StateDict(w=weights[: 4 * CHUNK // 4].clone())}, "part")
+    store.delete("whole")
+    place = places_of(store, part)[0]
+    file = path / pack_key(place.pack)
+    content = bytearray(file.read_bytes())
+    content[place.offset] ^= 1
+    file.write_bytes(content)
+    for _ in range(3):
+        report = Store(path).gc(grace=0)
+        assert file.exists()
+    assert report.repacked_packs == 0
+    # The damage is repaired by hand.
+    content[place.offset] ^= 1
+    file.write_bytes(content)
+    assert Store(path).gc(grace=0).repacked_packs > 0
+    assert not file.exists()
+    state = {"m": StateDict(w=torch.zeros(4 * CHUNK // 4))}
+    Store(path)["part"].restore(state)
+    assert torch.equal(state["m"]["w"], weights[: 4 * CHUNK // 4])
+    assert_tidy(path)
+
+
 def test_duplicates_go_once_the_newer_copy_is_proven(path: Path) -> None:
     store = Store(path, chunk_size=CHUNK)
     state = {"m": StateDict(w=torch.randn(20 * CHUNK // 4))}
