@@ -241,12 +241,13 @@ class Transaction:
         """Give memory back, and delete what was written unless a root may stand that names it."""
         for filler in (self._node_filler, *self._copies.values()):
             filler.seal()
+        # The threads of both end, whatever fails after that.
         for packs in (self._chunks, self._nodes):
             packs.close()
-            if not self._may_stand:
-                packs.delete_packs()
         if not self._may_stand:
             self._delete_segment()
+            for packs in (self._chunks, self._nodes):
+                packs.delete_packs()
 
 
 class ChunkWriter:

@@ -192,6 +192,7 @@ def create_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE, aske
         config = StoreConfig(os.urandom(16).hex(), chunk_size)
         content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
         backend.put_if_absent(CONFIG_KEY, content)
+        backend.sync()
     config = read_config(backend)  # a newer format is not ours to finish
     if config.unknown_to_writers():
         return

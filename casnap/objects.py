@@ -210,8 +210,8 @@ class Objects:
         pending = iter(wants)
         while window := list(islice(pending, _WINDOW)):
             failed = self._fetch(view, window, how)
-            if failed and self.newest() != view.root:
-                # A collector may have moved things.
+            while failed and self.newest() != view.root:
+                # A collector may have moved things; as long as it does, we look again.
                 view = self.view()
                 failed = self._fetch(view, [w for w, _ in failed], how)
             if failed:

@@ -28,16 +28,16 @@ def newest_root(backend: Backend, known: Root | None = None) -> Root:
         NotAStoreError: There is no root.
         DamagedError: The newest root cannot be read; nothing older is taken for it.
     """
-    root = known
-    if known is None or _read_if_there(backend, known.seq) != known:
-        root = read_root(backend, _greatest_listed(backend))
-    assert root is not None
+    if known is not None and _read_if_there(backend, known.seq) == known:
+        root = known
+    else:
+        root = _last_listed(backend)
     while (following := _read_if_there(backend, root.seq + 1)) is not None:
         root = following
     return root
 
 
-def _greatest_listed(backend: Backend) -> int:
+def _last_listed(backend: Backend) -> Root:
     folders = _numbers(backend, "roots")
     seqs = _numbers(backend, f"roots/{max(folders)}") if folders else []
     if not seqs and folders and max(folders) > 0:
@@ -47,7 +47,13 @@ def _greatest_listed(backend: Backend) -> int:
         raise NotAStoreError(
             f"{backend.uri} holds no root; its creation was cut off or it is damaged"
         )
-    return max(seqs)
+    root = _read_if_there(backend, max(seqs))
+    if root is None:
+        raise DamagedError(
+            f"{backend.uri}/{root_key(max(seqs))} is listed, but not there; roots are never "
+            "removed, so the store is damaged, or only a part of it is here"
+        )
+    return root
 
 
 def _read_if_there(backend: Backend, seq: int) -> Root | None:
@@ -108,6 +114,7 @@ def put_root(backend: Backend, root: Root) -> bool:
     key = root_key(root.seq)
     try:
         if backend.put_if_absent(key, seal(b"r", encode(root))):
+            backend.sync()
             return True
     except Exception as e:  # noqa: BLE001 - whatever it was, what stands there decides
         try:

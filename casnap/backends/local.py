@@ -34,6 +34,7 @@ class LocalBackend(Backend):
         self.folder = folder
         self.uri = str(folder)
         self._unsynced: set[Path] = set()
+        self._entered: set[Path] = set()
         self._lock = threading.Lock()
         self._syncing = threading.Lock()
 
@@ -52,16 +53,13 @@ class LocalBackend(Backend):
 
     def put_if_absent(self, key: str, content: bytes) -> bool:
         """Create a file by ``link``, which fails where the name exists."""
-        created = self._link(key, content)
-        if created:
-            self.sync()
-        return created
+        return self._link(key, content)
 
     def copy(self, key: str, to: str) -> None:
         """Link a file under another name."""
         target = self.folder / to
         with translated(f"{self.uri}/{to}"):
-            self._make_folder(target.parent)
+            self._enter(target.parent)
             os.link(self.folder / key, target)
         with self._lock:
             self._unsynced.add(target.parent)
@@ -70,7 +68,7 @@ class LocalBackend(Backend):
         target = self.folder / key
         with translated(f"{self.uri}/{key}"):
             self._make_folder(self.folder / "tmp")
-            self._make_folder(target.parent)
+            self._enter(target.parent)
             for attempt in range(_ATTEMPTS):
                 temporary = self.folder / "tmp" / os.urandom(12).hex()
                 fd = self._write_file(temporary, content)
@@ -79,16 +77,25 @@ class LocalBackend(Backend):
                     break
                 except FileExistsError:
                     return False
-                except FileNotFoundError:
-                    # Swept away by a collector that could not see our lock.
+                except FileNotFoundError as e:
+                    # Swept away by a collector that could not see our lock?
                     if attempt == _ATTEMPTS - 1:
-                        raise
+                        raise BackendError(f"{self.uri}/{key}: its folder vanished") from e
                 finally:
                     temporary.unlink(missing_ok=True)
                     os.close(fd)
         with self._lock:
             self._unsynced.add(target.parent)
         return True
+
+    def _enter(self, folder: Path) -> None:
+        """Make a folder, and see to it that it is durable, even if another process has made it."""
+        self._make_folder(folder)
+        with self._lock:
+            if folder not in self._entered:
+                self._entered.add(folder)
+                above = [self.folder / part for part in folder.relative_to(self.folder).parents]
+                self._unsynced.update(above)
 
     def _make_folder(self, folder: Path, *, durable: bool = True) -> None:
         if folder.is_dir():

@@ -1,0 +1,460 @@
+"""Tests that every backend must pass, for pytest; they say what :class:`Backend` promises.
+
+Subclass in a test module, and give the backend::
+
+    import pytest
+    from casnap.testing.backend_suite import BackendSuite, SharedBackendSuite
+
+    class TestMine(BackendSuite):
+        @pytest.fixture
+        def backend(self, tmp_path):
+            return MyBackend(tmp_path)
+
+:class:`SharedBackendSuite` is for backends that several processes can use at once,
+:class:`BrokenBackendSuite` for those that can be made to fail from outside.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from casnap.backends.base import Backend
+from casnap.errors import BackendError
+
+_MIB = 1 << 20
+_THREADS = 8
+_PROCESSES = 3
+_SECONDS = 60
+
+Opener = Callable[[], Backend]
+
+
+def pattern(nbytes: int, seed: int = 1) -> bytes:
+    """Return bytes that differ from each other, and from those of another seed."""
+    unit = b"".join((i * 2654435761 + seed).to_bytes(8, "little") for i in range(4096))
+    return (unit * (nbytes // len(unit) + 1))[:nbytes]
+
+
+def only(byte: int, nbytes: int) -> bytes:
+    """Return an object in which a mixture would show."""
+    return bytes([byte]) * nbytes
+
+
+def assert_absent(backend: Backend, key: str) -> None:
+    """Check that an object is not there, whichever way it is asked for."""
+    with pytest.raises(FileNotFoundError):
+        backend.read(key)
+    with pytest.raises(FileNotFoundError):
+        backend.read_into(key, 0, memoryview(bytearray(8)))
+    with pytest.raises(FileNotFoundError):
+        backend.size(key)
+    with pytest.raises(FileNotFoundError):
+        backend.copy(key, f"{key}-copy")
+    folder, _, name = key.rpartition("/")
+    assert name not in backend.names(folder)
+    assert f"{name}-copy" not in backend.names(folder)
+
+
+@contextmanager
+def in_background(work: Callable[[], object]) -> Iterator[None]:
+    """Do some work again and again on another thread, at least once; raise what it raised."""
+    end, begun = threading.Event(), threading.Event()
+
+    def loop() -> None:
+        try:
+            while not end.is_set():
+                work()
+                begun.set()
+        finally:
+            begun.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(loop)
+        try:
+            assert begun.wait(_SECONDS)
+            yield
+        finally:
+            end.set()
+        future.result(_SECONDS)
+
+
+class BackendSuite:
+    """What every backend promises; override the fixture ``backend``."""
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        """Return an empty backend."""
+        raise NotImplementedError("override the fixture `backend`")
+
+    # --- whole objects ---
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, _MIB + 1, 5 * _MIB])
+    def test_what_is_written_is_read(self, backend: Backend, nbytes: int) -> None:
+        """Objects of any size come back as they were."""
+        content = pattern(nbytes)
+        backend.write("packs/ab/written", content)
+        assert backend.put_if_absent("packs/ab/put", content) is True
+        backend.sync()
+        for key in ("packs/ab/written", "packs/ab/put"):
+            assert backend.read(key) == content
+            assert backend.size(key) == nbytes
+            target = bytearray(nbytes)
+            assert backend.read_into(key, 0, memoryview(target)) == nbytes
+            assert target == content
+
+    @pytest.mark.parametrize("start", [0, 1, 8, 4096])
+    @pytest.mark.parametrize("readonly", [False, True])
+    def test_any_buffer_is_written(self, backend: Backend, start: int, readonly: bool) -> None:
+        """Buffers need not be aligned, nor be writable, and are the caller's again afterwards."""
+        content = pattern(2 * _MIB + 4097)
+        memory = bytearray(content)
+        view = memoryview(bytes(memory) if readonly else memory)[start:]
+        backend.write("packs/ab/x", view)
+        memory[:] = bytes(len(memory))
+        assert backend.read("packs/ab/x") == content[start:]
+
+    def test_what_is_missing(self, backend: Backend) -> None:
+        """A missing object raises ``FileNotFoundError``; to delete it is no error."""
+        for key in ("top", "packs/ab/x", "a/b/c/d/e"):
+            assert_absent(backend, key)
+            backend.delete(key)
+            assert_absent(backend, key)
+
+    def test_what_is_deleted_is_gone(self, backend: Backend) -> None:
+        """Deleting takes one object; its key may be used again."""
+        backend.write("packs/ab/x", b"x")
+        backend.write("packs/ab/xy", b"xy")
+        backend.delete("packs/ab/x")
+        backend.delete("packs/ab/x")
+        assert_absent(backend, "packs/ab/x")
+        assert backend.read("packs/ab/xy") == b"xy"
+        assert backend.put_if_absent("packs/ab/x", b"again") is True
+        assert backend.read("packs/ab/x") == b"again"
+
+    def test_a_key_that_is_written_twice(self, backend: Backend) -> None:
+        """Nobody does it; a backend may refuse or replace, but whole."""
+        backend.write("packs/ab/x", only(1, 3 * _MIB))
+        expected = only(2, _MIB)
+        try:
+            backend.write("packs/ab/x", expected)
+        except BackendError:
+            expected = only(1, 3 * _MIB)
+        assert backend.read("packs/ab/x") == expected
+
+    def test_keys_of_many_levels(self, backend: Backend) -> None:
+        """Folders come and go with what is in them, and need not be made."""
+        keys = ["top", "a/b", "a/c/d", "a/c/e/f/g/h/i", "roots/0/0", f"packs/ff/{'0' * 32}"]
+        for key in keys:
+            backend.write(key, key.encode())
+        backend.sync()
+        for key in keys:
+            assert backend.read(key) == key.encode()
+            backend.delete(key)
+            assert_absent(backend, key)
+
+    # --- put if absent ---
+
+    @pytest.mark.parametrize("how", ["write", "put_if_absent", "copy"])
+    def test_a_taken_key_is_not_put(self, backend: Backend, how: str) -> None:
+        """Whoever took the key, what stands there stays."""
+        backend.write("source", b"first")
+        if how == "copy":
+            backend.copy("source", "roots/0/1")
+        else:
+            getattr(backend, how)("roots/0/1", b"first")
+        for content in (b"second", b"first", b""):
+            assert backend.put_if_absent("roots/0/1", content) is False
+            assert backend.read("roots/0/1") == b"first"
+
+    def test_threads_that_put_one_key(self, backend: Backend) -> None:
+        """Exactly one wins, and what it put stands."""
+        barrier = threading.Barrier(_THREADS)
+        rounds = 20
+
+        def put(me: int) -> list[bool]:
+            won = []
+            for i in range(rounds):
+                barrier.wait(_SECONDS)
+                won.append(backend.put_if_absent(f"roots/0/{i}", only(me, 2000)))
+            return won
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            answers = list(pool.map(put, range(_THREADS)))
+        for i in range(rounds):
+            (winner,) = [me for me in range(_THREADS) if answers[me][i]]
+            assert backend.read(f"roots/0/{i}") == only(winner, 2000)
+        assert backend.names("tmp") == []
+
+    # --- parts of objects ---
+
+    @pytest.mark.parametrize("bulk", [False, True])
+    @pytest.mark.parametrize(
+        ("offset", "nbytes"),
+        [(0, 10), (1, 4096), (4096, 8192), (4095, 2 * _MIB), (2 * _MIB, _MIB), (3 * _MIB, 1)],
+    )
+    def test_a_run_is_read(self, backend: Backend, offset: int, nbytes: int, bulk: bool) -> None:
+        """Any run of an object, into any buffer."""
+        content = pattern(3 * _MIB + 5)
+        backend.write("packs/ab/x", content)
+        for unaligned in (0, 3):
+            memory = bytearray(nbytes + unaligned)
+            target = memoryview(memory)[unaligned:]
+            assert backend.read_into("packs/ab/x", offset, target, bulk=bulk) == nbytes
+            assert target == content[offset : offset + nbytes]
+            assert memory[:unaligned] == bytes(unaligned)
+
+    @pytest.mark.parametrize("bulk", [False, True])
+    def test_a_run_over_the_end(self, backend: Backend, bulk: bool) -> None:
+        """What there is is read, and told."""
+        content = pattern(10_000)
+        backend.write("packs/ab/x", content)
+        for offset, expected in [(0, 10_000), (9_999, 1), (4096, 5904), (10_000, 0), (1 << 40, 0)]:
+            target = bytearray(16_384)
+            found = backend.read_into("packs/ab/x", offset, memoryview(target), bulk=bulk)
+            assert found == expected
+            assert target[:found] == content[offset : offset + found]
+        assert backend.read_into("packs/ab/x", 5, memoryview(bytearray()), bulk=bulk) == 0
+
+    # --- listings ---
+
+    def test_names_are_those_of_one_level(self, backend: Backend) -> None:
+        """What is right below a folder, each name once; nothing below one that is not there."""
+        assert backend.names("packs") == []
+        assert backend.names("") == []
+        keys = ["packs/aa/1", "packs/aa/2", "packs/ab/3", "packsx/4", "packs-", "index/5"]
+        for key in keys:
+            backend.write(key, b"")
+        assert sorted(backend.names("packs")) == ["aa", "ab"]
+        assert sorted(backend.names("packs/aa")) == ["1", "2"]
+        assert backend.names("packs/a") == []
+        assert backend.names("packs/aa/1/2") == []
+        top = sorted(set(backend.names("")) - {"tmp"})
+        assert top == ["index", "packs", "packs-", "packsx"]
+        assert backend.names("tmp") == []
+
+    # --- copies ---
+
+    def test_a_copy_outlives_its_source(self, backend: Backend) -> None:
+        """The bytes have two names, and each can be deleted."""
+        content = pattern(_MIB)
+        backend.write("packs/ab/x", content)
+        backend.copy("packs/ab/x", "packs/cd/deeper/y")
+        backend.sync()
+        assert backend.read("packs/ab/x") == content
+        backend.delete("packs/ab/x")
+        assert_absent(backend, "packs/ab/x")
+        assert backend.read("packs/cd/deeper/y") == content
+        backend.copy("packs/cd/deeper/y", "packs/ab/x")
+        backend.delete("packs/cd/deeper/y")
+        assert backend.read("packs/ab/x") == content
+
+    # --- several at once ---
+
+    def test_readers_see_whole_objects_only(self, backend: Backend) -> None:
+        """While an object is written it is whole or absent, and whole once it is listed."""
+        nbytes, count = 3 * _MIB, 6
+        expected = {f"{n}": only(n + 1, nbytes) for n in range(count)}
+
+        def read() -> None:
+            for name in backend.names("packs/ab"):
+                assert backend.read(f"packs/ab/{name}") == expected[name]
+            for name, content in expected.items():
+                target = bytearray(nbytes)
+                try:
+                    size = backend.size(f"packs/ab/{name}")
+                    found = backend.read_into(f"packs/ab/{name}", 0, memoryview(target))
+                except FileNotFoundError:
+                    continue
+                assert (size, found) == (nbytes, nbytes)
+                assert target == content
+
+        with in_background(read):
+            for name, content in expected.items():
+                if int(name) % 2:
+                    backend.put_if_absent(f"packs/ab/{name}", content)
+                else:
+                    backend.write(f"packs/ab/{name}", content)
+        read()
+
+    def test_sync_at_any_time(self, backend: Backend) -> None:
+        """Also with nothing to do, on several threads, and after what was written is gone."""
+
+        def write(me: int) -> None:
+            for i in range(5):
+                key = f"packs/{me:02x}/{i}"
+                backend.write(key, key.encode())
+                backend.sync()
+                if i % 2:
+                    backend.delete(key)
+                backend.sync()
+
+        backend.sync()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(write, range(4)))
+        backend.sync()
+        for me in range(4):
+            assert sorted(backend.names(f"packs/{me:02x}")) == ["0", "2", "4"]
+
+    def test_tidying_leaves_what_is_used(self, backend: Backend) -> None:
+        """Whole objects stay, and writers that are at work are not disturbed."""
+        backend.write("packs/ab/old", b"old")
+        with in_background(lambda: backend.tidy(0)):
+            for n in range(5):
+                backend.write(f"packs/ab/{n}", only(n, 2 * _MIB))
+                assert backend.put_if_absent(f"roots/0/{n}", only(n, 100))
+        assert backend.tidy(0) == 0
+        assert backend.read("packs/ab/old") == b"old"
+        for n in range(5):
+            assert backend.read(f"packs/ab/{n}") == only(n, 2 * _MIB)
+            assert backend.read(f"roots/0/{n}") == only(n, 100)
+
+    def test_markers_come_and_go(self, backend: Backend) -> None:
+        """They may be put again, removed twice, and leave everything else alone."""
+        backend.write("roots/0/0", b"root")
+        before = set(backend.names(""))
+        for key in ("step_1/marker", "run 1/größe/step_2/marker"):
+            backend.mark(key, b"first")
+            backend.mark(key, b"second")
+            backend.sync()
+            backend.mark(key, None)
+            backend.mark(key, None)
+            backend.sync()
+        assert set(backend.names("")) == before
+        assert backend.read("roots/0/0") == b"root"
+
+
+class BrokenBackendSuite:
+    """What a backend promises about errors; override the fixture ``broken``."""
+
+    @pytest.fixture
+    def broken(self) -> Backend:
+        """Return a backend that cannot reach the place where its objects are."""
+        raise NotImplementedError("override the fixture `broken`")
+
+    @pytest.mark.parametrize(
+        ("name", "arguments"),
+        [
+            ("write", ("a/b", b"x")),
+            ("put_if_absent", ("a/b", b"x")),
+            ("read", ("a/b",)),
+            ("read_into", ("a/b", 0, memoryview(bytearray(1)))),
+            ("size", ("a/b",)),
+            ("copy", ("a/b", "a/c")),
+            ("delete", ("a/b",)),
+            ("mark", ("a/b", b"x")),
+        ],
+    )
+    def test_errors_are_typed(self, broken: Backend, name: str, arguments: tuple[Any, ...]) -> None:
+        """Whatever else fails than an object that is missing is a ``BackendError``."""
+        with pytest.raises(BackendError) as caught:
+            getattr(broken, name)(*arguments)
+        assert broken.uri in str(caught.value)
+
+
+# --- several processes ------------------------------------------------------------------------
+
+
+class SharedBackendSuite(BackendSuite):
+    """What a backend promises that several processes use; override the fixture ``opener``."""
+
+    @pytest.fixture
+    def opener(self) -> Opener:
+        """Return what opens one and the same place, and can be pickled: a partial of a class."""
+        raise NotImplementedError("override the fixture `opener`")
+
+    @pytest.fixture
+    def backend(self, opener: Opener) -> Backend:
+        """Return an empty backend."""
+        return opener()
+
+    def test_processes_that_put_one_key(self, opener: Opener) -> None:
+        """Exactly one wins, and what it put stands."""
+        spawn = multiprocessing.get_context("spawn")
+        barrier, answers = spawn.Barrier(_PROCESSES), spawn.SimpleQueue()
+        with processes(
+            *(partial(_put, opener, barrier, answers, n) for n in range(_PROCESSES))
+        ) as started:
+            told = dict(answers.get() for _ in range(_PROCESSES))
+            for process in started:
+                process.join(_SECONDS)
+                assert process.exitcode == 0
+        for i in range(_ROUNDS):
+            (winner,) = [me for me, won in told.items() if won[i]]
+            assert opener().read(f"roots/0/{i}") == only(winner, 2000)
+        assert opener().names("tmp") == []
+
+    def test_a_writer_that_is_killed(self, opener: Opener) -> None:
+        """Its objects are whole or absent, and what it left is tidied away; what is young stays."""
+        answers = multiprocessing.get_context("spawn").SimpleQueue()
+        with processes(partial(_write_on, opener, answers)) as (process,):
+            answers.get()
+            os.kill(process.pid, signal.SIGKILL)
+            process.join(_SECONDS)
+        backend = opener()
+        assert backend.tidy(3600) == 0
+        backend.tidy(0)
+        assert backend.names("tmp") == []
+        assert backend.tidy(0) == 0
+        found = backend.names("packs/ab")
+        assert found
+        for name in found:
+            assert backend.read(f"packs/ab/{name}") == only(int(name) % 256, _MIB)
+
+    def test_tidying_beside_another_process(self, opener: Opener) -> None:
+        """A writer elsewhere is not disturbed."""
+        backend = opener()
+        answers = multiprocessing.get_context("spawn").SimpleQueue()
+        with processes(partial(_write_on, opener, answers, 40)) as (process,):
+            answers.get()
+            while process.is_alive():
+                backend.tidy(0)
+            assert process.exitcode == 0
+        assert len(backend.names("packs/ab")) == 40
+        for n in range(40):
+            assert backend.read(f"packs/ab/{n}") == only(n, _MIB)
+
+
+_ROUNDS = 10
+
+
+@contextmanager
+def processes(*works: Callable[[], object]) -> Iterator[list[Any]]:
+    """Run each of these in a fresh process; whoever still runs at the end is killed."""
+    spawn = multiprocessing.get_context("spawn")
+    started = [spawn.Process(target=work, daemon=True) for work in works]
+    for process in started:
+        process.start()
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.join(_SECONDS)
+            process.close()
+
+
+def _put(opener: Opener, barrier: Any, answers: Any, me: int) -> None:
+    backend = opener()
+    won = []
+    for i in range(_ROUNDS):
+        barrier.wait(_SECONDS)
+        won.append(backend.put_if_absent(f"roots/0/{i}", only(me, 2000)))
+    answers.put((me, won))
+
+
+def _write_on(opener: Opener, answers: Any, count: int = 2000) -> None:
+    backend = opener()
+    for n in range(count):
+        backend.write(f"packs/ab/{n}", only(n % 256, _MIB))
+        if n == 0:
+            answers.put(n)

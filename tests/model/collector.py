@@ -1,0 +1,172 @@
+"""The collector: marks, condemns, waits, frees under a fence, and only then deletes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.model.processes import DONE, Steps, Turn, Writer
+from tests.model.records import Contents, Id, Process, Root, Segment, State, contents
+from tests.model.rules import Rule
+
+
+@dataclass(frozen=True)
+class Collector(Writer):
+    """Condemns and frees, ``rounds`` times at most.
+
+    It may skip condemning and free what another collector condemned. The grace is arbitrary, so
+    its fence is any number that is greater than the last one, up to its own root's.
+
+    Args:
+        rounds: How often it goes through everything.
+        sparse: Whether it also condemns, one at a time, packs whose needed chunks have another
+            live place: what a repack copied, or two takes wrote.
+    """
+
+    rounds: int = 1
+    sparse: bool = False
+
+    def steps(self, turn: Turn) -> Steps:
+        match turn.me.at:
+            case "start":
+                return self._start(turn)
+            case "again":
+                return self._condemn_again(turn)
+            case "fence":
+                return self._fence(turn)
+            case "segment":
+                return self._before_putting(turn, self.write_segment(turn))
+            case "put":
+                return self._before_putting(turn, self.put(turn))
+            case "doubt":
+                return self.doubt(turn)
+            case "sweep":
+                return self._sweep(turn)
+        return iter(())
+
+    def retried(self, turn: Turn) -> Process:
+        me = turn.me
+        if me.chosen and me.then == "fence":
+            return Process("again", rounds=me.rounds, chosen=me.chosen)
+        return Process(rounds=me.rounds)
+
+    def stood(self, turn: Turn, root: Root) -> Process:
+        if turn.me.then == "fence":
+            return Process("fence", rounds=turn.me.rounds)
+        if turn.drops(Rule.RAISED_FENCE):
+            root = root._replace(fence=root.seq)
+        return Process("sweep", rounds=turn.me.rounds, view=root, chosen=turn.me.chosen)
+
+    def _start(self, turn: Turn) -> Steps:
+        """Step 4: mark what the newest root needs; or go on to what others condemned."""
+        k = turn.state.newest
+        c = contents(k)
+        garbage = frozenset(p for p in c.live if not set(c.digests[p]) & set(c.needed))
+        for spared in self._sparse(c, garbage):
+            if garbage | spared:
+                keeps = frozenset[Id]()
+                if turn.drops(Rule.MARK_AGAIN):
+                    keeps = garbage | spared
+                elif turn.drops(Rule.COPIES_IN_BASE):
+                    keeps = spared
+                yield self._condemn(turn, k, garbage | spared, keeps)
+        yield from self._fence(turn)
+
+    def _sparse(self, c: Contents, garbage: frozenset[Id]) -> Iterator[frozenset[Id]]:
+        yield frozenset()
+        if self.sparse:
+            for pack in sorted(c.live - garbage):
+                held = [d for d in c.digests[pack] if d in c.needed]
+                if all(set(c.places(d)) - garbage - {pack} for d in held):
+                    yield frozenset([pack])
+
+    def _condemn(
+        self, turn: Turn, k: Root, packs: frozenset[Id], keeps: frozenset[Id]
+    ) -> tuple[str, State]:
+        """Step 5, drafted: the root alone changes."""
+        at = k.seq + 1
+        draft = k._replace(seq=at, condemned=k.condemned | {(p, at) for p in packs})
+        said = f"marks in root {k.seq}, would condemn {', '.join(map(str, sorted(packs)))}"
+        me = Process("put", draft=draft, then="fence", rounds=turn.me.rounds, chosen=keeps)
+        return turn.to(said, me)
+
+    def _condemn_again(self, turn: Turn) -> Steps:
+        """Only without a rule: condemn what an older root said, in part or in full."""
+        m = turn.state.newest
+        c = contents(m)
+        packs = turn.me.chosen & c.live
+        if turn.drops(Rule.COPIES_IN_BASE):
+            packs |= {p for p in c.live if not set(c.digests[p]) & set(c.needed)}
+        if packs:
+            yield self._condemn(turn, m, packs, turn.me.chosen)
+
+    def _fence(self, turn: Turn) -> Steps:
+        """Step 6, drafted: what was condemned at the fence or before is listed no more."""
+        m = turn.state.newest
+        for fence in range(m.fence + 1, m.seq + 2):
+            freed = frozenset(p for p, at in m.condemned if at <= fence)
+            draft, segment = _without(turn, m, freed, fence)
+            said = f"reads root {m.seq}, would raise the fence to {fence}"
+            if freed:
+                said += f" and free {', '.join(map(str, sorted(freed)))}"
+            at = "segment" if segment else "put"
+            rounds = turn.me.rounds
+            me = Process(at, draft=draft, segment=segment, then="sweep", rounds=rounds)
+            if turn.drops(Rule.FENCE_ON_FREEING):
+                me = me._replace(chosen=freed)
+            yield turn.to(said, me)
+
+    def _before_putting(self, turn: Turn, steps: Steps) -> Steps:
+        yield from steps
+        draft = turn.me.draft
+        if turn.drops(Rule.ROOT_BEFORE_DELETION) and turn.me.then == "sweep" and draft:
+            yield from _deletions(turn, draft)
+
+    def _sweep(self, turn: Turn) -> Steps:
+        """Step 7: delete, one by one, what the own root does not name and is older than its fence.
+
+        The search has more here than a collector does, which lists files once: this one may find a
+        file that was written later, any time.
+        """
+        me, newest = turn.me, turn.state.newest
+        assert me.view is not None
+        yield from _deletions(turn, me.view)
+        if me.rounds + 1 < self.rounds:
+            yield turn.to("begins again", Process(rounds=me.rounds + 1))
+        if turn.drops(Rule.NUMBERS_KEPT):
+            numbers = turn.state.reusable | frozenset(range(1, newest.seq))
+            yield turn.to(f"removes the roots before {newest.seq}", DONE, reusable=numbers)
+
+
+def _without(turn: Turn, m: Root, freed: frozenset[Id], fence: int) -> tuple[Root, Segment | None]:
+    """Return the root after m that lists the freed packs no more, and the segment it needs."""
+    parts = {p: held for p, at, held in m.rescued if at <= fence}
+    touched = {s for s in m.segments if any(e.pack in freed or e.pack in parts for e in s.entries)}
+    kept = frozenset(
+        e._replace(digests=parts.get(e.pack, e.digests))
+        for s in touched
+        for e in s.entries
+        if e.pack not in freed
+    )
+    segment = Segment(Id(m.seq, turn.name, m.seq), kept) if kept else None
+    if freed:
+        turn.model.happened.add("freed")
+    unfenced = turn.drops(Rule.RAISED_FENCE) or turn.drops(Rule.FENCE_ON_FREEING)
+    root = m._replace(
+        seq=m.seq + 1,
+        fence=m.fence if unfenced else fence,
+        segments=(m.segments - touched) | ({segment} if segment else frozenset()),
+        condemned=frozenset((p, at) for p, at in m.condemned if p not in freed),
+        rescued=frozenset((p, at, held) for p, at, held in m.rescued if at > fence),
+    )
+    return root, segment
+
+
+def _deletions(turn: Turn, root: Root) -> Steps:
+    named = contents(root).files
+    anything = turn.drops(Rule.ORPHANS_BELOW_FENCE)
+    for file in turn.state.files - named:
+        if anything or file.base < root.fence or file in turn.me.chosen:
+            turn.model.happened.add("deleted")
+            said = f"deletes {file}, which root {root.seq} does not name"
+            yield turn.to(said, turn.me, files=turn.state.files - {file})

@@ -1,0 +1,444 @@
+"""What each kind of process does, step by step; a step looks at or changes the store once.
+
+There is no step for a crash: a process that is never scheduled again has crashed, or stalls for
+ever, and the search visits those states too. Nor is there one for starting again after `fenced`:
+that is a take that starts later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from tests.model.records import (
+    Contents,
+    Entry,
+    Id,
+    Process,
+    Root,
+    Segment,
+    Snapshot,
+    State,
+    contents,
+    united,
+)
+from tests.model.rules import Rule
+
+if TYPE_CHECKING:
+    from tests.model.protocol import CommitModel
+
+Steps = Iterator[tuple[str, State]]
+
+FENCED = Process("fenced")
+DONE = Process("done")
+REFUSED = Process("refused")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One process in one state, about to do something."""
+
+    model: CommitModel
+    state: State
+    index: int
+    name: str
+
+    @property
+    def me(self) -> Process:
+        return self.state.processes[self.index]
+
+    def drops(self, rule: Rule) -> bool:
+        return rule in self.model.dropped
+
+    def to(self, said: str, me: Process, **changes: Any) -> tuple[str, State]:
+        """Return the state in which this process is ``me`` and the store has changed."""
+        before, after = self.state.processes[: self.index], self.state.processes[self.index + 1 :]
+        state = self.state._replace(processes=(*before, me, *after), **changes)
+        return f"{self.name} {said}", self.model.settled(state)
+
+
+# --- putting a root -----------------------------------------------------------------------------
+
+
+class Writer:
+    """A process that puts roots: `put` and `doubt` are the same for all."""
+
+    def retried(self, turn: Turn) -> Process:
+        """Return the process as it goes on when its number was lost."""
+        raise NotImplementedError
+
+    def stood(self, turn: Turn, root: Root) -> Process:
+        """Return the process as it goes on when its root stands."""
+        raise NotImplementedError
+
+    def write_segment(self, turn: Turn) -> Steps:
+        segment = turn.me.segment
+        assert segment is not None
+        yield turn.to(
+            f"writes segment {segment.id}",
+            turn.me._replace(at=self.after_segment(turn)),
+            files=turn.state.files | {segment.id},
+        )
+
+    def after_segment(self, turn: Turn) -> str:
+        """Return the step that follows."""
+        return "put"
+
+    def put(self, turn: Turn) -> Steps:
+        state, draft = turn.state, turn.me.draft
+        assert draft is not None
+        won = self.stood(turn, draft)
+        if draft.seq in state.reusable:
+            rest = state.reusable - {draft.seq}
+            yield turn.to(f"puts root {draft.seq} a second time", won, reusable=rest)
+        elif draft.seq <= state.newest.seq:
+            yield from self._lost_number(turn, draft)
+        else:
+            landed = turn.model.landed(state, draft)
+            unheard = turn.me._replace(at="doubt")
+            mine = state.stands | {(turn.name, draft)}
+            yield turn.to(f"puts {draft}", won, **landed)
+            if turn.model.lost_answers:
+                said = f"puts {draft}; the answer is lost"
+                yield turn.to(said, unheard, stands=mine, **landed)
+            if turn.model.late_puts and not state.pending:
+                sent = state.pending | {(turn.name, draft)}
+                said = f"sends root {draft.seq}, which is not there yet when it stops waiting"
+                yield turn.to(said, unheard, pending=sent)
+
+    def _lost_number(self, turn: Turn, draft: Root) -> Steps:
+        for mine in turn.state.stands:
+            if mine[0] == turn.name and mine[1].seq == draft.seq:
+                yield self._finds_its_own(turn, mine)
+                return
+        yield turn.to(f"loses number {draft.seq}", self.retried(turn))
+        if turn.drops(Rule.DOUBT_IS_NOT_SUCCESS):
+            said = f"loses number {draft.seq}, but does not hear of it"
+            yield turn.to(said, turn.me._replace(at="doubt"))
+
+    def _finds_its_own(self, turn: Turn, mine: tuple[str, Root]) -> tuple[str, State]:
+        turn.model.happened.add("found its own root")
+        won = self.stood(turn, mine[1])
+        said = f"finds its own root under number {mine[1].seq}"
+        return turn.to(said, won, stands=turn.state.stands - {mine})
+
+    def doubt(self, turn: Turn) -> Steps:
+        """Read the number that the unclear put was for: what stands there decides."""
+        state, draft = turn.state, turn.me.draft
+        assert draft is not None
+        mine = next((s for s in state.stands if s[0] == turn.name and s[1].seq == draft.seq), None)
+        if turn.drops(Rule.PACKS_KEPT_IN_DOUBT) and turn.me.own:
+            files = state.files - {turn.me.own.pack}
+            yield turn.to("gives up and deletes its pack", Process("failed"), files=files)
+        elif turn.drops(Rule.DOUBT_IS_NOT_SUCCESS):
+            yield turn.to("takes that for success", self.stood(turn, draft))
+        elif mine and not turn.drops(Rule.DOUBT_IS_NOT_FAILURE):
+            yield self._finds_its_own(turn, mine)
+        elif draft.seq > state.newest.seq and not turn.drops(Rule.DOUBT_IS_SETTLED):
+            turn.model.happened.add("put a number again")
+            yield turn.to(f"finds number {draft.seq} free", turn.me._replace(at="put"))
+        else:
+            said = f"goes on as if number {draft.seq} were not its own"
+            yield turn.to(said, self.retried(turn), stands=state.stands - {mine or ("", draft)})
+
+
+# --- takes, deletes, readers ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Take(Writer):
+    """Commits a snapshot of the digests ``needs`` under ``name``.
+
+    With ``copies`` it is the first half of a repack instead: it copies what is needed of a pack of
+    that writer into one of its own and publishes that, under the rules of a take.
+    """
+
+    needs: str = ""
+    name: str = ""
+    overwrites: bool = False
+    merges: bool = False
+    rebases: bool = False
+    copies: str = ""
+    inherits: str = ""
+    """The commit whose snapshot it shares subtrees with, of which it looks nothing up."""
+
+    def steps(self, turn: Turn) -> Steps:
+        match turn.me.at:
+            case "start":
+                return self._base(turn)
+            case "pack":
+                return self._write_pack(turn)
+            case "read":
+                return self._read(turn)
+            case "link":
+                return self._link(turn)
+            case "segment":
+                return self.write_segment(turn)
+            case "put":
+                return self.put(turn)
+            case "doubt":
+                return self.doubt(turn)
+        return iter(())
+
+    def retried(self, turn: Turn) -> Process:
+        if turn.drops(Rule.MERGE_OF_NAMED) and turn.me.replaced:
+            return turn.me._replace(at="read", draft=None, view=None)
+        empty: frozenset[Segment] = frozenset()
+        return turn.me._replace(at="read", draft=None, view=None, segment=None, replaced=empty)
+
+    def stood(self, turn: Turn, root: Root) -> Process:
+        return DONE
+
+    def _base(self, turn: Turn) -> Steps:
+        """Step 1: read the newest root; rely on what is live in it, and plan to write the rest."""
+        n = turn.state.newest
+        source = self._source(contents(n))
+        for relied, fresh in self._plans(turn, contents(n), source):
+            own = Entry(Id(n.seq, turn.name), fresh) if fresh else None
+            at = "pack" if own and not turn.drops(Rule.PACK_BEFORE_ROOT) else "read"
+            if turn.drops(Rule.PACK_BEFORE_SEGMENT):
+                at = "read"
+            used = ", ".join(f"{d} in {p}" for p, d in sorted(relied)) or "nothing"
+            inherited = any(s.commit == self.inherits for s in n.snapshots)
+            if inherited:
+                used += f" and on {self.inherits}"
+            yield turn.to(
+                f"bases itself on root {n.seq}, relies on {used}, will write {fresh or 'nothing'}",
+                Process(at, n.seq, own, relied, inherited, place=source),
+            )
+
+    def _source(self, c: Contents) -> Id | None:
+        return next((p for p in sorted(c.live) if p.by == self.copies), None)
+
+    def _plans(
+        self, turn: Turn, c: Contents, source: Id | None
+    ) -> Iterator[tuple[frozenset[tuple[Id, str]], str]]:
+        if self.copies:
+            kept = "".join(d for d in c.digests[source] if d in c.needed) if source else ""
+            if kept:
+                yield frozenset(), kept
+            return
+        shared = next(
+            (s.needs for s in turn.state.newest.snapshots if s.commit == self.inherits), ""
+        )
+        sought = [d for d in self.needs if d not in shared]
+        too = turn.drops(Rule.DEDUP_LIVE_ONLY)
+        found = {d: places for d in sought if (places := c.places(d, condemned=too))}
+        fresh = "".join(d for d in sought if d not in found)
+        for choice in product(*found.values()):
+            pairs = zip(choice, found, strict=True)
+            yield frozenset((p, d) for p, d in pairs if p in c.live), fresh
+
+    def _write_pack(self, turn: Turn) -> Steps:
+        """Step 2: write what is new."""
+        own = turn.me.own
+        assert own is not None
+        source = turn.me.place
+        if source and source not in turn.state.files:
+            yield turn.to(f"finds {source} deleted", FENCED)
+            return
+        late = turn.me.draft is not None
+        me = turn.me._replace(at="put" if late else "read", place=None)
+        yield turn.to(f"writes pack {own}", me, files=turn.state.files | {own.pack})
+
+    def _read(self, turn: Turn) -> Steps:
+        """Step 3: read the newest root, and find out whether a draft may follow it."""
+        m, me = turn.state.newest, turn.me
+        taken = any(s.name == self.name and s.commit != turn.name for s in m.snapshots)
+        if taken and not self.overwrites:
+            yield turn.to(f"finds its name in root {m.seq}", REFUSED)
+            return
+        if m.fence <= me.base or turn.drops(Rule.FENCE_CHECK):
+            yield from self._draft(turn, m, me, f"reads root {m.seq}", {})
+        elif not self.rebases:
+            turn.model.happened.add("fenced")
+            yield turn.to(f"reads root {m.seq} and is fenced: based on {me.base}", FENCED)
+        elif me.own and not turn.drops(Rule.REBASED_IDS):
+            said = f"reads root {m.seq} and rebases on it"
+            yield turn.to(said, me._replace(at="link", view=m))
+        else:
+            said = f"rebases on root {m.seq}, keeping what it has"
+            yield from self._draft(turn, m, me._replace(base=m.seq), said, {}, rebased=True)
+
+    def _link(self, turn: Turn) -> Steps:
+        """Rebase: link the own pack to an id under the root that was read."""
+        me, m = turn.me, turn.me.view
+        assert m is not None
+        assert me.own is not None
+        if me.own.pack not in turn.state.files:
+            turn.model.happened.add("own pack gone")
+            yield turn.to(f"finds its own {me.own.pack} deleted and is fenced", FENCED)
+            return
+        turn.model.happened.add("rebased")
+        own = me.own._replace(pack=Id(m.seq, turn.name))
+        files = {"files": turn.state.files | {own.pack}}
+        said = f"links {me.own.pack} to {own.pack}"
+        based = me._replace(base=m.seq, own=own, view=None)
+        yield from self._draft(turn, m, based, said, files, rebased=True)
+
+    def _draft(
+        self,
+        turn: Turn,
+        m: Root,
+        me: Process,
+        said: str,
+        changes: dict[str, Any],
+        *,
+        rebased: bool = False,
+    ) -> Steps:
+        """Draft root m + 1, unless something that was relied on is neither live nor condemned."""
+        gone = self._gone(turn, m, me, rebased=rebased)
+        if gone:
+            turn.model.happened.add("relied on what is gone")
+            yield turn.to(f"{said}, finds {gone} gone and is fenced", FENCED, **changes)
+            return
+        edited = m._replace(seq=m.seq + 1, snapshots=self._snapshots(turn, m))
+        edited = self._rescue(turn, edited, me)
+        for segment, replaced in self._segments(turn, m, me):
+            at, segments = "put", m.segments
+            if segment:
+                segments = (m.segments - replaced) | {segment}
+                at = "segment"
+            if segment and turn.drops(Rule.SEGMENT_BEFORE_ROOT):
+                at = "put"
+            if segment == me.segment is not None:
+                at = "put"
+            merge = ", merges all segments" if replaced else ""
+            drafted = me._replace(
+                at=at, draft=edited._replace(segments=segments), segment=segment, replaced=replaced
+            )
+            yield turn.to(f"{said}, drafts root {m.seq + 1}{merge}", drafted, **changes)
+
+    def _gone(self, turn: Turn, m: Root, me: Process, *, rebased: bool) -> str:
+        """Return what the take relied on and root m has no more."""
+        if me.inherited and all(s.commit != self.inherits for s in m.snapshots):
+            return "" if turn.drops(Rule.SUBTREE_STILL_THERE) else self.inherits
+        if turn.drops(Rule.POSITIVE_LIVENESS) or (rebased and turn.drops(Rule.REBASE_CHECK)):
+            return ""
+        listed = contents(m).digests
+        return next((str(p) for p, _ in sorted(me.relied) if p not in listed), "")
+
+    def after_segment(self, turn: Turn) -> str:
+        own = turn.me.own
+        missing = own is not None and own.pack not in turn.state.files
+        return "pack" if missing and turn.drops(Rule.PACK_BEFORE_SEGMENT) else "put"
+
+    def _snapshots(self, turn: Turn, m: Root) -> frozenset[Snapshot]:
+        if self.copies:
+            return m.snapshots
+        others = {s for s in m.snapshots if s.name != self.name}
+        return frozenset(others | {Snapshot(self.name, turn.name, self.needs)})
+
+    def _rescue(self, turn: Turn, root: Root, me: Process) -> Root:
+        packs = {p for p, _ in me.relied}
+        rescued = {(p, at) for p, at in root.condemned if p in packs}
+        if not rescued or turn.drops(Rule.RESCUE):
+            return root
+        turn.model.happened.add("rescued")
+        parts = root.rescued
+        if turn.drops(Rule.WHOLE_PACK_RESCUE):
+            held = {p: united(*(d for q, d in me.relied if q == p)) for p in packs}
+            parts = parts | {(p, at, held[p]) for p, at in rescued}
+        return root._replace(condemned=root.condemned - rescued, rescued=parts)
+
+    def _segments(
+        self, turn: Turn, m: Root, me: Process
+    ) -> Iterator[tuple[Segment | None, frozenset[Segment]]]:
+        """Return what to list: a segment of the own pack, or one of all that is listed, or none."""
+        if me.segment and turn.drops(Rule.MERGE_OF_NAMED):
+            yield me.segment, me.replaced
+            return
+        ident = Id(me.base, turn.name, m.seq)
+        own = frozenset([me.own]) if me.own else frozenset()
+        yield (Segment(ident, own) if own else None), frozenset()
+        if self.merges and len(m.segments) + len(own) > 1:
+            turn.model.happened.add("merged")
+            digests: dict[Id, str] = {}
+            for pack, held in (e for s in m.segments | {Segment(ident, own)} for e in s.entries):
+                digests[pack] = united(digests.get(pack, ""), held)
+            yield Segment(ident, _entries(turn, digests)), m.segments
+
+
+def _entries(turn: Turn, digests: dict[Id, str]) -> frozenset[Entry]:
+    """Return all entries; without the rule, only one place of each digest."""
+    order = sorted(digests, reverse=turn.drops(Rule.MERGE_KEEPS_FIRST))
+    if turn.drops(Rule.MERGE_KEEPS_FIRST) or turn.drops(Rule.MERGE_KEEPS_LAST):
+        seen = ""
+        for pack in order:
+            digests[pack] = "".join(d for d in digests[pack] if d not in seen)
+            seen += digests[pack]
+    return frozenset(Entry(p, held) for p, held in digests.items() if held)
+
+
+@dataclass(frozen=True)
+class Delete(Writer):
+    """Removes the snapshot of a commit, if it is there."""
+
+    commit: str
+
+    def steps(self, turn: Turn) -> Steps:
+        match turn.me.at:
+            case "start":
+                return self._read(turn)
+            case "put":
+                return self.put(turn)
+            case "doubt":
+                return self.doubt(turn)
+        return iter(())
+
+    def retried(self, turn: Turn) -> Process:
+        return Process()
+
+    def stood(self, turn: Turn, root: Root) -> Process:
+        return DONE
+
+    def _read(self, turn: Turn) -> Steps:
+        m = turn.state.newest
+        left = frozenset(s for s in m.snapshots if s.commit != self.commit)
+        if left != m.snapshots:
+            draft = m._replace(seq=m.seq + 1, snapshots=left)
+            said = f"reads root {m.seq}, drafts root {draft.seq} without {self.commit}"
+            yield turn.to(said, Process("put", draft=draft))
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Opens the snapshot of a commit and reads one chunk of it, wherever that lies by then."""
+
+    commit: str
+    digest: str
+
+    def steps(self, turn: Turn) -> Steps:
+        match turn.me.at:
+            case "start":
+                return self._look_up(turn, "")
+            case "fetch":
+                return self._fetch(turn)
+            case "refresh":
+                return self._look_up(turn, "again ")
+        return iter(())
+
+    def _look_up(self, turn: Turn, again: str) -> Steps:
+        m, me = turn.state.newest, turn.me
+        if all(s.commit != self.commit for s in m.snapshots):
+            if again:
+                yield turn.to(f"finds {self.commit} deleted", DONE)
+            return
+        once = turn.drops(Rule.READER_PERSISTS) and me.rounds == 2
+        if again and (m == me.view or once):
+            yield turn.to(f"gives up: {self.commit} is still there", Process("failed"))
+            return
+        if again:
+            turn.model.happened.add("looked a chunk up again")
+        rounds = me.rounds + 1 if turn.drops(Rule.READER_PERSISTS) else 0
+        for place in contents(m).places(self.digest, condemned=True):
+            said = f"looks {self.digest} up {again}in root {m.seq}: in {place}"
+            yield turn.to(said, Process("fetch", view=m, place=place, rounds=rounds))
+
+    def _fetch(self, turn: Turn) -> Steps:
+        if turn.me.place in turn.state.files:
+            yield turn.to("reads it", DONE)
+        else:
+            yield turn.to("finds no such pack", turn.me._replace(at="refresh", place=None))

@@ -1,0 +1,630 @@
+"""The faulty backend does what it says, and a store on one loses nothing and believes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from casnap import Store
+from casnap.backends import Backend, LocalBackend, MemoryBackend
+from casnap.errors import (
+    BackendError,
+    CasnapError,
+    DamagedError,
+    NotAStoreError,
+    StorageFullError,
+    UnsupportedFormatError,
+)
+from casnap.testing import (
+    Act,
+    Call,
+    Crash,
+    Fault,
+    FaultyBackend,
+    Gate,
+    after,
+    alter,
+    before,
+    crash,
+    delay,
+    fail,
+    flip,
+    hold,
+    lose_answer,
+    open_store,
+    repeat,
+    short,
+    stale,
+    tear,
+)
+from tests.faults import CHUNK, app_state, assert_holds, files, in_child, take
+
+WRITES = ("write", "put_if_absent", "sync")
+READS = ("read", "read_into")
+# All that a take or delete does before it cleans up.
+COMMITTING = ("write", "put_if_absent", "sync", "mark", "names", *READS)
+
+
+@pytest.fixture
+def inner(tmp_path: Path) -> Backend:
+    return MemoryBackend(str(tmp_path))
+
+
+@pytest.fixture
+def backend(inner: Backend) -> FaultyBackend:
+    return FaultyBackend(inner)
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> FaultyBackend:
+    """Return a faulty backend around a store on disk that holds step 0."""
+    backend = FaultyBackend(LocalBackend(tmp_path / "store"))
+    take(open_store(backend, chunk_size=CHUNK), 0)
+    return backend
+
+
+def assert_steps(backend: Backend, steps: set[int], maybe: int | None = None) -> set[int]:
+    """Check that a store holds the snapshots of exactly these steps, each once and whole."""
+    found = {s.metadata.user["step"]: s for s in open_store(backend).snapshots()}
+    assert set(found) - {maybe} == steps - {maybe}
+    for step, snapshot in found.items():
+        assert_holds(snapshot, step)
+    return set(found)
+
+
+# --- the wrapper itself -----------------------------------------------------------------------
+
+
+def test_every_call_is_wrapped() -> None:
+    """A method that a backend gains must not go past the faults."""
+    calls = {name for name in vars(Backend) if not name.startswith("_") and name != "uri"}
+    assert calls <= vars(FaultyBackend).keys()
+
+
+def test_calls_are_logged(backend: FaultyBackend) -> None:
+    backend.write("a/b", b"1")
+    backend.copy("a/b", "a/c")
+    backend.sync()
+    backend.faults.append(Fault(fail(), "read"))
+    with pytest.raises(BackendError):
+        backend.read("a/b")
+    assert backend.log == [("write", "a/b"), ("copy", "a/b"), ("sync", ""), ("read", "a/b")]
+
+
+def struck(backend: FaultyBackend, keys: list[str]) -> list[str]:
+    """Return those keys at which a read fails."""
+    failed = []
+    for key in keys:
+        try:
+            backend.read(key)
+        except FileNotFoundError:
+            continue
+        except BackendError:
+            failed.append(key)
+    return failed
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["a/0"]),
+        ({"skip": 2}, ["b/1"]),
+        ({"times": None}, ["a/0", "b/0", "b/1", "b/2/x"]),
+        ({"keys": "b/*"}, ["b/0"]),
+        ({"keys": "b/*", "skip": 1, "times": None}, ["b/1", "b/2/x"]),
+        ({"keys": "*/[12]*", "times": 2}, ["b/1", "b/2/x"]),
+        ({"calls": "write", "times": None}, []),
+        ({"calls": ("write", "read"), "times": 1}, ["a/0"]),
+        ({"chance": 0.0, "times": None}, []),
+    ],
+)
+def test_which_calls_a_fault_strikes_at(
+    backend: FaultyBackend, options: dict[str, object], expected: list[str]
+) -> None:
+    fault = Fault(fail(), **options)
+    with backend.during(fault):
+        assert struck(backend, ["a/0", "b/0", "b/1", "b/2/x"]) == expected
+    assert fault.struck == len(expected)
+    assert struck(backend, ["a/0", "b/0", "b/1", "b/2/x"]) == []
+
+
+def test_chance_is_repeatable(backend: FaultyBackend) -> None:
+    keys = [str(n) for n in range(200)]
+    found = []
+    for seed in (1, 1, 2):
+        with backend.during(Fault(fail(), times=None, chance=0.3, seed=seed)):
+            found.append(struck(backend, keys))
+    assert found[0] == found[1] != found[2]
+    assert 30 < len(found[0]) < 90
+
+
+def test_a_fault_strikes_at_either_key_of_a_copy(backend: FaultyBackend) -> None:
+    backend.write("packs/a", b"1")
+    for keys in ("packs/a", "packs/b"):
+        with backend.during(Fault(fail(), keys=keys)), pytest.raises(BackendError):
+            backend.copy("packs/a", "packs/b")
+    assert backend.names("packs") == ["a"]
+
+
+@pytest.mark.parametrize(
+    "error", [BackendError, StorageFullError, FileNotFoundError, lambda what: OSError(5, what)]
+)
+def test_a_call_that_fails_is_not_done(backend: FaultyBackend, error: type[Exception]) -> None:
+    expected = type(error("x"))
+    with backend.during(Fault(fail(error))), pytest.raises(expected, match=r"write\(a\)"):
+        backend.write("a", b"1")
+    assert backend.names("") == []
+
+
+def test_a_lost_answer(backend: FaultyBackend) -> None:
+    with backend.during(Fault(lose_answer())), pytest.raises(BackendError):
+        backend.put_if_absent("a", b"1")
+    assert backend.read("a") == b"1"
+
+
+def test_a_repeated_call_answers_as_the_last(backend: FaultyBackend) -> None:
+    with backend.during(Fault(repeat())):
+        assert backend.put_if_absent("a", b"1") is False
+    assert backend.read("a") == b"1"
+
+
+def test_a_torn_write_leaves_nothing_in_place(tmp_path: Path) -> None:
+    backend = FaultyBackend(LocalBackend(tmp_path), Fault(tear(4), times=2))
+    for write in (backend.write, backend.put_if_absent):
+        with pytest.raises(BackendError, match="after 4 bytes"):
+            write("packs/a", b"123456")
+    assert not backend.names("packs")
+    assert len(backend.names("tmp")) == 2
+    assert backend.tidy(3600) == 0
+    assert backend.tidy(0) == 8
+    assert backend.names("tmp") == []
+
+
+def test_a_torn_write_in_place(backend: FaultyBackend) -> None:
+    with (
+        backend.during(Fault(tear(4, StorageFullError, in_place=True))),
+        pytest.raises(StorageFullError),
+    ):
+        backend.write("a", b"123456")
+    assert backend.read("a") == b"1234"
+
+
+def test_bytes_change_on_their_way(backend: FaultyBackend) -> None:
+    backend.write("a", b"\x00\x01\x02\x03")
+    target = bytearray(b"....")
+    with backend.during(Fault(flip(9), times=None)):
+        assert backend.read("a") == b"\x00\x03\x02\x03"
+        assert backend.read_into("a", 1, memoryview(target)) == 3
+        assert target == b"\x01\x00\x03."
+        backend.write("b", b"\x00\x00")
+    with backend.during(Fault(short(2), times=None)):
+        assert backend.read("a") == b"\x00\x01"
+        assert backend.read_into("a", 0, memoryview(target)) == 2
+        assert target == b"\x00\x01\x00\x00"
+        assert backend.put_if_absent("c", b"123") is True
+    with backend.during(Fault(alter(bytes.upper))):
+        backend.write("d", memoryview(b"abc"))
+    assert backend.read("a") == b"\x00\x01\x02\x03"
+    assert [backend.read(key) for key in "bcd"] == [b"\x00\x02", b"12", b"ABC"]
+
+
+def test_a_stale_listing(backend: FaultyBackend) -> None:
+    backend.write("a/1", b"")
+    with backend.during(Fault(stale(), times=None, calls="names")):
+        assert backend.names("a") == ["1"]
+        backend.names("a").append("not seen by others")
+        backend.write("a/2", b"")
+        backend.delete("a/1")
+        assert backend.names("a") == ["1"]
+        assert backend.read("a/2") == b""
+    assert backend.names("a") == ["2"]
+
+
+def test_a_write_that_others_overtake(backend: FaultyBackend) -> None:
+    memory = bytearray(b"held")
+    with backend.during(Fault(hold(2))):
+        backend.write("a", memoryview(memory))
+    memory[:] = b"used"
+    backend.write("b", b"")
+    assert backend.names("") == ["b"]
+    assert sorted(backend.names("")) == ["a", "b"]
+    assert backend.read("a") == b"held"
+
+
+def test_a_write_that_is_held_until_the_sync(backend: FaultyBackend) -> None:
+    with backend.during(Fault(hold())):
+        backend.write("a", b"held")
+    for _ in range(10):
+        assert backend.names("") == []
+    backend.sync()
+    assert backend.read("a") == b"held"
+
+
+def test_a_gate(backend: FaultyBackend) -> None:
+    gate = Gate()
+    backend.faults.append(Fault(gate, "write"))
+    writer = threading.Thread(target=backend.write, args=("a", b"1"))
+    writer.start()
+    assert gate.reached.wait(60)
+    assert backend.names("") == []
+    gate.open()
+    writer.join()
+    assert backend.names("") == ["a"]
+
+
+def test_a_delay(backend: FaultyBackend) -> None:
+    backend.faults.append(Fault(delay(0.05)))
+    started = time.monotonic()
+    backend.sync()
+    assert time.monotonic() - started >= 0.05
+
+
+def test_what_others_do_first(backend: FaultyBackend, inner: Backend) -> None:
+    backend.faults.append(Fault(before(lambda: inner.put_if_absent("a", b"theirs"))))
+    assert backend.put_if_absent("a", b"mine") is False
+
+
+def test_acts_go_around_each_other(backend: FaultyBackend) -> None:
+    """The first is the outermost; an act of one's own is any function."""
+
+    def note(call: Call) -> object:
+        return [str(call), *call.go()]
+
+    backend.write("a/1", b"")
+    backend.faults += [Fault(note), Fault(repeat()), Fault(note)]
+    assert backend.names("a") == ["names(a)", "names(a)", "1"]
+
+
+@pytest.mark.parametrize("act", [hold(), tear(1), stale(), flip()])
+def test_an_act_that_does_not_fit(backend: FaultyBackend, act: Act) -> None:
+    backend.faults.append(Fault(act))
+    with pytest.raises(TypeError, match=r"size\(a\)"):
+        backend.size("a")
+
+
+def test_a_dead_process_does_nothing_more(backend: FaultyBackend, inner: Backend) -> None:
+    backend.write("a", b"1")
+    backend.faults += [Fault(hold(), keys="c"), Fault(crash(), keys="b"), Fault(hold(), keys="d")]
+    backend.write("c", b"held back for ever")
+    with pytest.raises(Crash, match=r"write\(b\)"):
+        backend.write("b", b"2")
+    for call in (backend.sync, lambda: backend.read("a"), lambda: backend.delete("a")):
+        with pytest.raises(Crash):
+            call()
+    assert inner.names("") == ["a"]
+
+
+def test_a_crash_right_after_a_call(backend: FaultyBackend, inner: Backend) -> None:
+    backend.faults.append(Fault(after(crash())))
+    with pytest.raises(Crash):
+        backend.write("a", b"1")
+    assert inner.read("a") == b"1"
+
+
+def test_a_call_that_waits_while_the_process_dies(backend: FaultyBackend, inner: Backend) -> None:
+    gate, raised = Gate(), []
+    backend.faults.append(Fault(gate))
+
+    def write() -> None:
+        with pytest.raises(Crash) as caught:
+            backend.write("a", b"1")
+        raised.append(caught.type)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert gate.reached.wait(60)
+    backend.crash()
+    gate.open()
+    writer.join()
+    assert raised == [Crash]
+    assert inner.names("") == []
+
+
+def test_a_dead_machine_forgets_what_was_not_synced(backend: FaultyBackend, inner: Backend) -> None:
+    backend.write("old", b"old")
+    backend.write("gone", b"gone")
+    backend.sync()
+    backend.put_if_absent("new", b"new")
+    assert backend.put_if_absent("old", b"") is False
+    backend.copy("old", "copy")
+    backend.delete("gone")
+    backend.write("twice", b"1")
+    backend.delete("twice")
+    backend.crash(losing_unsynced=True)
+    assert sorted(inner.names("")) == ["gone", "old"]
+    assert inner.read("gone") == b"gone"
+
+
+def test_a_dead_machine_forgets_some(backend: FaultyBackend, inner: Backend) -> None:
+    for key in "abcd":
+        backend.write(key, b"")
+    backend.crash(losing_unsynced=lambda key: key in "bd")
+    assert sorted(inner.names("")) == ["a", "c"]
+
+
+def test_a_real_death(tmp_path: Path) -> None:
+    def die() -> None:
+        kill = before(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        backend = FaultyBackend(LocalBackend(tmp_path), Fault(kill, "write", skip=1))
+        backend.write("a", b"1")
+        backend.write("b", b"2")
+
+    assert in_child(die) == -signal.SIGKILL
+    assert files(tmp_path) == {"a"}
+
+
+def test_a_store_is_opened_where_none_was(tmp_path: Path) -> None:
+    for inner in (LocalBackend(tmp_path / "deep" / "store"), MemoryBackend(str(tmp_path))):
+        backend = FaultyBackend(FaultyBackend(inner))
+        store = open_store(backend, chunk_size=CHUNK)
+        assert store.chunk_size == CHUNK
+        assert open_store(inner).id == store.id
+        assert ("put_if_absent", "casnap.json") in backend.log
+
+
+# --- a store on it ----------------------------------------------------------------------------
+
+
+def test_the_answer_to_the_root_is_lost(local: FaultyBackend) -> None:
+    """The take recognises its root: one snapshot, and no error."""
+    store = open_store(local)
+    with local.during(Fault(lose_answer(), "put_if_absent", "roots/*")) as (fault,):
+        take(store, 1)
+    assert fault.struck == 1
+    assert_steps(local.inner, {0, 1})
+    assert store.objects.newest().seq == 2
+
+
+def test_the_root_is_put_twice(local: FaultyBackend) -> None:
+    """A retry within the backend answers that the key is taken: by ourselves."""
+    store = open_store(local)
+    with local.during(Fault(repeat(), "put_if_absent", times=None)) as (fault,):
+        take(store, 1)
+        store.delete("step_0")
+    assert fault.struck == 2
+    assert_steps(local.inner, {1})
+    assert store.objects.newest().seq == 3
+
+
+def test_a_store_is_made_though_answers_are_lost(backend: FaultyBackend, inner: Backend) -> None:
+    with backend.during(Fault(repeat(), "put_if_absent", times=None)):
+        take(open_store(backend, chunk_size=CHUNK), 0)
+    assert_steps(inner, {0})
+
+
+@pytest.mark.parametrize("act", [fail(), lose_answer(), tear(10), crash()])
+def test_a_store_whose_making_fails_can_be_made(tmp_path: Path, act: Act) -> None:
+    for k in itertools.count():
+        inner = MemoryBackend(f"{tmp_path}/{k}")
+        fault = Fault(act, ("put_if_absent",), skip=k)
+        try:
+            open_store(FaultyBackend(inner, fault), chunk_size=CHUNK)
+        except (BackendError, Crash):
+            pass
+        else:
+            break
+        take(open_store(inner, chunk_size=CHUNK), 0)
+        assert_steps(inner, {0})
+    assert k == 2
+
+
+def test_a_torn_pack(local: FaultyBackend) -> None:
+    """The take fails, what it wrote is gone, and the next one works."""
+    store, before_it = open_store(local), files(local.uri)
+    for act in (tear(100), tear(100, StorageFullError)):
+        with local.during(Fault(act, "write", "packs/*")), pytest.raises(BackendError):
+            take(store, 1)
+        local.tidy(0)
+        assert files(local.uri) == before_it
+        assert_steps(local.inner, {0})
+    take(store, 1)
+    assert_steps(local.inner, {0, 1})
+
+
+@pytest.mark.parametrize("times", [1, None], ids=["once", "lasting"])
+def test_a_full_disk_at_each_write(local: FaultyBackend, times: int | None) -> None:
+    """A typed error, no trace, and the same store works when there is space again."""
+    store = open_store(local)
+    for k in itertools.count():
+        before_it = files(local.uri, "packs")
+        with local.during(Fault(fail(StorageFullError), WRITES, skip=k, times=times)) as (fault,):
+            try:
+                take(store, 1)
+            except StorageFullError:
+                assert files(local.uri, "packs") == before_it
+                assert_steps(local.inner, {0})
+            except BackendError as e:
+                # The root stands, but cannot be made durable.
+                assert "may be lost" in str(e)
+                break
+            else:
+                break
+        assert fault.struck
+        assert_steps(local.inner, {0})
+    assert k >= 5
+    assert_steps(local.inner, {0, 1})
+
+
+@pytest.mark.parametrize("act", [fail(), lose_answer(), repeat()])
+def test_each_call_of_a_take_once(tmp_path: Path, act: Act) -> None:
+    """Whatever call fails, the take says so or has committed, and the next one works."""
+    for k in itertools.count():
+        backend = FaultyBackend(MemoryBackend(f"{tmp_path}/{k}"))
+        store = open_store(backend, chunk_size=CHUNK)
+        take(store, 0)
+        committed, maybe = {0}, 1
+        with backend.during(Fault(act, skip=k)) as (fault,):
+            try:
+                take(store, 1)
+                committed.add(1)
+            except CasnapError:
+                pass
+        found = assert_steps(backend.inner, committed, maybe)
+        take(store, 2)
+        assert_steps(backend.inner, found | {2})
+        if not fault.struck:
+            break
+    assert k > 10
+
+
+def test_everything_fails_from_some_call_on(local: FaultyBackend) -> None:
+    """The error is told, and no thread stays."""
+    threads = set(threading.enumerate())
+    for k in itertools.count():
+        store = open_store(local)
+        with local.during(Fault(fail(), COMMITTING, skip=k, times=None)) as (fault,):
+            try:
+                take(store, 1)
+            except CasnapError:
+                for thread in set(threading.enumerate()) - threads:
+                    thread.join(10)
+                    assert not thread.is_alive()
+            else:
+                break
+        assert fault.struck
+        if 1 in assert_steps(local.inner, {0}, maybe=1):
+            store.delete("step_1")
+    assert k > 10
+
+
+def test_the_root_is_put_late(local: FaultyBackend) -> None:
+    """Another process commits first: the take looks again, and both stand."""
+    store, gate, path = open_store(local), Gate(), local.uri
+    with local.during(Fault(gate, "put_if_absent", "roots/*")):
+        pending = store.async_take(app_state(1), "step_1", metadata={"step": 1})
+        assert gate.reached.wait(60)
+        assert in_child(lambda: Store(path).delete("step_0")) == 0
+        gate.open()
+        pending.wait()
+    assert_steps(local.inner, {1})
+    assert open_store(local.inner).objects.newest().seq == 3
+
+
+def test_listings_are_stale(local: FaultyBackend) -> None:
+    """The newest root is found all the same, and takes go on from there."""
+    with local.during(Fault(stale(), "names", times=None)) as (fault,):
+        assert open_store(local).objects.newest().seq == 1
+        for step in range(1, 6):
+            take(open_store(local.inner), step)
+        store = open_store(local)
+        assert store.objects.newest().seq == 6
+        take(store, 6)
+    assert fault.struck
+    assert_steps(local.inner, set(range(7)))
+
+
+def test_writes_become_visible_late(local: FaultyBackend) -> None:
+    """Up to the sync they may; no root names what is not there."""
+    store = open_store(local)
+    with local.during(Fault(hold(), "write", times=None)) as (fault,):
+        take(store, 1)
+    assert fault.struck
+    assert_steps(local.inner, {0, 1})
+
+
+@pytest.mark.parametrize("act", [flip(), flip(4001), short(0), short(100)])
+@pytest.mark.parametrize("keys", ["packs/*", "index/*", "roots/*", "casnap.json"])
+def test_what_is_read_is_not_what_was_written(
+    local: FaultyBackend, keys: str, act: Act, cache_dir: Path
+) -> None:
+    """A typed error or the right bytes, never others."""
+    damaged = 0
+    for times in (1, None):
+        for k in itertools.count():
+            shutil.rmtree(cache_dir, ignore_errors=True)
+            with local.during(Fault(act, READS, keys, skip=k, times=times)) as (fault,):
+                try:
+                    assert_holds(open_store(local)["step_0"], 0)
+                except (DamagedError, NotAStoreError, UnsupportedFormatError):
+                    damaged += 1
+            if not fault.struck:
+                break
+        assert k
+    assert damaged
+    assert_steps(local.inner, {0})
+
+
+# --- crashes ----------------------------------------------------------------------------------
+
+
+def lost(how: int) -> bool | Callable[[str], bool]:
+    """Return which changes that were not synced a crash of the machine loses."""
+    if how < 2:
+        return bool(how)
+    chance = random.Random(how)
+    return lambda key: chance.random() < 0.5
+
+
+@pytest.mark.parametrize("moment", [lambda act: act, after], ids=["before", "after"])
+@pytest.mark.parametrize("how", range(3))
+def test_a_crash_at_each_call(tmp_path: Path, how: int, moment: Callable[[Act], Act]) -> None:
+    """What was committed is whole, and whoever comes next needs no repair."""
+    # In a child, since the threads of the dead have nobody to end them.
+    assert in_child(lambda: crash_at_each_call(str(tmp_path), lost(how), moment)) == 0
+
+
+def crash_at_each_call(
+    name: str, losing: bool | Callable[[str], bool], moment: Callable[[Act], Act]
+) -> None:
+    for k in itertools.count():
+        inner = MemoryBackend(f"{name}/{k}")
+        take(open_store(inner, chunk_size=CHUNK), 0)
+        take(open_store(inner), 1)
+        backend = FaultyBackend(inner)
+        store = open_store(backend)
+        backend.faults.append(Fault(moment(crash(losing_unsynced=losing)), skip=k))
+        try:
+            store.delete("step_0")
+            take(store, 2)
+        except Crash:
+            pass
+        else:
+            break
+        found = {s.metadata.user["step"] for s in open_store(inner).snapshots()}
+        assert {1} <= found <= {0, 1, 2}
+        assert found & {0, 2} != {0, 2}
+        for step in (3, 4):
+            take(open_store(inner), step)
+        assert_steps(inner, found | {3, 4})
+    assert k > 20
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_faults_at_random(tmp_path: Path, seed: int) -> None:
+    """Takes and deletes, some of which fail: what is told to have happened has."""
+    chance = random.Random(seed)
+    inner = MemoryBackend(f"{tmp_path}")
+    backend = FaultyBackend(inner)
+    store = open_store(backend, chunk_size=CHUNK)
+    acts: list[tuple[Act, tuple[str, ...], str]] = [
+        *((act, COMMITTING, "*") for act in (fail(), lose_answer(), repeat())),
+        *((act, READS, "*") for act in (short(50), flip(77))),
+        (fail(FileNotFoundError), READS, "packs/*"),
+    ]
+    steps: set[int] = set()
+    for step in range(12):
+        faults = [
+            Fault(act, names, keys, times=None, chance=0.02, seed=chance.getrandbits(32))
+            for act, names, keys in acts
+        ]
+        with backend.during(*faults):
+            try:
+                take(store, step)
+                steps.add(step)
+                if chance.random() < 0.3:
+                    gone = chance.choice(sorted(steps))
+                    steps.discard(gone)
+                    store.delete(f"step_{gone}")
+            except CasnapError:
+                # It may have happened, or not.
+                steps = {s.metadata.user["step"] for s in open_store(inner).snapshots()}
+        assert_steps(inner, steps)

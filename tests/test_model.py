@@ -1,0 +1,145 @@
+"""The protocol of commits and collections, with every interleaving of a few processes.
+
+`tests/model` explains the model; ``python -m tests.model`` prints all counts and traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from tests.model.explorer import explore
+from tests.model.protocol import CommitModel
+from tests.model.records import State
+from tests.model.rules import Rule
+from tests.model.scenarios import BREAKS, HOLDS, HOLDS_LONG, IMPLIED, Scenario
+
+
+def search(scenario: Scenario) -> None:
+    model = scenario.model(reduced=True)
+    found = explore(model)
+    print(found)
+    assert found.violation is None, str(found)
+    assert scenario.happens <= model.happened, "the scenario does not show what it is for"
+
+
+@pytest.mark.parametrize("title", HOLDS)
+def test_the_protocol_holds_in_every_state(title: str) -> None:
+    search(HOLDS[title])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("title", HOLDS_LONG)
+def test_the_protocol_holds_in_every_state_of_a_larger_search(title: str) -> None:
+    search(HOLDS_LONG[title])
+
+
+@pytest.mark.parametrize(
+    ("rules", "scenario", "expected"),
+    BREAKS,
+    ids=["-".join(rule.name for rule in rules) for rules, _, _ in BREAKS],
+)
+def test_without_a_rule_the_protocol_breaks(
+    rules: tuple[Rule, ...], scenario: Scenario, expected: str
+) -> None:
+    found = explore(scenario.model(rules, reduced=False))
+    print(found)
+    assert found.violation is not None, f"nothing happens when {rules} are dropped"
+    assert found.violation.startswith(expected), str(found)
+
+
+def test_every_rule_is_dropped_somewhere() -> None:
+    alone = {rules[0] for rules, _, _ in BREAKS if len(rules) == 1}
+    assert alone | {rule for rule, _ in IMPLIED} == set(Rule)
+
+
+@pytest.mark.parametrize(
+    ("rule", "scenario"), IMPLIED, ids=[f"{rule.name}-{n}" for n, (rule, _) in enumerate(IMPLIED)]
+)
+def test_what_other_rules_make_up_for(rule: Rule, scenario: Scenario) -> None:
+    found = explore(scenario.model([rule], reduced=True))
+    assert found.violation is None, str(found)
+
+
+class Recording(CommitModel):
+    """Notes every newest root together with who is done and who gave up."""
+
+    def violation(self, state: State) -> str | None:
+        outcomes = tuple(p.at for p in state.processes if p.at in ("done", "fenced"))
+        self.__dict__.setdefault("roots_seen", set()).add((state.newest, outcomes))
+        return super().violation(state)
+
+
+@pytest.mark.parametrize("title", ["take", "lost answers", "late puts"])
+def test_the_reduction_loses_no_root(title: str) -> None:
+    scenario, seen = HOLDS[title], []
+    for reduced in (True, False):
+        model = Recording(
+            scenario.root,
+            scenario.specs,
+            scenario.roots,
+            lost_answers=scenario.lost_answers,
+            late_puts=scenario.late_puts,
+            reduced=reduced,
+        )
+        assert explore(model).violation is None
+        seen.append(model.__dict__["roots_seen"])
+    assert seen[0] == seen[1]
+
+
+def test_a_trace_tells_the_whole_story() -> None:
+    found = explore(HOLDS["take"].model([Rule.MARK_AGAIN], reduced=False))
+    assert found.trace == [
+        "T1 bases itself on root 1, relies on a in P@0, will write c",
+        "T1 writes pack T1@1=c",
+        "D reads root 1, drafts root 2 without old",
+        "D puts root 2: snapshots -; listed P@0=ab",
+        "T1 reads root 2, drafts root 3",
+        "T1 writes segment T1/segment2@1",
+        "C1 marks in root 2, would condemn P@0",
+        "T1 puts root 3: snapshots t1=ac; listed P@0=ab, T1@1=c",
+        "C1 loses number 3",
+        "C1 marks in root 3, would condemn P@0",
+        "C1 puts root 4: snapshots t1=ac; listed P@0=ab, T1@1=c; condemned P@0 at 4",
+    ]
+
+
+class Counter(NamedTuple):
+    value: int = 0
+    read: tuple[int | None, int | None] = (None, None)
+    done: tuple[bool, bool] = (False, False)
+
+
+class LostUpdate:
+    """Two processes that add one to a number, without a lock: the search itself is tested."""
+
+    def initial(self) -> Counter:
+        return Counter()
+
+    def steps(self, state: Counter) -> Iterator[tuple[str, Counter]]:
+        for i in (0, 1):
+            read, done = list(state.read), list(state.done)
+            seen = read[i]
+            if seen is None:
+                read[i] = state.value
+                yield f"{i} reads", Counter(state.value, (read[0], read[1]), state.done)
+            elif not done[i]:
+                done[i] = True
+                yield f"{i} writes", Counter(seen + 1, state.read, (done[0], done[1]))
+
+    def violation(self, state: Counter) -> str | None:
+        return "an update is lost" if all(state.done) and state.value < 2 else None
+
+
+def test_the_search_finds_a_shortest_trace() -> None:
+    found = explore(LostUpdate())
+    assert found.violation == "an update is lost"
+    assert found.trace == ["0 reads", "1 reads", "0 writes", "1 writes"]
+
+
+def test_the_search_stops_at_its_bound() -> None:
+    with pytest.raises(MemoryError, match="more than 3 states"):
+        explore(LostUpdate(), at_most=3)
