@@ -317,7 +317,8 @@ class _Collector:
             condemned |= dict.fromkeys(doomed, seq)
             lost = b"".join(d for d in split_digests(root.lost) if d not in found_again)
             new: Root | None = root
-            if condemned != root.condemned or lost != root.lost:
+            # After a root of the future nothing would ever seem old: one of our time follows it.
+            if condemned != root.condemned or lost != root.lost or root.time > time.time() + _SKEW:
                 new = succeed(self._backend, root, condemned=condemned, lost=lost)
             if new is not None:
                 self.report.repacked_packs += len(doomed & sparse)
@@ -384,7 +385,8 @@ class _Collector:
         """
         if self._options.grace == 0:
             return root.seq + 1
-        wanted = {*root.condemned.values(), *(base_of(ident) + 1 for ident in unnamed)}
+        bases = {base_of(ident) + 1 for ident in unnamed}
+        wanted = {root.seq, *root.condemned.values(), *bases}
         seqs = sorted(seq for seq in wanted if root.fence < seq <= root.seq)
         grace = self._options.grace
         old = bisect_left(seqs, True, key=lambda seq: self._files.age_of(seq) < grace)

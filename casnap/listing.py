@@ -25,6 +25,7 @@ from casnap.objects import Objects, Want
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15
+_MAX_OFFSET = 1 << 62
 _CODECS = frozenset(Codec)
 
 
@@ -156,4 +157,5 @@ def is_possible(place: Place) -> bool:
     """Whether anything can lie at a place, before memory is taken for it."""
     if place.codec == Codec.RAW and place.raw != place.stored:
         return False
-    return place.codec in _CODECS and max(place.stored, place.raw) <= MAX_NODE_BYTES
+    sizes_fit = max(place.stored, place.raw) <= MAX_NODE_BYTES and place.offset < _MAX_OFFSET
+    return place.codec in _CODECS and sizes_fit

@@ -192,6 +192,11 @@ class Survey:
         self._packs(None)
         self._snapshots()
 
+    @property
+    def hidden(self) -> bool:
+        """Whether parts of the trees cannot be read, so that what they need is not known."""
+        return bool(self.unreadable) or any(self.needed[digest] < 0 for digest in self.lost)
+
     def whole_places(self, digest: Digest) -> list[Place]:
         """Return the places of a digest that are not known as bad."""
         places = self.listing.places(digest)
@@ -319,8 +324,10 @@ class Survey:
         self._walk()
         for damage in self.damages:
             if damage.digest and not damage.hurts:
-                whole = self.whole_places(Digest(bytes.fromhex(damage.digest)))
-                damage.message += "; another copy is whole" if whole else "; nothing needs it"
+                if self.whole_places(Digest(bytes.fromhex(damage.digest))):
+                    damage.message += "; another copy is whole"
+                elif not self.hidden:
+                    damage.message += "; nothing needs it"
 
     def _walk(self) -> None:
         ref = self.root.table

@@ -235,7 +235,8 @@ def _unlink_abandoned(path: Path, min_age: float) -> int:
         return 0
     try:
         found = os.fstat(fd)
-        if time.time() - found.st_mtime < min_age or not _lock(fd):
+        # A time in the future says nothing; the lock does.
+        if 0 <= time.time() - found.st_mtime < min_age or not _lock(fd):
             return 0
         path.unlink(missing_ok=True)
         # A second name means that it was linked into place: nothing is freed.

@@ -94,7 +94,8 @@ def _print_counts(uri: str, found: CheckReport) -> None:
         click.echo("the structure was checked; --data reads every byte as well")
     else:
         seed = "" if found.seed is None else f" (--seed {found.seed})"
-        click.echo(f"{size(found.read_bytes)} were read and verified{seed}")
+        what = f"{size(found.read_bytes)} of {size(found.stored_bytes)}"
+        click.echo(f"{what} were read and verified{seed}")
     left = found.orphan_bytes + found.temporary_bytes
     if left:
         click.echo(

@@ -1,0 +1,78 @@
+"""``casnap repair``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from casnap.cli.check import document_of, print_damages
+from casnap.cli.output import emit, json_option, progress, safe
+from casnap.cli.places import open_store
+from casnap.repair import RepairReport
+
+
+@click.command()
+@click.argument("store", required=False)
+@click.option("--from", "sources", multiple=True, help="Where to look for what is lost.")
+@click.option("--dry-run", is_flag=True, help="Change nothing.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@json_option
+def repair(
+    store: str | None, sources: tuple[str, ...], dry_run: bool, yes: bool, as_json: bool
+) -> None:
+    """Save what can be saved of a damaged store; exit with status 1 if anything stays lost.
+
+    Every byte is read. Lost parts of the index are made anew from the packs, and what is whole
+    in damaged packs is copied out of them. What is nowhere whole is looked for in --from: other
+    casnap stores, and files or folders of .safetensors, .pt, .pth, .bin, .ckpt and .npy. Nothing
+    is deleted: `casnap gc` does that later.
+    """
+    place = open_store(store)
+    uri = place.objects.backend.uri
+    if not yes and not dry_run:
+        if not sys.stdin.isatty():
+            raise click.UsageError("there is no terminal to ask on; pass --yes to repair")
+        if not click.confirm(f"Repair {safe(uri)}?", err=True):
+            raise click.exceptions.Exit(1)
+    with progress("reading", of_bytes=True) as report:
+        done = place.repair(sources=sources, progress=report, dry_run=dry_run)
+    if as_json:
+        emit({"store": uri, **_document(done)})
+    else:
+        _print(uri, done)
+    if not done.ok:
+        raise click.exceptions.Exit(1)
+
+
+def _document(done: RepairReport) -> dict[str, Any]:
+    lists = {key: list(map(document_of, getattr(done, key))) for key in ("found", "remaining")}
+    return {"ok": done.ok, **vars(done), **lists}
+
+
+def _print(uri: str, done: RepairReport) -> None:
+    if not done.found:
+        click.echo(f"{safe(uri)}: no damage found")
+        return
+    for why in done.skipped:
+        click.echo(f"skipped: {safe(why)}", err=True)
+    steps = {
+        "unreadable index segments replaced": done.dropped_segments,
+        "packs entered in the index again": done.adopted_packs,
+        "damaged packs replaced": done.replaced_packs,
+        "chunks saved from damaged packs": done.saved_chunks,
+        "lost chunks found elsewhere": done.healed_chunks,
+        "condemned packs rescued": done.rescued_packs,
+    }
+    for what, count in steps.items():
+        if count:
+            click.echo(f"{what}: {count:,}")
+    if any(damage.object.startswith("roots/") for damage in done.found):
+        click.echo("older roots are damaged (see `casnap check`): that hurts nobody")
+    if done.ok:
+        click.echo("nothing would stay lost" if done.dry_run else "everything is whole")
+        return
+    click.echo("what may stay lost:" if done.dry_run else "what stays lost:")
+    print_damages(done.remaining)
+    click.echo("a take of the same bytes, or --from with a copy of them, heals what is lost")

@@ -1,0 +1,141 @@
+"""The tensors in files of other formats, as bytes: what is lost in a store may stand there."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from casnap.buffers import view_at
+from casnap.digest import Digest, digest_of
+from casnap.errors import DamagedError
+from casnap.grid import grid_of
+
+_MOST_HEADER = 100 << 20
+_ITEM_SIZES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+
+
+class Found(NamedTuple):
+    """A tensor of a file: its shape, the bytes of an element, and all its bytes, row-major."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    raw: memoryview
+
+
+class _Described(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def chunks_in(
+    path: Path, chunk_size: int, sizes: Collection[int], skipped: Callable[[str], None]
+) -> Iterator[tuple[Digest, memoryview]]:
+    """Yield the chunks that the tensors of some files would have in a store.
+
+    Args:
+        path: A file, or a folder of them; others than tensors' are passed over.
+        chunk_size: That of the store.
+        sizes: Which lengths of chunks are of interest; empty for all.
+        skipped: Told of each file that cannot be read.
+    """
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    for file in files:
+        read = _READERS.get(file.suffix)
+        if read is None or not file.is_file():
+            continue
+        try:
+            for found in read(file):
+                yield from _cut(found, chunk_size, sizes)
+        except Exception as e:  # noqa: BLE001 - any file may lie there, and others may help
+            skipped(f"{file} cannot be read: {e}")
+
+
+def _cut(
+    found: Found, chunk_size: int, sizes: Collection[int]
+) -> Iterator[tuple[Digest, memoryview]]:
+    if found.itemsize > chunk_size:
+        return
+    at = 0
+    for nbytes in grid_of(found.shape, found.itemsize, chunk_size).sizes():
+        if not sizes or nbytes in sizes:
+            raw = found.raw[at : at + nbytes]
+            yield digest_of(raw), raw
+        at += nbytes
+
+
+def _safetensors(file: Path) -> Iterator[Found]:
+    with file.open("rb") as stream:
+        # Unmapped when the last view of it is gone.
+        whole = memoryview(mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ))
+    yield from _described(whole)
+
+
+def _described(whole: memoryview) -> Iterator[Found]:
+    size = int.from_bytes(whole[:8], "little")
+    if size > min(_MOST_HEADER, len(whole) - 8):
+        raise DamagedError("its header is longer than it may be")
+    header = msgspec.json.decode(bytes(whole[8 : 8 + size]), type=dict[str, Any])
+    header.pop("__metadata__", None)
+    for tensor in msgspec.convert(header, dict[str, _Described]).values():
+        itemsize = _ITEM_SIZES.get(tensor.dtype)
+        start, stop = (8 + size + offset for offset in tensor.data_offsets)
+        if itemsize is None:
+            continue
+        fits = 8 + size <= start <= stop <= len(whole) and min(tensor.shape, default=0) >= 0
+        if not fits or prod(tensor.shape) * itemsize != stop - start:
+            raise DamagedError("its header does not fit its length")
+        yield Found(tensor.shape, itemsize, whole[start:stop])
+
+
+def _numpy(file: Path) -> Iterator[Found]:
+    import numpy as np
+
+    array = np.load(file, mmap_mode="r", allow_pickle=False)
+    little = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
+    yield Found(
+        array.shape, array.dtype.itemsize, memoryview(little.reshape(-1).view(np.uint8).data)
+    )
+
+
+def _torch(file: Path) -> Iterator[Found]:
+    import torch
+
+    load = partial(torch.load, map_location="cpu", weights_only=True)  # noqa: TID251
+    try:
+        state = load(file, mmap=True)
+    except RuntimeError:  # the format of before torch 1.6 cannot be mapped
+        state = load(file)
+    pending, seen = [state], set()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if value.layout == torch.strided and not value.is_quantized and value.numel():
+                tensor = value.detach().resolve_conj().resolve_neg().contiguous()
+                raw = view_at(tensor.data_ptr(), tensor.nbytes)
+                yield Found(tuple(tensor.shape), tensor.element_size(), raw)
+        elif isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, list | tuple | set):
+            pending += value
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Found]]] = {
+    ".safetensors": _safetensors,
+    ".npy": _numpy,
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _torch),
+}

@@ -1,0 +1,428 @@
+"""Saving what can be saved of a damaged store.
+
+Nothing is changed in place, and nothing is deleted: a repair writes packs and segments of what is
+whole, and puts a root that names them in place of the damaged ones. So it may be killed at any
+moment, repeated, and run beside takes: one that relied on a damaged pack starts again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from casnap.backends import backend_at
+from casnap.buffers import shared_pool
+from casnap.codec import Codec
+from casnap.digest import Digest, digest_of
+from casnap.errors import (
+    BackendError,
+    CasnapError,
+    DamagedError,
+    UnsupportedFormatError,
+)
+from casnap.format import CONFIG_KEY, PackId, Place, Record, Root, Segment, pack_key
+from casnap.heal import chunks_in
+from casnap.index import View
+from casnap.inventory import Inventory
+from casnap.listing import bad_records, is_possible, read_footer
+from casnap.objects import Objects, ReadOptions, Want
+from casnap.pack import CHUNKS, NODES, PackWriter, moved_place, new_id
+from casnap.pipeline import Crew, undisturbed
+from casnap.roots import succeed
+from casnap.segments import added, rewritten
+from casnap.survey import Damage, Progress, Survey, damaged_roots
+
+# One reader: the other buffers of the pool are for what is written.
+_READ = ReadOptions(budget=1)
+
+
+@dataclass
+class RepairReport:
+    """What a repair did, or with ``dry_run`` would do.
+
+    Attributes:
+        dry_run: Whether nothing was changed.
+        found: What was wrong.
+        remaining: What could not be repaired, with all that it hurts; with ``dry_run`` also what
+            may turn out to be needed once the index and the trees can be read again.
+        root: The number of the newest root.
+        dropped_segments: Index segments that could not be read.
+        adopted_packs: Packs that no segment listed, and that were entered again.
+        replaced_packs: Damaged packs whose whole chunks were copied.
+        saved_chunks: How many chunks and nodes were copied out of these.
+        healed_chunks: How many that were lost were found in a source.
+        rescued_packs: Condemned packs that were needed, and were taken back.
+        skipped: Sources, and files in them, that could not be used, and why.
+    """
+
+    dry_run: bool = False
+    found: list[Damage] = field(default_factory=list)
+    remaining: list[Damage] = field(default_factory=list)
+    root: int = -1
+    dropped_segments: int = 0
+    adopted_packs: int = 0
+    replaced_packs: int = 0
+    saved_chunks: int = 0
+    healed_chunks: int = 0
+    rescued_packs: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is whole now."""
+        return not self.remaining
+
+
+def repair(
+    objects: Objects,
+    *,
+    sources: Sequence[str | os.PathLike[str]] = (),
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> RepairReport:
+    """Repair a store; takes may go on meanwhile.
+
+    Args:
+        objects: The store.
+        sources: Where else to look for what is lost: casnap stores, files or folders of tensors.
+        progress: Told the bytes that were read, and are to be read.
+        dry_run: Change nothing.
+
+    Raises:
+        DamagedError: The newest root cannot be read.
+        BackendError: Something can neither be read nor be called damaged.
+    """
+    unknown = objects.config.unknown_to_writers()
+    if unknown:
+        raise UnsupportedFormatError(
+            f"to repair {objects.backend.uri} needs features that this casnap lacks: "
+            f"{', '.join(sorted(unknown))}; update casnap"
+        )
+    return undisturbed(lambda crew: _Repair(objects, sources, dry_run, crew).run(progress))
+
+
+class _Salvage:
+    """Chunks and nodes that are written to new packs.
+
+    Args:
+        objects: The store.
+        crew: Whom the background threads belong to.
+        base: The root that the packs are named under.
+        codec: How they are stored.
+    """
+
+    def __init__(self, objects: Objects, crew: Crew, base: int, codec: Codec) -> None:
+        pool = shared_pool(objects.config.chunk_size + (64 << 10))
+        folder = new_id(base)[-1:]
+        self._writers = [
+            PackWriter(objects.backend, base, folder, kind, pool, crew, codec)
+            for kind in (CHUNKS, NODES)
+        ]
+        self._fillers = [writer.filler() for writer in self._writers]
+        self._base = base
+
+    def add(self, digest: Digest, raw: memoryview, *, is_node: bool) -> None:
+        """Keep a chunk or node that was verified."""
+        self._fillers[is_node].add_known([(digest, raw)])
+
+    def segment(self, root: Root) -> Segment:
+        """Return the segment of all packs, under names that the fence of a root has not passed.
+
+        Raises:
+            FileNotFoundError: A collector has deleted them.
+        """
+        for filler, writer in zip(self._fillers, self._writers, strict=True):
+            filler.seal()
+            writer.finish()
+        if root.fence > self._base:
+            for writer in self._writers:
+                writer.move(root.seq)
+            self._base = root.seq
+        packs = tuple(pack for writer in self._writers for pack in writer.packs)
+        return Segment(packs, [record for writer in self._writers for record in writer.records])
+
+    def close(self) -> None:
+        """Give memory back."""
+        for filler, writer in zip(self._fillers, self._writers, strict=True):
+            filler.seal()
+            writer.close()
+
+
+class _Repair:
+    def __init__(
+        self, objects: Objects, sources: Sequence[str | os.PathLike[str]], dry_run: bool, crew: Crew
+    ) -> None:
+        self._objects = objects
+        self._sources = sources
+        self._crew = crew
+        self._salvage: _Salvage | None = None
+        self._found: set[Digest] = set()
+        self._healed: set[Digest] = set()
+        self._foreseen: set[Digest] = set()
+        self.report = RepairReport(dry_run=dry_run)
+
+    def run(self, progress: Progress | None) -> RepairReport:
+        self._survey = survey = Survey(self._objects)
+        survey.run(share=1.0, progress=progress)
+        self._refuse_unreadable()
+        # What is wrong with older roots is history, and harms nothing.
+        older = damaged_roots(self._objects.backend, survey.root.seq)
+        self.report.found = [*older, *survey.damages]
+        try:
+            if self.report.dry_run:
+                self._adopt()
+                self._mend()
+            else:
+                while self._adopt() or self._mend():
+                    survey.again()
+                    self._refuse_unreadable()
+                self.report.remaining = survey.damages
+        except BaseException as e:
+            self._crew.fail(e)
+            raise
+        finally:
+            self._let_go()
+        self.report.root = survey.root.seq
+        return self.report
+
+    def _refuse_unreadable(self) -> None:
+        """Refuse to give up what may be readable again tomorrow."""
+        for damage in self._survey.damages:
+            if damage.kind == "unreadable" and not damage.digest:
+                raise BackendError(
+                    f"{self._objects.backend.uri}/{damage.object}: {damage.message}; nothing was "
+                    "repaired. Make it readable, or delete it if it is broken, then repair again"
+                )
+
+    def _let_go(self) -> None:
+        if self._salvage is not None:
+            self._salvage.close()
+        self._salvage, self._found, self._healed = None, set(), set()
+
+    # --- packs that no segment lists ---
+
+    def _adopt(self) -> bool:
+        """Enter packs again that no readable segment lists, where that is of use."""
+        survey = self._survey
+        if not survey.unreadable and not survey.lost:
+            return False
+        packs = {pack: records for pack, records in self._orphans() if records}
+        if not packs:
+            return False
+        self.report.adopted_packs += len(packs)
+        if self.report.dry_run:
+            self._foreseen = {digest for records in packs.values() for digest, _ in records}
+            return True
+        self.report.dropped_segments += len(survey.unreadable)
+        while not self._enter(packs):
+            pass
+        return True
+
+    def _orphans(self) -> Iterator[tuple[PackId, list[Record]]]:
+        """Yield the packs to adopt, and what is whole in each."""
+        survey = self._survey
+        seen: set[bytes] = set()
+        for ident in sorted(Inventory(self._objects.backend).packs - set(survey.listing.packs)):
+            pack = PackId(ident)
+            footer = self._footer(pack)
+            wanted = {d for d, _ in footer if not survey.whole_places(d)}
+            if not survey.unreadable:
+                wanted &= survey.lost
+            # A repair that was killed may have left a copy of the same pack.
+            content = digest_of(b"".join(digest for digest, _ in footer))
+            if not wanted or content in seen:
+                continue
+            bad = {(d, p) for d, p, _ in bad_records(self._objects, footer, lambda n: None)}
+            whole = [record for record in footer if record not in bad]
+            if wanted.intersection(digest for digest, _ in whole):
+                seen.add(content)
+                yield pack, whole
+
+    def _footer(self, pack: PackId) -> list[Record]:
+        backend = self._objects.backend
+        try:
+            size = backend.size(pack_key(pack))
+            footer = read_footer(backend, pack, size)
+        except FileNotFoundError:  # collected meanwhile
+            return []
+        except (DamagedError, BackendError) as e:
+            if self._survey.unreadable:
+                self._skip(f"{pack_key(pack)} is in no segment: {e}")
+            return []
+        return [(d, p) for d, p in footer if is_possible(p) and p.offset + p.stored <= size]
+
+    def _enter(self, packs: dict[PackId, list[Record]]) -> bool:
+        """Put a root that lists these packs, under new names; whether its number was free."""
+        root = self._objects.newest()
+        moved: dict[PackId, PackId] = {}
+        for pack in packs:
+            # A collector may be deleting the old name.
+            to = PackId(new_id(root.seq)[:-1] + pack[-1:])
+            try:
+                self._objects.backend.copy(pack_key(pack), pack_key(to))
+            except FileNotFoundError:
+                continue
+            moved[pack] = to
+        records = [(d, moved_place(p, moved)) for pack in moved for d, p in packs[pack]]
+        segment = Segment(tuple(moved.values()), records)
+        segments = added(self._objects, self._readable(root), segment, root.seq)
+        return succeed(self._objects.backend, root, segments=segments) is not None
+
+    def _readable(self, root: Root) -> View:
+        """Return the index by those segments of a root that can be read."""
+        refs = tuple(ref for ref in root.segments if ref not in self._survey.unreadable)
+        return self._objects.index.view(msgspec.structs.replace(root, segments=refs))
+
+    # --- damaged packs, and what is lost ---
+
+    def _mend(self) -> bool:
+        """Put a root of what is whole in place of what is damaged; whether to look again."""
+        survey, root = self._survey, self._survey.root
+        damaged = frozenset(survey.hurt_packs)
+        if not self._save(damaged):
+            return True
+        self._heal()
+        lost = self._lost() - self._found
+        gone = survey.rescued | damaged
+        changes = {
+            "condemned": {p: c for p, c in root.condemned.items() if p not in gone},
+            "lost": b"".join(sorted(lost)),
+        }
+        if self.report.dry_run:
+            self._foresee(lost - self._foreseen)
+            self._count(damaged)
+            return False
+        news = self._salvage or damaged or survey.unreadable
+        if not news and all(getattr(root, key) == value for key, value in changes.items()):
+            return False
+        segments = rewritten(self._objects, self._readable(root), damaged)
+        if self._salvage is not None:
+            rest = msgspec.structs.replace(root, segments=segments)
+            try:
+                segment = self._salvage.segment(root)
+            except FileNotFoundError:
+                self._let_go()
+                return True
+            segments = added(self._objects, self._objects.index.view(rest), segment, root.seq)
+        if succeed(self._objects.backend, root, segments=segments, **changes) is not None:
+            self._count(damaged)
+            self._let_go()
+        return True
+
+    def _foresee(self, lost: set[Digest]) -> None:
+        """Say what would remain: what is lost, or may be, where it is not known what is needed."""
+        survey = self._survey
+        damages = [d for digest in survey.lost & lost for d in survey.trouble(digest)]
+        if survey.hidden:
+            packs = [d for d in survey.damages if d.object.startswith("packs/")]
+            damages += [d for d in packs if d.digest or d.kind in ("missing", "cut off")]
+        self.report.remaining = list(dict.fromkeys(damages))
+
+    def _count(self, damaged: frozenset[PackId]) -> None:
+        report, survey = self.report, self._survey
+        report.dropped_segments += len(survey.unreadable)
+        report.replaced_packs += len(damaged)
+        report.rescued_packs += len(survey.rescued - damaged)
+        report.saved_chunks += len(self._found - self._healed)
+        report.healed_chunks += len(self._healed)
+
+    def _lost(self) -> set[Digest]:
+        survey = self._survey
+        lost = set(survey.lost)
+        if survey.hidden:
+            # What is below a lost node is not known: it stays lost until it is found.
+            lost.update(d for d in survey.known_lost if not survey.whole_places(d))
+        return lost
+
+    def _save(self, damaged: frozenset[PackId]) -> bool:
+        """Copy what is whole in damaged packs, unless it is whole in another one.
+
+        Returns:
+            Whether all of it was whole still.
+        """
+        survey, whole = self._survey, True
+        safe = set(survey.listing.packs) - survey.root.condemned.keys() - damaged
+        for pack in sorted(damaged):
+            found = []
+            for digest, place in survey.listing.of_pack(pack):
+                places = survey.whole_places(digest)
+                if place in places and not any(p.pack in safe for p in places):
+                    found.append((place, [Want(digest, -1, partial(self._keep, digest), "")]))
+            if self.report.dry_run:
+                self._found.update(wants[0].digest for _, wants in found)
+                continue
+            for place, wants, why in self._objects.read_places(found, _READ):
+                survey.note_bad(wants[0].digest, place, why)
+                whole = False
+        return whole
+
+    def _keep(self, digest: Digest, raw: memoryview) -> None:
+        """Write a chunk or node, which was verified, to a new pack; once."""
+        if digest in self._found:
+            return
+        self._found.add(digest)
+        if self.report.dry_run:
+            return
+        if self._salvage is None:
+            records = [
+                r for pack in self._survey.hurt_packs for r in self._survey.listing.of_pack(pack)
+            ]
+            compressed = any(place.codec == Codec.ZSTD for _, place in records)
+            codec = Codec.ZSTD if compressed else Codec.RAW
+            self._salvage = _Salvage(self._objects, self._crew, self._survey.root.seq, codec)
+        self._salvage.add(digest, raw, is_node=self._survey.needed.get(digest) == -1)
+
+    # --- sources ---
+
+    def _heal(self) -> None:
+        """Look for what is lost elsewhere."""
+        for digest in self._missing():
+            node = self._objects.index.node(digest)
+            if node is not None:
+                self._heal_one(digest, memoryview(node))
+        for source in self._sources:
+            try:
+                uri = os.fspath(source)
+                if "://" in uri or (Path(uri) / CONFIG_KEY).exists():
+                    self._heal_from_store(Objects(backend_at(uri)))
+                else:
+                    self._heal_from_files(Path(uri))
+            except CasnapError as e:
+                self._skip(f"{source}: {e}")
+
+    def _missing(self) -> set[Digest]:
+        return self._lost() - self._found - self._foreseen
+
+    def _heal_one(self, digest: Digest, raw: memoryview) -> None:
+        self._keep(digest, raw)
+        self._healed.add(digest)
+
+    def _heal_from_store(self, other: Objects) -> None:
+        listing = Survey(other).listing
+        found: list[tuple[Place, list[Want]]] = []
+        for digest in self._missing():
+            want = Want(digest, -1, partial(self._heal_one, digest), "")
+            found += [(p, [want]) for p in listing.places(digest) if is_possible(p)]
+        other.read_places(found, _READ)
+
+    def _heal_from_files(self, path: Path) -> None:
+        if not path.exists():
+            self._skip(f"{path} does not exist")
+        needed = self._survey.needed
+        missing = {digest for digest in self._missing() if needed.get(digest) != -1}
+        # Of what stands below a lost node not even the length is known.
+        sizes = set() if missing - needed.keys() else {needed[digest] for digest in missing}
+        if missing:
+            chunk_size = self._objects.config.chunk_size
+            for digest, raw in chunks_in(path, chunk_size, sizes, self._skip):
+                if digest in missing:
+                    self._heal_one(digest, raw)
+
+    def _skip(self, why: str) -> None:
+        if why not in self.report.skipped:
+            self.report.skipped.append(why)
