@@ -177,7 +177,8 @@ class Transaction:
     def _after(self, m: Root, change: Callable[[Tree[Row], int], Changes]) -> Root:
         """Return the root to put after ``m``, all that it names being written."""
         latest = self._objects.index.view(m)
-        if not all(pack in latest.live or pack in m.condemned for pack in self._relied):
+        # What is condemned is listed still, and comes back by this commit.
+        if not self._relied <= latest.packs:
             raise FencedError(_PASSED)
         table = self._objects.tree(m.table, Row)
         new_table = table.edited(change(table, m.seq + 1), self._put_table_node)

@@ -66,10 +66,13 @@ class ReadOptions(NamedTuple):
         budget: The most bytes of buffers; at least one chunk is always read. None for no bound
             but that of the pool.
         prepare: Called with each buffer from the pool before it is used.
+        readers: The most threads, each with a buffer of the pool: fewer than there are, where the
+            sinks take buffers too.
     """
 
     budget: int | None = None
     prepare: Callable[[Slot], None] | None = None
+    readers: int = SLOTS
 
 
 DEFAULT_READ = ReadOptions()
@@ -255,9 +258,8 @@ class Objects:
         if total <= _SMALL_BYTES:
             buffer = memoryview(bytearray(most))
             return [bad for read in reads for bad in self._read_run(read, buffer)]
-        threads = min(
-            len(reads), _readers(), SLOTS if how.budget is None else max(1, how.budget // most)
-        )
+        affordable = SLOTS if how.budget is None else max(1, how.budget // most)
+        threads = min(len(reads), _readers(), affordable, how.readers)
         failed: list[tuple[Place, list[Want], str]] = []
         with Crew() as crew:
             source = Shared(reads, crew)

@@ -18,7 +18,7 @@ from casnap.pipeline import Crew
 
 _log = logging.getLogger("casnap")
 # Two readers: the other buffers of the pool are for what is written.
-_READ = ReadOptions(budget=48 << 20)
+_READ = ReadOptions(readers=2)
 _BATCH_BYTES = 1 << 30
 
 Report = Callable[[int], None]

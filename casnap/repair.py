@@ -37,8 +37,8 @@ from casnap.roots import succeed
 from casnap.segments import added, rewritten
 from casnap.survey import Damage, Progress, Survey, damaged_roots
 
-# One reader: the other buffers of the pool are for what is written.
-_READ = ReadOptions(budget=1)
+# One reader: packs are filled from one thread, out of the other buffers of the pool.
+_READ = ReadOptions(readers=1)
 
 
 @dataclass
