@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import struct
 import threading
+import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -30,6 +32,13 @@ _FACT = struct.Struct("<16sQIIBI")
 _WRITING = "writing-"
 _MAP_SIZES = (64 << 30, 1 << 30)
 _LOCK_BYTES = 8192
+# Seconds to wait for other writers: what has to be remembered, and what only saves time.
+_PATIENCE, _LITTLE = 30.0, 1.0
+_POLL = 0.002
+
+
+class BusyError(OSError):
+    """Another process writes to the cache, and does not come to an end."""
 
 
 class Facts(ABC):
@@ -126,11 +135,13 @@ class LmdbFacts(Facts):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._pid = os.getpid()
+        self._busy = False
         self._env = _open_environment(folder)
-        self._segments = self._env.open_db(b"segments")
-        self._places = self._env.open_db(b"places", dupsort=True)
-        self._nodes = self._env.open_db(b"nodes")
-        self._notes = self._env.open_db(b"notes")
+        with self._turn(_PATIENCE):
+            self._segments = self._env.open_db(b"segments")
+            self._places = self._env.open_db(b"places", dupsort=True)
+            self._nodes = self._env.open_db(b"nodes")
+            self._notes = self._env.open_db(b"notes")
 
     def usable(self) -> bool:
         """Whether this is the process that opened it: LMDB does not survive a fork."""
@@ -152,7 +163,7 @@ class LmdbFacts(Facts):
         """Remember a segment, in one transaction."""
         joined = b"".join(packs)
         facts = sorted((d, _fact(d, p)) for d, p in records)
-        with self._writing() as txn:
+        with self._writing(_PATIENCE) as txn:
             with txn.cursor(self._places) as cursor:
                 cursor.putmulti(facts, dupdata=False)
             txn.put(
@@ -184,7 +195,7 @@ class LmdbFacts(Facts):
 
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
         """Keep nodes."""
-        with self._writing() as txn, txn.cursor(self._nodes) as cursor:
+        with self._writing(_LITTLE) as txn, txn.cursor(self._nodes) as cursor:
             cursor.putmulti(sorted(nodes))
 
     def note(self, key: bytes) -> bytes | None:
@@ -197,18 +208,47 @@ class LmdbFacts(Facts):
 
     def keep_note(self, key: bytes, text: bytes) -> None:
         """Keep a note."""
-        with self._writing() as txn:
+        with self._writing(_LITTLE) as txn:
             txn.put(key, struct.pack("<I", zlib.crc32(key + text)) + text, db=self._notes)
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[lmdb.Transaction]:
+    def _writing(self, patience: float) -> Iterator[lmdb.Transaction]:
         mark = self.folder / f"{_WRITING}{os.getpid()}"
+        with self._turn(0 if self._busy else patience):
+            try:
+                mark.touch()
+                with self._env.begin(write=True) as txn:
+                    yield txn
+            finally:
+                mark.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _turn(self, patience: float) -> Iterator[None]:
+        """Wait for the turn to write, but not for ever: LMDB would, for a process that is stopped.
+
+        Raises:
+            BusyError: Somebody else writes for longer than that.
+        """
+        fd = os.open(self.folder / "turn", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        end = time.monotonic() + patience
         try:
-            mark.touch()
-            with self._env.begin(write=True) as txn:
-                yield txn
+            while not self._try_lock(fd):
+                if time.monotonic() >= end:
+                    self._busy = True
+                    raise BusyError(f"another process has been writing for {patience:g} s")
+                time.sleep(_POLL)
+            self._busy = False
+            yield
         finally:
-            mark.unlink(missing_ok=True)
+            os.close(fd)
+
+    @staticmethod
+    def _try_lock(fd: int) -> bool:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def _u32(data: bytes) -> int:

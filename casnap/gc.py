@@ -135,7 +135,12 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
                 progress(what, done, total)
 
         collector = _Collector(objects, options, tell)
-        collector.run()
+        try:
+            collector.run()
+        except StorageFullError as e:
+            raise StorageFullError(
+                f"{e}. With --grace 0 and without copying (--repack 0%), some kB are enough"
+            ) from e
         return collector.report
 
     report = undisturbed(work)

@@ -19,7 +19,7 @@ import lmdb
 from casnap.backends.base import Backend
 from casnap.digest import Digest
 from casnap.errors import DamagedError
-from casnap.facts import Facts, LmdbFacts, MemoryFacts, facts_for
+from casnap.facts import BusyError, Facts, LmdbFacts, MemoryFacts, facts_for
 from casnap.format import (
     PackId,
     Place,
@@ -91,6 +91,8 @@ class Index:
 
     def refreshed(self, view: View, root: Root) -> View:
         """Return a view that believes nothing but the store: what the cache said was not so."""
+        if isinstance(view.facts, LmdbFacts):
+            view.facts.delete()
         self._replaced(view.facts, root)
         return self.view(root)
 
@@ -114,15 +116,15 @@ class Index:
             if not isinstance(facts, LmdbFacts):
                 raise
             _log.warning("the cache %s failed (%s); the index is kept in memory", facts.folder, e)
+            if not isinstance(e, BusyError):
+                facts.delete()
         facts = self._replaced(facts, root)
         return facts, ask(facts)
 
     def _replaced(self, failed: Facts, root: Root) -> Facts:
-        """Return facts in memory that hold all segments of a root, and delete a failed cache."""
+        """Return facts in memory that hold all segments of a root."""
         with self._replacing:
             if self._facts is failed or self._facts is None:
-                if isinstance(failed, LmdbFacts):
-                    failed.delete()
                 fresh: Facts = MemoryFacts()
             else:
                 fresh = self._facts

@@ -139,7 +139,9 @@ class Marks:
         self.missing |= nowhere
 
     def _segments(self) -> Iterator[tuple[tuple[PackId, ...], Iterator[RawRecord]]]:
-        for ref in self.root.segments:
+        segments = self.root.segments
+        for done, ref in enumerate(segments):
+            self._progress("reading the index", done, len(segments))
             yield segment_records(*self._objects.index.sealed(SegmentId(ref.id)))
 
     def places_of(self, digests: Collection[bytes]) -> Iterator[Placed]:

@@ -10,7 +10,7 @@ from casnap.codec import Codec
 from casnap.commit import Transaction
 from casnap.digest import Digest
 from casnap.errors import DamagedError
-from casnap.format import PackId
+from casnap.format import PackId, Root
 from casnap.index import View
 from casnap.marks import Marks
 from casnap.objects import Objects, ReadOptions, Want
@@ -106,7 +106,7 @@ def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict
 
         wants = (Want(digest, -1, partial(sink, digest), "") for digest in to_copy)
         try:
-            _fetch_what_is_whole(objects, wants)
+            _fetch_what_is_whole(objects, wants, transaction.base.root)
             transaction.publish(lambda table, seq: {})
             return transaction.placed()
         except BaseException as e:
@@ -116,10 +116,13 @@ def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict
             transaction.close()
 
 
-def _fetch_what_is_whole(objects: Objects, wants: Iterator[Want]) -> None:
+def _fetch_what_is_whole(objects: Objects, wants: Iterator[Want], root: Root) -> None:
     try:
         objects.fetch(wants, _READ)
     except DamagedError as e:
+        if objects.newest() != root:
+            # Another collector has moved it, so it is to be marked again.
+            raise
         _log.warning("some of what a pack holds cannot be copied out of it, so it stays: %s", e)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from casnap import Store
+from casnap.facts import LmdbFacts
 from tests.faults import CHUNK, app_state, assert_holds, assert_store, in_child, start, take, wait
 
 
@@ -125,6 +126,26 @@ def test_a_file_for_the_folder_of_a_cache(store: Path, cache_dir: Path) -> None:
     shutil.rmtree(folder)
     folder.write_text("in the way")
     use(store, 3)
+
+
+def test_a_process_that_stands_still_while_it_writes_holds_nobody_up(
+    store: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stand_still() -> None:
+        facts = Store(store).objects.index.facts
+        assert isinstance(facts, LmdbFacts)
+        with facts._writing(1.0):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    monkeypatch.setattr("casnap.facts._PATIENCE", 0.1)
+    monkeypatch.setattr("casnap.facts._LITTLE", 0.1)
+    stopped = start(stand_still)
+    os.waitpid(stopped, os.WUNTRACED)
+    use(store, 3)
+    assert data_of(cache_dir).exists()
+    os.kill(stopped, signal.SIGCONT)
+    assert wait(stopped) == 0
+    use(store, 4)
 
 
 def test_a_cache_of_another_boot(store: Path, cache_dir: Path) -> None:
