@@ -147,6 +147,10 @@ class LmdbFacts(Facts):
         """Whether this is the process that opened it: LMDB does not survive a fork."""
         return self._pid == os.getpid()
 
+    def nbytes(self) -> int:
+        """Return the bytes that it takes up."""
+        return _nbytes(self._env)
+
     def delete(self) -> None:
         """Delete the files; whoever uses them goes on with what they have open."""
         _remove(self.folder)
@@ -343,8 +347,12 @@ def _reserve(lock: Path) -> None:
 
 def _cut_short(env: lmdb.Environment, folder: Path) -> bool:
     """Whether the file ends before its last page: to touch what is missing would be fatal."""
-    pages = env.info()["last_pgno"] + 1
-    return (folder / "data.mdb").stat().st_size < pages * env.stat()["psize"]
+    return (folder / "data.mdb").stat().st_size < _nbytes(env)
+
+
+def _nbytes(env: lmdb.Environment) -> int:
+    pages: int = env.info()["last_pgno"] + 1
+    return pages * int(env.stat()["psize"])
 
 
 _open: dict[Path, LmdbFacts] = {}

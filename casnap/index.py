@@ -33,6 +33,8 @@ from casnap.format import (
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")
+# A cache has some 220 bytes a record, tree nodes included.
+_CACHE_BYTES, _BYTES_A_RECORD = 1 << 30, 1024
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Index:
         self._store_id = store_id
         self._facts: Facts | None = None
         self._replacing = threading.Lock()
+        self._looked_at_size = False
 
     @property
     def facts(self) -> Facts:
@@ -86,6 +89,7 @@ class Index:
             DamagedError: A segment is missing or damaged.
         """
         facts, segments = self._asked(self.facts, root, lambda facts: self._learn_all(facts, root))
+        self._shed(facts, root)
         packs = frozenset(chain.from_iterable(segments.values()))
         return View(root, segments, packs, packs - root.condemned.keys(), facts)
 
@@ -95,6 +99,21 @@ class Index:
             view.facts.delete()
         self._replaced(view.facts, root)
         return self.view(root)
+
+    def _shed(self, facts: Facts, root: Root) -> None:
+        """Delete a cache most of which must be of what was collected since; once for a store.
+
+        Nothing is ever removed from it one by one. Who has it open goes on with what it has, and
+        the next one makes it anew.
+        """
+        if self._looked_at_size or not isinstance(facts, LmdbFacts):
+            return
+        self._looked_at_size = True
+        if facts.nbytes() > _CACHE_BYTES + _BYTES_A_RECORD * sum(
+            ref.count for ref in root.segments
+        ):
+            _log.info("the cache %s has outgrown its store, and is made anew", facts.folder)
+            facts.delete()
 
     def _learn_all(self, facts: Facts, root: Root) -> dict[SegmentId, tuple[PackId, ...]]:
         segments: dict[SegmentId, tuple[PackId, ...]] = {}

@@ -148,6 +148,20 @@ def test_a_process_that_stands_still_while_it_writes_holds_nobody_up(
     use(store, 4)
 
 
+def test_a_cache_that_has_outgrown_its_store_is_made_anew(
+    store: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sign = data_of(cache_dir).parent / "sign"
+    sign.touch()
+    use(store, 3)
+    assert sign.exists()
+    monkeypatch.setattr("casnap.index._CACHE_BYTES", 0)
+    monkeypatch.setattr("casnap.index._BYTES_A_RECORD", 100)
+    use(store, 4)
+    assert not sign.exists()
+    use(store, 5)
+
+
 def test_a_cache_of_another_boot(store: Path, cache_dir: Path) -> None:
     boot = data_of(cache_dir).parent / "boot"
     boot.write_text("another boot")
