@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from casnap.errors import StateError
+
 PAGE = 4096
 SLOT_BYTES = 48 << 20
 SLOTS = 6
@@ -30,7 +32,10 @@ class Slot:
 
     def __init__(self, nbytes: int) -> None:
         # Private: after a fork, parent and child must not write into each other's slots.
-        self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as e:
+            raise StateError(f"there is no memory for a buffer of {nbytes:,} bytes: {e}") from e
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._memory)

@@ -11,6 +11,7 @@ from casnap.digest import DIGEST_SIZE, Digest
 from casnap.errors import DamagedError, EntryNotFoundError, SnapshotNotFoundError
 from casnap.format import (
     INLINE_BYTES,
+    LIST_DIGESTS,
     MAX_DEPTH,
     Entry,
     Manifest,
@@ -201,12 +202,18 @@ class Contents:
         joined = bytearray()
         try:
             for digest in split_digests(digests):
-                joined += self.objects.node(digest)
+                joined += self._list(digest)
                 if len(joined) > DIGEST_SIZE * most:
                     break
         except DamagedError as e:
             raise DamagedError(f"{e}; hurt: {path}", (path,)) from e
         return bytes(joined)
+
+    def _list(self, digest: Digest) -> bytes:
+        listed = self.objects.node(digest)
+        if len(listed) > DIGEST_SIZE * LIST_DIGESTS:
+            raise DamagedError(f"the list {digest.hex()} is longer than a list may be")
+        return listed
 
 
 def split_digests(digests: bytes) -> list[Digest]:

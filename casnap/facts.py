@@ -35,6 +35,7 @@ _LOCK_BYTES = 8192
 # Seconds to wait for other writers: what has to be remembered, and what only saves time.
 _PATIENCE, _LITTLE = 30.0, 1.0
 _POLL = 0.002
+_NODES_BYTES = 128 << 20
 
 
 class BusyError(OSError):
@@ -84,6 +85,7 @@ class MemoryFacts(Facts):
         self._segments: dict[SegmentId, tuple[PackId, ...]] = {}
         self._places: dict[Digest, list[Place]] = {}
         self._nodes: dict[Digest, bytes] = {}
+        self._nodes_bytes = 0
         self._notes: dict[bytes, bytes] = {}
 
     def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
@@ -111,8 +113,13 @@ class MemoryFacts(Facts):
         return self._nodes.get(digest)
 
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
-        """Keep nodes."""
-        self._nodes.update(nodes)
+        """Keep nodes, and let go those that were kept first where they become too many."""
+        for digest, node in nodes:
+            if digest not in self._nodes:
+                self._nodes[digest] = node
+                self._nodes_bytes += len(node)
+        while self._nodes_bytes > _NODES_BYTES:
+            self._nodes_bytes -= len(self._nodes.pop(next(iter(self._nodes))))
 
     def note(self, key: bytes) -> bytes | None:
         """Return a kept note."""
@@ -137,6 +144,7 @@ class LmdbFacts(Facts):
         self._pid = os.getpid()
         self._busy = False
         self._env = _open_environment(folder)
+        self._inode = _inode(folder)
         with self._turn(_PATIENCE):
             self._segments = self._env.open_db(b"segments")
             self._places = self._env.open_db(b"places", dupsort=True)
@@ -152,8 +160,12 @@ class LmdbFacts(Facts):
         return _nbytes(self._env)
 
     def delete(self) -> None:
-        """Delete the files; whoever uses them goes on with what they have open."""
-        _remove(self.folder)
+        """Delete the files; whoever uses them goes on with what they have open.
+
+        Unless they are not there any more: then these are somebody else's, and new.
+        """
+        if _inode(self.folder) == self._inode:
+            _remove(self.folder)
 
     def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
         """Return the packs of a learned segment."""
@@ -343,6 +355,13 @@ def _reserve(lock: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def _inode(folder: Path) -> int | None:
+    try:
+        return (folder / "data.mdb").stat().st_ino
+    except OSError:
+        return None
 
 
 def _cut_short(env: lmdb.Environment, folder: Path) -> bool:

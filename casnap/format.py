@@ -23,7 +23,7 @@ KNOWN_FEATURES: frozenset[str] = frozenset()
 
 DEFAULT_CHUNK_SIZE = 1 << 20
 MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 64 << 10, 64 << 20
-MAX_NODE_BYTES = 256 << 20
+MAX_NODE_BYTES = 64 << 20
 MAX_ROOT_BYTES = 64 << 20
 MAX_METADATA_BYTES = 64 << 10
 MAX_PATH_CHARS = 1 << 20
@@ -367,8 +367,7 @@ def segment_records(data: bytes, what: str) -> tuple[tuple[PackId, ...], Iterato
         what: Its name, for messages.
 
     Returns:
-        The packs and the records. A segment of a million records takes 61 MB, and several times
-        that once it is decoded; so it is not where one record after the other will do.
+        The packs and the records; a million records decoded at once would take some 400 MB.
 
     Raises:
         DamagedError: It is not what was written.
@@ -384,6 +383,11 @@ def segment_records(data: bytes, what: str) -> tuple[tuple[PackId, ...], Iterato
         PackId(bytes(body[i : i + ID_SIZE])) for i in range(_SEGMENT_HEAD.size, start, ID_SIZE)
     )
     return packs, _checked_records(body[start:], n_packs, what)
+
+
+def segment_count(data: bytes) -> int:
+    """Return how many records a sealed segment says that it has; -1 where it says nothing."""
+    return _SEGMENT_HEAD.unpack_from(data, 8)[1] if len(data) >= 8 + _SEGMENT_HEAD.size else -1
 
 
 def _checked_records(body: memoryview, n_packs: int, what: str) -> Iterator[RawRecord]:
@@ -491,6 +495,6 @@ def check_name(name: str) -> str:
         problem = f"has the component {MARKER!r}, which the store uses itself"
     if problem:
         raise InvalidNameError(
-            f"the snapshot name {name!r} {problem}; choose another, like 'run1/step_100'"
+            f"the snapshot name {name!r:.200} {problem}; choose another, like 'run1/step_100'"
         )
     return clean

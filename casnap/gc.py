@@ -28,12 +28,12 @@ from casnap.errors import (
     StoreError,
     UnsupportedFormatError,
 )
-from casnap.format import PackId, Root, pack_key
+from casnap.format import PackId, Root, pack_key, root_key
 from casnap.index import View
 from casnap.inventory import Inventory, base_of
 from casnap.marks import Marks, Progress
 from casnap.objects import Objects
-from casnap.pipeline import Crew, give_way, undisturbed
+from casnap.pipeline import Crew, gently, undisturbed
 from casnap.repack import repack, sparse_packs
 from casnap.roots import succeed
 from casnap.segments import Rewriting, rewrite
@@ -125,8 +125,6 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
     _check_allowed(objects, options)
 
     def work(crew: Crew) -> GcReport:
-        give_way()
-
         def tell(what: str, done: int, total: int) -> None:
             if crew.error is not None:
                 # Somebody interrupted us, and what is done so far will do.
@@ -172,6 +170,7 @@ class _Collector:
         self._files = Inventory(objects.backend)
         self._clean: Root | None = None
         self._rewriting: Rewriting | None = None
+        self._foreseen: set[PackId] = set()
         self._lacks_space = False
         self.report = GcReport(dry_run=options.dry_run)
 
@@ -217,7 +216,8 @@ class _Collector:
             if not self._options.dry_run:
                 self._delete_orphans(view)
             return
-        marks = Marks(self._objects, root, self._progress)
+        # Others go first; but not where a race for the next root is on.
+        marks = gently(lambda: Marks(self._objects, root, self._progress))
         self._check_missing(marks)
         report = self.report
         report.snapshots, report.live_chunks = marks.snapshots, marks.count
@@ -227,7 +227,8 @@ class _Collector:
         if self._options.dry_run:
             report.repacked_packs = len(sparse)
             report.copied_bytes = sum(marks.uses[pack].live for pack in sparse)
-            self._note_condemned(doomed.union(sparse), marks.rescue)
+            self._foreseen = doomed.union(sparse)
+            self._note_condemned(self._foreseen, marks.rescue)
             return
         # What an earlier run could not finish: that takes no space, and may give what is wanted.
         self._delete_orphans(view)
@@ -236,7 +237,7 @@ class _Collector:
             total = sum(marks.uses[pack].live for pack in sparse)
             copies = repack(self._objects, marks, view, sparse, self._counted(total))
             try:
-                for found in copies:
+                while (found := gently(lambda: next(copies, None))) is not None:
                     proven |= found
             except StorageFullError:
                 # What is wholly dead can go all the same.
@@ -254,6 +255,7 @@ class _Collector:
             r.snapshots, r.live_chunks, r.live_bytes, r.lost_chunks = found
         except (msgspec.DecodeError, TypeError, ValueError):
             return False
+        self._clean = root
         return True
 
     def _note_clean(self, root: Root) -> None:
@@ -313,7 +315,8 @@ class _Collector:
             required |= fresh & contents.keys()
             for digest in required:
                 # A copy that another collector has condemned meanwhile is none.
-                if proven.get(digest) not in view.live - doomed:
+                elsewhere = proven.get(digest)
+                if elsewhere not in view.live or elsewhere in doomed:
                     doomed.difference_update(contents[digest])
             rescued = marks.rescue & root.condemned.keys()
             seq = root.seq + 1
@@ -353,11 +356,15 @@ class _Collector:
         if self._options.dry_run:
             self._foresee(root, going, orphans)
             return True
-        segments = None if self._rewriting is None else self._rewriting.applied(root, going)
+        # Ours no longer, until it is known that no root names what was written.
+        rewriting, self._rewriting = self._rewriting, None
+        segments = None if rewriting is None else rewriting.applied(root, going)
         if segments is None:
-            self._discard_rewriting()
-            self._rewriting = rewrite(self._objects, view, going)
-            segments = self._rewriting.applied(root, going)
+            if rewriting is not None:
+                rewriting.discard(self._objects)
+            rewriting = gently(lambda: rewrite(self._objects, view, going))
+            segments = rewriting.applied(root, going)
+        assert rewriting is not None
         assert segments is not None
         if not going and not orphans and segments == root.segments:
             return True
@@ -366,22 +373,17 @@ class _Collector:
         try:
             new = succeed(self._backend, root, fence=raised, condemned=kept, segments=segments)
         except StorageFullError:
-            self._discard_rewriting()
+            rewriting.discard(self._objects)
             raise
         if new is None:
+            self._rewriting = rewriting
             return False
-        self._rewriting = None
         if root == self._clean:
             self._note_clean(new)
-        self.report.fence = raised if raised > root.fence else None
+        if raised > root.fence:
+            self.report.fence = raised
         self.report.merged_segments += len(root.segments) - len(segments)
         return True
-
-    def _discard_rewriting(self) -> None:
-        """Delete segments that no root names, nor will."""
-        rewriting, self._rewriting = self._rewriting, None
-        if rewriting is not None:
-            rewriting.discard(self._objects)
 
     def _fence(self, root: Root, unnamed: Iterable[bytes]) -> int:
         """Return the greatest number that the grace lets the fence be raised to.
@@ -401,6 +403,9 @@ class _Collector:
         """Delete what no root names, and none ever will: it was written before the fence."""
         unnamed = self._files.unnamed(view)
         orphans = {key: i for key, i in unnamed.items() if base_of(i) < view.root.fence}
+        if orphans:
+            # Whoever has put it: what does not name them must not be lost any more.
+            self._backend.sync(root_key(view.root.seq))
         self._note_deleted(orphans)
         self.report.freed_bytes += self._files.delete(orphans, self._progress)
         self.report.freed_bytes += self._backend.tidy(self._options.grace)
@@ -417,7 +422,10 @@ class _Collector:
 
     def _foresee(self, root: Root, going: frozenset[PackId], orphans: dict[str, bytes]) -> None:
         """Note what would be freed."""
+        doomed = root.condemned.keys() | self._foreseen
+        if self._options.grace == 0:
+            going = going.union(self._foreseen)
         keys = [*orphans, *map(pack_key, going)]
         self._note_deleted(keys)
         self.report.freed_bytes = self._files.size_of(keys)
-        self._note_waiting(root.condemned.keys() - going)
+        self._note_waiting(doomed - going)

@@ -27,7 +27,9 @@ from casnap.format import (
     Root,
     Segment,
     SegmentId,
+    SegmentRef,
     decode_segment,
+    segment_count,
     segment_key,
 )
 
@@ -121,7 +123,7 @@ class Index:
             ident = SegmentId(ref.id)
             known = facts.packs_of(ident)
             if known is None:
-                content = self.segment(ident)
+                content = self.segment(ref)
                 known = content.packs
                 facts.learn(ident, known, content.records)
             segments[ident] = known
@@ -152,26 +154,32 @@ class Index:
             self._facts = fresh
             return fresh
 
-    def segment(self, segment: SegmentId) -> Segment:
+    def segment(self, ref: SegmentRef) -> Segment:
         """Read a segment from the store.
 
         Raises:
             DamagedError: It is missing or damaged.
         """
-        return decode_segment(*self.sealed(segment))
+        return decode_segment(*self.sealed(ref))
 
-    def sealed(self, segment: SegmentId) -> tuple[bytes, str]:
+    def sealed(self, ref: SegmentRef) -> tuple[bytes, str]:
         """Read the bytes of a segment from the store; return them, and its name for messages.
 
         Raises:
-            DamagedError: It is missing.
+            DamagedError: It is missing, or another one than the root says.
         """
-        key = segment_key(segment)
+        key = segment_key(ref.id)
         what = f"{self._backend.uri}/{key}"
         try:
-            return self._backend.read(key), what
+            data = self._backend.read(key)
         except FileNotFoundError:
             raise DamagedError(f"the index segment {what} is missing; see `casnap check`") from None
+        count = segment_count(data)
+        if count != ref.count:
+            raise DamagedError(
+                f"the index segment {what} has {count} records, not {ref.count}; see `casnap check`"
+            )
+        return data, what
 
     def find(
         self, view: View, digests: list[Digest], *, to_rely: bool = False

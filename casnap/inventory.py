@@ -83,13 +83,18 @@ class Inventory:
         return sum(sizes)
 
     def _time_of(self, seq: int) -> float:
-        try:
-            return read_root(self._backend, seq).time
-        except FileNotFoundError:
-            raise DamagedError(
-                f"{self._backend.uri}/{root_key(seq)} is missing, though roots are never removed; "
-                "see `casnap check`"
-            ) from None
+        """Return the time of a root; if it cannot be read, of the next one that can."""
+        while True:
+            try:
+                return read_root(self._backend, seq).time
+            except DamagedError:
+                # History, which harms nothing: that it seems younger costs patience alone.
+                seq += 1
+            except FileNotFoundError:
+                raise DamagedError(
+                    f"{self._backend.uri}/{root_key(seq)} is missing, though roots are never "
+                    "removed; see `casnap check`"
+                ) from None
 
     def age_of(self, seq: int) -> float:
         """Return how long ago a root was put, in seconds, by its clock and ours.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import islice
+from itertools import islice, zip_longest
 from operator import ge
 from typing import Any, Generic, TypeVar
 
@@ -94,14 +94,23 @@ class Tree(Generic[V]):
         self._load = load
         self._decoder = _decoder(value_type)
         self._leaves: dict[Digest, list[tuple[str, V]]] = {}
+        self._claims: dict[bytes, tuple[str, int, str | None]] = {}
         self.children: list[tuple[str, bytes, int]] = []
         if top is None:
             return
         node = self._node(top)
         if isinstance(node, Branch):
             self.children = node.children
-            if any(len(c[1]) != DIGEST_SIZE or c[2] < 1 for c in self.children):
+            if any(
+                len(digest) != DIGEST_SIZE or not 0 < count <= _MOST_ITEMS
+                for _, digest, count in self.children
+            ):
                 raise DamagedError(f"tree node {top.hex()} lists what is no leaf")
+            ends = [first for first, _, _ in self.children[1:]]
+            self._claims = {
+                digest: (first, count, end)
+                for (first, digest, count), end in zip_longest(self.children, ends)
+            }
         elif node.items:
             self._leaves[top] = node.items
             self.children = [(node.items[0][0], top, len(node.items))]
@@ -124,8 +133,16 @@ class Tree(Generic[V]):
             if isinstance(node, Branch):
                 raise DamagedError(f"tree node {digest.hex()} is a list where a leaf should be")
             items = node.items
+            self._check_claim(digest, items)
             self._leaves = {digest: items}
         return items
+
+    def _check_claim(self, digest: Digest, items: list[tuple[str, V]]) -> None:
+        """Check that a leaf is what the list says: else an edit would write what nobody reads."""
+        first, count, end = self._claims[digest]
+        fits = len(items) == count and items[0][0] == first
+        if not fits or (end is not None and items[-1][0] >= end):
+            raise DamagedError(f"tree node {digest.hex()} is not the leaf that it is listed as")
 
     def __len__(self) -> int:
         return sum(count for _, _, count in self.children)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from casnap.format import PackId, RawRecord, Root, Row, SegmentId, segment_records
+from casnap.format import PackId, RawRecord, Root, Row, segment_records
 from casnap.objects import Objects
 from casnap.references import MANIFEST, TABLE, digest_in, is_node, walk
 
@@ -142,7 +142,7 @@ class Marks:
         segments = self.root.segments
         for done, ref in enumerate(segments):
             self._progress("reading the index", done, len(segments))
-            yield segment_records(*self._objects.index.sealed(SegmentId(ref.id)))
+            yield segment_records(*self._objects.index.sealed(ref))
 
     def places_of(self, digests: Collection[bytes]) -> Iterator[Placed]:
         """Yield all places of some digests, as the segments of the root have them."""

@@ -44,7 +44,9 @@ _GAP = 64 << 10
 _READ_BYTES = 16 << 20
 _BULK_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20
+_NODES_BYTES = 32 << 20
 _MAX_OFFSET = 1 << 62
+_NOWHERE = "is in no pack of the index"
 
 Sink = Callable[[memoryview], None]
 """Takes the verified bytes of a chunk; called from any thread, must copy what it keeps."""
@@ -154,24 +156,23 @@ class Objects:
         self.fetch([Want(digest, -1, lambda raw: found.append(bytes(raw)), "")])
         return self._keep(digest, found[0])
 
-    def nodes(self, digests: list[Digest]) -> dict[Digest, bytes]:
-        """Return several nodes, verified; what is not cached is read together.
+    def cache_nodes(self, digests: list[Digest]) -> None:
+        """Read together those nodes that are not cached, so that :meth:`node` finds them there.
 
         Raises:
-            DamagedError: Some are nowhere, or nowhere whole.
+            DamagedError: Some are nowhere whole.
         """
-        found: dict[Digest, bytes] = {}
-        wants: list[Want] = []
-        for digest in digests:
-            cached = self.index.node(digest)
-            if cached is None:
-                wants.append(Want(digest, -1, partial(_keep_copy, found, digest), ""))
-            else:
-                found[digest] = cached
-        if wants:
-            self.fetch(wants)
-            self.index.keep_nodes([(want.digest, found[want.digest]) for want in wants])
-        return found
+        missing = [digest for digest in digests if self.index.node(digest) is None]
+        places = self.index.find(self.view(), missing) if missing else []
+        while missing:
+            found: dict[Digest, bytes] = {}
+            nbytes = 0
+            while missing and nbytes < _NODES_BYTES:
+                found[missing.pop()] = b""
+                place = places.pop()
+                nbytes += place.raw if place is not None else 0
+            self.fetch([Want(d, -1, partial(_keep_copy, found, d), "") for d in found])
+            self.index.keep_nodes(list(found.items()))
 
     def tree(self, ref: NodeRef | None, value_type: type[V]) -> Tree[V]:
         """Return the tree of a reference; an empty one for None."""
@@ -211,19 +212,22 @@ class Objects:
         """
         view = self.view()
         pending = iter(wants)
+        damaged: list[tuple[Want, str]] = []
         while window := list(islice(pending, _WINDOW)):
             failed = self._fetch(view, window, how)
             while failed and self.newest() != view.root:
                 # A collector may have moved things; as long as it does, we look again.
                 view = self.view()
                 failed = self._fetch(view, [w for w, _ in failed], how)
-            if failed:
+            if failed and not damaged:
                 # What we know of places may be wrong: ask the store itself, once.
                 view = self.index.refreshed(view, self.newest())
                 failed = self._fetch(view, [w for w, _ in failed], how)
-            if failed:
-                self.index.distrusted.update(w.digest for w, _ in failed)
-                raise _damaged(self.backend.uri, failed)
+            damaged += failed
+        if damaged:
+            # What lies nowhere will be stored anew in any case.
+            self.index.distrusted.update(w.digest for w, why in damaged if why != _NOWHERE)
+            raise _damaged(self.backend.uri, damaged)
 
     def _fetch(self, view: View, wants: list[Want], how: ReadOptions) -> list[tuple[Want, str]]:
         by_digest: dict[Digest, list[Want]] = {}
@@ -234,13 +238,17 @@ class Objects:
         places = self.index.find(view, list(by_digest))
         for same, place in zip(by_digest.values(), places, strict=True):
             if place is None:
-                failed += [(w, "is in no live pack") for w in same]
+                failed += [(w, _NOWHERE) for w in same]
             elif not _plausible(place, same[0], self.config.chunk_size):
                 failed += [(w, "has an impossible place in the index") for w in same]
             else:
                 found.append((place, same))
         for place, same, why in self.read_places(found, how):
-            others = [p for p in self.index.find_all(view, same[0].digest) if p != place]
+            others = [
+                p
+                for p in self.index.find_all(view, same[0].digest)
+                if p != place and _plausible(p, same[0], self.config.chunk_size)
+            ]
             if not any(self._read_one(p, same) for p in others):
                 failed += [(w, f"{why} (pack {place.pack.hex()})") for w in same]
         return failed
@@ -300,7 +308,8 @@ class Objects:
 
     def holds(self, place: Place, digest: Digest) -> bool:
         """Whether a chunk or node can be read, and proven, at this very place."""
-        return self._read_one(place, [Want(digest, -1, lambda raw: None, "")])
+        want = Want(digest, -1, lambda raw: None, "")
+        return _plausible(place, want, self.config.chunk_size) and self._read_one(place, [want])
 
     def _read_one(self, place: Place, wants: list[Want]) -> bool:
         """Whether a chunk could be handed over from this place."""

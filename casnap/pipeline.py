@@ -145,12 +145,20 @@ def undisturbed(work: Callable[[Crew], T]) -> T:
     return done[0]
 
 
-def give_way() -> None:
-    """Let others have the processor first, from this thread on and those that it starts."""
-    if sys.platform == "linux":
-        # On Linux each thread has a priority of its own, by its native id.
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+def gently(work: Callable[[], T]) -> T:
+    """Do some work on a thread that lets others have the processor first, and return its result.
+
+    So do the threads that it starts.
+    """
+
+    def gentle(_crew: Crew) -> T:
+        if sys.platform == "linux":
+            # Only there each thread has a priority of its own, by its native id.
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        return work()
+
+    return undisturbed(gentle)
 
 
 class Shared(Generic[T]):

@@ -12,7 +12,7 @@ from typing import Any
 from casnap.contents import split_digests
 from casnap.digest import DIGEST_SIZE, Digest
 from casnap.errors import DamagedError
-from casnap.format import MAX_DEPTH, Entry, Manifest, Row, decode, payload_of
+from casnap.format import LIST_DIGESTS, MAX_DEPTH, Entry, Manifest, Row, decode, payload_of
 from casnap.manifest import Load, Tree
 from casnap.objects import Objects
 
@@ -83,7 +83,8 @@ def _checked(reference: bytes, node: Digest) -> bytes:
 
 def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
     """Return the references of a list of digests: of chunks, or of lists of one depth less."""
-    if not 0 <= depth <= MAX_DEPTH or len(digests) % DIGEST_SIZE:
+    n, odd = divmod(len(digests), DIGEST_SIZE)
+    if not 0 <= depth <= MAX_DEPTH or odd or n > LIST_DIGESTS:
         raise DamagedError(f"tree node {node.hex()} holds a list of digests that is none")
     if depth == 0:
         return list[bytes](split_digests(digests))
@@ -109,9 +110,9 @@ def walk(
         # Some at once, so that what is not cached is read together.
         group = pending[-_TOGETHER:]
         del pending[-_TOGETHER:]
-        nodes = objects.nodes([digest_in(node) for node in group])
+        objects.cache_nodes([digest_in(node) for node in group])
         for node in group:
-            below = references(nodes.__getitem__, node)
+            below = references(objects.node, node)
             yield node, below
             new = [r for r in dict.fromkeys(below) if is_node(r) and r not in seen]
             seen.update(new)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from casnap.codec import Codec
@@ -20,6 +23,27 @@ _log = logging.getLogger("casnap")
 # Two readers: the other buffers of the pool are for what is written.
 _READ = ReadOptions(readers=2)
 _BATCH_BYTES = 1 << 30
+
+_turn = threading.Lock()
+
+
+def _free_turn_after_fork() -> None:
+    global _turn
+    _turn = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_free_turn_after_fork)
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Read chunks into buffers of the pool, and copy them into others of it.
+
+    Of two in one process that do so, each could hold the buffers that the other waits for.
+    """
+    with _turn:
+        yield
+
 
 Report = Callable[[int], None]
 """Told how many bytes have been copied since the last call, from any thread."""
@@ -97,17 +121,20 @@ def _proven_elsewhere(
 
 
 def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict[bytes, PackId]:
-    with Crew() as crew:
+    copied: list[int] = []
+    with one_at_a_time(), Crew() as crew:
         transaction = Transaction(objects, crew, _codec(objects, to_copy))
 
         def sink(digest: Digest, raw: memoryview) -> None:
             transaction.copy(digest, raw, is_node=to_copy[digest])
+            copied.append(len(raw))
             report(len(raw))
 
         wants = (Want(digest, -1, partial(sink, digest), "") for digest in to_copy)
         try:
             _fetch_what_is_whole(objects, wants, transaction.base.root)
-            transaction.publish(lambda table, seq: {})
+            if copied:
+                transaction.publish(lambda table, seq: {})
             return transaction.placed()
         except BaseException as e:
             crew.fail(e)

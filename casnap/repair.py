@@ -33,6 +33,7 @@ from casnap.listing import bad_records, is_possible, read_footer
 from casnap.objects import Objects, ReadOptions, Want
 from casnap.pack import CHUNKS, NODES, PackWriter, moved_place, new_id
 from casnap.pipeline import Crew, undisturbed
+from casnap.repack import one_at_a_time
 from casnap.roots import succeed
 from casnap.segments import added, rewritten
 from casnap.survey import Damage, Progress, Survey, damaged_roots
@@ -103,7 +104,8 @@ def repair(
             f"to repair {objects.backend.uri} needs features that this casnap lacks: "
             f"{', '.join(sorted(unknown))}; update casnap"
         )
-    return undisturbed(lambda crew: _Repair(objects, sources, dry_run, crew).run(progress))
+    with one_at_a_time():
+        return undisturbed(lambda crew: _Repair(objects, sources, dry_run, crew).run(progress))
 
 
 class _Salvage:

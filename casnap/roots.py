@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from casnap.backends.base import Backend
-from casnap.errors import BackendError, DamagedError, NotAStoreError, StorageFullError
+from casnap.digest import DIGEST_SIZE
+from casnap.errors import BackendError, DamagedError, NotAStoreError, StorageFullError, StoreError
 from casnap.format import ID_SIZE, MAX_ROOT_BYTES, Root, decode, encode, root_key, seal, unseal
 
 
@@ -81,11 +82,25 @@ def read_root(backend: Backend, seq: int) -> Root:
     if len(data) > MAX_ROOT_BYTES:
         raise DamagedError(f"{what} has {len(data)} bytes, more than a root may")
     root = decode(unseal(b"r", data, what), Root, what)
-    if root.seq != seq:
-        raise DamagedError(f"{what} says that it is root {root.seq}")
-    if any(len(ref.id) != ID_SIZE for ref in root.segments):
-        raise DamagedError(f"{what} names a segment by what is no id")
+    problem = _problem(root, seq)
+    if problem:
+        raise DamagedError(f"{what} {problem}")
     return root
+
+
+def _problem(root: Root, seq: int) -> str | None:
+    """Return what cannot be true of a root, if anything."""
+    if root.seq != seq or seq >= 1 << 48:
+        return f"says that it is root {root.seq}"
+    if any(len(ref.id) != ID_SIZE or not 0 <= ref.count < 1 << 32 for ref in root.segments):
+        return "names a segment by what is no id, or has no number of records"
+    if not 0 <= root.fence <= seq:
+        return f"has the fence {root.fence}"
+    if any(len(p) != ID_SIZE or not 0 <= at <= seq for p, at in root.condemned.items()):
+        return "condemns what is no pack, or from no root on"
+    if len(root.lost) % DIGEST_SIZE:
+        return "lists as lost what is no digest"
+    return None
 
 
 def succeed(backend: Backend, root: Root, **changes: Any) -> Root | None:
@@ -111,9 +126,18 @@ def put_root(backend: Backend, root: Root) -> bool:
     Whatever the backend answers, or if it fails, the root that stands there decides: an answer
     that was lost looks like a conflict with oneself.
     """
-    key = root_key(root.seq)
+    key, content = root_key(root.seq), seal(b"r", encode(root))
+    if len(content) > MAX_ROOT_BYTES:
+        raise StoreError(
+            f"{backend.uri}: the next root would have {len(content):,} bytes, more than "
+            f"{MAX_ROOT_BYTES:,}; too much is condemned, or lost, at once. Delete the snapshots "
+            "that `casnap check` says are hurt, or collect garbage with --grace 0"
+        )
+    if root.seq % 1000 == 0:
+        # It lies in another folder than the one before, which must not be lost if this is not.
+        backend.sync(root_key(root.seq - 1))
     try:
-        if backend.put_if_absent(key, seal(b"r", encode(root))):
+        if backend.put_if_absent(key, content):
             backend.sync()
             return True
     except Exception as e:  # noqa: BLE001 - whatever it was, what stands there decides
@@ -130,4 +154,7 @@ def put_root(backend: Backend, root: Root) -> bool:
                 f"{backend.uri}/{key} was put, but may be lost if the machine crashes: {full}"
             ) from full
         return ours
-    return read_root(backend, root.seq).commit == root.commit
+    there = _read_if_there(backend, root.seq)
+    if there is None:
+        raise DamagedError(f"{backend.uri}/{key} is taken, but cannot be read")
+    return there.commit == root.commit

@@ -118,7 +118,7 @@ def _written(
     new: list[Record],
 ) -> list[SegmentRef]:
     """Write some parts and segments as one; return the reference to it, if it lists any pack."""
-    parts = parts + [objects.index.sealed(SegmentId(ref.id)) for ref in refs]
+    parts = parts + [objects.index.sealed(ref) for ref in refs]
     content, packs, count = merged_segment(parts, without)
     if not packs:
         return []

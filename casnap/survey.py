@@ -230,9 +230,7 @@ class Survey:
             key = segment_key(SegmentId(ref.id))
             kind, why = "changed", ""
             try:
-                content = self.objects.backend.read(key)
-                merged_segment([(content, key)])
-                yield content, key
+                yield self._read_segment(ref, key), key
                 continue
             except FileNotFoundError:
                 kind, why = "missing", "an index segment is missing"
@@ -243,6 +241,12 @@ class Survey:
             damage = self.unreadable[ref] = self._damage(kind, key, why)
             # Until it is replaced no index can be read, though most of what it lists may be whole.
             damage.hurts[ALL] = None
+
+    def _read_segment(self, ref: SegmentRef, key: str) -> bytes:
+        content = self.objects.backend.read(key)
+        if merged_segment([(content, key)])[2] != ref.count:
+            raise DamagedError(f"{key} is another index segment than the root says")
+        return content
 
     # --- packs ---
 
@@ -285,7 +289,12 @@ class Survey:
                 raise
             self._hurt_pack(pack, "changed", f"{e}; its chunks may be whole")
             return
-        if not set(footer).issuperset(records):
+        end = max((place.offset + place.stored for _, place in footer), default=0)
+        written = end + len(footer) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
+        if size != written:
+            why = f"the pack has {size:,} bytes, not the {written:,} it was written with"
+            self._hurt_pack(pack, "changed", why)
+        elif not set(footer).issuperset(records):
             self._hurt_pack(pack, "changed", "the footer of the pack and the index disagree")
 
     def _hurt_pack(self, pack: PackId, kind: str, message: str) -> Damage:

@@ -128,7 +128,7 @@ def unmark(objects: Objects, names: Iterable[str]) -> None:
             # A table that somebody else wrote may name what is not below the store.
             objects.backend.mark(f"{check_name(name)}/{MARKER}", None)
         except (CasnapError, OSError) as e:
-            _log.warning("%s is deleted, but its marker file cannot be: %s", name, e)
+            _log.warning("%.200r is deleted, but its marker file cannot be: %.500s", name, e)
 
 
 def tagged(row: Row, tags: Iterable[str]) -> Row:

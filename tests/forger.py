@@ -6,10 +6,12 @@ import os
 import resource
 import signal
 import struct
+from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from casnap import StateDict, Store
@@ -29,6 +31,12 @@ class Forger:
         row: Fields of the snapshot's row to replace.
         root: Fields of the root to replace.
         places: Places to give in the index, by digest.
+        more: Further records of the index: digests and places.
+        rows: Further rows of the table, by name.
+        table: The digest of a table to give instead.
+        body: Changes the body of the segment before it is sealed.
+        footer: Changes the footer of the pack.
+        count: The number of records that the root claims of the segment, where that is a lie.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +47,14 @@ class Forger:
         self.row: dict[str, Any] = {}
         self.root: dict[str, Any] = {}
         self.places: dict[bytes, tuple[Any, ...]] = {}
+        self.more: list[tuple[bytes, tuple[Any, ...]]] = []
+        self.rows: dict[str, Any] = {}
+        self.table: bytes | None = None
+        self.body: Callable[[bytes], bytes] = bytes
+        self.footer: Callable[[bytes], bytes] = bytes
+        self.count: Any = None
         self._newest = store.objects.newest()
+        self._good = msgspec.to_builtins(store.row("good"), builtin_types=(bytes,))
         self._body = bytearray()
         self._records: list[tuple[Digest, Place]] = []
 
@@ -52,6 +67,16 @@ class Forger:
         self._body += stored
         self._records.append((digest_of(raw), place))
         return digest_of(raw)
+
+    @property
+    def good_packs(self) -> list[bytes]:
+        """The ids of the packs of the snapshot that is no lie."""
+        names = (path.name for path in (self.folder / "packs").rglob("?" * 32))
+        return [bytes.fromhex(name) for name in names]
+
+    def keep_good(self) -> None:
+        """Keep the snapshot that is no lie in the table."""
+        self.rows["good"] = self._good
 
     def tree(self, *items: Any) -> bytes:
         return self.add(encode(["l", list(items)]))
@@ -69,32 +94,45 @@ class Forger:
             "world_size": 1,
             "stats": stats,
         }
-        table = self.tree(["evil", row | self.row])
+        rows = sorted({"evil": row | self.row, **self.rows}.items())
+        table = self.table or self.tree(*map(list, rows))
         segment = b"\0" * 5 + b"\1" + os.urandom(10)
-        self._write(pack_key(self.pack), bytes(self._body) + pack_footer(b"p", self._records))
+        footer = pack_footer(b"p", self._records)
+        self._write(pack_key(self.pack), bytes(self._body) + self.footer(footer))
         self._write(segment_key(segment), self._segment())
+        count = len(self._records) + len(self.more) if self.count is None else self.count
         root = {
             "seq": self._newest.seq + 1,
             "commit": b"c" * 16,
             "time": 1.8e9,
             "fence": 0,
             "table": [table, None],
-            "segments": [*([s.id, s.count] for s in self._newest.segments), [segment, 9]],
+            "segments": [*([s.id, s.count] for s in self._newest.segments), [segment, count]],
             "condemned": {},
         }
         self._write(root_key(self._newest.seq + 1), seal(b"r", encode(root | self.root)))
 
     def _segment(self) -> bytes:
-        body = struct.pack("<IQ", 1, len(self._records)) + self.pack
-        for digest, p in sorted(self._records, key=itemgetter(0)):
-            fields = self.places.get(digest, (0, p.offset, p.stored, p.raw, p.codec))
-            body += struct.pack("<32sIQIIB", digest, *fields)
-        return seal(b"s", body)
+        records: list[tuple[bytes, tuple[Any, ...]]] = [
+            (d, self.places.get(d, (0, p.offset, p.stored, p.raw, p.codec)))
+            for d, p in self._records
+        ]
+        records = sorted(records + self.more, key=itemgetter(0))
+        body = struct.pack("<IQ", 1, len(records)) + self.pack
+        body += b"".join(struct.pack("<32sIQIIB", d, *fields) for d, fields in records)
+        return seal(b"s", self.body(body))
 
     def _write(self, key: str, content: bytes) -> None:
         path = self.folder / key
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
+
+
+def limit_memory() -> None:
+    """Let this process take :data:`MEMORY` more than it has, from now on."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def assert_refused(folder: Path, *, readable: bool = False) -> None:
@@ -106,9 +144,7 @@ def assert_refused(folder: Path, *, readable: bool = False) -> None:
     """
 
     def work() -> None:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        limit_memory()
         signal.alarm(SECONDS)
         state = StateDict()
         results = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from casnap import RNGState, Snapshot, StateDict, Store
-from casnap.format import ContainerEntry, SegmentId, TensorEntry, ValueEntry, payload_of
+from casnap.format import ContainerEntry, TensorEntry, ValueEntry, payload_of
 from tests.bitwise import assert_same
 from tools import make_fixture
 from tools.make_fixture import FOLDER, SNAPSHOTS, app_state, metadata
@@ -135,7 +135,7 @@ def test_nothing_of_the_format_is_missing(store: Store) -> None:
     root = store.objects.newest()
     written = {p.name for p in Path(store.uri, "index").iterdir()}
     assert 1 < len(root.segments) < len(written)  # some were merged
-    live = [store.objects.index.segment(SegmentId(ref.id)) for ref in root.segments]
+    live = [store.objects.index.segment(ref) for ref in root.segments]
     codecs = {place.codec for segment in live for _, place in segment.records}
     assert codecs == {0, 1}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import (
+    CasnapError,
     DamagedError,
     FencedError,
     NotAStoreError,
@@ -26,6 +28,7 @@ from casnap.errors import (
 )
 from casnap.format import CONFIG_KEY, pack_key, segment_key
 from casnap.objects import Objects
+from casnap.testing import Fault, FaultyBackend, flip, lose_answer, open_store
 from tests.cli_calls import document, failure, invoke
 from tests.faults import (
     CHUNK,
@@ -193,7 +196,10 @@ def test_a_fenced_async_take_moves_its_packs(path: Path) -> None:
         if not done:
             done.append(other.delete("step_1"))
             # It raises the fence, and dies before it deletes what the take has written.
-            with backend_faults(0, interrupt, names=["delete"]), pytest.raises(KeyboardInterrupt):
+            with (
+                backend_faults(0, interrupt, names=["delete"], lasting=True),
+                pytest.raises(KeyboardInterrupt),
+            ):
                 other.gc(grace=0)
             done.append(other.objects.newest().fence)
 
@@ -370,6 +376,69 @@ def test_foreign_files_are_never_deleted(path: Path) -> None:
         (path / key).write_bytes(b"mine")
     store.gc(grace=0)
     assert all((path / key).exists() for key in foreign)
+
+
+def test_a_dry_run_without_grace_says_what_will_be_freed(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    for step in range(4):
+        take(store, step)
+        if step:
+            store.delete(f"step_{step}")
+    plan, report = store.gc(grace=0, repack=0, dry_run=True), store.gc(grace=0, repack=0)
+    assert plan.deleted_packs == report.deleted_packs > 0
+    assert plan.waiting_packs == report.waiting_packs == 0
+    assert 0 < plan.freed_bytes <= report.freed_bytes
+
+
+def test_two_collectors_of_one_process_that_copy(tmp_path: Path) -> None:
+    stores = [Store(tmp_path / name, chunk_size=CHUNK) for name in "abc"]
+    for store in stores:
+        for part in range(40):
+            weights = torch.randn(20 * CHUNK // 4)
+            store.take({"m": StateDict(w=weights)}, f"whole_{part}")
+            store.take({"m": StateDict(w=weights[: 5 * CHUNK // 4].clone())}, f"part_{part}")
+            store.delete(f"whole_{part}")
+    with ThreadPoolExecutor(3) as pool:
+        for report in pool.map(lambda store: store.gc(grace=0), stores):
+            assert report.repacked_packs >= 40
+    for store in stores:
+        assert store.check(data=True).ok
+
+
+def test_a_lost_answer_and_a_bad_read_do_not_undo_a_root(path: Path) -> None:
+    backend = FaultyBackend(LocalBackend(path))
+    store = open_store(backend, chunk_size=CHUNK)
+    for step in range(4):
+        take(store, step)
+    for step in range(3):
+        store.delete(f"step_{step}")
+    store.gc()
+    fence_root = f"roots/0/{store.objects.newest().seq + 1}"
+    lost = Fault(lose_answer(), ["put_if_absent"], keys=fence_root)
+    hidden = Fault(flip(), ["read"], keys=fence_root)
+    with backend.during(lost, hidden), contextlib.suppress(CasnapError):
+        store.gc(grace=0)
+    view = Objects(LocalBackend(path)).view()
+    assert all((path / segment_key(ident)).exists() for ident in view.segments)
+    assert_store(path, {3})
+    Store(path).gc(grace=0)
+    assert_tidy(path)
+    assert_store(path, {3})
+
+
+def test_an_old_root_that_cannot_be_read_costs_patience_alone(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    take(store, 1)
+    store.delete("step_1")
+    store.gc()
+    condemning = newest_root(path)
+    take(store, 2)
+    condemning.write_bytes(condemning.read_bytes()[:-1] + b"?")
+    Store(path).gc()
+    assert Store(path).gc(grace=0).deleted_packs > 0
+    assert_tidy(path)
+    assert_store(path, {0, 2})
 
 
 # --- bad input, damage ------------------------------------------------------------------------

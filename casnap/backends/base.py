@@ -34,8 +34,12 @@ class Backend(ABC):
         """Create an object unless the key is taken; return whether it was created."""
 
     @abstractmethod
-    def sync(self) -> None:
-        """Make everything that was written durable."""
+    def sync(self, *keys: str) -> None:
+        """Make everything that was written durable, and objects that somebody else has put.
+
+        Args:
+            keys: Those objects.
+        """
 
     @abstractmethod
     def read(self, key: str) -> bytes:

@@ -61,8 +61,6 @@ class LocalBackend(Backend):
         with translated(f"{self.uri}/{to}"):
             self._enter(target.parent)
             os.link(self.folder / key, target)
-        with self._lock:
-            self._unsynced.add(target.parent)
 
     def _link(self, key: str, content: memoryview | bytes) -> bool:
         target = self.folder / key
@@ -84,14 +82,14 @@ class LocalBackend(Backend):
                 finally:
                     temporary.unlink(missing_ok=True)
                     os.close(fd)
-        with self._lock:
-            self._unsynced.add(target.parent)
         return True
 
     def _enter(self, folder: Path) -> None:
         """Make a folder, and see to it that it is durable, even if another process has made it."""
         self._make_folder(folder)
         with self._lock:
+            # Before there is anything new in it: what fails afterwards must not hide it.
+            self._unsynced.add(folder)
             if folder not in self._entered:
                 self._entered.add(folder)
                 above = [self.folder / part for part in folder.relative_to(self.folder).parents]
@@ -133,8 +131,10 @@ class LocalBackend(Backend):
             raise
         return fd
 
-    def sync(self) -> None:
-        """Make the names of new files durable."""
+    def sync(self, *keys: str) -> None:
+        """Make the names of new files durable; their bytes are before they have names."""
+        with self._lock:
+            self._unsynced.update((self.folder / key).parent for key in keys)
         # One at a time: nobody may return while another still syncs what both wait for.
         with self._syncing:
             with self._lock:

@@ -30,7 +30,7 @@ class MemoryBackend(Backend):
             self._objects[key] = content
             return True
 
-    def sync(self) -> None:
+    def sync(self, *keys: str) -> None:
         """Do nothing: memory is as durable as it gets."""
 
     def read(self, key: str) -> bytes:

@@ -200,9 +200,9 @@ class FaultyBackend(Backend):
         """Put if absent, but for faults."""
         return self._call("put_if_absent", self._creating(self.inner.put_if_absent), key, content)
 
-    def sync(self) -> None:
+    def sync(self, *keys: str) -> None:
         """Make durable what was written, but for faults."""
-        self._call("sync", lambda _: self._sync(), "")
+        self._call("sync", lambda _: self._sync(*keys), "")
 
     def read(self, key: str) -> bytes:
         """Read, but for faults."""
@@ -290,11 +290,11 @@ class FaultyBackend(Backend):
         with self._lock:
             self._unsynced.append((key, undo))
 
-    def _sync(self) -> None:
+    def _sync(self, *keys: str) -> None:
         self._pass_held(everything=True)
         with self._lock:
             covered = len(self._unsynced)
-        self.inner.sync()
+        self.inner.sync(*keys)
         with self._lock:
             del self._unsynced[:covered]
 
