@@ -17,8 +17,10 @@ import threading
 import time
 import zlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import lmdb
 
@@ -35,7 +37,7 @@ _LOCK_BYTES = 8192
 # Seconds to wait for other writers: what has to be remembered, and what only saves time.
 _PATIENCE, _LITTLE = 30.0, 1.0
 _POLL = 0.002
-_NODES_BYTES = 128 << 20
+_NODES_BYTES = 64 << 20
 
 
 class BusyError(OSError):
@@ -119,7 +121,7 @@ class MemoryFacts(Facts):
                 self._nodes[digest] = node
                 self._nodes_bytes += len(node)
         while self._nodes_bytes > _NODES_BYTES:
-            self._nodes_bytes -= len(self._nodes.pop(next(iter(self._nodes))))
+            self._nodes_bytes -= len(self._nodes.pop(next(iter(self._nodes)), b""))
 
     def note(self, key: bytes) -> bytes | None:
         """Return a kept note."""
@@ -374,7 +376,10 @@ def _nbytes(env: lmdb.Environment) -> int:
     return pages * int(env.stat()["psize"])
 
 
-_open: dict[Path, LmdbFacts] = {}
+# LMDB must not be opened twice by one process, so those that anybody holds are known. Some are held
+# here, since to open one takes a while; the others are closed when nobody has them any more.
+_open: WeakValueDictionary[Path, LmdbFacts] = WeakValueDictionary()
+_recent: deque[LmdbFacts] = deque(maxlen=8)
 _inherited: list[LmdbFacts] = []
 _open_lock = threading.Lock()
 
@@ -385,6 +390,7 @@ def _forget_after_fork() -> None:
     # Kept, so that nothing is closed: LMDB does not survive a fork, not even to be closed.
     _inherited.extend(_open.values())
     _open.clear()
+    _recent.clear()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
@@ -399,8 +405,7 @@ def facts_for(store_id: str) -> Facts:
     folder = base / store_id
     with _open_lock:
         facts = _open.get(folder)
-        # LMDB must not be opened twice by one process. One whose files were deleted is left open,
-        # since others may be using it.
+        # One whose files were deleted is left open, since others may be using it.
         if facts is None or not (folder / "data.mdb").exists():
             try:
                 facts = LmdbFacts(folder)
@@ -410,4 +415,6 @@ def facts_for(store_id: str) -> Facts:
                 )
                 return MemoryFacts()
             _open[folder] = facts
+        if facts not in _recent:
+            _recent.append(facts)
         return facts

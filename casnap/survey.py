@@ -291,11 +291,11 @@ class Survey:
             return
         end = max((place.offset + place.stored for _, place in footer), default=0)
         written = end + len(footer) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
-        if size != written:
+        if not set(footer).issuperset(records):
+            self._hurt_pack(pack, "changed", "the footer of the pack and the index disagree")
+        elif size != written:
             why = f"the pack has {size:,} bytes, not the {written:,} it was written with"
             self._hurt_pack(pack, "changed", why)
-        elif not set(footer).issuperset(records):
-            self._hurt_pack(pack, "changed", "the footer of the pack and the index disagree")
 
     def _hurt_pack(self, pack: PackId, kind: str, message: str) -> Damage:
         self.hurt_packs.add(pack)
