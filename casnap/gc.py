@@ -167,7 +167,7 @@ class _Collector:
         self._backend = objects.backend
         self._options = options
         self._progress = progress
-        self._files = Inventory(objects.backend)
+        self._files: Inventory
         self._clean: Root | None = None
         self._rewriting: Rewriting | None = None
         self._foreseen: set[PackId] = set()
@@ -188,7 +188,7 @@ class _Collector:
             )
 
     def _collect(self) -> None:
-        self._files = Inventory(self._backend)
+        self._files = gently(lambda: Inventory(self._backend))
         while True:
             try:
                 self._objects.current(self._mark_and_condemn)
@@ -198,7 +198,7 @@ class _Collector:
                 continue
         if self.report.copied_bytes:
             # The copies came with segments of their own, which may be merged away again.
-            self._files = Inventory(self._backend)
+            self._files = gently(lambda: Inventory(self._backend))
         while not self._objects.current(self._raise_fence):
             continue
         if not self._options.dry_run:
