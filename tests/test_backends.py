@@ -21,10 +21,6 @@ from casnap.testing.backend_suite import (
 from tests.faults import files, in_child, system_faults
 
 
-def open_faulty(folder: Path) -> Backend:
-    return FaultyBackend(LocalBackend(folder))
-
-
 class TestMemory(BackendSuite):
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Backend:
@@ -48,12 +44,6 @@ class TestFaultyMemory(BackendSuite):
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Backend:
         return FaultyBackend(MemoryBackend(str(tmp_path)))
-
-
-class TestFaultyLocal(SharedBackendSuite):
-    @pytest.fixture
-    def opener(self, tmp_path: Path) -> Opener:
-        return partial(open_faulty, tmp_path)
 
 
 # --- what only files do -----------------------------------------------------------------------

@@ -80,13 +80,13 @@ def crash_everywhere(
 
 EACH = [
     pytest.param(backend_faults, id="backend"),
-    pytest.param(system_faults, id="system"),
+    pytest.param(system_faults, id="system", marks=pytest.mark.slow),
 ]
 # A system call that ended well is soon followed by the next, before which is tested.
 EACH_MOMENT = [
     pytest.param(backend_faults, False, id="before-backend"),
     pytest.param(backend_faults, True, id="after-backend"),
-    pytest.param(system_faults, False, id="before-system"),
+    pytest.param(system_faults, False, id="before-system", marks=pytest.mark.slow),
     pytest.param(system_faults, True, id="after-system", marks=pytest.mark.slow),
 ]
 
