@@ -9,8 +9,8 @@ from casnap.format import PackId, RawRecord, Root, Row, segment_records
 from casnap.objects import Objects
 from casnap.references import MANIFEST, TABLE, digest_in, is_node, walk
 
-_PART = 3 << 20
-"""So many records are marked at a time, in some 500 MB."""
+_PART = 2 << 20
+"""So many records are marked at a time, in some 700 MB."""
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is."""

@@ -105,6 +105,8 @@ def show(report: GcReport) -> None:
         click.echo(f"{packs} of {size(r.condemned_bytes)} {would}condemned")
     if r.merged_segments > 0:
         click.echo(f"the index is {counted(r.merged_segments, 'segment')} shorter")
+    if r.fence is not None:
+        click.echo(f"the fence was raised to root {r.fence:,}")
     packs, segments = counted(r.deleted_packs, "pack"), counted(r.deleted_segments, "segment")
     click.echo(f"{packs} and {segments} {would}deleted: {size(r.freed_bytes)} freed")
     if r.waiting_packs:
