@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,18 @@ from casnap import StateDict, Store
 from casnap.check import CheckReport
 from casnap.codec import Codec
 from casnap.commit import Transaction
-from casnap.digest import Digest, digest_of
-from casnap.errors import BackendError, CasnapError
-from casnap.format import PACK_TAIL_SIZE, PackId, Record, pack_key
-from casnap.gc import GcOptions, collect
-from casnap.listing import Listing
+from casnap.digest import Digest
+from casnap.errors import BackendError
+from casnap.format import PACK_TAIL_SIZE, PackId, pack_key
 from casnap.pipeline import undisturbed
 from casnap.roots import succeed
-from casnap.survey import Survey
-from tests.cli_calls import document, failure, invoke
-from tests.faults import CHUNK, backend_faults, faults, files
+from tests.checks import FROZEN, broken, change, check, listing_of, record_of
+from tests.cli_calls import invoke
+from tests.faults import CHUNK, files
 from tests.forger import Forger
 from tests.test_damage import (
     KEY,
     STEPS,
-    content,
     damages,
     expected,
     flip,
@@ -55,36 +51,12 @@ def store(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "store"))
 
 
-def check(path: Path, **options: object) -> CheckReport:
-    return Store(path, create=False).check(**options)  # type: ignore[arg-type]
-
-
-def listing_of(path: Path) -> Listing:
-    return Survey(Store(path, create=False).objects).listing
-
-
-def record_of(path: Path, raw: torch.Tensor | bytes) -> Record:
-    """Return where the bytes of a chunk lie."""
-    digest = digest_of(raw if isinstance(raw, bytes) else raw.numpy().tobytes())
-    return digest, listing_of(path).places(digest)[0]
-
-
-def change(file: Path, damage: Callable[[bytes], bytes | None]) -> None:
-    after = damage(file.read_bytes())
-    file.unlink()
-    if after is not None:
-        file.write_bytes(after)
-
-
 def hurts_of(report: CheckReport) -> Hurts:
     return {(hurt.snapshot, hurt.path) for hurt in report.hurts}
 
 
 def everywhere(path: str) -> Hurts:
     return {(name, path) for name in STEPS}
-
-
-FROZEN = expected(0)["frozen"][CHUNK // 4 : CHUNK // 2]
 
 
 def test_a_whole_store(store: Path) -> None:
@@ -430,110 +402,3 @@ def test_what_is_named_is_what_cannot_be_restored(
             named = {snapshot for snapshot, _ in hurts_of(check(store, data=True))}
             forget_cache(cache_dir)
             assert broken(store) == (set(STEPS) if "*" in named else named), key
-
-
-def broken(path: Path) -> set[str]:
-    """Return the snapshots that cannot be restored."""
-    found = set()
-    for name, step in STEPS.items():
-        state = StateDict(content(step + 5))
-        try:
-            Store(path, create=False)[name].restore({KEY: state})
-        except CasnapError:
-            found.add(name)
-        else:
-            assert torch.equal(state["weight"], expected(step)["weight"])
-    return found
-
-
-def test_a_sample(store: Path) -> None:
-    report = check(store, sample=0.5, seed=1)
-    assert 0 < report.read_bytes < report.stored_bytes
-    assert check(store, sample=0.5, seed=1).read_bytes == report.read_bytes
-    assert len({check(store, sample=0.5, seed=seed).read_bytes for seed in range(5)}) > 1
-
-
-@pytest.mark.parametrize("sample", [0, -0.5, 1.5, float("nan")])
-def test_no_such_sample(store: Path, sample: float) -> None:
-    with pytest.raises(ValueError, match="sample is a share"):
-        check(store, sample=sample)
-
-
-def test_a_collector_meanwhile(store: Path) -> None:
-    """What a collector deletes while the check goes on is no damage."""
-
-    def collect_all() -> None:
-        other = Store(store, create=False)
-        other.delete("a")
-        other.delete("b")
-        assert collect(other.objects, GcOptions(grace=0)).deleted_packs
-
-    with backend_faults(0, collect_all, ["size"]) as calls:
-        report = check(store, data=True)
-    assert calls.struck
-    assert report.ok
-    assert report.snapshots == 1
-
-
-def test_a_take_meanwhile(store: Path) -> None:
-    """A take that merges the segments which the check is about to read."""
-
-    def take() -> None:
-        for step in range(8):
-            Store(store).take({KEY: StateDict(content(step))}, f"more/{step}")
-        collect(Store(store).objects, GcOptions(grace=0))
-
-    from casnap.backends import LocalBackend
-
-    with faults(LocalBackend, ["read"], 4, take) as calls:
-        report = check(store)
-    assert calls.struck
-    assert report.ok
-
-
-# --- the command ------------------------------------------------------------------------------
-
-
-def test_command(store: Path) -> None:
-    printed = invoke("check", store).stdout
-    assert "no damage found" in printed
-    assert "--data reads every byte" in printed
-    assert "were read and verified" in invoke("check", store, "--data").stdout
-    assert "(--seed 7)" in invoke("check", store, "--sample", "50%", "--seed", "7").stdout
-    found = document("check", store, "--sample", "0.5")
-    assert found["ok"]
-    assert found["sample"] == 0.5
-    assert found["seed"] is not None
-
-
-@pytest.mark.parametrize("share", ["0", "101%", "x", "-1", "nan"])
-def test_a_share_that_is_none(store: Path, share: str) -> None:
-    assert "write it like 5%" in failure("check", store, "--sample", share, status=2)
-
-
-def test_command_on_damage(store: Path) -> None:
-    digest, place = record_of(store, FROZEN)
-    change(store / pack_key(place.pack), flip(place.offset))
-    invoke("check", store)
-    result = invoke("check", store, "--data", status=1)
-    assert digest.hex() in result.stdout
-    assert f"hurts run/c {KEY}/frozen" in result.stdout
-    assert f"`casnap repair {store}` saves what can be saved" in result.stdout
-    import json
-
-    found = json.loads(invoke("check", store, "--data", "--json", status=1).stdout)
-    assert not found["ok"]
-    assert [d["digest"] for d in found["damages"]] == [digest.hex()]
-    assert {"snapshot": "b", "path": f"{KEY}/frozen"} in found["hurt"]
-
-
-def test_much_damage_is_little_output(tmp_path: Path) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK)
-    state = {f"x{i}": torch.full((100,), i, dtype=torch.int32) for i in range(200)}
-    store.take({"s": StateDict(state)}, "one")
-    _, place = record_of(tmp_path, state["x7"])
-    change(tmp_path / pack_key(place.pack), lambda raw: bytes(80_000) + raw[80_000:])
-    printed = invoke("check", tmp_path, "--data", status=1).stdout
-    assert "178 damages more (--json)" in printed
-    assert len(printed.splitlines()) < 60
-    assert len(store.check(data=True).damages) == 198

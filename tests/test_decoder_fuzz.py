@@ -54,7 +54,7 @@ from casnap.roots import read_root
 from casnap.survey import Survey
 from casnap.tensors import Leaf, allocate
 from tests.cli_calls import CHUNK
-from tests.test_damage_everywhere import node_fields
+from tests.layouts import node_fields
 
 SECONDS = 5.0
 LARGE = 1 << 20

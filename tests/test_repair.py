@@ -1,49 +1,36 @@
-"""A repair saves what is whole anywhere, and names what is not; killed, it harms nothing."""
+"""A repair saves what is whole, and names what is not; and `casnap repair`."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
 import shutil
-import signal
-import struct
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.digest import Digest, digest_of
 from casnap.errors import BackendError, DamagedError
-from casnap.format import PackId, Record, pack_key
+from casnap.format import PackId, pack_key
 from casnap.gc import GcOptions, collect
-from casnap.repair import RepairReport
 from casnap.roots import succeed
+from tests.checks import FROZEN, broken, change, listing_of, record_of
 from tests.cli_calls import failure, invoke
-from tests.faults import (
-    CHUNK,
-    backend_faults,
-    faults,
-    files,
-    in_child,
-    kill,
+from tests.damaged import (
+    WEIGHT,
+    copied_store,  # noqa: F401 - a fixture
+    damage_chunk,
+    lost_in,
+    named,
+    pristine_store,  # noqa: F401 - a fixture
+    repair,
+    safetensors,
 )
-from tests.test_check import (
-    FROZEN,
-    broken,
-    change,
-    check,
-    listing_of,
-    record_of,
-)
+from tests.faults import CHUNK, backend_faults, files, in_child
 from tests.test_cli import Terminal
 from tests.test_damage import (
     KEY,
@@ -53,52 +40,9 @@ from tests.test_damage import (
     expected,
     flip,
     forget_cache,
-    make,
     newest,
     objects_of,
 )
-
-WEIGHT = expected(1)["weight"][: CHUNK // 4]
-"""A chunk of the snapshot ``b`` alone."""
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store that nobody damages."""
-    folder = tmp_path_factory.mktemp("pristine") / "store"
-    make(folder)
-    return folder
-
-
-@pytest.fixture
-def store(pristine: Path, tmp_path: Path, cache_dir: Path) -> Path:
-    """Return a copy of a store, under a cache that no other test uses."""
-    copy = Path(shutil.copytree(pristine, tmp_path / "store"))
-    # All copies have one id, and this process one list of what it found damaged under it.
-    Store(copy).objects.index.distrusted.clear()
-    return copy
-
-
-def repair(path: Path, *sources: Path | str, **options: bool) -> RepairReport:
-    return Store(path, create=False).repair(sources=sources, **options)
-
-
-def lost_in(path: Path) -> set[bytes]:
-    """Check all of a store, in which nothing may be wrong but that some is known to be lost."""
-    report = check(path, data=True)
-    assert {damage.kind for damage in report.damages} <= {"lost"}
-    return {bytes.fromhex(damage.digest) for damage in report.damages}
-
-
-def damage_chunk(path: Path, raw: torch.Tensor) -> Record:
-    digest, place = record_of(path, raw)
-    change(path / pack_key(place.pack), flip(place.offset + 11))
-    return digest, place
-
-
-def named(report: RepairReport) -> set[str]:
-    return {hurt.snapshot for damage in report.remaining for hurt in damage.hurts}
-
 
 # --- what is saved ----------------------------------------------------------------------------
 
@@ -347,301 +291,6 @@ def test_a_full_disk(store: Path) -> None:
         repair(store)
     assert Store(store).objects.newest() == root
     assert len(repair(store).remaining) == 1
-
-
-# --- sources ----------------------------------------------------------------------------------
-
-
-def safetensors(file: Path, tensors: dict[str, torch.Tensor], **replace: object) -> Path:
-    """Write a file as the safetensors library does."""
-    header, at = {"__metadata__": {"format": "pt"}}, 0
-    for name, tensor in tensors.items():
-        described = {
-            "dtype": "F32",
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        header[name] = {**described, **replace}  # type: ignore[dict-item]
-        at += tensor.nbytes
-    encoded = json.dumps(header).encode()
-    raw = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
-    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + raw)
-    return file
-
-
-def torch_file(file: Path, *, legacy: bool = False) -> Path:
-    state = {"model": [{"weight": expected(1)["weight"]}, (expected(0)["frozen"],)]}
-    torch.save(state, file, _use_new_zipfile_serialization=not legacy)
-    return file
-
-
-def numpy_file(file: Path, dtype: str = "<f4", order: str = "C") -> Path:
-    for name in ("frozen", "weight"):
-        array = np.asarray(expected(1)[name].numpy(), dtype, order=order)  # type: ignore[call-overload]
-        np.save(file.with_stem(name), array)
-    return file.parent
-
-
-SOURCES: dict[str, Callable[[Path], Path]] = {
-    "safetensors": lambda f: safetensors(f / "x.safetensors", dict(list(expected(1).items())[:2])),
-    "torch": lambda f: torch_file(f / "x.pt"),
-    "old torch": lambda f: torch_file(f / "x.pth", legacy=True),
-    "numpy": lambda f: numpy_file(f / "x.npy"),
-    "big endian": lambda f: numpy_file(f / "x.npy", ">f4"),
-    "folder": lambda f: torch_file(f / "x.ckpt").parent,
-    "store": lambda f: make(f / "store").objects.backend.folder,
-}
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_healed_from(store: Path, tmp_path: Path, source: str) -> None:
-    damage_chunk(store, FROZEN)
-    damage_chunk(store, WEIGHT)
-    (tmp_path / "source").mkdir()
-    where = SOURCES[source](tmp_path / "source")
-    report = repair(store, where)
-    assert report.ok
-    assert report.healed_chunks == 2
-    assert not report.skipped
-    assert lost_in(store) == set()
-    assert broken(store) == set()
-
-
-def test_healed_long_after(store: Path, tmp_path: Path) -> None:
-    """First lost, later found; a source may be a backup of this very store, and damaged itself."""
-    backup = Path(shutil.copytree(store, tmp_path / "backup"))
-    lost, _ = damage_chunk(backup, WEIGHT)
-    for raw in (WEIGHT, FROZEN):
-        (store / pack_key(record_of(store, raw)[1].pack)).unlink()
-    assert named(repair(store)) == set(STEPS)
-    report = repair(store, backup)
-    assert report.healed_chunks > 10
-    assert lost_in(store) == {lost}
-    assert broken(store) == {"b"}
-
-
-def test_trees_are_healed_from_the_cache(store: Path) -> None:
-    """Nodes that this host remembers need no source."""
-    opened = Store(store)
-    for name, step in STEPS.items():
-        opened[name].restore({KEY: StateDict(content(step))})
-    for row in map(opened.row, STEPS):
-        for place in listing_of(store).places(Digest(row.manifest.digest)):
-            (store / pack_key(place.pack)).unlink(missing_ok=True)
-    report = opened.repair()
-    assert report.healed_chunks > 5
-    assert report.ok
-    assert broken(store) == set()
-
-
-def test_a_table_that_is_lost(store: Path, tmp_path: Path, cache_dir: Path) -> None:
-    """Without its table a store can do nothing; a backup has it."""
-    backup = Path(shutil.copytree(store, tmp_path / "backup"))
-    table = Store(store).objects.newest().table
-    assert table is not None
-    place = listing_of(store).places(Digest(table.digest))[0]
-    change(store / pack_key(place.pack), flip(place.offset + 4))
-    forget_cache(cache_dir)
-    assert named(repair(store)) == {"*"}
-    assert repair(store, backup).ok
-    assert broken(store) == set()
-
-
-def test_sources_that_cannot_be_used(store: Path, tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
-            return Path.touch, (Path(tmp_path / "owned"),)  # type: ignore[return-value]
-
-    digest, _ = damage_chunk(store, FROZEN)
-    folder = tmp_path / "source"
-    folder.mkdir()
-    torch.save({"x": Evil()}, folder / "evil.pt")
-    np.save(folder / "evil.npy", np.array([Evil()]), allow_pickle=True)
-    (folder / "empty.safetensors").touch()
-    (folder / "cut.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
-    safetensors(folder / "lies.safetensors", {"x": FROZEN}, shape=[1 << 40, 1 << 40])
-    safetensors(folder / "beyond.safetensors", {"x": FROZEN}, data_offsets=[0, 1 << 40])
-    safetensors(folder / "zero.safetensors", {"x": FROZEN}, shape=[0], data_offsets=[0, 0])
-    safetensors(folder / "unknown.safetensors", {"x": FROZEN}, dtype="F4")
-    (folder / "notes.txt").write_text("not looked at")
-    torch.save(torch.ones(3).to_sparse(), folder / "sparse.pt")
-    report = repair(store, folder, tmp_path / "nowhere", "memory://no-store-here")
-    assert not (tmp_path / "owned").exists()
-    assert {bytes.fromhex(d.digest) for d in report.remaining} == {digest}
-    unusable = ("evil.pt", "evil.npy", "empty", "cut", "lies", "beyond", "nowhere", "memory://")
-    assert len(report.skipped) == len(unusable)
-    for name in unusable:
-        assert any(name in why for why in report.skipped), name
-
-
-# --- crashes and races ------------------------------------------------------------------------
-
-
-def wreck(store: Path, *, index: bool) -> None:
-    """Damage a chunk, cut off a pack, and maybe lose a segment."""
-    damage_chunk(store, FROZEN)
-    _, place = record_of(store, WEIGHT)
-    change(store / pack_key(place.pack), lambda raw: raw[:-30])
-    if index:
-        sorted((store / "index").iterdir())[2].unlink()
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_killed_at_any_call(store: Path, cache_dir: Path, after: bool) -> None:
-    """A repair that was killed harmed nothing, and the next one finishes."""
-    wreck(store, index=not after)
-    wrecked = Path(shutil.copytree(store, store.parent / "wrecked"))
-    frozen = digest_of(FROZEN.numpy().tobytes())
-    names = ["write", "copy", "put_if_absent", *([] if after else ["sync"])]
-    forget_cache(cache_dir)
-    hurt = broken(store)
-    for k in itertools.count():
-        shutil.rmtree(store)
-        shutil.copytree(wrecked, store)
-        forget_cache(cache_dir)
-
-        def killed(k: int = k) -> None:
-            with backend_faults(k, kill, names, after=after):
-                repair(store)
-
-        status = in_child(killed)
-        assert broken(store) <= hurt
-        forget_cache(cache_dir)
-        report = repair(store)
-        assert {d.digest for d in report.remaining} == {frozen.hex()}
-        assert lost_in(store) == {frozen}
-        if status == 0:
-            assert k > 3
-            break
-        assert status == -signal.SIGKILL
-    collect(Store(store).objects, GcOptions(grace=0))
-    assert lost_in(store) == {frozen}
-    assert torch.equal(Store(store)["b"].read_object(f"{KEY}/weight"), expected(1)["weight"])
-
-
-def test_a_take_that_relied_on_a_damaged_pack(store: Path) -> None:
-    """The repair commits while a take is about to: it starts again, and stores the chunk anew."""
-    damage_chunk(store, FROZEN)
-    reports: list[RepairReport] = []
-    strike = lambda: reports.append(repair(store))  # noqa: E731
-    with backend_faults(0, strike, ["put_if_absent"]):
-        Store(store).take({KEY: StateDict(content(0))}, "again")
-    assert len(reports[0].remaining) == 1
-    assert lost_in(store) == set()
-    assert broken(store) == set()
-
-
-def test_a_take_meanwhile(store: Path) -> None:
-    """A take commits while a repair is about to: the repair looks again."""
-    damage_chunk(store, FROZEN)
-    sorted((store / "index").iterdir())[2].unlink()
-    taken: list[object] = []
-
-    def take() -> None:
-        # By a process that still remembers the lost segment.
-        other = Store(store, create=False)
-        taken.append(other.take({KEY: StateDict(content(7))}, "meanwhile"))
-
-    with faults(LocalBackend, ["put_if_absent"], 1, take) as calls:
-        report = repair(store)
-    assert calls.struck
-    assert taken
-    assert "meanwhile" in named(report)
-    assert torch.equal(
-        Store(store)["meanwhile"].read_object(f"{KEY}/weight"), expected(7)["weight"]
-    )
-    assert lost_in(store) == {digest_of(FROZEN.numpy().tobytes())}
-
-
-def test_beside_takes(store: Path) -> None:
-    damage_chunk(store, WEIGHT)
-    failed: list[BaseException] = []
-
-    def take() -> None:
-        try:
-            for step in range(10):
-                Store(store).take({KEY: StateDict(content(step))}, f"more/{step}")
-        except BaseException as e:  # noqa: BLE001 - raised below
-            failed.append(e)
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    while thread.is_alive():
-        repair(store)
-    thread.join()
-    assert not failed
-    repair(store)
-    # One of the takes has the very bytes that were lost; it may have relied on them too early.
-    assert lost_in(store) <= {digest_of(WEIGHT.numpy().tobytes())}
-
-
-def test_a_collector_meanwhile(store: Path) -> None:
-    """A collector raises the fence and deletes all that no root names: what was saved is moved."""
-    damage_chunk(store, FROZEN)
-
-    def collect_all() -> None:
-        opened = Store(store, create=False)
-        opened.delete("b")
-        collect(opened.objects, GcOptions(grace=0))
-
-    with backend_faults(0, collect_all, ["put_if_absent"]) as calls:
-        report = repair(store)
-    assert calls.struck
-    assert named(report) == {"a", "run/c"}
-    assert lost_in(store) == {digest_of(FROZEN.numpy().tobytes())}
-
-
-def test_collected_afterwards(store: Path) -> None:
-    """What a repair took out of the index is garbage, and what it saved is not."""
-    damage_chunk(store, WEIGHT)
-    shutil.rmtree(store / "index")
-    repair(store)
-    assert collect(Store(store).objects, GcOptions(grace=0)).deleted_packs == 6
-    assert check(store).orphans == 0
-    assert broken(store) == {"b"}
-
-
-@settings(max_examples=25)
-@given(seed=st.integers(0, 1 << 32))
-def test_no_whole_chunk_is_lost(pristine: Path, seed: int) -> None:
-    """Whatever is damaged: a chunk that is whole, and that the index or a footer lists, stays."""
-    choose = random.Random(seed)
-    store = pristine.parent / f"random-{os.getpid()}"
-    shutil.rmtree(store, ignore_errors=True)
-    shutil.copytree(pristine, store)
-    listing = listing_of(store)
-    targets = [f for f in objects_of(store) if f.parent.name == "index" or "packs" in f.parts]
-    for file in choose.sample(targets, choose.randint(1, 4)):
-        change(file, choose.choice(list(damages(file, choose))))
-    survivors = _survivors(store, pristine, listing.packs)
-    report = repair(store)
-    found = listing_of(store)
-    assert not {digest for digest in survivors if not found.places(digest)}
-    lost = lost_in(store)
-    assert not lost & survivors
-    assert report.ok == (not lost)
-    shutil.rmtree(store)
-
-
-def _survivors(store: Path, pristine: Path, packs: tuple[PackId, ...]) -> set[Digest]:
-    """Return what is whole and can be found, told without any code of a repair."""
-    segments = [f.name for f in (pristine / "index").iterdir()]
-    same = [n for n in segments if _bytes(store / "index" / n) == _bytes(pristine / "index" / n)]
-    survivors: set[Digest] = set()
-    whole = listing_of(pristine)
-    for pack in packs:
-        now, before = _bytes(store / pack_key(pack)), _bytes(pristine / pack_key(pack))
-        footer = len(before) - len(whole.of_pack(pack)) * 49 - 44
-        listed = any(pack in _bytes(store / "index" / name) for name in same)
-        if listed or now[-(len(before) - footer) :] == before[footer:]:
-            for digest, p in whole.of_pack(pack):
-                if digest_of(now[p.offset : p.offset + p.stored]) == digest:
-                    survivors.add(digest)
-    return survivors
-
-
-def _bytes(file: Path) -> bytes:
-    return file.read_bytes() if file.exists() else b""
 
 
 # --- the command ------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults import memory_folder
-from tests.soaking import EACH, Event, Expected, run_soak
+from tests.journal import Event, Expected
+from tests.soaking import EACH, run_soak
 
 SEED = int(os.environ.get("CASNAP_SOAK_SEED", random.SystemRandom().randrange(10**6)))
 SECONDS = float(os.environ.get("CASNAP_SOAK_SECONDS", "300"))
