@@ -147,7 +147,7 @@ class LmdbFacts(Facts):
         self._busy = False
         self._env = _open_environment(folder)
         self._inode = _inode(folder)
-        with self._turn(_PATIENCE):
+        with self._turn(_PATIENCE), self._marked():
             self._segments = self._env.open_db(b"segments")
             self._places = self._env.open_db(b"places", dupsort=True)
             self._nodes = self._env.open_db(b"nodes")
@@ -231,14 +231,19 @@ class LmdbFacts(Facts):
 
     @contextlib.contextmanager
     def _writing(self, patience: float) -> Iterator[lmdb.Transaction]:
+        turn = self._turn(0 if self._busy else patience)
+        with turn, self._marked(), self._env.begin(write=True) as txn:
+            yield txn
+
+    @contextlib.contextmanager
+    def _marked(self) -> Iterator[None]:
+        """Leave a mark while LMDB writes: if it aborts, the next process finds the mark."""
         mark = self.folder / f"{_WRITING}{os.getpid()}"
-        with self._turn(0 if self._busy else patience):
-            try:
-                mark.touch()
-                with self._env.begin(write=True) as txn:
-                    yield txn
-            finally:
-                mark.unlink(missing_ok=True)
+        try:
+            mark.touch()
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _turn(self, patience: float) -> Iterator[None]:
