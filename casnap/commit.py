@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from casnap.buffers import shared_pool
 from casnap.codec import Codec
 from casnap.digest import Digest, digest_of
-from casnap.errors import FencedError, StorageFullError, UnsupportedFormatError
+from casnap.errors import FencedError, StorageFullError
 from casnap.format import (
     NodeRef,
     PackId,
@@ -60,12 +60,7 @@ class Transaction:
     """
 
     def __init__(self, objects: Objects, crew: Crew, codec: Codec = Codec.RAW) -> None:
-        unknown = objects.config.unknown_to_writers()
-        if unknown:
-            raise UnsupportedFormatError(
-                f"to write to {objects.backend.uri} needs features that this casnap lacks: "
-                f"{', '.join(sorted(unknown))}; update casnap"
-            )
+        objects.check_writable("write to")
         self._objects = objects
         self.base: View = objects.view()
         self.commit = os.urandom(16)

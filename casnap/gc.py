@@ -26,7 +26,6 @@ from casnap.errors import (
     FencedError,
     StorageFullError,
     StoreError,
-    UnsupportedFormatError,
 )
 from casnap.format import PackId, Root, pack_key, root_key
 from casnap.index import View
@@ -147,17 +146,12 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
 
 
 def _check_allowed(objects: Objects, options: GcOptions) -> None:
-    uri, unknown = objects.backend.uri, objects.config.unknown_to_writers()
-    if unknown:
-        raise UnsupportedFormatError(
-            f"to collect the garbage of {uri} needs features that this casnap lacks: "
-            f"{', '.join(sorted(unknown))}; update casnap"
-        )
+    objects.check_writable("collect the garbage of")
     if not objects.config.put_if_absent and not options.exclusive:
         raise StoreError(
-            f"{uri} lies where two writers cannot be told apart (no put-if-absent), so garbage may "
-            "be collected only while nobody writes to it: stop all takes, then pass --exclusive "
-            "(exclusive=True)"
+            f"{objects.backend.uri} lies where two writers cannot be told apart (no "
+            "put-if-absent), so garbage may be collected only while nobody writes to it: stop all "
+            "takes, then pass --exclusive (exclusive=True)"
         )
 
 

@@ -11,7 +11,6 @@ from casnap.codec import Codec
 from casnap.digest import DIGEST_SIZE, Digest
 from casnap.format import (
     FOOTER_RECORD_SIZE,
-    MAX_NODE_BYTES,
     PACK_TAIL_SIZE,
     PackId,
     Place,
@@ -21,11 +20,10 @@ from casnap.format import (
     read_pack_footer,
     segment_records,
 )
-from casnap.objects import Objects, Want
+from casnap.objects import Objects, Want, is_possible
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15
-_MAX_OFFSET = 1 << 62
 _CODECS = frozenset(Codec)
 
 
@@ -153,9 +151,8 @@ def _forget(_raw: memoryview) -> None:
     """Take the bytes of a chunk that only had to be verified."""
 
 
-def is_possible(place: Place) -> bool:
-    """Whether anything can lie at a place, before memory is taken for it."""
+def can_lie_at(place: Place) -> bool:
+    """Whether the index may give this place, before memory is taken for what lies there."""
     if place.codec == Codec.RAW and place.raw != place.stored:
         return False
-    sizes_fit = max(place.stored, place.raw) <= MAX_NODE_BYTES and place.offset < _MAX_OFFSET
-    return place.codec in _CODECS and sizes_fit
+    return place.codec in _CODECS and is_possible(place)

@@ -108,6 +108,22 @@ class Objects:
         self.index = Index(backend, self.config.store_id)
         self._newest: Root | None = None
 
+    def check_writable(self, doing: str) -> None:
+        """Check that this version may write to the store.
+
+        Args:
+            doing: What is to be done, for the message.
+
+        Raises:
+            UnsupportedFormatError: The store uses a feature that its writers have to know.
+        """
+        unknown = self.config.unknown_to_writers()
+        if unknown:
+            raise UnsupportedFormatError(
+                f"to {doing} {self.backend.uri} needs features that this casnap lacks: "
+                f"{', '.join(sorted(unknown))}; update casnap"
+            )
+
     def newest(self) -> Root:
         """Return the newest root, which says what the store holds."""
         self._newest = newest_root(self.backend, self._newest)
@@ -186,7 +202,7 @@ class Objects:
         return node
 
     def _read_place(self, digest: Digest, place: Place) -> bytes:
-        if not _is_possible(place, MAX_NODE_BYTES):
+        if not is_possible(place, MAX_NODE_BYTES):
             raise DamagedError(f"the hint to node {digest.hex()} is no place in a pack")
         stored = memoryview(bytearray(place.stored))
         try:
@@ -348,10 +364,11 @@ def _coalesced(found: list[tuple[Place, list[Want]]], most: int) -> Iterator[_Re
 def _plausible(place: Place, want: Want, chunk_size: int) -> bool:
     """Whether a place can be what is wanted, before memory is taken for it."""
     limit = chunk_size if want.nbytes >= 0 else MAX_NODE_BYTES
-    return (want.nbytes in (-1, place.raw)) and _is_possible(place, max(limit, 1 << 16))
+    return (want.nbytes in (-1, place.raw)) and is_possible(place, max(limit, 1 << 16))
 
 
-def _is_possible(place: Place, limit: int) -> bool:
+def is_possible(place: Place, limit: int = MAX_NODE_BYTES) -> bool:
+    """Whether anything can lie at a place, before memory is taken for it."""
     sizes_fit = 0 <= place.stored <= limit and 0 <= place.raw <= limit
     return sizes_fit and 0 <= place.offset < _MAX_OFFSET and len(place.pack) == ID_SIZE
 

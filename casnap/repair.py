@@ -23,13 +23,12 @@ from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
-    UnsupportedFormatError,
 )
 from casnap.format import CONFIG_KEY, PackId, Place, Record, Root, Segment, pack_key
 from casnap.heal import chunks_in
 from casnap.index import View
 from casnap.inventory import Inventory
-from casnap.listing import bad_records, is_possible, read_footer
+from casnap.listing import bad_records, can_lie_at, read_footer
 from casnap.objects import Objects, ReadOptions, Want
 from casnap.pack import CHUNKS, NODES, PackWriter, moved_place, new_id
 from casnap.pipeline import Crew, undisturbed
@@ -98,12 +97,7 @@ def repair(
         DamagedError: The newest root cannot be read.
         BackendError: Something can neither be read nor be called damaged.
     """
-    unknown = objects.config.unknown_to_writers()
-    if unknown:
-        raise UnsupportedFormatError(
-            f"to repair {objects.backend.uri} needs features that this casnap lacks: "
-            f"{', '.join(sorted(unknown))}; update casnap"
-        )
+    objects.check_writable("repair")
     with one_at_a_time():
         return undisturbed(lambda crew: _Repair(objects, sources, dry_run, crew).run(progress))
 
@@ -256,7 +250,7 @@ class _Repair:
             if self._survey.unreadable:
                 self._skip(f"{pack_key(pack)} is in no segment: {e}")
             return []
-        return [(d, p) for d, p in footer if is_possible(p) and p.offset + p.stored <= size]
+        return [(d, p) for d, p in footer if can_lie_at(p) and p.offset + p.stored <= size]
 
     def _enter(self, packs: dict[PackId, list[Record]]) -> bool:
         """Put a root that lists these packs, under new names; whether its number was free."""
@@ -409,7 +403,7 @@ class _Repair:
         found: list[tuple[Place, list[Want]]] = []
         for digest in self._missing():
             want = Want(digest, -1, partial(self._heal_one, digest), "")
-            found += [(p, [want]) for p in listing.places(digest) if is_possible(p)]
+            found += [(p, [want]) for p in listing.places(digest) if can_lie_at(p)]
         other.read_places(found, _READ)
 
     def _heal_from_files(self, path: Path) -> None:

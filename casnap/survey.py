@@ -31,7 +31,7 @@ from casnap.format import (
     root_key,
     segment_key,
 )
-from casnap.listing import Listing, bad_records, is_possible, read_footer
+from casnap.listing import Listing, bad_records, can_lie_at, read_footer
 from casnap.manifest import Tree
 from casnap.objects import Objects, Want
 from casnap.roots import read_root
@@ -280,7 +280,7 @@ class Survey:
                     self._blame.setdefault(digest, []).append(damage)
             return
         for digest, place in records:
-            if (digest, place) not in self._bad and not is_possible(place):
+            if (digest, place) not in self._bad and not can_lie_at(place):
                 self.note_bad(digest, place, "the index gives it an impossible form")
         try:
             footer = read_footer(backend, pack, size, len(records))
