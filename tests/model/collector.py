@@ -165,7 +165,8 @@ def _without(turn: Turn, m: Root, freed: frozenset[Id], fence: int) -> tuple[Roo
 def _deletions(turn: Turn, root: Root) -> Steps:
     named = contents(root).files
     anything = turn.drops(Rule.ORPHANS_BELOW_FENCE)
-    for file in turn.state.files - named:
+    # In order: which of two shortest traces is found may not hang on how strings are hashed.
+    for file in sorted(turn.state.files - named):
         if anything or file.base < root.fence or file in turn.me.chosen:
             turn.model.happened.add("deleted")
             said = f"deletes {file}, which root {root.seq} does not name"
