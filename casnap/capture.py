@@ -11,27 +11,54 @@ from casnap.buffers import bytes_at
 from casnap.containers import segment_of
 from casnap.errors import NotStatefulError, UnsupportedTypeError
 from casnap.flatten import flatten
-from casnap.format import INLINE_BYTES, MAX_PATH_CHARS, payload_of
-from casnap.grid import Grid
-from casnap.staging import Piece, grid_for, pieces_of, settle
+from casnap.format import INLINE_BYTES, MAX_PATH_CHARS, TensorEntry, payload_of
+from casnap.grid import Grid, grid_of
+from casnap.region import Region
+from casnap.sharding import Shards
+from casnap.staging import (
+    Part,
+    Piece,
+    Source,
+    part_of,
+    pieces_between,
+    pieces_of,
+    settle,
+)
 from casnap.state import RNGState, Stateful
-from casnap.tensors import Leaf
+from casnap.tensors import Leaf, itemsize_of
+from casnap.tiling import Tiling
 
 
 class Span(NamedTuple):
     """The leaves of one key of the app state.
 
     Attributes:
-        rank: Whose they are; None where they are everyone's.
+        private: Whether they belong to their rank alone, whatever they hold.
         key: The key, as a path segment.
         start: The first leaf.
         stop: One past the last.
     """
 
-    rank: int | None
+    private: bool
     key: str
     start: int
     stop: int
+
+
+class Assignment(NamedTuple):
+    """What this rank hashes of a leaf that others hold too, or hold pieces of.
+
+    Attributes:
+        grid: How the whole leaf is cut.
+        runs: First cell, and one past the last, of those that are hashed from its memory.
+        parts: Parts of cells, and whom they go to, which may be this rank.
+        gets: The cells that this rank puts together and hashes.
+    """
+
+    grid: Grid | Tiling
+    runs: list[tuple[int, int]]
+    parts: list[tuple[int, Part]]
+    gets: list[int]
 
 
 class Capture:
@@ -45,9 +72,10 @@ class Capture:
     Attributes:
         leaves: All leaves, in order.
         spans: Which of them belong to which key.
-        grids: The grid of each leaf; None where it has no chunks.
-        inline: The bytes of small leaves.
+        grids: The grid of each leaf; None where it has no chunks, or is sharded.
+        inline: The bytes of small leaves that are not sharded.
         same_as: Leaf → an earlier leaf that is the same memory seen the same way.
+        assigned: Leaf → what of it this rank hashes, where that is not all.
         logical_bytes: The bytes of all leaves.
 
     Raises:
@@ -64,9 +92,10 @@ class Capture:
             stateful = app_state[key]
             start, segment = len(self.leaves), segment_of(key)
             self.leaves.extend(flatten(stateful.state_dict(), segment, allow_pickle=allow_pickle))
-            rank = 0 if isinstance(stateful, RNGState) else None
-            self.spans.append(Span(rank, segment, start, len(self.leaves)))
+            private = isinstance(stateful, RNGState)
+            self.spans.append(Span(private, segment, start, len(self.leaves)))
         self.grids: list[Grid | None] = []
+        self.assigned: dict[int, Assignment] = {}
         self.inline: dict[int, bytes] = {}
         self.same_as: dict[int, int] = {}
         self.logical_bytes = 0
@@ -84,6 +113,9 @@ class Capture:
                 )
             nbytes = payload_of(leaf.entry).nbytes
             self.logical_bytes += nbytes
+            if isinstance(leaf.content, Shards):
+                self.grids.append(None)
+                continue
             if nbytes <= INLINE_BYTES:
                 self.inline[i] = _small_bytes(leaf.content)
                 self.grids.append(None)
@@ -99,18 +131,85 @@ class Capture:
                 ):
                     self.same_as[i] = first
 
+    @property
+    def sharded(self) -> bool:
+        """Whether any leaf is a sharded tensor."""
+        return any(isinstance(leaf.content, Shards) for leaf in self.leaves)
+
+    def bytes_to_hash(self) -> int:
+        """Return the bytes that this rank hashes."""
+        whole = (
+            sum(grid.sizes())
+            for i, grid in enumerate(self.grids)
+            if grid is not None and i not in self.same_as
+        )
+        cells = (
+            a.grid.cell_bytes(cell)
+            for a in self.assigned.values()
+            for cell in (*a.gets, *(c for first, stop in a.runs for c in range(first, stop)))
+        )
+        return sum(whole) + sum(cells)
+
+    def untie(self) -> None:
+        """Hash what is the same memory as a leaf that others hash too by itself."""
+        self.same_as = {i: first for i, first in self.same_as.items() if first not in self.assigned}
+
     def let_go(self) -> None:
         """Keep the description alone: the bytes are copied, and the tensors may go."""
         self.leaves = [Leaf(path, entry, b"") for path, entry, _ in self.leaves]
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the bytes of all leaves that need chunks, each memory once."""
+        """Yield the bytes that this rank hashes, each memory once; parts of cells come first."""
+        for i, assignment in self.assigned.items():
+            for cell, part in assignment.parts:
+                yield part_of(i, self._source(i, part.region), cell, part)
         for i, grid in enumerate(self.grids):
-            if grid is not None and i not in self.same_as:
-                yield from pieces_of(i, self.leaves[i], grid)
+            if i in self.assigned:
+                for first, stop in self.assigned[i].runs:
+                    yield from self._between(i, first, stop)
+            elif grid is not None and i not in self.same_as:
+                yield from pieces_of(i, self._sources(i)[0], grid)
+
+    def _between(self, leaf: int, first: int, stop: int) -> Iterator[Piece]:
+        grid = self.assigned[leaf].grid
+        while first < stop:
+            # Of a rank's several boxes, each may hold some of the cells.
+            source = self._source(leaf, grid.region(first))
+            end = first + 1
+            while end < stop and _holds(source.region, grid.region(end)):
+                end += 1
+            yield from pieces_between(leaf, source, grid, first, end)
+            first = end
+
+    def _source(self, leaf: int, region: Region) -> Source:
+        """Return where the elements of a box are."""
+        return next(s for s in self._sources(leaf) if _holds(s.region, region))
+
+    def _sources(self, leaf: int) -> list[Source]:
+        content = self.leaves[leaf].content
+        if isinstance(content, Shards):
+            return [Source(*pair) for pair in zip(content.boxes, content.tensors, strict=True)]
+        grid = self.assigned[leaf].grid if leaf in self.assigned else self.grids[leaf]
+        assert grid is not None
+        return [Source(Region.whole(grid.shape), content)]
 
 
-def _same_memory(a: torch.Tensor, b: torch.Tensor | bytes) -> bool:
+def _holds(outer: Region, inner: Region) -> bool:
+    return all(
+        a <= b and b + m <= a + n
+        for a, n, b, m in zip(outer.offsets, outer.sizes, inner.offsets, inner.sizes, strict=True)
+    )
+
+
+def grid_for(leaf: Leaf, chunk_size: int) -> Grid:
+    """Return the grid of a leaf: the tensor's own, or that of its bytes."""
+    entry = leaf.entry
+    if isinstance(entry, TensorEntry):
+        return grid_of(entry.shape, itemsize_of(entry), chunk_size)
+    return grid_of((payload_of(entry).nbytes,), 1, chunk_size)
+
+
+def _same_memory(a: torch.Tensor, b: object) -> bool:
     """Whether two tensors at one address are the same elements in the same order."""
     return (
         isinstance(b, torch.Tensor)

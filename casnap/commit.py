@@ -10,13 +10,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec import Struct
 
 from casnap.buffers import shared_pool
 from casnap.codec import Codec
 from casnap.digest import Digest, digest_of
 from casnap.errors import FencedError, StorageFullError
 from casnap.format import (
+    ID_SIZE,
     NodeRef,
     PackId,
     Place,
@@ -24,6 +27,8 @@ from casnap.format import (
     Row,
     Segment,
     SegmentRef,
+    decode_segment,
+    encode_segment,
     segment_key,
 )
 from casnap.index import View
@@ -32,7 +37,7 @@ from casnap.objects import Objects
 from casnap.pack import CHUNKS, NODES, PackFiller, PackWriter, moved_place
 from casnap.pipeline import Crew
 from casnap.roots import put_root
-from casnap.segments import added
+from casnap.segments import added, written
 
 _PASSED = (
     "the store's garbage collector went past this take, which stood still too long, and deleted "
@@ -41,6 +46,64 @@ _PASSED = (
 
 Changes = Mapping[str, Row | None]
 """Rows of the table to set, or (None) to remove."""
+
+
+class Handover(Struct, array_like=True):
+    """What another rank has written, and relies on, for a root that this process puts.
+
+    Attributes:
+        relied: The packs that it relies on, their ids one behind the other.
+        base: The root number that its ids were made under.
+        new_bytes: Bytes of chunks and nodes that it added, as stored.
+        records: Where what it wrote lies, as a sealed segment that nobody has written yet; empty
+            where there is nothing, or so much that it wrote the segment itself.
+        segments: The segments that it wrote.
+    """
+
+    relied: bytes
+    base: int
+    new_bytes: int
+    records: bytes = b""
+    segments: tuple[SegmentRef, ...] = ()
+
+
+class Partners:
+    """The other ranks of a take that one process commits for all.
+
+    Args:
+        handovers: What each of them has written.
+        move: Has all of them give what they wrote new names, made under another root, and returns
+            what they say after that.
+    """
+
+    def __init__(
+        self, handovers: Sequence[Handover], move: Callable[[int], Sequence[Handover]]
+    ) -> None:
+        self._move = move
+        self._look_at(handovers)
+
+    def _look_at(self, handovers: Sequence[Handover]) -> None:
+        self.base = min((h.base for h in handovers), default=1 << 62)
+        self.new_bytes = sum(h.new_bytes for h in handovers)
+        self.relied = {
+            PackId(h.relied[at : at + ID_SIZE])
+            for h in handovers
+            for at in range(0, len(h.relied), ID_SIZE)
+        }
+        self.segments = tuple(ref for h in handovers for ref in h.segments)
+        given = [decode_segment(h.records, "what a rank wrote") for h in handovers if h.records]
+        self.packs = tuple(pack for segment in given for pack in segment.packs)
+        self.records = [record for segment in given for record in segment.records]
+
+    def follow(self, root: Root) -> None:
+        """Have them move, if the fence of a root is past their names."""
+        if root.fence > self.base:
+            self._look_at(self._move(root.seq))
+
+
+_NOBODY = Partners((), lambda _: ())
+# So many records, over all ranks, go into the one segment that the committing process writes.
+_HANDED_OVER = 1 << 16
 
 
 class Transaction:
@@ -54,6 +117,7 @@ class Transaction:
     Attributes:
         base: The index as the root sees it that this change is based on.
         commit: The id that tells the own root from others.
+        may_stand: Whether a root may stand, now or later, that names what was written.
 
     Raises:
         UnsupportedFormatError: The store uses a feature that its writers have to know.
@@ -75,15 +139,16 @@ class Transaction:
         self._relied: set[PackId] = set()
         self._claimed: set[Digest] = set()
         self._lock = threading.Lock()
-        self._may_stand = False
+        self.may_stand = False
         self._segment: SegmentRef | None = None
         self._written_under = seq
+        self._partners = _NOBODY
 
     @property
     def new_bytes(self) -> int:
         """Bytes of chunks and nodes that were new, as stored."""
         nodes = sum(place.stored for _, place in self._fresh.values())
-        return self._chunks.stored_bytes + nodes
+        return self._chunks.stored_bytes + nodes + self._partners.new_bytes
 
     def chunk_writer(self) -> ChunkWriter:
         """Return what one thread stores chunks with."""
@@ -139,23 +204,27 @@ class Transaction:
         self._node_filler.add_known([(digest, node)])
         self._fresh[digest] = (node, self._node_filler.last())
 
-    def publish(self, change: Callable[[Tree[Row], int], Changes]) -> Root:
+    def publish(
+        self, change: Callable[[Tree[Row], int], Changes], partners: Partners = _NOBODY
+    ) -> Root:
         """Commit: write what is left, then put the root; on a lost race look again and repeat.
 
         Args:
             change: Says which rows to set or remove, given the table as it is now and the number
                 of the root to be; raises to give up.
+            partners: The other ranks, if this process commits for them too.
 
         Raises:
             FencedError: What was relied on has been collected.
         """
+        self._partners = partners
         for filler in self._copies.values():
             filler.seal()
         self._chunks.finish()
         while True:
             root = self._objects.current(lambda newest: self._after(newest, change))
             # From here on a root may stand that names what was written.
-            self._may_stand = True
+            self.may_stand = True
             try:
                 if put_root(self._objects.backend, root):
                     # Only now: what a failed take stored anew is gone again.
@@ -163,17 +232,18 @@ class Transaction:
                     return root
             except StorageFullError:
                 # Nothing can have been put.
-                self._may_stand = False
+                self.may_stand = False
                 raise
             # The number is another's for ever.
-            self._may_stand = False
+            self.may_stand = False
             self._delete_segment()
 
     def _after(self, m: Root, change: Callable[[Tree[Row], int], Changes]) -> Root:
         """Return the root to put after ``m``, all that it names being written."""
         latest = self._objects.index.view(m)
         # What is condemned is listed still, and comes back by this commit.
-        if not self._relied <= latest.packs:
+        relied = self._relied | self._partners.relied
+        if not relied <= latest.packs:
             raise FencedError(_PASSED)
         table = self._objects.tree(m.table, Row)
         new_table = table.edited(change(table, m.seq + 1), self._put_table_node)
@@ -181,6 +251,7 @@ class Transaction:
         self._nodes.finish()
         if m.fence > self._written_under:
             self._move(m.seq)
+        self._partners.follow(m)
         return Root(
             seq=m.seq + 1,
             commit=self.commit,
@@ -189,7 +260,7 @@ class Transaction:
             table=None if new_table is None else self.ref(new_table, m.table),
             segments=self._segments(latest),
             # What was condemned meanwhile, and is relied on, is rescued: whole packs, always.
-            condemned={p: seq for p, seq in m.condemned.items() if p not in self._relied},
+            condemned={p: seq for p, seq in m.condemned.items() if p not in relied},
             lost=m.lost,
         )
 
@@ -217,15 +288,66 @@ class Transaction:
         return NodeRef(digest, self._objects.index.find(self.base, [digest])[0])
 
     def _segments(self, latest: View) -> tuple[SegmentRef, ...]:
-        packs = (*self._chunks.packs, *self._nodes.packs)
+        theirs = self._partners
+        packs = (*self._chunks.packs, *self._nodes.packs, *theirs.packs)
         if not packs:
-            return latest.root.segments
-        segment = Segment(packs, [*self._chunks.records, *self._nodes.records])
+            return (*latest.root.segments, *theirs.segments)
+        segment = Segment(packs, [*self._chunks.records, *self._nodes.records, *theirs.records])
         self._delete_segment()
         segments = added(self._objects, latest, segment, self._written_under)
         self._segment = segments[-1]
+        self._keep_nodes()
+        return (*segments, *theirs.segments)
+
+    def _keep_nodes(self) -> None:
         self._objects.index.keep_nodes([(d, node) for d, (node, _) in self._fresh.items()])
-        return segments
+
+    # --- as one of several ranks ---
+
+    def hand_over(self, world: int) -> Handover:
+        """Write what is left, and say what another process needs to commit it.
+
+        From here on a root may stand that names what was written, until :meth:`withdraw`.
+
+        Args:
+            world: How many ranks hand something over.
+        """
+        self._chunks.finish()
+        self._node_filler.seal()
+        self._nodes.finish()
+        self._keep_nodes()
+        self.may_stand = True
+        return self._handover(world)
+
+    def _handover(self, world: int) -> Handover:
+        handover = Handover(b"".join(sorted(self._relied)), self._written_under, self.new_bytes)
+        segment = Segment(
+            (*self._chunks.packs, *self._nodes.packs),
+            [*self._chunks.records, *self._nodes.records],
+        )
+        if len(segment.records) * world > _HANDED_OVER:
+            self._delete_segment()
+            self._segment = written(self._objects, segment, self._written_under)
+            handover.segments = (self._segment,)
+        elif segment.packs:
+            handover.records = encode_segment(segment)
+        # Whoever commits knows only what it has written itself to be durable.
+        self._objects.backend.sync()
+        return handover
+
+    def move(self, seq: int, world: int) -> Handover:
+        """Give what was handed over new names, made under another root; say so anew.
+
+        Raises:
+            FencedError: It is gone.
+        """
+        if seq > self._written_under:
+            self._move(seq)
+        return self._handover(world)
+
+    def withdraw(self) -> None:
+        """Note that no root was put, nor will be, that names what was handed over."""
+        self.may_stand = False
 
     def _delete_segment(self) -> None:
         """Delete the segment of a try that came to nothing."""
@@ -240,7 +362,7 @@ class Transaction:
         # The threads of both end, whatever fails after that.
         for packs in (self._chunks, self._nodes):
             packs.close()
-        if not self._may_stand:
+        if not self.may_stand:
             self._delete_segment()
             for packs in (self._chunks, self._nodes):
                 packs.delete_packs()
@@ -263,11 +385,23 @@ class ChunkWriter:
         """Store those chunks that are in no live pack, and return the digests of all."""
         if self._all_new:
             return self._filler.add(raws, self._unknown)
+        digests, fresh = self.look(raws)
+        self.keep(fresh)
+        return digests
+
+    def look(self, raws: list[memoryview]) -> tuple[list[Digest], list[tuple[Digest, memoryview]]]:
+        """Hash chunks where they lie; return the digests of all, and those to be stored."""
         digests = [digest_of(raw) for raw in raws]
         new = self._unknown(digests)
-        fresh = [(d, raw) for d, raw, n in zip(digests, raws, new, strict=True) if n]
+        return digests, [(d, raw) for d, raw, n in zip(digests, raws, new, strict=True) if n]
+
+    def keep(self, fresh: list[tuple[Digest, memoryview]]) -> None:
+        """Store chunks that :meth:`look` said are new.
+
+        Raises:
+            StateError: They have changed since.
+        """
         self._filler.add_known(fresh)
-        return digests
 
     def _unknown(self, digests: list[Digest]) -> list[bool]:
         new = self._transaction.unknown(digests)

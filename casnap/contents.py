@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from heapq import merge
+from itertools import takewhile
 from math import prod
+from operator import itemgetter
 
 from casnap.digest import DIGEST_SIZE, Digest
 from casnap.errors import DamagedError, EntryNotFoundError, SnapshotNotFoundError
@@ -21,15 +24,51 @@ from casnap.format import (
     decode,
     payload_of,
 )
-from casnap.grid import Grid, grid_of
+from casnap.grid import Cells, grid_of
 from casnap.manifest import Tree
 from casnap.objects import Objects
+from casnap.tiling import tiling_of
+
+
+class Entries:
+    """The entries of one key as a rank sees them: what is global, and what is its own.
+
+    Args:
+        contents: The snapshot.
+        digests: The trees, the one that wins first.
+    """
+
+    def __init__(self, contents: Contents, digests: Sequence[bytes]) -> None:
+        self._contents = contents
+        self._digests = digests
+
+    @property
+    def _trees(self) -> Iterator[Tree[Entry]]:
+        return map(self._contents.tree, self._digests)
+
+    def get(self, path: str) -> Entry | None:
+        """Return the entry of a path below the key, or None."""
+        return next((e for tree in self._trees if (e := tree.get(path)) is not None), None)
+
+    def items(self, start: str = "") -> Iterator[tuple[str, Entry]]:
+        """Yield path and entry in order of the paths, from ``start`` on."""
+        last = None
+        # The merge is stable: of two entries of one path, that of the first tree comes first.
+        for path, entry in merge(*(tree.items(start) for tree in self._trees), key=itemgetter(0)):
+            if path != last:
+                yield path, entry
+            last = path
+
+    def below(self, prefix: str) -> Iterator[tuple[str, Entry]]:
+        """Yield path and entry of what begins with ``prefix``."""
+        return takewhile(lambda item: item[0].startswith(prefix), self.items(prefix))
 
 
 class Contents:
     """The tree of one snapshot.
 
     Paths are ``<rank>/<key>/<path>``; what is global answers under every rank and without one.
+    Without one, what is not global is rank 0's.
 
     Args:
         objects: The store.
@@ -57,9 +96,11 @@ class Contents:
         subtrees = [manifest.shared, *manifest.ranks.values()]
         if any(len(d) != DIGEST_SIZE for subtree in subtrees for d in subtree.values()):
             raise DamagedError(f"the manifest of {self.where} holds what is no digest")
-        if len(manifest.ranks) != self.row.world_size:
+        world, ranks = self.row.world_size, manifest.ranks.keys()
+        if len(ranks) != world or ranks != set(map(str, range(world))):
+            names = ", ".join(sorted(ranks)[:4])
             raise DamagedError(
-                f"{self.where} claims {self.row.world_size} ranks, but has {len(manifest.ranks)}"
+                f"{self.where} claims {world} ranks, but has {len(ranks)}: {names:.80}"
             )
         return manifest
 
@@ -83,9 +124,19 @@ class Contents:
                 "while it was being read; a longer `casnap gc --grace` lets readers end"
             ) from e
 
-    def subtrees(self, rank: int) -> dict[str, bytes]:
-        """Return the subtree digests by key, as one rank sees them."""
-        return {**self.manifest.shared, **self.manifest.ranks.get(str(rank), {})}
+    def trees(self, rank: int | None) -> dict[str, Entries]:
+        """Return what a rank sees, by key.
+
+        Args:
+            rank: Its own entries win. One beyond the world has none, and sees what is global.
+                None for what paths without a rank mean: what is global wins, then rank 0's.
+        """
+        shared, own = self.manifest.shared, self.manifest.ranks.get(str(rank or 0), {})
+        layers = (shared, own) if rank is None else (own, shared)
+        return {
+            key: Entries(self, list(dict.fromkeys(t[key] for t in layers if key in t)))
+            for key in shared | own
+        }
 
     def tree(self, digest: bytes) -> Tree[Entry]:
         """Return the tree of one key."""
@@ -97,56 +148,80 @@ class Contents:
 
     def entries(self, rank: int = 0) -> Iterator[tuple[str, Entry]]:
         """Yield ``<key>/<path>`` and entry of all that a rank sees."""
-        for key, digest in sorted(self.subtrees(rank).items()):
-            for inner, entry in self.tree(digest).items():
+        for key, entries in sorted(self.trees(rank).items()):
+            for inner, entry in entries.items():
                 yield key + inner, entry
 
     def ranks(self) -> Iterator[int]:
         """Yield the ranks of the world that took this snapshot."""
         yield from range(self.row.world_size)
 
-    def resolve(self, path: str) -> tuple[str, str, Tree[Entry]]:
-        """Return key, path below it (with its leading slash) and tree of a path.
+    def keepers(self, path: str) -> list[int]:
+        """Return the ranks that have something of their own at or below ``<key>/<path>``."""
+        key, slash, inner = path.partition("/")
+        where = slash + inner
+        keepers = []
+        for rank in self.ranks():
+            digest = self.manifest.ranks[str(rank)].get(key)
+            if digest is not None:
+                tree = self.tree(digest)
+                if tree.get(where) is not None or any(True for _ in tree.below(f"{where}/")):
+                    keepers.append(rank)
+        return keepers
+
+    def resolve(self, path: str) -> tuple[str, str, Entries]:
+        """Return key, path below it (with its leading slash) and entries of the key of a path.
 
         Raises:
             EntryNotFoundError: The snapshot has no such key.
         """
         first, slash, rest = path.partition("/")
-        if slash and first.isascii() and first.isdigit() and int(first) < self.row.world_size:
+        if slash and first in self.manifest.ranks:
             key, slash, inner = rest.partition("/")
-            subtrees = self.subtrees(int(first))
-            if key in subtrees:
-                return key, slash + inner, self.tree(subtrees[key])
-        subtrees = self.subtrees(0)
+            trees = self.trees(int(first))
+            if key in trees:
+                return key, slash + inner, trees[key]
+        trees = self.trees(None)
         key, slash, inner = path.partition("/")
-        if key in subtrees:
-            return key, slash + inner, self.tree(subtrees[key])
+        if key in trees:
+            return key, slash + inner, trees[key]
         raise self._absent(path)
 
-    def entry(self, path: str) -> tuple[str, Entry, Tree[Entry]]:
-        """Return the path without its rank, the entry there, and the tree of its key.
+    def entry(self, path: str) -> tuple[str, Entry, Entries]:
+        """Return the path without its rank, the entry there, and the entries of its key.
 
         Raises:
             EntryNotFoundError: There is no entry of this path.
         """
-        key, inner, tree = self.resolve(path)
-        entry = tree.get(inner)
+        key, inner, entries = self.resolve(path)
+        entry = entries.get(inner)
         if entry is None:
             raise self._absent(path)
-        return key + inner, entry, tree
+        return key + inner, entry, entries
 
     def _absent(self, path: str) -> EntryNotFoundError:
         import difflib
 
-        paths = (
-            [p for r in self.ranks() for p, _ in self.entries(r)]
-            if self.row.stats.entries < 1e5
-            else []
-        )
-        bare = path.partition("/")[2] if path.partition("/")[0].isdigit() else path
-        near = difflib.get_close_matches(bare, dict.fromkeys(paths), 3, 0.5)
+        first, _, rest = path.partition("/")
+        bare = rest if first.isdigit() else path
+        asking = int(first) if first in self.manifest.ranks else 0
+        keepers = self.keepers(bare)
+        if keepers and asking not in keepers:
+            return EntryNotFoundError(
+                f"{self.where} has no entry {path!r}: it is kept for {rank_names(keepers)} alone; "
+                f"read it as '{keepers[0]}/{bare}'"
+            )
+        near = difflib.get_close_matches(bare, self._paths(), 3, 0.5)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         return EntryNotFoundError(f"{self.where} has no entry {path!r}{hint}")
+
+    def _paths(self) -> list[str]:
+        """Return all paths without their ranks, each once; none where they are many."""
+        subtrees = [self.manifest.shared, *self.manifest.ranks.values()]
+        trees = {(key, digest): None for subtree in subtrees for key, digest in subtree.items()}
+        if self.row.stats.entries >= 1e5 or len(trees) >= 1e3:
+            return []
+        return list({key + p: None for key, digest in trees for p, _ in self.tree(digest).items()})
 
     def chunks(self, path: str, entry: Entry) -> list[tuple[Digest, int]]:
         """Return digest and length of every chunk of an entry; none where its bytes stand in it.
@@ -157,28 +232,37 @@ class Contents:
         payload = payload_of(entry)
         if payload.nbytes <= INLINE_BYTES:
             return []
-        chunk_size = self.objects.config.chunk_size
-        if isinstance(entry, TensorEntry):
-            count = prod(entry.shape)
-            itemsize = payload.nbytes // max(count, 1)
-            whole = min(entry.shape, default=1) > 0 and itemsize * count == payload.nbytes
-            if not whole or itemsize > chunk_size:
-                raise DamagedError(
-                    f"{self.where}: {path} claims {payload.nbytes} bytes for the shape "
-                    f"{list(entry.shape)}",
-                    (path,),
-                )
-            grid = grid_of(entry.shape, itemsize, chunk_size)
-        else:
-            grid = grid_of((payload.nbytes,), 1, chunk_size)
-        digests = split_digests(self.digests(payload, grid, path))
-        return list(zip(digests, grid.sizes(), strict=True))
+        cells = self.cells(path, entry)
+        digests = split_digests(self.digests(payload, cells, path))
+        return list(zip(digests, cells.sizes(), strict=True))
 
-    def digests(self, payload: Payload, grid: Grid, path: str) -> bytes:
+    def cells(self, path: str, entry: Entry) -> Cells:
+        """Return the cells that the bytes of an entry are cut into.
+
+        Raises:
+            DamagedError: Shape, boxes and length do not fit each other.
+        """
+        nbytes, chunk_size = payload_of(entry).nbytes, self.objects.config.chunk_size
+        if not isinstance(entry, TensorEntry):
+            return grid_of((nbytes,), 1, chunk_size)
+        count = prod(entry.shape)
+        itemsize = nbytes // max(count, 1)
+        whole = min(entry.shape, default=1) > 0 and itemsize * count == nbytes
+        if not whole or itemsize > chunk_size:
+            raise DamagedError(
+                f"{self.where}: {path} claims {nbytes} bytes for the shape {list(entry.shape)}",
+                (path,),
+            )
+        try:
+            return tiling_of(entry, itemsize, chunk_size)
+        except DamagedError as e:
+            raise DamagedError(f"{self.where}: {path}: {e}", (path,)) from e
+
+    def digests(self, payload: Payload, cells: Cells, path: str) -> bytes:
         """Return the digests of a payload's chunks, one behind the other.
 
         Raises:
-            DamagedError: Their number is not that of the grid's cells.
+            DamagedError: Their number is not that of the cells.
         """
         digests = payload.digests
         if not 0 <= payload.depth <= MAX_DEPTH:
@@ -186,13 +270,13 @@ class Contents:
                 f"{self.where}: {path} claims a list of depth {payload.depth}", (path,)
             )
         for _ in range(payload.depth):
-            if len(digests) > DIGEST_SIZE * max(grid.count, 1):
+            if len(digests) > DIGEST_SIZE * max(cells.count, 1):
                 break
-            digests = self._joined_lists(digests, grid.count, path)
-        if len(digests) != DIGEST_SIZE * grid.count:
+            digests = self._joined_lists(digests, cells.count, path)
+        if len(digests) != DIGEST_SIZE * cells.count:
             raise DamagedError(
                 f"{self.where}: {path} lists {len(digests) / DIGEST_SIZE:g} chunks where its shape "
-                f"has {grid.count}",
+                f"has {cells.count}",
                 (path,),
             )
         return digests
@@ -219,3 +303,11 @@ class Contents:
 def split_digests(digests: bytes) -> list[Digest]:
     """Split a string of digests."""
     return [Digest(digests[i : i + DIGEST_SIZE]) for i in range(0, len(digests), DIGEST_SIZE)]
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """Return some ranks in words: ``rank 1``, ``ranks 0, 1 and 2``; of many, the first."""
+    if len(ranks) > 8:
+        return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8:,} more"
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"

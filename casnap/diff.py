@@ -10,8 +10,9 @@ from typing import Literal
 from casnap.contents import Contents
 from casnap.digest import Digest
 from casnap.errors import StoreError
-from casnap.format import Entry, payload_of
+from casnap.format import BoxedTensorEntry, Boxes, Entry, payload_of
 from casnap.manifest import Tree
+from casnap.region import Region
 
 Kind = Literal["added", "removed", "changed"]
 
@@ -26,7 +27,8 @@ class Change:
         old: The entry of the first snapshot; None where it was added.
         new: The entry of the second one; None where it was removed.
         changed_bytes: Bytes in those chunks of the new entry that differ from the old one's at
-            the same position; all of them where it was added, none where it was removed.
+            the same position (in the same box, where the two are cut differently); all of them
+            where it was added, none where it was removed.
         total_bytes: All bytes of the new entry, or of the old one where it was removed.
     """
 
@@ -153,11 +155,31 @@ def _change(a: Contents, b: Contents, path: str, old: Entry | None, new: Entry |
 
 def _changed_bytes(a: Contents, b: Contents, path: str, old: Entry, new: Entry) -> int:
     was, now = payload_of(old), payload_of(new)
-    if was == now:
+    cut_alike = _boxes(old) == _boxes(new)
+    if was == now and cut_alike:
         return 0
     chunks = b.chunks(path, new)
     if not chunks:
         return now.nbytes
+    if not cut_alike:
+        known_boxes = set(_boxes_of_chunks(a, path, old))
+        found = zip(_boxes_of_chunks(b, path, new), chunks, strict=True)
+        return sum(size for box, (_, size) in found if box not in known_boxes)
     before = [digest for digest, _ in a.chunks(path, old)]
     pairs = zip_longest(chunks, before[: len(chunks)])
     return sum(size for (digest, size), known in pairs if digest != known)
+
+
+def _boxes(entry: Entry) -> Boxes:
+    return entry.boxes if isinstance(entry, BoxedTensorEntry) else ()
+
+
+def _boxes_of_chunks(
+    contents: Contents, path: str, entry: Entry
+) -> Iterator[tuple[Region, Digest]]:
+    """Yield the box and the digest of every chunk of an entry."""
+    chunks = contents.chunks(path, entry)
+    if chunks:
+        cells = contents.cells(path, entry)
+        for i, (digest, _) in enumerate(chunks):
+            yield cells.region(i), digest

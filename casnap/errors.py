@@ -19,6 +19,7 @@
     │   ├── MismatchError           (RuntimeError) state and snapshot differ
     │   └── EntryNotFoundError      (KeyError) no such path inside the snapshot
     ├── DamagedError                stored bytes are missing or not what was written
+    ├── RankError                   another rank of a take or restore failed, died or hangs
     └── FencedError                 a garbage collector went past a take that stood still too long
 """
 
@@ -107,3 +108,15 @@ class DamagedError(CasnapError):
 
 class FencedError(CasnapError):
     """What a take relied on was collected before the take could commit."""
+
+
+class RankError(CasnapError):
+    """Another rank failed, died, or was not heard of within the deadline.
+
+    Attributes:
+        ranks: The ranks that are known to be at fault.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks

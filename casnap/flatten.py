@@ -16,10 +16,11 @@ import torch
 from casnap.containers import Build, Node, open_container, open_sparse, reopen, segment_of
 from casnap.errors import CasnapError, DamagedError, UnsupportedTypeError
 from casnap.format import ContainerEntry, Payload, TensorEntry, ValueEntry, encode
+from casnap.sharding import Shards, shards_of
 from casnap.tensors import Leaf, assemble, describe, is_fillable
 from casnap.values import MALFORMED, decode_value, encode_value
 
-__all__ = ["Leaf", "flatten", "inflate", "segment_of", "tensor_targets"]
+__all__ = ["Leaf", "flatten", "inflate", "segment_of", "shard_targets", "tensor_targets"]
 
 MAX_NESTING = 1000
 
@@ -126,6 +127,25 @@ def tensor_targets(value: Any, path: str) -> dict[str, torch.Tensor]:
     }
 
 
+def shard_targets(value: Any, path: str) -> dict[str, Shards]:
+    """Return the sharded tensors of a live state whose parts can be filled in place, by path.
+
+    Raises:
+        UnsupportedTypeError: A container refers to itself, or nobody can tell which elements of a
+            sharded tensor this rank holds.
+    """
+    found = (
+        (where, shards_of(where, child))
+        for where, child, node in _walk(value, path, sparse=False)
+        if node is None and isinstance(child, torch.Tensor) and type(child) not in _TENSORS
+    )
+    return {
+        where: shards
+        for where, shards in found
+        if shards is not None and all(is_fillable(part) for part in shards.tensors)
+    }
+
+
 # --- inflate ----------------------------------------------------------------------------------
 
 
@@ -189,7 +209,7 @@ def _reopened(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[s
 
 
 def _bytes_of(leaf: Leaf) -> bytes:
-    if isinstance(leaf.content, torch.Tensor):
+    if not isinstance(leaf.content, bytes):
         raise DamagedError(f"{leaf.path} is not a tensor, but has the content of one", (leaf.path,))
     return leaf.content
 

@@ -23,21 +23,16 @@ KNOWN_FEATURES: frozenset[str] = frozenset()
 
 DEFAULT_CHUNK_SIZE = 1 << 20
 MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 64 << 10, 64 << 20
-MAX_NODE_BYTES = 64 << 20
-MAX_ROOT_BYTES = 64 << 20
-MAX_METADATA_BYTES = 64 << 10
-MAX_PATH_CHARS = 1 << 20
-INLINE_BYTES = 64
-INLINE_DIGESTS = 4
+MAX_NODE_BYTES = MAX_ROOT_BYTES = 64 << 20
+MAX_METADATA_BYTES, MAX_PATH_CHARS = 64 << 10, 1 << 20
+INLINE_BYTES, INLINE_DIGESTS = 64, 4
 LIST_DIGESTS = 1 << 15
-MAX_DEPTH = 4
+MAX_DEPTH, ID_SIZE = 4, 16
 
 PackId = NewType("PackId", bytes)
 """16 bytes: 6 of the root number that it was written under, then 10 random ones."""
 SegmentId = NewType("SegmentId", bytes)
 """Made like a :data:`PackId`."""
-
-ID_SIZE = 16
 
 
 # --- what a snapshot holds --------------------------------------------------------------------
@@ -96,6 +91,20 @@ class TensorEntry(Struct, frozen=True, array_like=True, tag="t", gc=False):
     quantization: Quantization | None = None
 
 
+Boxes: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+class BoxedTensorEntry(TensorEntry, frozen=True, array_like=True, tag="b", gc=False):
+    """A tensor that is cut into boxes first, each with a grid of its own.
+
+    Attributes:
+        boxes: Offsets and sizes of each, sorted by offset. They tile the tensor, and the digests
+            of ``data`` are those of the cells of one box after the other.
+    """
+
+    boxes: Boxes = ()
+
+
 class ValueEntry(Struct, frozen=True, array_like=True, tag="v", gc=False):
     """A value that is neither tensor nor container.
 
@@ -122,7 +131,7 @@ class ContainerEntry(Struct, frozen=True, array_like=True, tag="c", gc=False):
     spec: Payload
 
 
-Entry: TypeAlias = TensorEntry | ValueEntry | ContainerEntry
+Entry: TypeAlias = TensorEntry | BoxedTensorEntry | ValueEntry | ContainerEntry
 
 
 def payload_of(entry: Entry) -> Payload:
@@ -132,12 +141,9 @@ def payload_of(entry: Entry) -> Payload:
 
 def with_payload(entry: Entry, payload: Payload) -> Entry:
     """Return the entry with other bytes."""
-    e = entry
-    if isinstance(e, TensorEntry):
-        return TensorEntry(e.dtype, e.shape, payload, e.kind, e.requires_grad, e.quantization)
-    if isinstance(e, ValueEntry):
-        return ValueEntry(e.kind, payload)
-    return ContainerEntry(e.kind, e.count, payload)
+    if isinstance(entry, ContainerEntry):
+        return msgspec.structs.replace(entry, spec=payload)
+    return msgspec.structs.replace(entry, data=payload)
 
 
 class Manifest(Struct, frozen=True):
@@ -259,8 +265,7 @@ class StoreConfig(Struct, frozen=True):
 # --- records as bytes -------------------------------------------------------------------------
 
 T = TypeVar("T")
-_encoder = msgspec.msgpack.Encoder()
-encode = _encoder.encode
+encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(data: bytes | memoryview, as_type: type[T], what: str) -> T:
@@ -303,16 +308,14 @@ def unseal(kind: bytes, data: bytes, what: str) -> memoryview:
 
 _PACKED = struct.Struct("<32sQIIB")
 _PACK_TAIL = struct.Struct(f"<I8s{DIGEST_SIZE}s")
-PACK_TAIL_SIZE = _PACK_TAIL.size
-FOOTER_RECORD_SIZE = _PACKED.size
+PACK_TAIL_SIZE, FOOTER_RECORD_SIZE = _PACK_TAIL.size, _PACKED.size
 
 
 def pack_footer(kind: bytes, chunks: Iterable[tuple[Digest, Place]]) -> bytes:
     """Return what ends a pack: a record a chunk, their count, magic, digest of the footer."""
     records = b"".join(_PACKED.pack(d, p.offset, p.stored, p.raw, p.codec) for d, p in chunks)
-    head = records + struct.pack(
-        "<I8s", len(records) // _PACKED.size, _MAGIC + kind + b"%d" % FORMAT
-    )
+    magic = _MAGIC + kind + b"%d" % FORMAT
+    head = records + struct.pack("<I8s", len(records) // _PACKED.size, magic)
     return head + digest_of(head)
 
 
@@ -333,8 +336,7 @@ def read_pack_footer(pack: PackId, tail: bytes) -> list[tuple[Digest, Place]]:
     return [(Digest(d), Place(pack, *rest)) for d, *rest in records]
 
 
-_RECORD = struct.Struct("<32sIQIIB")
-_SEGMENT_HEAD = struct.Struct("<IQ")
+_RECORD, _SEGMENT_HEAD = struct.Struct("<32sIQIIB"), struct.Struct("<IQ")
 
 Record: TypeAlias = tuple[Digest, Place]
 RawRecord: TypeAlias = tuple[bytes, int, int, int, int, int]
@@ -442,9 +444,7 @@ def merged_segment(
 # --- names ------------------------------------------------------------------------------------
 
 RESERVED = frozenset({"roots", "packs", "index", "tmp", "casnap.json"})
-CONFIG_KEY = "casnap.json"
-MARKER = "casnap-snapshot.json"
-_ID = re.compile(r"[0-9a-f]{32}")
+CONFIG_KEY, MARKER = "casnap.json", "casnap-snapshot.json"
 
 
 def root_key(seq: int) -> str:
@@ -465,7 +465,7 @@ def segment_key(segment: SegmentId | bytes) -> str:
 
 def id_from_name(name: str) -> bytes | None:
     """Return the id that a file is named by, or None where it is not ours."""
-    return bytes.fromhex(name) if _ID.fullmatch(name) else None
+    return bytes.fromhex(name) if re.fullmatch("[0-9a-f]{32}", name) else None
 
 
 def check_name(name: str) -> str:

@@ -12,8 +12,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Protocol
 
 from casnap.region import Region
+
+
+class Cells(Protocol):
+    """What a tensor is cut into: the cells of one grid, or those of several boxes."""
+
+    @property
+    def count(self) -> int:
+        """The number of cells; they are numbered from 0."""
+
+    def sizes(self) -> Iterator[int]:
+        """Yield the bytes of every cell, in order."""
+
+    def cell_bytes(self, index: int) -> int:
+        """Return the bytes of one cell."""
+
+    def region(self, index: int) -> Region:
+        """Return the box of one cell, in the coordinates of the tensor."""
+
+    def covering(self, region: Region) -> Iterator[int]:
+        """Yield, in order, the cells that share an element with ``region``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from casnap.buffers import view_at
+from casnap.buffers import bytes_at, view_at
 from casnap.digest import Digest, digest_of
 from casnap.errors import DamagedError
+from casnap.format import Boxes
 from casnap.grid import grid_of
+from casnap.region import Region
+from casnap.tiling import tile
 
 _MOST_HEADER = 100 << 20
 _ITEM_SIZES = {
@@ -23,6 +26,9 @@ _ITEM_SIZES = {
     "U32": 4, "I32": 4, "F32": 4,
     "U64": 8, "I64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
+
+
+Cuts = Mapping[tuple[int, ...], Collection[Boxes]]
 
 
 class Found(NamedTuple):
@@ -40,7 +46,11 @@ class _Described(msgspec.Struct):
 
 
 def chunks_in(
-    path: Path, chunk_size: int, sizes: Collection[int], skipped: Callable[[str], None]
+    path: Path,
+    chunk_size: int,
+    sizes: Collection[int],
+    cuts: Cuts,
+    skipped: Callable[[str], None],
 ) -> Iterator[tuple[Digest, memoryview]]:
     """Yield the chunks that the tensors of some files would have in a store.
 
@@ -48,6 +58,7 @@ def chunks_in(
         path: A file, or a folder of them; others than tensors' are passed over.
         chunk_size: That of the store.
         sizes: Which lengths of chunks are of interest; empty for all.
+        cuts: Shape → the boxes that tensors of that shape may be cut into.
         skipped: Told of each file that cannot be read.
     """
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
@@ -57,7 +68,9 @@ def chunks_in(
             continue
         try:
             for found in read(file):
-                yield from _cut(found, chunk_size, sizes)
+                if found.itemsize <= chunk_size:
+                    yield from _cut(found, chunk_size, sizes)
+                    yield from _cut_boxes(found, chunk_size, sizes, cuts.get(found.shape, ()))
         except Exception as e:  # noqa: BLE001 - any file may lie there, and others may help
             skipped(f"{file} cannot be read: {e}")
 
@@ -65,8 +78,6 @@ def chunks_in(
 def _cut(
     found: Found, chunk_size: int, sizes: Collection[int]
 ) -> Iterator[tuple[Digest, memoryview]]:
-    if found.itemsize > chunk_size:
-        return
     at = 0
     for nbytes in grid_of(found.shape, found.itemsize, chunk_size).sizes():
         if not sizes or nbytes in sizes:
@@ -75,10 +86,26 @@ def _cut(
         at += nbytes
 
 
+def _cut_boxes(
+    found: Found, chunk_size: int, sizes: Collection[int], cuts: Collection[Boxes]
+) -> Iterator[tuple[Digest, memoryview]]:
+    import torch
+
+    whole = Region.whole(found.shape)
+    for boxes in cuts:
+        elements = torch.frombuffer(found.raw, dtype=torch.uint8).view(*found.shape, found.itemsize)
+        tiling = tile(found.shape, boxes, found.itemsize, chunk_size)
+        for i, nbytes in enumerate(tiling.sizes()):
+            if not sizes or nbytes in sizes:
+                cell = elements[tiling.region(i).within(whole)].contiguous()
+                raw = bytes_at(cell.data_ptr(), nbytes)
+                yield digest_of(raw), memoryview(raw)
+
+
 def _safetensors(file: Path) -> Iterator[Found]:
     with file.open("rb") as stream:
-        # Unmapped when the last view of it is gone.
-        whole = memoryview(mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ))
+        # Unmapped when the last view of it is gone. Nobody writes to it, but torch wants to.
+        whole = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY))
     yield from _described(whole)
 
 
@@ -102,7 +129,7 @@ def _described(whole: memoryview) -> Iterator[Found]:
 def _numpy(file: Path) -> Iterator[Found]:
     import numpy as np
 
-    array = np.load(file, mmap_mode="r", allow_pickle=False)
+    array = np.load(file, mmap_mode="c", allow_pickle=False)
     little = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
     yield Found(
         array.shape, array.dtype.itemsize, memoryview(little.reshape(-1).view(np.uint8).data)

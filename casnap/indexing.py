@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import EllipsisType
 from typing import TypeAlias
 
-from casnap.grid import Grid
+from casnap.grid import Cells
 from casnap.region import Region
 
 Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]"
@@ -35,7 +35,7 @@ class Selection:
         """The shape of the result."""
         return tuple(n for i, n in enumerate(self.sizes) if i not in self.dropped)
 
-    def cells(self, grid: Grid) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
+    def cells(self, grid: Cells) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
         """Yield the cells that hold selected elements, with the slices that move them.
 
         Each as cell number, slices of the cell, slices of a result that has all axes.

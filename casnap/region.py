@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -35,6 +36,25 @@ class Region:
             offsets.append(start)
             sizes.append(stop - start)
         return Region(tuple(offsets), tuple(sizes))
+
+    def moved(self, by: Iterable[int]) -> Region:
+        """Return the box of the same sizes that is further along each axis."""
+        return Region(tuple(o + d for o, d in zip(self.offsets, by, strict=True)), self.sizes)
+
+    def start_in(self, outer: Region) -> int | None:
+        """Return where this box begins among the row-major elements of ``outer``.
+
+        None where it is no run of consecutive ones.
+        """
+        start, stride, whole = 0, 1, True
+        for axis in range(len(self.sizes) - 1, -1, -1):
+            n, full = self.sizes[axis], outer.sizes[axis]
+            if n > 1 and not whole:
+                return None
+            start += (self.offsets[axis] - outer.offsets[axis]) * stride
+            stride *= full
+            whole = whole and n == full
+        return start
 
     def within(self, outer: Region) -> tuple[slice, ...]:
         """Return the slices that cut this box out of a tensor that holds ``outer``."""

@@ -122,12 +122,24 @@ def _written(
     content, packs, count = merged_segment(parts, without)
     if not packs:
         return []
+    ident = _put(objects, content, base)
+    objects.index.learn(view, ident, packs, new)
+    return [SegmentRef(ident, count)]
+
+
+def written(objects: Objects, segment: Segment, base: int) -> SegmentRef:
+    """Write a segment as it is, for another process to name in a root."""
+    ident = _put(objects, encode_segment(segment), base)
+    return SegmentRef(ident, len(segment.records))
+
+
+def _put(objects: Objects, content: bytes, base: int) -> SegmentId:
+    """Write a segment once all that it lists is durable, and make it so too."""
     ident = SegmentId(new_id(base))
     objects.backend.sync()
     objects.backend.write(segment_key(ident), content)
     objects.backend.sync()
-    objects.index.learn(view, ident, packs, new)
-    return [SegmentRef(ident, count)]
+    return ident
 
 
 def _groups(refs: Iterable[SegmentRef]) -> list[list[SegmentRef]]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from casnap.contents import Contents
+from casnap.errors import StateError
 from casnap.format import Entry, Row, Stats, check_name
 
 if TYPE_CHECKING:
+    from casnap.comm import Comm
     from casnap.indexing import Index
+    from casnap.pending import PendingTake
     from casnap.restore import RestoreReport
     from casnap.retention import Retention
     from casnap.state import Stateful
     from casnap.store import Store
-    from casnap.take import PendingTake
 
 Progress = Callable[[int, int], None]
 
@@ -56,8 +60,8 @@ class Snapshot:
 
     Args:
         path: Where it is: the path of a store, then its name.
-        pg: For TorchSnapshot's users; must be None, one process is one world in this version.
-        storage_options: Likewise; must be empty.
+        pg: The ranks that restore together; by default all of them, or this process alone.
+        storage_options: For TorchSnapshot's users; must be empty in this version.
         store: The store, or its URI, that ``path`` is then a name in.
 
     Raises:
@@ -73,8 +77,8 @@ class Snapshot:
         *,
         store: Store | str | os.PathLike[str] | None = None,
     ) -> None:
-        found, name = _store_and_name(path, pg, storage_options, store, create=False)
-        self._open(found, check_name(name), found.row(name))
+        found, name = _store_and_name(path, storage_options, store, create=False)
+        self._open(found, check_name(name), found.row(name), pg)
 
     @classmethod
     def _of(cls, store: Store, name: str, row: Row) -> Snapshot:
@@ -82,7 +86,8 @@ class Snapshot:
         snapshot._open(store, name, row)
         return snapshot
 
-    def _open(self, store: Store, name: str, row: Row) -> None:
+    def _open(self, store: Store, name: str, row: Row, pg: Any = None) -> None:
+        self.pg = pg
         self.store = store
         self.name = name
         self.row = row
@@ -96,7 +101,7 @@ class Snapshot:
         path: str | os.PathLike[str],
         app_state: Mapping[str, Stateful],
         pg: Any = None,
-        replicated: list[str] | None = None,
+        replicated: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         *,
         store: Store | str | os.PathLike[str] | None = None,
@@ -105,14 +110,23 @@ class Snapshot:
         allow_pickle: bool = False,
         progress: Progress | None = None,
         retention: Retention | None = None,
+        per_rank: Sequence[str] | None = None,
+        timeout: float | None = None,
     ) -> Snapshot:
         """Take a snapshot; returns when it is durable.
 
+        With ``torch.distributed`` all ranks call it, and one snapshot comes of it. Each byte is
+        stored once, whoever holds it. What is sharded, declared as replicated or equal on all
+        ranks is *global*, to be restored on any number of ranks; all else belongs to its rank.
+
         Args:
             path: Where to. The nearest store above is used; without one, the parent becomes one.
-            app_state: Key → module, optimizer, :class:`StateDict`, … .
-            pg: Must be None in this version.
-            replicated: Accepted for TorchSnapshot's users: with one process, all is global.
+                Rank 0's absolute path is everyone's.
+            app_state: Key → module, optimizer, :class:`StateDict`, … ; the same keys on all ranks.
+            pg: The ranks that take part; by default all of them, or this process alone.
+            replicated: Globs (``*`` crosses ``/``) of paths like ``model/**`` that are the same on
+                all ranks, which nobody checks: each rank hashes and writes a part. Parameters of
+                DDP modules are known to be.
             storage_options: Must be empty in this version.
             store: The store, or its URI, that ``path`` is then a name in.
             metadata: What JSON holds, up to 64 KiB, kept beside the snapshot.
@@ -122,22 +136,30 @@ class Snapshot:
             progress: Called with bytes done and bytes in all, now and then.
             retention: After the commit, forget those snapshots of the same folder that it does
                 not keep; never this one. If that fails, a warning is logged.
+            per_rank: Globs of paths that belong to their rank, even if they are equal: the state
+                of a data loader, say. :class:`RNGState` always does.
+            timeout: Seconds that one rank waits for another before all raise; 600 by default.
 
         Raises:
-            StateError: Something in the state can't be taken.
+            StateError: Something in the state can't be taken, or ranks contradict each other.
             SnapshotError: The name can't be used.
             StoreError: The store can't be used; nothing was committed.
+            RankError: Another rank failed, died or was not heard of.
         """
-        found, name = _store_and_name(path, pg, storage_options, store, create=True)
-        return found.take(
-            app_state,
-            name,
-            metadata=metadata,
-            overwrite=overwrite,
-            allow_pickle=allow_pickle,
-            progress=progress,
-            retention=retention,
+        from casnap.take import TakeOptions
+
+        options = TakeOptions(
+            metadata,
+            overwrite,
+            allow_pickle,
+            None,
+            progress,
+            retention,
+            replicated,
+            per_rank,
         )
+        comm, found, name = _joined(path, pg, storage_options, store, timeout, "take")
+        return found._take(comm, app_state, name, options)
 
     @classmethod
     def async_take(
@@ -145,7 +167,7 @@ class Snapshot:
         path: str | os.PathLike[str],
         app_state: Mapping[str, Stateful],
         pg: Any = None,
-        replicated: list[str] | None = None,
+        replicated: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         *,
         store: Store | str | os.PathLike[str] | None = None,
@@ -155,6 +177,8 @@ class Snapshot:
         max_staging_bytes: int | None = None,
         progress: Progress | None = None,
         retention: Retention | None = None,
+        per_rank: Sequence[str] | None = None,
+        timeout: float | None = None,
     ) -> PendingSnapshot:
         """Take a snapshot of the state as it is now; returns once the state may change.
 
@@ -175,18 +199,23 @@ class Snapshot:
                 next take. What does not fit blocks until enough has been stored.
             progress: As for :meth:`take`.
             retention: As for :meth:`take`; done before :meth:`PendingSnapshot.wait` returns.
+            per_rank: As for :meth:`take`.
+            timeout: As for :meth:`take`.
         """
-        found, name = _store_and_name(path, pg, storage_options, store, create=True)
-        return found.async_take(
-            app_state,
-            name,
-            metadata=metadata,
-            overwrite=overwrite,
-            allow_pickle=allow_pickle,
-            max_staging_bytes=max_staging_bytes,
-            progress=progress,
-            retention=retention,
+        from casnap.take import TakeOptions
+
+        options = TakeOptions(
+            metadata,
+            overwrite,
+            allow_pickle,
+            max_staging_bytes,
+            progress,
+            retention,
+            replicated,
+            per_rank,
         )
+        comm, found, name = _joined(path, pg, storage_options, store, timeout, "async_take")
+        return found._async_take(comm, app_state, name, options)
 
     # --- giving back ---
 
@@ -253,7 +282,7 @@ class Snapshot:
             MismatchError: ``obj_out`` has another shape.
             DamagedError: Stored bytes are missing or damaged.
         """
-        from casnap.restore import read_object
+        from casnap.reading import read_object
 
         with self.contents.reading():
             return read_object(
@@ -286,11 +315,6 @@ class Snapshot:
     def path(self) -> str:
         """Where it is: the store's URI and the name."""
         return f"{self.store.uri}/{self.name}"
-
-    @property
-    def pg(self) -> None:
-        """The process group: none in this version."""
-        return
 
     @property
     def metadata(self) -> SnapshotMetadata:
@@ -362,7 +386,6 @@ class PendingSnapshot:
 
 def _store_and_name(
     path: str | os.PathLike[str],
-    pg: Any,
     storage_options: Mapping[str, Any] | None,
     store: Store | str | os.PathLike[str] | None,
     *,
@@ -370,9 +393,41 @@ def _store_and_name(
 ) -> tuple[Store, str]:
     from casnap.store import Store
 
-    if pg is not None or storage_options:
-        raise NotImplementedError("pg and storage_options are not supported in this version")
+    if storage_options:
+        raise NotImplementedError("storage_options are not supported in this version")
     if store is None:
         return Store._for_snapshot(path, create=create)
     found = store if isinstance(store, Store) else Store(store, create=create)
     return found, os.fspath(path)
+
+
+def _joined(
+    path: str | os.PathLike[str],
+    pg: Any,
+    storage_options: Mapping[str, Any] | None,
+    store: Store | str | os.PathLike[str] | None,
+    timeout: float | None,
+    verb: str,
+) -> tuple[Comm, Store, str]:
+    """Begin something with all ranks in the store that rank 0 finds, and makes if need be."""
+    from casnap.comm import join
+    from casnap.store import Store
+
+    comm = join(pg, timeout, f"the {verb} of {os.fspath(path)!r}")
+    with comm.telling():
+        if comm.size == 1:
+            return comm, *_store_and_name(path, storage_options, store, create=True)
+        given = os.fspath(path)
+        found, name = None, ""
+        if comm.rank == 0:
+            found, name = _store_and_name(path, storage_options, store, create=True)
+            said = [given, found.objects.backend.uri, found.outer_name(name)]
+            comm.broadcast(msgspec.msgpack.encode(said))
+            return comm, found, name
+        there, uri, full = msgspec.msgpack.decode(comm.broadcast(), type=tuple[str, str, str])
+        if there != given:
+            raise StateError(
+                f"the path must be the same on all ranks: {there} on rank 0, {given} on rank "
+                f"{comm.rank}"
+            )
+        return comm, Store(uri, create=False), full

@@ -16,19 +16,33 @@ import torch
 
 from casnap import buffers
 from casnap.buffers import Pool, Slot, bytes_at, view_at
-from casnap.format import MAX_CHUNK_SIZE, TensorEntry
-from casnap.grid import Grid, grid_of
+from casnap.format import MAX_CHUNK_SIZE
+from casnap.grid import Grid
 from casnap.pipeline import Crew, Shared, cores
 from casnap.region import Region
-from casnap.tensors import Leaf, itemsize_of
+from casnap.tiling import Tiling
 
 PIECE_BYTES = 8 << 20
 _BATCH = 256
 _SMALL_BYTES = 16 << 10
 
 
+class Part(NamedTuple):
+    """A piece of a cell that shard edges cut.
+
+    Attributes:
+        to_rank: Whom it goes to.
+        start: At which of the cell's bytes it begins.
+        region: Which box of the tensor it is.
+    """
+
+    to_rank: int
+    start: int
+    region: Region
+
+
 class Piece(NamedTuple):
-    """A run of chunks of one leaf.
+    """A run of chunks of one leaf, or a part of one.
 
     Attributes:
         leaf: The number of the leaf.
@@ -38,6 +52,7 @@ class Piece(NamedTuple):
         owner: Keeps the bytes alive.
         ready: Waits until the bytes are there; None where they are.
         done: Gives the memory back; None where there is nothing to give.
+        part: Which part of the first chunk this is; None where chunks are whole.
     """
 
     leaf: int
@@ -47,6 +62,7 @@ class Piece(NamedTuple):
     owner: object = None
     ready: Callable[[], None] | None = None
     done: Callable[[], None] | None = None
+    part: Part | None = None
 
     def give_back(self) -> None:
         """Give the memory back, once nobody writes to it any more."""
@@ -58,20 +74,19 @@ class Piece(NamedTuple):
                 self.done()
 
 
-def grid_for(leaf: Leaf, chunk_size: int) -> Grid:
-    """Return the grid of a leaf: the tensor's own, or that of its bytes."""
-    entry = leaf.entry
-    if isinstance(entry, TensorEntry):
-        return grid_of(entry.shape, itemsize_of(entry), chunk_size)
-    return grid_of((len(leaf.content),), 1, chunk_size)
+class Source(NamedTuple):
+    """Elements of a leaf that are here: a box of it, and what is in that box."""
+
+    region: Region
+    content: torch.Tensor | bytes
 
 
-def pieces_of(number: int, leaf: Leaf, grid: Grid) -> Iterator[Piece]:
-    """Yield the bytes of a leaf in runs of about 8 MiB, in order."""
-    content = leaf.content
+def pieces_of(number: int, source: Source, grid: Grid | Tiling) -> Iterator[Piece]:
+    """Yield the bytes of a whole leaf in runs of about 8 MiB, in order."""
+    content = source.content
     if isinstance(content, bytes):
         yield from _runs(number, grid, memoryview(content), content)
-    elif content.is_cpu and content.is_contiguous():
+    elif content.is_cpu and content.is_contiguous() and isinstance(grid, Grid):
         if content.nbytes <= _SMALL_BYTES and grid.count == 1:
             raw = bytes_at(content.data_ptr(), content.nbytes)
             yield Piece(number, 0, [len(raw)], memoryview(raw), raw)
@@ -79,16 +94,10 @@ def pieces_of(number: int, leaf: Leaf, grid: Grid) -> Iterator[Piece]:
         view = view_at(content.data_ptr(), content.nbytes)
         yield from _runs(number, grid, view, content)
     else:
-        for first, sizes, region in _blocks(grid):
-            block = content[region.within(Region.whole(grid.shape))].contiguous()
-            if block.is_cpu:
-                view = view_at(block.data_ptr(), block.nbytes)
-                yield Piece(number, first, sizes, view, block)
-            else:
-                yield _from_cuda(number, first, sizes, block)
+        yield from pieces_between(number, source, grid, 0, grid.count)
 
 
-def _runs(number: int, grid: Grid, view: memoryview, owner: object) -> Iterator[Piece]:
+def _runs(number: int, grid: Grid | Tiling, view: memoryview, owner: object) -> Iterator[Piece]:
     if grid.count == 1:
         yield Piece(number, 0, [len(view)], view, owner)
         return
@@ -103,22 +112,69 @@ def _runs(number: int, grid: Grid, view: memoryview, owner: object) -> Iterator[
         yield Piece(number, first, sizes, view[start:], owner)
 
 
-def _blocks(grid: Grid) -> Iterator[tuple[int, list[int], Region]]:
-    """Yield runs of cells along the grid's axis: first cell, bytes of each, their common box."""
-    if not grid.shape:
-        yield 0, [grid.itemsize], Region((), ())
+def pieces_between(
+    number: int, source: Source, grid: Grid | Tiling, first: int, stop: int
+) -> Iterator[Piece]:
+    """Yield the bytes of some cells, all of them inside of the source, in runs of about 8 MiB."""
+    if isinstance(source.content, bytes):
+        start = sum(grid.cell_bytes(i) for i in range(first))
+        for i in range(first, stop):
+            n = grid.cell_bytes(i)
+            yield Piece(number, i, [n], memoryview(source.content)[start : start + n])
+            start += n
         return
-    most = max(1, PIECE_BYTES // grid.cell_bytes(0))
-    for lead in range(0, grid.count, grid.rows):
-        for row in range(0, grid.rows, most):
-            cells = range(lead + row, lead + min(row + most, grid.rows))
-            head, tail = grid.region(cells[0]), grid.region(cells[-1])
-            sizes = list(head.sizes)
-            sizes[grid.axis] = (
-                tail.offsets[grid.axis] + tail.sizes[grid.axis] - head.offsets[grid.axis]
+    for begin, sizes, region in _blocks(grid, first, stop):
+        yield _piece(number, begin, sizes, source, region)
+
+
+def part_of(number: int, source: Source, cell: int, part: Part) -> Piece:
+    """Return the bytes of a part of a cell."""
+    assert isinstance(source.content, torch.Tensor)
+    nbytes = part.region.numel * source.content.element_size()
+    return _piece(number, cell, [nbytes], source, part.region)._replace(part=part)
+
+
+def _piece(number: int, first: int, sizes: list[int], source: Source, region: Region) -> Piece:
+    content = source.content
+    assert isinstance(content, torch.Tensor)
+    block = content[region.within(source.region)].contiguous()
+    if block.is_cpu:
+        return Piece(number, first, sizes, view_at(block.data_ptr(), block.nbytes), block)
+    return _from_cuda(number, first, sizes, block)
+
+
+def _blocks(grid: Grid | Tiling, first: int, stop: int) -> Iterator[tuple[int, list[int], Region]]:
+    """Yield runs of cells that form a box together: first cell, bytes of each, that box."""
+    begin, sizes, box = first, list[int](), Region((), ())
+    for i in range(first, stop):
+        region, nbytes = grid.region(i), grid.cell_bytes(i)
+        joined = _joined(box, region) if sizes else None
+        if joined is not None and sum(sizes) + nbytes <= PIECE_BYTES:
+            sizes.append(nbytes)
+            box = joined
+            continue
+        if sizes:
+            yield begin, sizes, box
+        begin, sizes, box = i, [nbytes], region
+    if sizes:
+        yield begin, sizes, box
+
+
+def _joined(box: Region, following: Region) -> Region | None:
+    """Return both as one box, if its bytes are those of the one and then those of the other."""
+    for axis, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if following.offsets[axis] != start:
+            sizes = (*box.sizes[:axis], size + following.sizes[axis], *box.sizes[axis + 1 :])
+            adjacent = following.offsets[axis] == start + size
+            rest = (
+                following.offsets[axis + 1 :] == box.offsets[axis + 1 :]
+                and following.sizes[axis + 1 :] == box.sizes[axis + 1 :]
             )
-            region = Region(head.offsets, tuple(sizes))
-            yield cells[0], [grid.cell_bytes(c) for c in cells], region
+            return Region(box.offsets, sizes) if adjacent and rest else None
+        if size != 1 or following.sizes[axis] != 1:
+            # Rows of the one would stand between rows of the other.
+            return None
+    return None
 
 
 # Not the pool that packs are written from: whoever holds a piece may have to wait for that one.

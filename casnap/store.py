@@ -19,11 +19,13 @@ from casnap.table import Table, editing, publish, tagged, unmark, untagged
 
 if TYPE_CHECKING:
     from casnap.check import CheckReport
+    from casnap.comm import Comm
     from casnap.diff import Diff
     from casnap.gc import GcReport
     from casnap.marks import Progress as GcProgress
     from casnap.repair import RepairReport
     from casnap.state import Stateful
+    from casnap.take import TakeOptions
     from casnap.usage import Usage
 
 V = TypeVar("V")
@@ -128,14 +130,36 @@ class Store:
         allow_pickle: bool = False,
         progress: Progress | None = None,
         retention: Retention | None = None,
+        pg: Any = None,
+        replicated: Sequence[str] | None = None,
+        per_rank: Sequence[str] | None = None,
+        timeout: float | None = None,
     ) -> Snapshot:
         """Take a snapshot; see :meth:`Snapshot.take`."""
-        from casnap.take import TakeOptions, take
+        from casnap.comm import join
+        from casnap.take import TakeOptions
 
         options = TakeOptions(
-            metadata or {}, overwrite, allow_pickle, None, progress, self._codec, retention
+            metadata,
+            overwrite,
+            allow_pickle,
+            None,
+            progress,
+            retention,
+            replicated,
+            per_rank,
         )
-        row = take(self.objects, self.full_name(name), app_state, options)
+        full = self.full_name(name)
+        return self._take(join(pg, timeout, f"the take of {full!r}"), app_state, name, options)
+
+    def _take(
+        self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
+    ) -> Snapshot:
+        from casnap.take import take
+
+        with comm:
+            asked = replace(options, codec=self._codec)
+            row = take(self.objects, self.full_name(name), app_state, asked, comm)
         return Snapshot._of(self, check_name(name), row)
 
     def async_take(
@@ -149,20 +173,36 @@ class Store:
         max_staging_bytes: int | None = None,
         progress: Progress | None = None,
         retention: Retention | None = None,
+        pg: Any = None,
+        replicated: Sequence[str] | None = None,
+        per_rank: Sequence[str] | None = None,
+        timeout: float | None = None,
     ) -> PendingSnapshot:
         """Take a snapshot in the background; see :meth:`Snapshot.async_take`."""
-        from casnap.take import TakeOptions, async_take
+        from casnap.comm import join
+        from casnap.take import TakeOptions
 
         options = TakeOptions(
-            metadata or {},
+            metadata,
             overwrite,
             allow_pickle,
             max_staging_bytes,
             progress,
-            self._codec,
             retention,
+            replicated,
+            per_rank,
         )
-        pending = async_take(self.objects, self.full_name(name), app_state, options)
+        full = self.full_name(name)
+        comm = join(pg, timeout, f"the async_take of {full!r}")
+        return self._async_take(comm, app_state, name, options)
+
+    def _async_take(
+        self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
+    ) -> PendingSnapshot:
+        from casnap.take import async_take
+
+        asked = replace(options, codec=self._codec)
+        pending = async_take(self.objects, self.full_name(name), app_state, asked, comm)
         return PendingSnapshot(self, pending, check_name(name))
 
     def row(self, name: str) -> Row:

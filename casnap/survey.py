@@ -18,6 +18,8 @@ from casnap.errors import BackendError, DamagedError
 from casnap.format import (
     FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
+    BoxedTensorEntry,
+    Boxes,
     Entry,
     PackId,
     Place,
@@ -126,6 +128,7 @@ class Survey:
         known_lost: What the root says is lost.
         rescued: Condemned packs that hold what is needed and is in no live pack.
         snapshots: How many snapshots there are.
+        cuts: Shape → the boxes that hurt tensors of that shape are cut into.
     """
 
     root: Root
@@ -149,6 +152,7 @@ class Survey:
         self.lost: set[Digest] = set()
         self.rescued: set[PackId] = set()
         self.snapshots = 0
+        self.cuts: dict[tuple[int, ...], set[Boxes]] = {}
         self.known_lost = frozenset(split_digests(root.lost))
         self._gone: set[PackId] = set()
         self._cut: set[Record] = set()
@@ -399,6 +403,8 @@ class Survey:
             for digest, nbytes in chunks or ():
                 if self.needed.get(digest) != nbytes or digest in self._troubles:
                     damages += self._chunk(digest, nbytes)
+            if damages and chunks and isinstance(entry, BoxedTensorEntry):
+                self.cuts.setdefault(entry.shape, set()).add(entry.boxes)
             found += [(inner, damage) for damage in dict.fromkeys(damages)]
         return found
 

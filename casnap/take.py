@@ -1,42 +1,34 @@
-"""Taking a snapshot: capture, stage, hash, write what is new, commit."""
+"""Taking a snapshot: capture, share out the work, stage, hash, write what is new, commit."""
 
 from __future__ import annotations
 
-import atexit
 import logging
-import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import msgspec
 
+from casnap import pending as background
+from casnap.agreement import Agreed, Hashed, agree, alone
 from casnap.capture import Capture, random_states_first
 from casnap.codec import Codec
-from casnap.commit import Transaction
+from casnap.comm import Alone, Comm, as_error, told
+from casnap.commit import ChunkWriter, Handover, Partners, Transaction
 from casnap.digest import DIGEST_SIZE, Digest
-from casnap.errors import FencedError, StateError, StoreError
-from casnap.format import (
-    INLINE_DIGESTS,
-    LIST_DIGESTS,
-    MARKER,
-    Manifest,
-    Payload,
-    Root,
-    Row,
-    Stats,
-    encode,
-    payload_of,
-    with_payload,
-)
-from casnap.manifest import build
+from casnap.edges import Edges
+from casnap.errors import CasnapError, FencedError, RankError, StateError, StoreError
+from casnap.exchange import Exchange
+from casnap.format import INLINE_BYTES, MARKER, Root, Row, Stats, encode, payload_of
 from casnap.objects import Objects
-from casnap.pipeline import Crew, Shared, Worker, collector_paused, cores, undisturbed
+from casnap.pending import PendingTake
+from casnap.pipeline import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.retention import Pruning, Retention, check_retention, prune
+from casnap.sharing import Division, Rules, divide, rules_for
 from casnap.staging import Held, Piece, batched
 from casnap.state import RNGState, Stateful
 from casnap.table import check_free, checked_metadata, setting
@@ -52,42 +44,44 @@ Progress = Callable[[int, int], None]
 class TakeOptions:
     """How to take; see :meth:`casnap.Store.take`."""
 
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] | None = None
     overwrite: bool = False
     allow_pickle: bool = False
     max_staging_bytes: int | None = None
     progress: Progress | None = None
-    codec: Codec = Codec.RAW
     retention: Retention | None = None
+    replicated: Sequence[str] | None = None
+    per_rank: Sequence[str] | None = None
+    codec: Codec = Codec.RAW
 
     def __post_init__(self) -> None:
         if self.retention is not None:
             check_retention(self.retention)
 
 
-# One take at a time in a process: pending ones keep their order, and share their buffers.
-# A lock around what a caller does, and the take that goes on after that: an interrupt could lose
-# a lock that one thread hands to another.
-_turn = threading.Lock()
-_last: PendingTake | None = None
+class _Asked(msgspec.Struct, array_like=True):
+    """What a rank was asked to take; that has to be the same on all."""
+
+    store: str
+    name: str
+    keys: list[str]
+    options: dict[str, str]
 
 
-def _free_turn_after_fork() -> None:
-    global _turn, _last
-    _turn, _last = threading.Lock(), None
-    _pending.clear()
+class _Order(msgspec.Struct, array_like=True):
+    """What rank 0 tells the others while it commits: one of these."""
 
-
-def _wait_for_last() -> None:
-    if _last is not None:
-        _last.wait_for_end()
-
-
-os.register_at_fork(after_in_child=_free_turn_after_fork)
+    move: int | None = None
+    error: tuple[str, str] | None = None
+    row: Row | None = None
 
 
 def take(
-    objects: Objects, name: str, app_state: Mapping[str, Stateful], options: TakeOptions
+    objects: Objects,
+    name: str,
+    app_state: Mapping[str, Stateful],
+    options: TakeOptions,
+    comm: Comm,
 ) -> Row:
     """Take a snapshot and return its row once it is durable.
 
@@ -95,23 +89,32 @@ def take(
         StateError: Something in the state cannot be taken.
         SnapshotExistsError: The name is taken.
         StoreError: The store failed; nothing was committed.
+        RankError: Another rank failed, died or hangs.
     """
     started = time.monotonic()
-    options = replace(options, metadata=checked_metadata(options.metadata))
-    with _capture(objects, app_state, options) as capture, _turn:
-        _wait_for_last()
-        _check(objects, name, options)
-        work = _Take(objects, name, capture, options, started)
-        for _ in range(_FENCED_TRIES - 1):
-            try:
-                return work.run(batched(capture.pieces()))
-            except FencedError:
-                _log.info("%s: a collector went past the take, which starts again", name)
-        return work.run(batched(capture.pieces()))
+    with background.turn:
+        background.wait_for_last()
+        options = replace(options, metadata=checked_metadata(options.metadata or {}))
+        state = _agreed_state(objects, name, app_state, options, comm)
+        with _capture(objects, state, options) as capture:
+            work = _Take(objects, name, capture, options, comm, started)
+            work.divide(rules_for(state, options.replicated or (), options.per_rank or ()))
+            for tries in count(1):
+                try:
+                    return work.run(batched(capture.pieces()))
+                except FencedError:
+                    if tries == _FENCED_TRIES or comm.over:
+                        raise
+                    _log.info("%s: a collector went past the take, which starts again", name)
+    raise AssertionError
 
 
 def async_take(
-    objects: Objects, name: str, app_state: Mapping[str, Stateful], options: TakeOptions
+    objects: Objects,
+    name: str,
+    app_state: Mapping[str, Stateful],
+    options: TakeOptions,
+    comm: Comm,
 ) -> PendingTake:
     """Copy the state and return; the rest goes on in the background.
 
@@ -119,30 +122,76 @@ def async_take(
     not hold the state until enough of it has been stored.
     """
     started = time.monotonic()
-    options = replace(options, metadata=checked_metadata(options.metadata))
-    with _capture(objects, app_state, options) as capture, _turn:
-        _wait_for_last()
-        _check(objects, name, options)
-        held = Held(options.max_staging_bytes)
-        work = _Take(objects, name, capture, options, started)
-        pending = PendingTake(name, lambda: _run_held(work, held))
-        try:
-            held.fill(capture.pieces(), when_full=pending.start)
-        except BaseException:
-            if not pending.started:
-                undisturbed(lambda _: held.release())
-            pending.error_seen = True
-            raise
-        capture.let_go()
-        pending.start()
-        return pending
-
-
-def _run_held(work: _Take, held: Held) -> Row:
+    pending: PendingTake | None = None
     try:
-        return work.run(held.batches())
-    finally:
-        held.release()
+        with background.turn:
+            background.wait_for_last()
+            options = replace(options, metadata=checked_metadata(options.metadata or {}))
+            state = _agreed_state(objects, name, app_state, options, comm)
+            with _capture(objects, state, options) as capture:
+                held = Held(options.max_staging_bytes)
+                work = _Take(objects, name, capture, options, comm, started)
+                work.divide(rules_for(state, options.replicated or (), options.per_rank or ()))
+                pending = PendingTake(name, lambda: _run_held(work, held, comm))
+                try:
+                    held.fill(capture.pieces(), when_full=pending.start)
+                except BaseException:
+                    if not pending.started:
+                        undisturbed(lambda _: held.release())
+                    pending.error_seen = True
+                    raise
+                capture.let_go()
+                pending.start()
+                return pending
+    except BaseException as e:
+        # What goes on in the background fails too, and tells the others itself.
+        if pending is None or not pending.started:
+            comm.__exit__(type(e), e, None)
+        raise
+
+
+def _run_held(work: _Take, held: Held, comm: Comm) -> Row:
+    with comm:
+        try:
+            return work.run(held.batches())
+        finally:
+            held.release()
+
+
+def _agreed_state(
+    objects: Objects,
+    name: str,
+    app_state: Mapping[str, Stateful],
+    options: TakeOptions,
+    comm: Comm,
+) -> dict[str, Stateful]:
+    """Check that the name is free and all ranks were asked the same; return the state in order.
+
+    To read states may be a collective of their own, so all ranks do it in the order of rank 0.
+    """
+    comm.at("beginning a take")
+    keys = random_states_first(app_state)
+    if comm.rank == 0:
+        _check(objects, name, options)
+    said = {
+        "overwrite": str(options.overwrite),
+        "allow_pickle": str(options.allow_pickle),
+        "retention": repr(options.retention),
+    }
+    mine = _Asked(objects.config.store_id, name, keys, said)
+    asked = msgspec.msgpack.decode(comm.broadcast(encode(mine)), type=_Asked)
+    for what, here, there in (
+        ("the store", mine.store, asked.store),
+        ("the name", mine.name, asked.name),
+        ("the keys of app_state", sorted(mine.keys), sorted(asked.keys)),
+        *((f"the option {key}=", value, asked.options[key]) for key, value in said.items()),
+    ):
+        if here != there:
+            raise StateError(
+                f"{what} must be the same on all ranks: {there} on rank 0, {here} on rank "
+                f"{comm.rank}"
+            )
+    return {key: app_state[key] for key in asked.keys}
 
 
 def _check(objects: Objects, name: str, options: TakeOptions) -> None:
@@ -158,8 +207,7 @@ def _capture(
     objects: Objects, app_state: Mapping[str, Stateful], options: TakeOptions
 ) -> Iterator[Capture]:
     """Capture the state; afterwards the random state is what it was before."""
-    states_in_order = [app_state[key] for key in random_states_first(app_state)]
-    random = [s for s in states_in_order if isinstance(s, RNGState)]
+    random = [s for s in app_state.values() if isinstance(s, RNGState)]
     states = [s.state_dict() for s in random]
     try:
         with collector_paused():
@@ -176,41 +224,70 @@ class _Take:
     """One take on its way from captured leaves to a committed row."""
 
     def __init__(
-        self, objects: Objects, name: str, capture: Capture, options: TakeOptions, started: float
+        self,
+        objects: Objects,
+        name: str,
+        capture: Capture,
+        options: TakeOptions,
+        comm: Comm,
+        started: float,
     ) -> None:
         self._objects = objects
         self._name = name
         self._capture = capture
         self._options = options
+        self._comm = comm
         self._started = started
-        self._digests: list[bytearray] = [
-            bytearray(DIGEST_SIZE * grid.count if grid is not None else 0) for grid in capture.grids
-        ]
+        self._division: Division | None = None
+        self._hashed = Hashed({}, {})
+        self._total = capture.logical_bytes
         self._done_bytes = 0
         self._lock = threading.Lock()
+
+    def divide(self, rules: Rules) -> None:
+        """Share out the work among the ranks; alone, there is nothing to share out."""
+        if isinstance(self._comm, Alone) and not self._capture.sharded:
+            return
+        self._comm.at("sharing out the work")
+        chunk_size = self._objects.config.chunk_size
+        self._division = divide(self._comm, self._capture, rules, chunk_size)
+        self._total = self._capture.bytes_to_hash()
 
     def run(self, batches: Iterable[list[Piece]]) -> Row:
         """Store what is new of these pieces, then the tree, and commit."""
         self._done_bytes = 0
-        row = undisturbed(lambda crew: self._store(batches, crew))
-        self._mark(row)
-        if self._options.retention is not None:
-            self._retain(row, self._options.retention)
-        return row
+        capture = self._capture
+        self._hashed = Hashed(
+            {
+                i: bytearray(DIGEST_SIZE * grid.count)
+                for i, grid in enumerate(capture.grids)
+                if grid
+            },
+            {i: {} for i in capture.assigned},
+        )
+        return undisturbed(lambda crew: self._store(batches, crew))
 
     def _store(self, batches: Iterable[list[Piece]], crew: Crew) -> Row:
         transaction = Transaction(self._objects, crew, self._options.codec)
         try:
-            source = Shared(batches, crew)
-            crew.join(crew.start(lambda: self._hash(source, transaction), min(cores(), 8)))
+            self._comm.at("hashing and writing")
+            source, threads = Shared(batches, crew), min(cores(), 8)
+            if self._division is None:
+                crew.join(crew.start(lambda: self._hash(source, transaction), threads))
+            else:
+                self._hash_together(source, transaction, crew, threads)
+            self._comm.at("settling what is whose")
             with collector_paused():
-                manifest = encode(self._manifest(transaction))
-            return self._commit(transaction, manifest)
+                agreed = self._agreed(transaction)
+            self._comm.at("committing")
+            return self._commit(transaction, agreed)
         except BaseException as e:
             crew.fail(e)
             raise
         finally:
             transaction.close()
+
+    # --- hashing ---
 
     def _hash(self, source: Shared[list[Piece]], transaction: Transaction) -> None:
         writer = transaction.chunk_writer()
@@ -224,13 +301,70 @@ class _Take:
         finally:
             writer.finish()
 
+    def _hash_together(
+        self, source: Shared[list[Piece]], transaction: Transaction, crew: Crew, threads: int
+    ) -> None:
+        assert self._division is not None
+        division = self._division
+        edges = Edges(self._comm.size, division.keys, division.targets)
+        exchange = Exchange(self._comm, crew, edges, threads)
+
+        def look() -> None:
+            writer = transaction.chunk_writer()
+            for batch in exchange.batches(source):
+                self._look(batch, writer, exchange)
+
+        def write() -> None:
+            writer = transaction.chunk_writer()
+            try:
+                exchange.write(writer.keep)
+            finally:
+                writer.finish()
+
+        started = [*crew.start(look, threads), *crew.start(write, threads)]
+        try:
+            exchange.run(threads)
+        except BaseException as e:
+            crew.fail(e)
+            raise
+        crew.join(started)
+
+    def _look(self, batch: list[Piece], writer: ChunkWriter, exchange: Exchange) -> None:
+        try:
+            stored = [piece for piece in batch if not self._keep_inline(piece)]
+            digests, fresh = writer.look(_chunks_of(stored))
+            self._note(stored, digests)
+        except BaseException:
+            for piece in batch:
+                piece.give_back()
+            raise
+        exchange.offer(fresh, batch)
+
+    def _keep_inline(self, piece: Piece) -> bool:
+        """Keep the bytes themselves of a sharded tensor that is to stand in its entry."""
+        cells = self._hashed.cells.get(piece.leaf)
+        if (
+            cells is None
+            or payload_of(self._capture.leaves[piece.leaf].entry).nbytes > INLINE_BYTES
+        ):
+            return False
+        if piece.ready is not None:
+            piece.ready()
+        cells[piece.first] = bytes(piece.view)
+        return True
+
     def _note(self, batch: list[Piece], digests: list[Digest]) -> None:
         """Put the digests of some pieces where they belong."""
         first = 0
         for piece in batch:
-            stop, at = first + len(piece.sizes), piece.first * DIGEST_SIZE
-            joined = b"".join(digests[first:stop])
-            self._digests[piece.leaf][at : at + len(joined)] = joined
+            stop = first + len(piece.sizes)
+            found = digests[first:stop]
+            cells = self._hashed.cells.get(piece.leaf)
+            if cells is None:
+                at, joined = piece.first * DIGEST_SIZE, b"".join(found)
+                self._hashed.whole[piece.leaf][at : at + len(joined)] = joined
+            else:
+                cells.update(zip(range(piece.first, piece.first + len(found)), found, strict=True))
             first = stop
         self._report(sum(len(piece.view) for piece in batch))
 
@@ -238,43 +372,84 @@ class _Take:
         if self._options.progress is not None:
             with self._lock:
                 self._done_bytes += nbytes
-                self._options.progress(self._done_bytes, self._capture.logical_bytes)
+                self._options.progress(self._done_bytes, self._total)
 
-    def _manifest(self, transaction: Transaction) -> Manifest:
-        capture = self._capture
-        top = Manifest({}, {str(rank): {} for rank in range(1)})
-        for span in capture.spans:
-            entries = {}
-            for i in range(span.start, span.stop):
-                path, entry, _ = capture.leaves[i]
-                payload = self._payload(i, transaction)
-                entries[path[len(span.key) :]] = with_payload(entry, payload)
-            keys = top.shared if span.rank is None else top.ranks[str(span.rank)]
-            keys[span.key] = build(entries, transaction.put_node)
-        return top
+    # --- the tree, and the commit ---
 
-    def _payload(self, leaf: int, transaction: Transaction) -> Payload:
-        inline = self._capture.inline.get(leaf)
-        if inline is not None:
-            return Payload(len(inline), inline)
-        leaf_digests = self._digests[self._capture.same_as.get(leaf, leaf)]
-        digests, depth = bytes(leaf_digests), 0
-        while len(digests) > INLINE_DIGESTS * DIGEST_SIZE:
-            # A long list is a node of its own, so an unchanged tensor costs one comparison.
-            step = LIST_DIGESTS * DIGEST_SIZE
-            lists = [digests[at : at + step] for at in range(0, len(digests), step)]
-            digests, depth = b"".join(map(transaction.put_node, lists)), depth + 1
-        return Payload(payload_of(self._capture.leaves[leaf].entry).nbytes, b"", digests, depth)
+    def _agreed(self, transaction: Transaction) -> Agreed | None:
+        capture, put = self._capture, transaction.put_node
+        if self._division is None:
+            return alone(capture, self._hashed, put)
+        return agree(self._comm, capture, self._division, self._hashed, put)
 
-    def _commit(self, transaction: Transaction, manifest: bytes) -> Row:
-        digest = transaction.put_node(manifest)
+    def _commit(self, transaction: Transaction, agreed: Agreed | None) -> Row:
+        if agreed is None:
+            return self._follow(transaction)
+        if self._comm.size == 1:
+            return self._publish(transaction, agreed, Partners((), lambda _: ()))
+        comm = self._comm
+        comm.broadcast(transaction.commit)
+
+        def move(seq: int) -> list[Handover]:
+            comm.broadcast(encode(_Order(move=seq)))
+            return _handovers(comm.gather(b""))
+
+        partners = Partners(_handovers(comm.gather(b"")), move)
+        try:
+            row = self._publish(transaction, agreed, partners)
+        except CasnapError as e:
+            if not comm.over and not transaction.may_stand:
+                comm.broadcast(encode(_Order(error=told(e))))
+            raise
+        try:
+            comm.broadcast(encode(_Order(row=row)))
+        except RankError as e:
+            _log.warning("%s is committed, but not all ranks hear of it: %s", self._name, e)
+        return row
+
+    def _follow(self, transaction: Transaction) -> Row:
+        """Hand over what this rank wrote, and do what rank 0 says until it has committed."""
+        comm = self._comm
+        commit = bytes(comm.broadcast())
+        handover = transaction.hand_over(comm.size)
+        comm.gather(encode(handover))
+        try:
+            while True:
+                order = msgspec.msgpack.decode(comm.broadcast(), type=_Order)
+                if order.move is not None:
+                    comm.gather(encode(transaction.move(order.move, comm.size)))
+                elif order.error is not None:
+                    transaction.withdraw()
+                    raise as_error(self._name, {0: order.error})
+                else:
+                    assert order.row is not None
+                    return order.row
+        except RankError as e:
+            row = self._row_of(commit)
+            if row is None:
+                raise RankError(
+                    f"{e}. When this rank looked, {self._name!r} was not in the store; if rank 0 "
+                    "lives, it may still commit it",
+                    e.ranks,
+                ) from e
+            return row
+
+    def _row_of(self, commit: bytes) -> Row | None:
+        """Return the row of this take if it was committed, whatever was heard of that."""
+        row = self._objects.current(
+            lambda root: self._objects.tree(root.table, Row).get(self._name)
+        )
+        return row if row is not None and row.commit == commit else None
+
+    def _publish(self, transaction: Transaction, agreed: Agreed, partners: Partners) -> Row:
+        digest = transaction.put_node(encode(agreed.manifest))
         made: list[Row] = []
 
         def row(seq: int) -> Row:
             stats = Stats(
-                self._capture.logical_bytes,
+                agreed.logical_bytes,
                 transaction.new_bytes,
-                len(self._capture.leaves),
+                agreed.entries,
                 time.monotonic() - self._started,
             )
             made.append(
@@ -283,15 +458,18 @@ class _Take:
                     manifest=transaction.ref(digest),
                     seq=seq,
                     time=time.time(),
-                    world_size=1,
+                    world_size=self._comm.size,
                     stats=stats,
-                    metadata=dict(self._options.metadata),
+                    metadata=dict(self._options.metadata or {}),
                 )
             )
             return made[-1]
 
         uri, overwrite = self._objects.backend.uri, self._options.overwrite
-        transaction.publish(setting(self._name, row, overwrite=overwrite, uri=uri))
+        transaction.publish(setting(self._name, row, overwrite=overwrite, uri=uri), partners)
+        self._mark(made[-1])
+        if self._options.retention is not None:
+            self._retain(made[-1], self._options.retention)
         return made[-1]
 
     def _mark(self, row: Row) -> None:
@@ -330,82 +508,6 @@ def _chunks_of(batch: list[Piece]) -> list[memoryview]:
     return chunks
 
 
-class PendingTake:
-    """A take that goes on in a thread, which the interpreter waits for before it exits.
-
-    Args:
-        name: The snapshot's name.
-        finish: What is left to do.
-    """
-
-    def __init__(self, name: str, finish: Callable[[], Row]) -> None:
-        self.name = name
-        self.error_seen = False
-        self._finish: Callable[[], Row] | None = finish
-        self._row: Row | None = None
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._thread: Worker | None = None
-
-    @property
-    def started(self) -> bool:
-        """Whether the thread was started."""
-        return self._thread is not None
-
-    def start(self) -> None:
-        """Start the thread, unless it was; other takes wait for its end."""
-        global _last
-        with self._lock:
-            if self._thread is None:
-                self._thread = Worker(self._run, "casnap-async-take")
-                _last = self
-                _pending.add(self)
-                self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            assert self._finish is not None
-            self._row = self._finish()
-            _pending.discard(self)
-        except BaseException as e:  # noqa: BLE001 - raised by wait
-            self._error = e
-        finally:
-            # It holds the state's description, which would live as long as this.
-            self._finish = None
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._thread is not None and self._thread.ended
-
-    def wait_for_end(self) -> None:
-        """Wait for the end, good or bad."""
-        assert self._thread is not None
-        self._thread.wait()
-
-    def wait(self) -> Row:
-        """Wait for the end; return the row or raise what went wrong."""
-        self.wait_for_end()
-        if self._error is not None:
-            self.error_seen = True
-            raise self._error
-        if self._row is None:
-            raise StateError(
-                f"the take of {self.name!r} goes on in the process that began it; wait for it "
-                "there, not in a fork"
-            )
-        return self._row
-
-
-_pending: set[PendingTake] = set()
-
-
-@atexit.register
-def _warn_of_unseen_errors() -> None:
-    for pending in list(_pending):
-        if not pending.error_seen:
-            # Logging may be torn down by now, and this must be seen.
-            print(
-                f"casnap: WARNING: the snapshot {pending.name!r} was NOT stored, and nobody "
-                f"called wait(): {type(pending._error).__name__}: {pending._error}",
-                file=sys.stderr,
-            )
+def _handovers(given: list[memoryview]) -> list[Handover]:
+    """Return what the other ranks hand over to rank 0."""
+    return [msgspec.msgpack.decode(part, type=Handover) for part in given[1:]]

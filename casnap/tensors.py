@@ -2,7 +2,8 @@
 
 The carrier is a plain strided tensor whose row-major elements are the entry's bytes: the very
 tensor for ordinary ones, the integers of a quantized one, the bytes of anything of numpy's. So
-whoever hashes, stages and fills carriers knows one kind of thing only.
+whoever hashes, stages and fills carriers knows one kind of thing only. Of a sharded tensor the
+entry is the whole, and the carriers are the parts that this rank holds.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from casnap.errors import DamagedError, StateError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format import Entry, Payload, Quantization, TensorEntry
+from casnap.sharding import Shards, shards_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,12 +32,13 @@ class Leaf(NamedTuple):
     Attributes:
         path: The logical path.
         entry: Its description; the payload says the length alone until it is stored.
-        content: The carrier of a tensor entry, the bytes of any other.
+        content: The carrier of a tensor entry, or those of the parts of a sharded one that this
+            rank holds; the bytes of any other.
     """
 
     path: str
     entry: Entry
-    content: torch.Tensor | bytes
+    content: torch.Tensor | bytes | Shards
 
 
 # Whole bytes an element; float4_e2m1fn_x2 is one byte that holds two numbers.
@@ -182,10 +185,11 @@ def _describe_other(path: str, value: object) -> Leaf:
     np: Any = sys.modules.get("numpy")
     if np is not None and isinstance(value, (np.ndarray, np.generic)):
         return _describe_numpy(path, value)
+    shards = shards_of(path, value)
+    if shards is not None:
+        return _describe_shards(path, shards)
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    if type(value).__name__ in ("DTensor", "ShardedTensor"):
-        reason = "is not yet supported; gather it first, as with value.full_tensor()"
-    elif isinstance(value, torch.Tensor) and torch.nn.parameter.is_lazy(value):
+    if isinstance(value, torch.Tensor) and torch.nn.parameter.is_lazy(value):
         reason = "holds no values yet; run the module once first"
     elif type(value).__name__ == "FakeTensor":
         reason = "holds no values; take the state outside of FakeTensorMode"
@@ -196,6 +200,25 @@ def _describe_other(path: str, value: object) -> Leaf:
     else:
         reason = "is neither a tensor nor of numpy"
     raise UnsupportedTypeError(f"{path}: {name} {reason}")
+
+
+def _describe_shards(path: str, shards: Shards) -> Leaf:
+    value = shards.value
+    name = _NAMES.get(value.dtype)
+    if name is None or any(tensor.dtype != value.dtype for tensor in shards.tensors):
+        held = ", ".join({str(tensor.dtype) for tensor in shards.tensors}) or "nothing here"
+        raise UnsupportedTypeError(
+            f"{path}: a sharded tensor of {value.dtype} that holds {held} cannot be stored; "
+            "store it in an ordinary dtype"
+        )
+    contents = [describe(path, tensor).content for tensor in shards.tensors]
+    carriers = tuple(content for content in contents if isinstance(content, torch.Tensor))
+    kind = "parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
+    if getattr(value, "_is_buffer", False):
+        kind = "buffer"
+    payload = Payload(prod(shards.shape) * value.dtype.itemsize)
+    entry = TensorEntry(name, shards.shape, payload, kind, value.requires_grad)
+    return Leaf(path, entry, shards._replace(tensors=carriers))
 
 
 def _describe_numpy(path: str, value: Any) -> Leaf:
@@ -319,7 +342,7 @@ def assemble(leaf: Leaf) -> object:
 
     Args:
         leaf: A tensor entry with its filled carrier, or with a live tensor that was filled in its
-            place. For an ordinary tensor, that very object is returned.
+            place. For an ordinary tensor, and for a sharded one, that very object is returned.
 
     Raises:
         DamagedError: The entry contradicts itself.
@@ -330,6 +353,8 @@ def assemble(leaf: Leaf) -> object:
     assert isinstance(entry, TensorEntry)
     assert isinstance(content, torch.Tensor)
     kind = entry.kind
+    if type(content) not in _KINDS:
+        return content  # a sharded tensor
     if kind == "tensor" and entry.quantization is None and not entry.requires_grad:
         return content
     if kind not in ("tensor", "parameter", "buffer", *_NUMPY_KINDS):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.ranks import Pool, World
 
 settings.register_profile(
     "default",
@@ -54,3 +56,10 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("CASNAP_CACHE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def world(_cache_dir: Path) -> Iterator[Callable[[int], World]]:
+    """Return the worlds of this session by their size; see ``tests/ranks.py``."""
+    with Pool() as pool:
+        yield pool.world

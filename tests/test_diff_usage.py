@@ -161,7 +161,7 @@ def test_only_leaves_that_differ_are_read(store: Store, reads: Counter[bytes]) -
     a = take(store, "a", **values)
     values["v77"] = -1
     b = take(store, "b", **values)
-    old, new = (c.tree(c.subtrees(0)["s"]) for c in (a, b))
+    old, new = (c.tree(c.manifest.shared["s"]) for c in (a, b))
     leaves = [{digest for _, digest, _ in tree.children} for tree in (old, new)]
     assert len(leaves[0]) > 5
     a, b = (Contents(store.objects, c.name, c.row) for c in (a, b))
@@ -320,7 +320,7 @@ def test_what_neighbours_share_is_read_once(store: Store, reads: Counter[bytes])
     told: list[tuple[int, int]] = []
     usage([s.contents for s in store.snapshots()], store.objects, lambda *a: told.append(a))
     assert told == [(i, 4) for i in range(4)]
-    tree = store["s0"].contents.tree(store["s0"].contents.subtrees(0)["s"])
+    tree = store["s0"].contents.tree(store["s0"].contents.manifest.shared["s"])
     leaves = {digest for _, digest, _ in tree.children}
     # Once to see what it is, once for what it holds; not once more for each snapshot.
     assert max(reads[leaf] for leaf in leaves) <= 2

@@ -269,16 +269,11 @@ def hollow():
         "jagged": (torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "unbind"),
         "mkldnn": (torch.ones(2, 2).to_mkldnn(), "to_dense"),
         "subclass": (torch.ones(2).as_subclass(Subclass), "subclass"),
-        "DTensor": (DTensor(torch.ones(2)), "gather it first"),
         "nothing": (object(), "neither"),
     }
 
 
 class Subclass(torch.Tensor):
-    pass
-
-
-class DTensor(torch.Tensor):
     pass
 
 

@@ -11,7 +11,14 @@ from typing import Any
 
 from casnap.contents import Contents
 from casnap.errors import DamagedError
-from casnap.format import ContainerEntry, Entry, TensorEntry, ValueEntry, payload_of
+from casnap.format import (
+    BoxedTensorEntry,
+    ContainerEntry,
+    Entry,
+    TensorEntry,
+    ValueEntry,
+    payload_of,
+)
 from casnap.objects import Want
 
 SMALL = 1 << 10
@@ -31,6 +38,7 @@ def facts_of_entry(entry: Entry) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": entry.kind, "nbytes": payload_of(entry).nbytes}
     if isinstance(entry, TensorEntry):
         scheme = entry.quantization.scheme if entry.quantization is not None else None
+        boxes = {"boxes": len(entry.boxes)} if isinstance(entry, BoxedTensorEntry) else {}
         return {
             "type": "tensor",
             **facts,
@@ -38,6 +46,7 @@ def facts_of_entry(entry: Entry) -> dict[str, Any]:
             "shape": list(entry.shape),
             "requires_grad": entry.requires_grad,
             "quantization": scheme,
+            **boxes,
         }
     if isinstance(entry, ContainerEntry):
         return {"type": "container", **facts, "count": entry.count}

@@ -20,9 +20,8 @@ from casnap.cli.output import (
     table,
 )
 from casnap.cli.places import facts_of
-from casnap.contents import Contents
-from casnap.format import ContainerEntry, Entry, TensorEntry, payload_of
-from casnap.manifest import Tree
+from casnap.contents import Contents, Entries
+from casnap.format import BoxedTensorEntry, ContainerEntry, Entry, TensorEntry, payload_of
 from casnap.snapshot import Snapshot
 from casnap.usage import shared_bytes
 
@@ -77,7 +76,7 @@ def _keys(contents: Contents) -> Iterator[Facts]:
 
 
 def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
-    bare, entry, tree = contents.entry(path)
+    bare, entry, entries = contents.entry(path)
     facts: Facts = {"path": path, **facts_of_entry(entry)}
     if isinstance(entry, TensorEntry):
         facts["chunks"] = len(contents.chunks(bare, entry))
@@ -85,7 +84,7 @@ def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
             facts["shared_bytes"] = shared_bytes(contents, bare, entry, report)
     elif isinstance(entry, ContainerEntry):
         inner = bare[len(bare.partition("/")[0]) :]
-        facts["children"] = _children(tree, inner, path)
+        facts["children"] = _children(entries, inner, path)
     else:
         known, value = small_value(contents, bare, entry)
         if known:
@@ -93,10 +92,10 @@ def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
     return facts, entry
 
 
-def _children(tree: Tree[Entry], inner: str, path: str) -> list[Facts]:
+def _children(entries: Entries, inner: str, path: str) -> list[Facts]:
     """Return the elements of a container, each with all that is below it."""
     children: dict[str, Facts] = {}
-    for where, entry in tree.below(f"{inner}/"):
+    for where, entry in entries.below(f"{inner}/"):
         name = where[len(inner) + 1 :].partition("/")[0]
         child = children.setdefault(
             name, {"path": f"{path}/{name}", "what": "", "entries": 0, "bytes": 0}
@@ -145,6 +144,8 @@ def _print_entry(facts: Facts, entry: Entry, limit: int) -> None:
         lines["shape"] = str(list(entry.shape))
         lines["gradient"] = "required" if entry.requires_grad else ""
         lines["quantized"] = safe(facts["quantization"] or "")
+        if isinstance(entry, BoxedTensorEntry):
+            lines["boxes"] = f"{len(entry.boxes):,}"
         lines["chunks"] = f"{facts['chunks']:,}" if facts["chunks"] else "none: kept in the tree"
         lines["bytes"] = _exact(facts["nbytes"])
         lines["shared"] = f"{_exact(facts['shared_bytes'])} with earlier snapshots"

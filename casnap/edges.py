@@ -1,0 +1,132 @@
+"""Cells that shard edges cut: their parts are sent to one rank each, which puts them together.
+
+So chunks do not know the sharding: however a tensor is spread, its cells are the same.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from casnap.grid import Grid
+from casnap.staging import Piece
+from casnap.tiling import Tiling
+
+_WINDOW_BYTES = 64 << 20
+_HEAD = struct.Struct("<?I")
+
+
+class Target(NamedTuple):
+    """A leaf whose cells are put together here.
+
+    Attributes:
+        leaf: Its number on this rank.
+        grid: How it is cut.
+    """
+
+    leaf: int
+    grid: Grid | Tiling
+
+
+class _Sent(msgspec.Struct, array_like=True):
+    """What is said of a part: path key, cell, where in the cell it begins, its bytes."""
+
+    key: bytes
+    cell: int
+    start: int
+    nbytes: int
+
+
+class Edges:
+    """The parts that this rank sends, and the cells that it puts together.
+
+    Args:
+        size: How many ranks there are.
+        keys: Leaf → the key of its path, which all ranks know it by.
+        targets: The leaves whose cells are put together here, by key.
+
+    Attributes:
+        over: Whether all parts of all ranks have arrived.
+    """
+
+    def __init__(self, size: int, keys: Sequence[bytes], targets: Mapping[bytes, Target]) -> None:
+        self.over = False
+        self._size = size
+        self._keys = keys
+        self._targets = targets
+        self._outbox: list[deque[Piece]] = [deque() for _ in range(size)]
+        self._cells: dict[tuple[bytes, int], tuple[bytearray, int]] = {}
+        self._lock = threading.Lock()
+        self._last = False
+
+    def add(self, piece: Piece) -> None:
+        """Have a part sent; from any thread."""
+        assert piece.part is not None
+        with self._lock:
+            self._outbox[piece.part.to_rank].append(piece)
+
+    def finish(self) -> None:
+        """Say that no more parts will be added."""
+        self._last = True
+
+    def messages(self) -> list[bytes]:
+        """Return what to send to each rank in this window."""
+        last = self._last
+        most = max(1, _WINDOW_BYTES // self._size)
+        with self._lock:
+            drawn = [_drawn(box, most) for box in self._outbox]
+            last = last and not any(self._outbox)
+        return [self._message(pieces, last) for pieces in drawn]
+
+    def _message(self, pieces: list[Piece], last: bool) -> bytes:
+        sent = []
+        try:
+            for piece in pieces:
+                assert piece.part is not None
+                if piece.ready is not None:
+                    piece.ready()
+                key, start = self._keys[piece.leaf], piece.part.start
+                sent.append(_Sent(key, piece.first, start, len(piece.view)))
+            said = msgspec.msgpack.encode(sent)
+            return b"".join([_HEAD.pack(last, len(said)), said, *(p.view for p in pieces)])
+        finally:
+            for piece in pieces:
+                piece.give_back()
+
+    def receive(self, messages: list[memoryview]) -> list[Piece]:
+        """Take in what every rank sent; return the cells that are whole now."""
+        whole: list[Piece] = []
+        self.over = all(_HEAD.unpack_from(message)[0] for message in messages)
+        for message in messages:
+            start = _HEAD.size + _HEAD.unpack_from(message)[1]
+            said = msgspec.msgpack.decode(message[_HEAD.size : start], type=list[_Sent])
+            for sent in said:
+                start += self._put(sent, message[start:], whole)
+        return whole
+
+    def _put(self, sent: _Sent, content: memoryview, whole: list[Piece]) -> int:
+        """Copy a part to its place in its cell; return its bytes."""
+        leaf, grid = self._targets[sent.key]
+        where = sent.key, sent.cell
+        buffer, missing = self._cells.pop(where, (bytearray(0), grid.cell_bytes(sent.cell)))
+        if not buffer:
+            buffer = bytearray(missing)
+        buffer[sent.start : sent.start + sent.nbytes] = content[: sent.nbytes]
+        if missing > sent.nbytes:
+            self._cells[where] = buffer, missing - sent.nbytes
+        else:
+            whole.append(Piece(leaf, sent.cell, [len(buffer)], memoryview(buffer), buffer))
+        return sent.nbytes
+
+
+def _drawn(box: deque[Piece], most: int) -> list[Piece]:
+    pieces, total = list[Piece](), 0
+    while box and total < most:
+        pieces.append(box.popleft())
+        total += len(pieces[-1].view)
+    return pieces

@@ -1,0 +1,400 @@
+"""Reading by many ranks: each stored byte is read and proven by one, and passed on to the others.
+
+What is dealt out are *units*, runs of a pack, so that nobody needs to know every chunk: rank 0
+hears which units are wanted, and says who reads each, and when. A reader is one of those who want
+the unit. What nobody else wants is not passed on, so a restore to the sharding of the take passes
+next to nothing. The rest goes in windows: while one is passed on, the next one is read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from heapq import heapify, heapreplace
+from itertools import groupby
+from operator import itemgetter
+from struct import Struct as Layout
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from casnap import buffers
+from casnap.buffers import Slot
+from casnap.comm import Comm
+from casnap.digest import Digest, digest_of
+from casnap.errors import DamagedError
+from casnap.format import encode
+from casnap.objects import DEFAULT_READ, Objects, ReadOptions, Want
+from casnap.pipeline import Crew, Shared, cores
+
+WINDOW_BYTES = 256 << 20
+_UNIT_BYTES = 16 << 20
+# From here on it pays to copy on several threads.
+_BULK_BYTES = 8 << 20
+_REQUEST = Layout("<32sI")
+
+Unit: TypeAlias = tuple[bytes, int]
+"""A pack, and which run of it."""
+Units: TypeAlias = list[tuple[bytes, list[tuple[int, int]]]]
+"""For each pack, in order: which runs of it are wanted, and the bytes wanted of each."""
+
+
+class Turn(Struct, frozen=True, array_like=True, gc=False):
+    """Who reads a unit, and in which window."""
+
+    window: int
+    reader: int
+
+
+class Deal(Struct, frozen=True, array_like=True):
+    """Who reads what is passed on.
+
+    Attributes:
+        windows: How many windows there are.
+        units: For each pack, the runs of it that are passed on; all others are read by whoever
+            wants them.
+    """
+
+    windows: int
+    units: list[tuple[bytes, dict[int, Turn]]]
+
+
+class _Copy(NamedTuple):
+    """Where a chunk goes for another rank, and what says that it is there."""
+
+    target: memoryview
+    there: memoryview
+
+
+def fetch_once(
+    comm: Comm,
+    objects: Objects,
+    wants: Iterable[Want],
+    how: ReadOptions = DEFAULT_READ,
+    *,
+    window: int = WINDOW_BYTES,
+) -> None:
+    """Do what :meth:`Objects.fetch` does, on all ranks together.
+
+    Args:
+        comm: The ranks; all call this.
+        objects: Where to read from.
+        wants: What this rank wants, each with its length; may be nothing.
+        how: How this rank reads.
+        window: About how many bytes a rank receives at once, the same on all ranks. It has as many
+            again that it received before, or has read for others.
+
+    Raises:
+        DamagedError: Some chunks are missing or damaged, everywhere; all others were handed over.
+            It is raised on all ranks.
+    """
+    if comm.size == 1:
+        objects.fetch(wants, how)
+        return
+    passing = _Passing(comm, objects, wants, how)
+    passing.run(window)
+    error = passing.fetch_the_rest()
+    told = comm.all_gather(str(error).encode() if error else b"")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(told):
+        if text:
+            raise DamagedError(f"rank {rank}: {bytes(text).decode()}")
+
+
+class _Passing:
+    """What one rank does in one fetch."""
+
+    def __init__(
+        self, comm: Comm, objects: Objects, wants: Iterable[Want], how: ReadOptions
+    ) -> None:
+        self._comm = comm
+        self._objects = objects
+        self._how = how
+        # What has not been handed over yet.
+        self._left: dict[Digest, list[Want]] = {}
+        for want in wants:
+            self._left.setdefault(want.digest, []).append(want)
+        self._slots: list[Slot] = []
+
+    def fetch_the_rest(self) -> DamagedError | None:
+        """Read what did not come, alone: our index may be stale, or the chunks may be damaged."""
+        try:
+            self._objects.fetch((w for wants in self._left.values() for w in wants), self._how)
+        except DamagedError as e:
+            return e
+        return None
+
+    def run(self, window: int) -> None:
+        """Read together whatever can be."""
+        # A rank reads so much for a window that all that it receives fits.
+        share = max(window // self._comm.size, self._objects.config.chunk_size)
+        by_unit = self._by_unit(min(share, _UNIT_BYTES))
+        deal = self._dealt(by_unit, share, window)
+        asking, alone = self._sorted_out(by_unit, deal)
+        if not deal.windows:
+            self._read(alone, {}, {})
+            return
+        asked = self._requests(asking)
+        most = max(sum(map(_room, set(lists))) for lists in asked)
+        self._slots = [Slot(most) for _ in range(min(2, deal.windows))] if most else []
+        with Crew() as crew:
+            parts: list[Sequence[memoryview | bytes]] = []
+
+            def read(i: int) -> None:
+                own = alone[i * len(alone) // deal.windows : (i + 1) * len(alone) // deal.windows]
+                own += asking[i][self._comm.rank]
+                parts.append(self._read_for_all(own, asked[i], i))
+
+            reading = crew.start(partial(read, 0))
+            for i in range(deal.windows):
+                crew.join(reading)
+                if i + 1 < deal.windows:
+                    reading = crew.start(partial(read, i + 1))
+                self._receive(self._comm.all_to_all(parts.pop(0)), asking[i])
+
+    # --- who reads what ---
+
+    def _by_unit(self, nbytes: int) -> dict[Unit, list[Digest]]:
+        """Return the chunks to read by the units that they lie in, in order."""
+        digests = list(self._left)
+        places = self._objects.index.find(self._objects.view(), digests)
+        by_unit: dict[Unit, list[Digest]] = {}
+        for digest, place in zip(digests, places, strict=True):
+            if place is not None:
+                by_unit.setdefault((place.pack, place.offset // nbytes), []).append(digest)
+        return dict(sorted(by_unit.items()))
+
+    def _dealt(self, by_unit: dict[Unit, list[Digest]], share: int, window: int) -> Deal:
+        """Agree on who reads what; ranks that want the same units say so once."""
+        units = [
+            (pack, [(n, sum(self._nbytes(d) for d in by_unit[pack, n])) for _, n in group])
+            for pack, group in groupby(by_unit, key=itemgetter(0))
+        ]
+        listed = encode(units)
+        same: defaultdict[bytes, list[int]] = defaultdict(list)
+        for rank, digest in enumerate(self._comm.all_gather(digest_of(listed)[:16])):
+            same[bytes(digest)].append(rank)
+        speakers = {ranks[0]: ranks for ranks in same.values()}
+        lists = self._comm.gather(listed if self._comm.rank in speakers else b"")
+        deal = b""
+        if self._comm.rank == 0:
+            wanted = [
+                (speakers[rank], msgspec.msgpack.decode(text, type=Units))
+                for rank, text in enumerate(lists)
+                if text
+            ]
+            deal = encode(deal_out(wanted, self._comm.size, share, window))
+        return msgspec.msgpack.decode(self._comm.broadcast(deal), type=Deal)
+
+    def _nbytes(self, digest: Digest) -> int:
+        return self._left[digest][0].nbytes
+
+    def _sorted_out(
+        self, by_unit: dict[Unit, list[Digest]], deal: Deal
+    ) -> tuple[list[list[list[Digest]]], list[Digest]]:
+        """Return what to ask for, by window and reader, and what to read alone."""
+        turns = {(pack, n): turn for pack, runs in deal.units for n, turn in runs.items()}
+        asking: list[list[list[Digest]]] = [
+            [[] for _ in range(self._comm.size)] for _ in range(deal.windows)
+        ]
+        alone: list[Digest] = []
+        for unit, digests in by_unit.items():
+            turn = turns.get(unit)
+            (alone if turn is None else asking[turn.window][turn.reader]).extend(digests)
+        for lists in asking:
+            for digests in lists:
+                # Who wants the same asks for it in the same words.
+                digests.sort()
+        return asking, alone
+
+    def _requests(self, asking: list[list[list[Digest]]]) -> list[list[bytes]]:
+        """Tell all readers what to read; return what we are asked for, by window and rank."""
+        mine = [
+            encode([self._request(lists[reader]) for lists in asking])
+            for reader in range(self._comm.size)
+        ]
+        mine[self._comm.rank] = encode([b""] * len(asking))
+        # Most ranks ask for the same.
+        equal: dict[bytes, bytes] = {}
+        came = [
+            [
+                equal.setdefault(text, text)
+                for text in msgspec.msgpack.decode(texts, type=list[bytes])
+            ]
+            for texts in self._comm.all_to_all(mine)
+        ]
+        return [list(lists) for lists in zip(*came, strict=True)]
+
+    def _request(self, digests: list[Digest]) -> bytes:
+        return b"".join(_REQUEST.pack(digest, self._nbytes(digest)) for digest in digests)
+
+    # --- reading ---
+
+    def _read_for_all(
+        self, own: list[Digest], asked: list[bytes], number: int
+    ) -> list[memoryview | bytes]:
+        """Read a window; return what each rank is to be sent."""
+        copies: defaultdict[Digest, list[_Copy]] = defaultdict(list)
+        sizes: dict[Digest, int] = {}
+        parts: dict[bytes, memoryview | bytes] = {b"": b""}
+        start = 0
+        for text in sorted(set(asked) - {b""}):
+            part = self._slots[number % 2].view[start : start + _room(text)]
+            start += len(part)
+            parts[text] = part
+            there = part[len(part) - len(text) // _REQUEST.size :]
+            there[:] = bytes(len(there))
+            at = 0
+            for i, (digest, nbytes) in enumerate(_REQUEST.iter_unpack(text)):
+                sizes[digest] = nbytes
+                copies[digest].append(_Copy(part[at : at + nbytes], there[i : i + 1]))
+                at += nbytes
+        self._read(own, copies, sizes)
+        return [parts[text] for text in asked]
+
+    def _read(
+        self,
+        own: list[Digest],
+        copies: Mapping[Digest, list[_Copy]],
+        sizes: Mapping[Digest, int],
+    ) -> None:
+        """Read chunks, for this rank and for copies; what is damaged is left out."""
+        mine = set(own)
+        wants = [
+            Want(
+                digest,
+                sizes[digest] if digest in sizes else self._nbytes(digest),
+                partial(self._hand_over, digest, digest in mine, copies.get(digest, ())),
+                "",
+            )
+            for digest in [*own, *(copies.keys() - mine)]
+        ]
+        # Whoever wants them finds out that they did not come.
+        with suppress(DamagedError):
+            self._objects.fetch(wants, self._how)
+
+    def _hand_over(
+        self, digest: Digest, is_own: bool, copies: Iterable[_Copy], raw: memoryview
+    ) -> None:
+        for target, there in copies:
+            if len(target) == len(raw):
+                buffers.copy(target, raw)
+                there[0] = 1
+        if is_own:
+            for want in self._left[digest]:
+                want.sink(raw)
+            del self._left[digest]
+
+    def _receive(self, came: list[memoryview], asking: list[list[Digest]]) -> None:
+        """Hand over what other ranks have read, laid out as we asked for it."""
+        chunks: list[tuple[Digest, memoryview]] = []
+        for reader, digests in enumerate(asking):
+            if reader == self._comm.rank or not digests:
+                continue
+            there = came[reader][len(came[reader]) - len(digests) :]
+            at = 0
+            for i, digest in enumerate(digests):
+                nbytes = self._nbytes(digest)
+                if there[i]:
+                    chunks.append((digest, came[reader][at : at + nbytes]))
+                at += nbytes
+        threads = min(cores(), 4) if sum(len(raw) for _, raw in chunks) >= _BULK_BYTES else 1
+        with Crew() as crew:
+            source = Shared(chunks, crew)
+
+            def work() -> None:
+                for digest, raw in source:
+                    self._hand_over(digest, True, (), raw)
+
+            crew.start(work, threads - 1)
+            work()
+
+
+def _room(text: bytes) -> int:
+    """Return how many bytes the answer to a request has: the chunks, and which are there."""
+    return sum(nbytes + 1 for _, nbytes in _REQUEST.iter_unpack(text))
+
+
+# --- who reads what ---------------------------------------------------------------------------
+
+
+def deal_out(wanted: Sequence[tuple[list[int], Units]], size: int, share: int, window: int) -> Deal:
+    """Say who reads what is wanted by several ranks, and in which window.
+
+    Args:
+        wanted: Some ranks, each time with what each of them wants; different lists for different
+            ranks.
+        size: The number of ranks.
+        share: About how many bytes a rank reads for others in a window.
+        window: About how many bytes a rank receives in a window.
+    """
+    by_unit: defaultdict[Unit, list[tuple[int, int]]] = defaultdict(list)
+    for i, (_, units) in enumerate(wanted):
+        for pack, runs in units:
+            for number, nbytes in runs:
+                by_unit[pack, number].append((i, nbytes))
+    load = [0] * size
+    shared: list[tuple[int, Unit]] = []
+    for unit, lists in by_unit.items():
+        wanters = sum(len(wanted[i][0]) for i, _ in lists)
+        if wanters == 1:
+            load[wanted[lists[0][0]][0][0]] += lists[0][1]
+        else:
+            shared.append((wanters, unit))
+    readers: dict[Unit, int] = {}
+    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    # Those with the smallest choice choose first.
+    for _, unit in sorted(shared):
+        who = tuple(i for i, _ in by_unit[unit])
+        if who not in heaps:
+            heaps[who] = [(load[rank], rank) for i in who for rank in wanted[i][0]]
+            heapify(heaps[who])
+        reader = readers[unit] = _least_loaded(heaps[who], load)
+        load[reader] += max(nbytes for _, nbytes in by_unit[unit])
+    windows = _Windows(share, window)
+    turns = [
+        (unit, Turn(windows.place(readers[unit], by_unit[unit]), readers[unit]))
+        for unit in sorted(readers)
+    ]
+    grouped = groupby(turns, key=lambda turn: turn[0][0])
+    return Deal(windows.count, [(pack, {u[1]: turn for u, turn in some}) for pack, some in grouped])
+
+
+def _least_loaded(heap: list[tuple[int, int]], load: list[int]) -> int:
+    """Return the rank with the least load, of some that are in a heap by an earlier load."""
+    while load[heap[0][1]] != heap[0][0]:
+        heapreplace(heap, (load[heap[0][1]], heap[0][1]))
+    return heap[0][1]
+
+
+class _Windows:
+    """Puts units into windows, in order, so that no rank reads or receives too much in one.
+
+    Attributes:
+        count: How many windows there are so far.
+    """
+
+    def __init__(self, share: int, window: int) -> None:
+        self.count = 0
+        self._share = share
+        self._window = window
+        # For each reader, and for each list: the last window, and the bytes in it.
+        self._last: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def place(self, reader: int, lists: list[tuple[int, int]]) -> int:
+        """Return a window for a unit that some lists name, each with its bytes."""
+        parties = [(("reads", reader), sum(nbytes for _, nbytes in lists), self._share)]
+        parties += [(("gets", i), nbytes, self._window) for i, nbytes in lists]
+        chosen = 0
+        for party, nbytes, bound in parties:
+            window, filled = self._last.get(party, (0, 0))
+            chosen = max(chosen, window + (0 < filled > bound - nbytes))
+        for party, nbytes, _ in parties:
+            window, filled = self._last.get(party, (0, 0))
+            self._last[party] = (chosen, nbytes + (filled if window == chosen else 0))
+        self.count = max(self.count, chosen + 1)
+        return chosen

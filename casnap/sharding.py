@@ -1,0 +1,243 @@
+"""What this rank holds of a sharded tensor: boxes of the global one, and the memory of each.
+
+Where the parts of a DTensor lie is worked out here from its placements, as runs of indices along
+each axis. (torch's own answer is the first index of each axis alone, which is not enough where a
+rank holds several runs, and it makes a tensor of all indices on the way.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from casnap.errors import UnsupportedTypeError
+from casnap.region import Region
+
+
+class Shards(NamedTuple):
+    """What this rank holds of a sharded tensor.
+
+    Attributes:
+        shape: The global shape.
+        boxes: Where in the global tensor the parts lie; none is empty.
+        tensors: The parts, one a box: views of the live memory, detached.
+        value: The sharded tensor itself.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Region, ...]
+    tensors: tuple[torch.Tensor, ...]
+    value: torch.Tensor
+
+
+_Run: TypeAlias = tuple[int, int]  # from, to
+_Axis: TypeAlias = list[_Run]  # indices into the global tensor, in the order of the local one
+
+
+class _Split(NamedTuple):
+    """How one axis of a mesh splits one axis of a tensor.
+
+    Attributes:
+        axis: The tensor's axis.
+        shards: Into how many.
+        which: The one of this rank.
+        factor: Into how many pieces the axis is cut first, each of which is then split; a shard is
+            then a part of every piece. None where it is split as it is.
+    """
+
+    axis: int
+    shards: int
+    which: int
+    factor: int | None
+
+
+def shards_of(path: str, value: object) -> Shards | None:
+    """Return what this rank holds of a DTensor or ShardedTensor; None for anything else.
+
+    Args:
+        path: The logical path, for errors.
+        value: Anything.
+
+    Raises:
+        UnsupportedTypeError: Nobody can tell which elements of it this rank holds.
+    """
+    if not isinstance(value, torch.Tensor):
+        return None
+    with torch.no_grad():
+        if _is_a(value, "DTensor", "torch.distributed.tensor", "torch.distributed._tensor"):
+            return _of_dtensor(path, value)
+        if _is_a(value, "ShardedTensor", "torch.distributed._shard.sharded_tensor"):
+            return _of_sharded_tensor(path, value)
+    return None
+
+
+def _is_a(value: object, name: str, *modules: str) -> bool:
+    # Whoever has such a value has imported these; nobody else should pay for that.
+    classes = (getattr(sys.modules.get(module), name, None) for module in modules)
+    return any(type(value) is c for c in classes if c is not None)
+
+
+# --- ShardedTensor ------------------------------------------------------------------------------
+
+
+def _of_sharded_tensor(path: str, value: Any) -> Shards:
+    shards = value.local_shards()
+    offsets = [tuple(shard.metadata.shard_offsets) for shard in shards]
+    return _of_pieces(path, value, offsets, [shard.tensor for shard in shards])
+
+
+def _of_pieces(
+    path: str,
+    value: torch.Tensor,
+    offsets: Iterable[tuple[int, ...]],
+    tensors: Iterable[torch.Tensor],
+) -> Shards:
+    shape = tuple(value.shape)
+    held = [
+        (Region(start, tuple(tensor.shape)), tensor.detach())
+        for start, tensor in zip(offsets, tensors, strict=False)
+        if tensor.numel()
+    ]
+    for box, _ in held:
+        if len(box.sizes) != len(shape) or box != box.intersect(Region.whole(shape)):
+            raise UnsupportedTypeError(
+                f"{path}: a shard of shape {box.sizes} at {box.offsets} does not lie inside of "
+                f"its tensor of shape {shape}; make the tensor anew with the true offsets"
+            )
+    return _shards(value, held)
+
+
+def _shards(value: torch.Tensor, held: Sequence[tuple[Region, torch.Tensor]]) -> Shards:
+    boxes, tensors = tuple(box for box, _ in held), tuple(tensor for _, tensor in held)
+    return Shards(tuple(value.shape), boxes, tensors, value)
+
+
+# --- DTensor ------------------------------------------------------------------------------------
+
+
+def _of_dtensor(path: str, value: Any) -> Shards:
+    shape, mesh = tuple(value.shape), value.device_mesh
+    coordinate = mesh.get_coordinate()
+    splits = _splits(path, value, coordinate)
+    if coordinate is None:
+        return _shards(value, [])
+    local = value.to_local()
+    if hasattr(local, "wait"):  # a collective may still be under way
+        local = local.wait()
+    if hasattr(local, "local_offsets"):  # torchrec's tables: several shards in one DTensor
+        offsets = map(tuple, local.local_offsets())
+        return _of_pieces(path, value, offsets, local.local_shards())
+    axes = _indices(shape, _ordered(splits, value))
+    sizes = tuple(sum(stop - start for start, stop in runs) for runs in axes)
+    if sizes == tuple(local.shape) or 0 == prod(sizes) == local.numel():
+        return _shards(value, list(_boxes(axes, local.detach())))
+    raise UnsupportedTypeError(
+        f"{path}: this DTensor of shape {shape} holds a local tensor of shape "
+        f"{tuple(local.shape)}, which its placements {tuple(value.placements)} on a mesh of shape "
+        f"{tuple(mesh.shape)} do not account for; make it with distribute_tensor(), or store "
+        "value.to_local() under a key of each rank"
+    )
+
+
+def _splits(path: str, value: Any, coordinate: Sequence[int] | None) -> dict[int, _Split]:
+    """Return how each axis of the mesh splits the tensor, less those along which it is the same."""
+    splits = {}
+    for i, placement in enumerate(value.placements):
+        if placement.is_partial():
+            raise UnsupportedTypeError(
+                f"{path}: this DTensor is {placement}: its ranks hold terms of a reduction that is "
+                "still to come, not values; redistribute it first, as with "
+                "value.redistribute(placements=[Replicate()])"
+            )
+        if placement.is_replicate():
+            continue
+        if not placement.is_shard() and not hasattr(placement, "split_factor"):
+            raise UnsupportedTypeError(
+                f"{path}: a DTensor with the placement {placement} cannot be stored; "
+                "redistribute it to Shard or Replicate first"
+            )
+        axis, shards = placement.dim % len(value.shape), value.device_mesh.size(i)
+        which = coordinate[i] if coordinate is not None else 0
+        splits[i] = _Split(axis, shards, which, getattr(placement, "split_factor", None))
+    return splits
+
+
+def _ordered(splits: dict[int, _Split], value: Any) -> Iterable[_Split]:
+    """Return the splits in the order in which the tensor was split, each of what the last left.
+
+    The factor of a split counts the shards made before it by axes of the mesh that follow: FSDP
+    over TP makes such. Where lengths are uneven it is not the same to cut into pieces first and
+    then split those, which is what is left to do where no order of the axes gives the factors.
+    """
+    if all(split.factor is None for split in splits.values()):
+        said = getattr(getattr(value, "_spec", None), "shard_order", None) or ()
+        order = [i for entry in said for i in entry.mesh_dims]
+        return [splits[i] for i in order] if sorted(order) == list(splits) else splits.values()
+    orders: dict[int, list[_Split]] = {}
+    for split in reversed(splits.values()):
+        order, shards = orders.setdefault(split.axis, []), 1
+        for place in range(len(order) + 1):
+            if shards == (split.factor or 1):
+                order.insert(place, split)
+                break
+            shards *= order[place].shards if place < len(order) else 0
+        else:
+            return splits.values()
+    return [split._replace(factor=None) for order in orders.values() for split in order]
+
+
+def _indices(shape: tuple[int, ...], splits: Iterable[_Split]) -> list[_Axis]:
+    axes: list[_Axis] = [[(0, n)] if n else [] for n in shape]
+    for axis, shards, which, factor in splits:
+        runs = axes[axis]
+        length, taken = sum(stop - start for start, stop in runs), list[_Run]()
+        for piece in range(min(factor or 1, length)):
+            first, last = _chunk(length, factor or 1, piece)
+            start, stop = _chunk(last - first, shards, which)
+            taken += _cut(runs, first + start, first + stop)
+        axes[axis] = _joined(taken)
+    return axes
+
+
+def _chunk(length: int, count: int, index: int) -> _Run:
+    """Return from where to where the i-th part goes that ``torch.chunk`` makes."""
+    size = -(-length // count)
+    return min(length, size * index), min(length, size * (index + 1))
+
+
+def _cut(runs: _Axis, start: int, stop: int) -> Iterator[_Run]:
+    """Yield the indices from the start-th to the stop-th."""
+    passed = 0
+    for first, last in runs:
+        begin, end = max(first, first + start - passed), min(last, first + stop - passed)
+        if begin < end:
+            yield begin, end
+        passed += last - first
+
+
+def _joined(runs: Iterable[_Run]) -> _Axis:
+    joined: _Axis = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _boxes(axes: list[_Axis], local: torch.Tensor) -> Iterator[tuple[Region, torch.Tensor]]:
+    """Yield the boxes that runs along all axes make, each with its part of the local tensor."""
+    placed = []
+    for runs in axes:
+        ends = itertools.accumulate(stop - start for start, stop in runs)
+        placed.append([(*run, end) for run, end in zip(runs, ends, strict=True)])
+    for box in itertools.product(*placed):
+        offsets = tuple(start for start, _, _ in box)
+        sizes = tuple(stop - start for start, stop, _ in box)
+        where = tuple(slice(end - n, end) for (_, _, end), n in zip(box, sizes, strict=True))
+        yield Region(offsets, sizes), local[where]

@@ -1,0 +1,145 @@
+"""What the bytes of a tensor entry are cut into: the cells of a grid, or of boxes.
+
+A shard with an edge behind the axis that the grid cuts (as torch's RowwiseParallel makes) holds
+but a part of every cell. Such a tensor is cut into the boxes of its shards, and each of these by
+the grid of a tensor of its shape.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+from casnap.errors import DamagedError
+from casnap.format import BoxedTensorEntry, Boxes, TensorEntry
+from casnap.grid import Grid, grid_of
+from casnap.region import Region
+
+MAX_BOXES = 1 << 16
+_MAX_AXES = 64
+_PRIME = (1 << 61) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """The cells of a tensor that is cut into boxes: those of one box after the other.
+
+    Attributes:
+        shape: The global shape.
+        itemsize: Bytes per element.
+        boxes: They tile the tensor, none of them empty.
+        grids: The grid of each.
+        firsts: The number of its first cell.
+        count: All cells.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    boxes: tuple[Region, ...]
+    grids: tuple[Grid, ...]
+    firsts: tuple[int, ...]
+    count: int
+
+    def _at(self, index: int) -> tuple[int, int]:
+        """Return the box that a cell is in, and the cell's number in the box's grid."""
+        box = bisect_right(self.firsts, index) - 1
+        return box, index - self.firsts[box]
+
+    def cell_bytes(self, index: int) -> int:
+        """Return the bytes of one cell."""
+        box, cell = self._at(index)
+        return self.grids[box].cell_bytes(cell)
+
+    def sizes(self) -> Iterator[int]:
+        """Yield the bytes of every cell, in order."""
+        for grid in self.grids:
+            yield from grid.sizes()
+
+    def region(self, index: int) -> Region:
+        """Return the box of one cell, in the coordinates of the tensor."""
+        box, cell = self._at(index)
+        return self.grids[box].region(cell).moved(self.boxes[box].offsets)
+
+    def covering(self, region: Region) -> Iterator[int]:
+        """Yield, in order, the cells that share an element with ``region``."""
+        for first, box, grid in zip(self.firsts, self.boxes, self.grids, strict=True):
+            common = box.intersect(region)
+            if common is not None:
+                for cell in grid.covering(common.moved(-o for o in box.offsets)):
+                    yield first + cell
+
+
+def tiling_of(entry: TensorEntry, itemsize: int, chunk_size: int) -> Grid | Tiling:
+    """Return the cells of an entry, in the order of its digests.
+
+    Args:
+        entry: From a store: its boxes are checked, its shape has been.
+        itemsize: Bytes per element, at most ``chunk_size``.
+        chunk_size: The store's chunk size in bytes.
+
+    Raises:
+        DamagedError: Its boxes do not tile it.
+    """
+    if isinstance(entry, BoxedTensorEntry):
+        return tile(entry.shape, entry.boxes, itemsize, chunk_size)
+    return grid_of(entry.shape, itemsize, chunk_size)
+
+
+# Few, since each may hold many boxes; tensors of one shape are mostly sharded alike.
+@lru_cache(16)
+def tile(shape: tuple[int, ...], boxes: Boxes, itemsize: int, chunk_size: int) -> Tiling:
+    """Return the cells of a tensor that is cut into boxes.
+
+    Args:
+        shape: The global shape.
+        boxes: Offsets and sizes of each, sorted by offset.
+        itemsize: Bytes per element, at most ``chunk_size``.
+        chunk_size: The store's chunk size in bytes.
+
+    Raises:
+        DamagedError: The boxes do not tile the tensor, or there are too many.
+    """
+    if len(boxes) > MAX_BOXES or len(shape) > _MAX_AXES:
+        raise DamagedError(f"an entry has {len(boxes):,} boxes of {len(shape):,} axes: too many")
+    fit = all(_fits(shape, *box) for box in boxes)
+    if not fit or any(a >= b for (a, _), (b, _) in pairwise(boxes)):
+        raise DamagedError(f"an entry has boxes that do not fit its shape {shape}, or no order")
+    if not _tile(shape, boxes):
+        raise DamagedError(f"an entry has boxes that overlap, or leave gaps in its shape {shape}")
+    grids = tuple(grid_of(sizes, itemsize, chunk_size) for _, sizes in boxes)
+    *firsts, count = accumulate((grid.count for grid in grids), initial=0)
+    regions = tuple(Region(offsets, sizes) for offsets, sizes in boxes)
+    return Tiling(shape, itemsize, regions, grids, tuple(firsts), count)
+
+
+def _fits(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    return len(offsets) == len(sizes) == len(shape) and all(
+        o >= 0 and n > 0 and o + n <= most for o, n, most in zip(offsets, sizes, shape, strict=True)
+    )
+
+
+def _tile(shape: tuple[int, ...], boxes: Boxes) -> bool:
+    """Whether boxes that lie in a tensor hold each of its elements once.
+
+    If they do, their volumes add up to that of the tensor, however long the steps from one
+    coordinate to the next are taken to be. If not, they hardly ever do for steps of random
+    length, modulo a large prime: once in 10¹⁶. Nobody can foresee the lengths. That takes one
+    pass over the boxes, where to compare them with each other would take the square of that.
+    """
+    marks: list[dict[int, int]] = [{} for _ in shape]
+    lengths = random.Random()  # seeded by the operating system
+
+    def volume(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+        product = 1
+        for at, start, size in zip(marks, offsets, sizes, strict=True):
+            for edge in (start, start + size):
+                if edge not in at:
+                    at[edge] = lengths.randrange(_PRIME)
+            product = product * (at[start + size] - at[start]) % _PRIME
+        return product
+
+    return (sum(volume(*box) for box in boxes) - volume((0,) * len(shape), shape)) % _PRIME == 0

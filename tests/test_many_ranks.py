@@ -1,0 +1,162 @@
+"""Takes by several ranks: one snapshot, each byte stored once, and whose each entry is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from casnap import RNGState, Snapshot, StateDict, Store
+from casnap.errors import SnapshotExistsError, StateError
+
+MIB = 1 << 20
+
+
+def weights(seed: int, mib: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "a": torch.randn(mib * MIB // 8, 2, generator=generator),
+        "b": torch.randn(1000, generator=generator),
+        "c": torch.randn(700, 513, generator=generator),
+    }
+
+
+def stored_bytes(store: Path) -> int:
+    return sum(p.stat().st_size for p in (store / "packs").rglob("*") if p.is_file())
+
+
+def take_equal(path: str, options: dict[str, Any]) -> dict[str, Any]:
+    snapshot = Snapshot.take(
+        path, {"model": StateDict(weights(1)), "step": StateDict(n=7, name="run")}, **options
+    )
+    return {"commit": snapshot.commit_id, "stats": snapshot.stats, "world": snapshot.world_size}
+
+
+@pytest.mark.parametrize("options", [{}, {"replicated": ["**"]}, {"replicated": ["model/a"]}])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_equal_bytes_are_stored_once(world, tmp_path, size, options):
+    taken = world(size).run(take_equal, str(tmp_path / "many/x"), options)
+    assert len({t["commit"] for t in taken}) == 1
+    assert taken[0]["world"] == size
+
+    Store(tmp_path / "one")
+    alone = Snapshot.take(tmp_path / "one/x", {"model": StateDict(weights(1))})
+    assert alone.stats.new_bytes == pytest.approx(taken[0]["stats"].new_bytes, rel=0.01)
+    many = Snapshot(tmp_path / "many/x")
+    assert many.contents.manifest.shared.keys() == {"model", "step"}
+    assert many.contents.manifest.ranks == {str(r): {} for r in range(size)}
+    assert many.contents.manifest.shared["model"] == alone.contents.manifest.shared["model"]
+    restored = StateDict()
+    many.restore({"model": restored})
+    for name, tensor in weights(1).items():
+        assert torch.equal(restored[name], tensor)
+
+
+def take_different(path: str) -> None:
+    rank = dist.get_rank()
+    state = {
+        "model": StateDict(weights(1)),
+        "mine": StateDict(position=torch.full((50_000,), rank), same=torch.ones(99), rank=rank),
+        "loader": StateDict(seed=3),
+        "rng": RNGState(),
+    }
+    torch.manual_seed(rank)
+    Snapshot.take(path, state, per_rank=["loader/**", "loader"])
+
+
+def test_what_differs_is_kept_for_its_rank(world, tmp_path):
+    world(3).run(take_different, str(tmp_path / "s"))
+    snapshot = Snapshot(tmp_path / "s")
+    assert snapshot.contents.manifest.shared.keys() == {"model", "mine"}
+    for rank in range(3):
+        assert snapshot.read_object(f"{rank}/mine/rank") == rank
+        assert snapshot.read_object(f"{rank}/mine/position").tolist() == [rank] * 50_000
+        assert snapshot.read_object(f"{rank}/loader") == {"seed": 3}
+        assert torch.equal(snapshot.read_object(f"{rank}/mine/same"), torch.ones(99))
+        torch.manual_seed(rank)
+        assert torch.equal(snapshot.read_object(f"{rank}/rng/torch"), torch.get_rng_state())
+
+
+def take_twice(folder: str) -> tuple[int, int]:
+    first = Snapshot.take(f"{folder}/1", {"model": StateDict(weights(1))})
+    second = Snapshot.take(f"{folder}/2", {"model": StateDict(weights(1))})
+    return first.stats.new_bytes, second.stats.new_bytes
+
+
+def test_a_second_take_writes_nothing_but_a_row(world, tmp_path):
+    for first, second in world(4).run(take_twice, str(tmp_path)):
+        assert first > 4 * MIB
+        assert second < 2000
+
+
+def take_async(folder: str) -> list[Any]:
+    model = weights(1)
+    pending = []
+    for step in range(3):
+        pending.append(Snapshot.async_take(f"{folder}/{step}", {"model": StateDict(model)}))
+        for tensor in model.values():
+            tensor += 1
+    return [p.wait().seq for p in pending]
+
+
+def test_async_takes_hold_what_was_there_at_the_call(world, tmp_path):
+    results = world(3).run(take_async, str(tmp_path))
+    assert results == [results[0]] * 3
+    for step in range(3):
+        got = Snapshot(tmp_path / str(step)).get_state_dict_for_key("model")
+        expected = weights(1)
+        for _ in range(step):
+            for tensor in expected.values():
+                tensor += 1
+        for name, tensor in expected.items():
+            assert torch.equal(got[name], tensor)
+
+
+def take_in_disagreement(folder: str, what: str) -> None:
+    odd = dist.get_rank() == 1
+    state = {"model": StateDict(weights(1))}
+    if what == "path":
+        Snapshot.take(f"{folder}/{'b' if odd else 'a'}", state)
+    elif what == "keys":
+        Snapshot.take(f"{folder}/a", {**state, **({"more": StateDict()} if odd else {})})
+    elif what == "options":
+        Snapshot.take(f"{folder}/a", state, overwrite=odd)
+    elif what == "state":
+        Snapshot.take(f"{folder}/a", {"model": StateDict(x=object() if odd else 1)})
+
+
+@pytest.mark.parametrize("what", ["path", "keys", "options", "state"])
+def test_ranks_that_disagree_are_told_so(world, tmp_path, what):
+    outcomes = world(3).run(take_in_disagreement, str(tmp_path), what, expect_errors=True)
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome, StateError), outcome
+        if rank != 1:
+            assert "rank 1" in str(outcome)
+    assert list(Store(tmp_path).snapshots()) == []
+    world(3).run(take_equal, str(tmp_path / "a"), {})
+
+
+def take_taken(path: str) -> None:
+    Snapshot.take(path, {"model": StateDict(weights(1))})
+
+
+def test_a_taken_name_is_refused_on_all_ranks(world, tmp_path):
+    world(2).run(take_taken, str(tmp_path / "a"))
+    outcomes = world(2).run(take_taken, str(tmp_path / "a"), expect_errors=True)
+    assert all(isinstance(o, SnapshotExistsError) for o in outcomes)
+
+
+def take_in_group(folder: str) -> str | None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    return Snapshot.take(f"{folder}/x", {"model": StateDict(weights(1))}, pg=group).commit_id
+
+
+def test_a_group_without_rank_0_takes(world, tmp_path):
+    none, one, two = world(3).run(take_in_group, str(tmp_path))
+    assert none is None
+    assert one == two == Snapshot(tmp_path / "x").commit_id

@@ -1,0 +1,283 @@
+"""Who hashes which cells: plans carried out on numbered elements, by ranks that hold boxes."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import product
+from math import prod
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casnap.errors import StateError
+from casnap.grid import grid_of
+from casnap.plan import RankPlan, own_runs, part_region, plan_tensor
+from casnap.region import Region
+
+shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+full_shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
+itemsizes = st.sampled_from([1, 2, 4, 8])
+chunk_sizes = st.sampled_from([8, 16, 64, 256])
+turns = st.integers(0, 50)
+
+
+@st.composite
+def tilings(draw, shape):
+    """Boxes that tile a tensor, made by cutting boxes in two."""
+    boxes = [Region.whole(shape)]
+    for _ in range(draw(st.integers(0, 6)) if shape else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        axis = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(0, box.sizes[axis]))
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        sizes[axis] = cut
+        boxes.append(Region(tuple(offsets), tuple(sizes)))
+        offsets[axis] += cut
+        sizes[axis] = box.sizes[axis] - cut
+        boxes.append(Region(tuple(offsets), tuple(sizes)))
+    return boxes
+
+
+@st.composite
+def meshes(draw, shape):
+    """Boxes as an n-d mesh makes them: each axis is cut into parts, of one size or of any."""
+    ranges = []
+    for size in shape:
+        cuts = sorted(draw(st.lists(st.integers(0, size), max_size=3)))
+        ranges.append(list(zip([0, *cuts], [*cuts, size], strict=True)))
+    return [
+        Region(tuple(a for a, _ in box), tuple(b - a for a, b in box)) for box in product(*ranges)
+    ]
+
+
+@st.composite
+def held_tensors(draw, *, overlapping=False):
+    """A shape, and who holds which boxes of it: replicated, several a rank, in any order."""
+    shape = draw(shapes)
+    boxes = draw(tilings(shape) | meshes(shape))
+    if overlapping:
+        boxes = boxes + draw(tilings(shape)) + draw(tilings(shape))
+    ranks = st.lists(st.integers(0, 7), min_size=1, max_size=4)
+    holders = [(rank, box) for box in boxes for rank in draw(ranks)]
+    return shape, draw(st.permutations(holders))
+
+
+def cut(array, region):
+    return array[region.within(Region.whole(array.shape))]
+
+
+def whole_array(shape, itemsize):
+    return np.random.default_rng(0).integers(0, 256, (*shape, itemsize), dtype=np.uint8)
+
+
+class Ranks:
+    """Ranks that hold boxes of a tensor, and do what a plan tells them."""
+
+    def __init__(self, shape, itemsize, chunk_size, holders):
+        self.shape, self.itemsize, self.chunk_size = shape, itemsize, chunk_size
+        self.array = whole_array(shape, itemsize)
+        self.boxes = defaultdict(list)
+        for rank, box in holders:
+            self.boxes[rank].append(box)
+        self.grid = grid_of(shape, itemsize, chunk_size)
+
+    def bytes_of(self, rank, region):
+        """Return the bytes of a region out of one box that the rank holds."""
+        box = next(b for b in self.boxes[rank] if region.numel and b.intersect(region) == region)
+        held = self.array[box.within(Region.whole(self.shape))]
+        return held[region.within(box)].tobytes()
+
+    def carried_out(self, plan):
+        """Return the cells that each rank hashes, by number, and what came to pass on the way."""
+        cells = defaultdict(list)
+        mail = {
+            (send.cell, send.to, rank, send.start, send.stop)
+            for rank, todo in plan.ranks.items()
+            for send in todo.sends
+        }
+        assert len(mail) == sum(len(todo.sends) for todo in plan.ranks.values())
+        for rank, todo in plan.ranks.items():
+            for box, grid, first, stop in todo.located(self.shape, self.itemsize, self.chunk_size):
+                for i in range(first, stop):
+                    region = grid.region(i)
+                    offsets = tuple(a + b for a, b in zip(region.offsets, box.offsets, strict=True))
+                    raw = self.bytes_of(rank, Region(offsets, region.sizes))
+                    cells[box.first + i].append((rank, raw))
+            for get in todo.gets:
+                raw = b""
+                for part in get.parts:
+                    assert part.start == len(raw)
+                    raw += self.bytes_of(
+                        part.source, part_region(self.grid, get.cell, part.start, part.stop)
+                    )
+                    if part.source != rank:
+                        mail.remove((get.cell, rank, part.source, part.start, part.stop))
+                cells[get.cell].append((rank, raw))
+        assert not mail
+        return cells
+
+    def stored(self, plan):
+        """Return the bytes of all cells of the tensor or of its boxes, in order."""
+        boxes = plan.boxes or (Region.whole(self.shape),)
+        for box in boxes:
+            grid = grid_of(box.sizes, self.itemsize, self.chunk_size)
+            array = self.array[box.within(Region.whole(self.shape))]
+            for i in range(grid.count):
+                yield array[grid.region(i).within(Region.whole(box.sizes))].tobytes()
+
+
+def assert_right(plan, ranks):
+    cells = ranks.carried_out(plan)
+    expected = list(ranks.stored(plan))
+    assert sorted(cells) == list(range(len(expected)))
+    for i, raw in enumerate(expected):
+        assert [r for _, r in cells[i]] == [raw]
+    # What is sent to a rank arrives as it was.
+    for todo in plan.ranks.values():
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(todo), type=RankPlan) == todo
+        assert [send.cell for send in todo.sends] == sorted(send.cell for send in todo.sends)
+        assert todo.runs == sorted(todo.runs)
+
+
+# --- sharded tensors --------------------------------------------------------------------------
+
+
+@given(held_tensors(), itemsizes, chunk_sizes, turns)
+def test_every_cell_is_hashed_once_from_what_its_ranks_hold(tensor, itemsize, chunk_size, turn):
+    shape, holders = tensor
+    plan = plan_tensor(shape, itemsize, chunk_size, holders, turn=turn)
+    assert_right(plan, Ranks(shape, itemsize, chunk_size, holders))
+    grid = grid_of(shape, itemsize, chunk_size)
+    boxes = sorted({b for _, b in holders if b.numel}, key=lambda box: box.offsets)
+    behind = any(b.sizes[i] != shape[i] for b in boxes for i in range(grid.axis + 1, len(shape)))
+    assert plan.boxes == (tuple(boxes) if behind else ())
+
+
+@given(held_tensors(overlapping=True), itemsizes, chunk_sizes, turns)
+def test_boxes_may_overlap(tensor, itemsize, chunk_size, turn):
+    shape, holders = tensor
+    plan = plan_tensor(shape, itemsize, chunk_size, holders, turn=turn)
+    assert_right(plan, Ranks(shape, itemsize, chunk_size, holders))
+    assert sum(box.numel for box in plan.boxes) in (0, prod(shape))
+
+
+@given(held_tensors(), itemsizes, chunk_sizes)
+def test_the_holder_of_most_of_a_cell_puts_it_together(tensor, itemsize, chunk_size):
+    shape, holders = tensor
+    grid = grid_of(shape, itemsize, chunk_size)
+    for rank, todo in plan_tensor(shape, itemsize, chunk_size, holders).ranks.items():
+        for get in todo.gets:
+            held = Counter()
+            for other, box in set(holders):
+                common = box.intersect(grid.region(get.cell))
+                held[other] += common.numel if common else 0
+            assert rank == min(r for r, n in held.items() if n == max(held.values()))
+            assert sum(p.source == rank for p in get.parts) >= 1
+            own = sum(p.stop - p.start for p in get.parts if p.source == rank)
+            assert own == held[rank] * itemsize
+
+
+@given(held_tensors(), itemsizes, chunk_sizes)
+def test_a_box_that_nobody_holds_is_named(tensor, itemsize, chunk_size):
+    shape, holders = tensor
+    boxes = {box for _, box in holders if box.numel}
+    if not boxes:
+        return
+    lost = min(boxes, key=lambda box: box.offsets)
+    rest = [(rank, box) for rank, box in holders if box != lost]
+    with pytest.raises(StateError, match="all ranks of its mesh must take part") as e:
+        plan_tensor(shape, itemsize, chunk_size, rest, name="model/w")
+    assert str(e.value).startswith("model/w: of shape")
+    if len(boxes) == 1:
+        assert f"offsets {lost.offsets} of sizes {lost.sizes}" in str(e.value)
+
+
+def test_the_missing_shard_is_named_whole():
+    rows = [(r, Region((r * 10, 0), (10, 8))) for r in range(10) if r != 4]
+    with pytest.raises(StateError, match=r"offsets \(40, 0\) of sizes \(10, 8\)"):
+        plan_tensor((100, 8), 4, 64, rows)
+    columns = [(r, Region((0, r * 10), (8, 10))) for r in range(10) if r != 4]
+    with pytest.raises(StateError, match=r"offsets \(0, 40\) of sizes \(8, 10\)"):
+        plan_tensor((8, 100), 4, 4096, columns)
+
+
+@pytest.mark.parametrize(
+    "box", [Region((0, 0), (5, 4)), Region((-1, 0), (2, 4)), Region((0,), (4,))]
+)
+def test_a_box_outside_is_refused(box):
+    with pytest.raises(StateError, match="rank 3 says that it holds"):
+        plan_tensor((4, 4), 4, 64, [(0, Region.whole((4, 4))), (3, box)])
+
+
+@pytest.mark.parametrize("turn", range(5))
+def test_replicas_share_evenly(turn):
+    # Ranks 0 to 4 hold the first half, 5 to 9 the second: 500 cells each.
+    shape = (8000, 16)
+    holders = [(r, Region((4000 * (r // 5), 0), (4000, 16))) for r in range(10)]
+    plan = plan_tensor(shape, 4, 512, holders, turn=turn)
+    assert not any(todo.gets or todo.sends for todo in plan.ranks.values())
+    hashed = [sum(b - a for a, b in plan.ranks[r].runs) for r in range(10)]
+    assert hashed == [100] * 10
+    assert all(len(todo.runs) == 1 for todo in plan.ranks.values())
+
+
+def test_turns_spread_what_one_rank_must_do():
+    # Of a tensor smaller than a cell, one rank puts all together; not always the same one.
+    holders = [(r, Region((r * 4,), (4,))) for r in range(8)]
+    owners = [
+        next(
+            r for r, todo in plan_tensor((32,), 4, 4096, holders, turn=t).ranks.items() if todo.gets
+        )
+        for t in range(8)
+    ]
+    assert owners == list(range(8))
+
+
+def test_sends_of_replicas_are_spread():
+    # Each cell of 4 rows is cut in 3 + 1; three ranks have what the others lack.
+    holders = [(0, Region((4 * i, 0), (3, 4))) for i in range(30)]
+    holders += [(r, Region((4 * i + 3, 0), (1, 4))) for i in range(30) for r in (1, 2, 3)]
+    plan = plan_tensor((120, 4), 4, 64, holders)
+    assert len(plan.ranks[0].gets) == 30
+    assert [len(plan.ranks[r].sends) for r in (1, 2, 3)] == [10, 10, 10]
+
+
+def test_the_whole_beside_shards_needs_no_boxes():
+    shape = (64, 64)
+    holders = [(r, Region((0, 16 * r), (64, 16))) for r in range(4)]
+    assert len(plan_tensor(shape, 4, 4096, holders).boxes) == 4
+    plan = plan_tensor(shape, 4, 4096, [*holders, (9, Region.whole(shape))])
+    assert plan.boxes == ()
+    assert set(plan.ranks) == {9}
+
+
+# --- declared replicas ------------------------------------------------------------------------
+
+
+@given(st.lists(shapes, max_size=6), itemsizes, chunk_sizes, st.integers(1, 9))
+def test_replicas_are_shared_out_without_a_word(some, itemsize, chunk_size, world):
+    grids = [grid_of(shape, itemsize, chunk_size) for shape in some]
+    sizes = [list(grid.sizes()) for grid in grids]
+    seen, loads = [], []
+    for rank in range(world):
+        cells = [
+            (tensor, i)
+            for tensor, first, stop in own_runs(grids, rank, world)
+            for i in range(first, stop)
+        ]
+        seen += cells
+        loads.append(sum(sizes[tensor][i] for tensor, i in cells))
+    assert seen == [(t, i) for t, grid in enumerate(grids) for i in range(grid.count)]
+    largest = max((n for each in sizes for n in each), default=0)
+    assert all(abs(load - sum(loads) / world) <= largest for load in loads)
+
+
+def test_a_million_cells_are_no_work():
+    grids = [grid_of((1 << 30,), 4, 1 << 20)] * 256
+    assert sum(grid.count for grid in grids) == 1 << 20
+    runs = own_runs(grids, 500, 1000)
+    assert sum(stop - first for _, first, stop in runs) in (1048, 1049)
+    assert len(runs) <= 2

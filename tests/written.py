@@ -1,0 +1,132 @@
+"""Snapshots of many ranks, written entry by entry in one process: in boxes, in two scopes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from casnap import Snapshot, Store
+from casnap.buffers import bytes_at
+from casnap.commit import Transaction
+from casnap.digest import DIGEST_SIZE
+from casnap.flatten import Leaf, flatten
+from casnap.format import (
+    INLINE_BYTES,
+    INLINE_DIGESTS,
+    BoxedTensorEntry,
+    Boxes,
+    Entry,
+    Manifest,
+    Payload,
+    Row,
+    Stats,
+    TensorEntry,
+    encode,
+    with_payload,
+)
+from casnap.grid import Cells, grid_of
+from casnap.manifest import build
+from casnap.pipeline import Crew
+from casnap.region import Region
+from casnap.table import setting
+from casnap.tensors import itemsize_of
+from casnap.tiling import tiling_of
+
+State = Mapping[str, Mapping[str, Any]]
+
+
+def write(
+    store: Store,
+    name: str,
+    states: State | Sequence[State],
+    *,
+    boxes: Mapping[str, Boxes] | None = None,
+    own: Collection[str] = (),
+) -> Snapshot:
+    """Write a snapshot of some ranks.
+
+    Args:
+        store: Where.
+        name: Its name.
+        states: What each rank holds, or the only one, by key.
+        boxes: Path → the boxes that the tensor there is cut into.
+        own: Paths of what each rank keeps for itself; all else is global, as rank 0 holds it.
+    """
+    ranks = [states] if isinstance(states, Mapping) else list(states)
+    with Crew() as crew:
+        transaction = Transaction(store.objects, crew)
+        try:
+            writer = _Writer(store, transaction, boxes or {})
+            top = Manifest({}, {str(rank): {} for rank in range(len(ranks))})
+            for rank, state in enumerate(ranks):
+                for key, value in state.items():
+                    leaves = list(flatten(value, key))
+                    mine = [leaf for leaf in leaves if leaf.path in own]
+                    if mine:
+                        top.ranks[str(rank)][key] = writer.tree(key, mine)
+                    if rank == 0 and len(mine) < len(leaves):
+                        others = [leaf for leaf in leaves if leaf.path not in own]
+                        top.shared[key] = writer.tree(key, others)
+            writer.finish()
+            digest = transaction.put_node(encode(top))
+
+            def row(seq: int) -> Row:
+                stats = Stats(writer.nbytes, transaction.new_bytes, writer.entries, 0.1)
+                ref = transaction.ref(digest)
+                return Row(transaction.commit, ref, seq, 1.8e9, len(ranks), stats)
+
+            uri = store.objects.backend.uri
+            transaction.publish(setting(name, row, overwrite=False, uri=uri))
+        finally:
+            transaction.close()
+    return store[name]
+
+
+class _Writer:
+    """Stores the bytes of leaves, and trees of them."""
+
+    def __init__(self, store: Store, transaction: Transaction, boxes: Mapping[str, Boxes]) -> None:
+        self._chunk_size = store.objects.config.chunk_size
+        self._transaction = transaction
+        self._boxes = boxes
+        self._chunks = transaction.chunk_writer()
+        self.finish = self._chunks.finish
+        self.nbytes = self.entries = 0
+
+    def tree(self, key: str, leaves: list[Leaf]) -> bytes:
+        entries = {leaf.path[len(key) :]: self._entry(leaf) for leaf in leaves}
+        return build(entries, self._transaction.put_node)
+
+    def _entry(self, leaf: Leaf) -> Entry:
+        entry, content = leaf.entry, leaf.content
+        if leaf.path in self._boxes:
+            assert isinstance(entry, TensorEntry)
+            fields = (getattr(entry, field) for field in TensorEntry.__struct_fields__)
+            entry = BoxedTensorEntry(*fields, self._boxes[leaf.path])
+        raw = content if isinstance(content, bytes) else _bytes_of(content)
+        self.nbytes += len(raw)
+        self.entries += 1
+        if len(raw) <= INLINE_BYTES:
+            return with_payload(entry, Payload(len(raw), raw))
+        digests, depth = b"".join(self._chunks.store(self._cut(entry, raw))), 0
+        if len(digests) > INLINE_DIGESTS * DIGEST_SIZE:
+            digests, depth = self._transaction.put_node(digests), 1
+        return with_payload(entry, Payload(len(raw), b"", digests, depth))
+
+    def _cut(self, entry: Entry, raw: bytes) -> list[memoryview]:
+        tensor = entry if isinstance(entry, TensorEntry) else None
+        shape, itemsize = (tensor.shape, itemsize_of(tensor)) if tensor else ((len(raw),), 1)
+        cells: Cells = grid_of(shape, itemsize, self._chunk_size)
+        if tensor:
+            cells = tiling_of(tensor, itemsize, self._chunk_size)
+        items = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(*shape, itemsize)
+        regions = map(cells.region, range(cells.count))
+        cut = [items[region.within(Region.whole(shape))] for region in regions]
+        return [memoryview(_bytes_of(cell)) for cell in cut]
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    tensor = tensor.contiguous()
+    return bytes_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
