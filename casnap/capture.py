@@ -101,7 +101,7 @@ class Capture:
         self.logical_bytes = 0
         self._look_at_leaves(chunk_size)
         # Other threads copy from the GPU: what the caller has begun there must have ended.
-        settle(leaf.content for leaf in self.leaves)
+        settle(t for leaf in self.leaves for t in getattr(leaf.content, "tensors", [leaf.content]))
 
     def _look_at_leaves(self, chunk_size: int) -> None:
         seen: dict[int, int] = {}

@@ -155,7 +155,19 @@ def _metadata_of(value: Any) -> dict[str, Any] | None:
         encode(metadata)
     except (OverflowError, UnicodeEncodeError):
         return None
-    return dict(metadata)
+    return _named_as_keys(dict(metadata), value)
+
+
+def _named_as_keys(metadata: dict[str, Any], keys: Iterable[Any]) -> dict[str, Any]:
+    """Return torch's metadata by the names that the keys have.
+
+    ``get_state_dict`` takes the ``module.`` of DDP off the keys, but leaves it in here.
+    """
+    wrapped = all(name in ("", "module") or name.startswith("module.") for name in metadata)
+    if not wrapped or "module" not in metadata or any(str(k).startswith("module.") for k in keys):
+        return metadata
+    inner = [(name[len("module.") :], local) for name, local in metadata.items() if name]
+    return dict(inner)
 
 
 def _open_default(path: str, value: Any) -> Node:

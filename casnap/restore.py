@@ -1,44 +1,62 @@
-"""Giving whole app states back, in place where it can be."""
+"""Giving whole app states back, in place where it can be, by one process or many ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import Any
 
+import msgspec
 import torch
 
 from casnap.capture import random_states_first
+from casnap.comm import Comm
 from casnap.containers import segment_of
-from casnap.contents import Contents
-from casnap.errors import MismatchError
-from casnap.flatten import inflate, tensor_targets
-from casnap.format import Entry, TensorEntry, payload_of
+from casnap.contents import Contents, rank_names
+from casnap.errors import MismatchError, StateError
+from casnap.flatten import inflate, shard_targets, tensor_targets
+from casnap.format import Entry, TensorEntry, encode, payload_of
 from casnap.loading import Loading, Progress
 from casnap.overlap import filled_in_place, overlapping
+from casnap.passing import fetch_once
+from casnap.sharding import Shards, shards_of
 from casnap.staging import settle
 from casnap.state import RNGState, Stateful
-from casnap.tensors import carrier_dtype
+from casnap.tensors import Leaf, carrier_dtype
 
 
 @dataclass
 class RestoreReport:
-    """What a restore with ``strict=False`` left alone.
+    """What a restore left alone.
 
     Attributes:
-        missing: Paths of the state that the snapshot lacks.
+        missing: Paths of the state that the snapshot lacks, or keeps for other ranks alone.
         unexpected: Paths of the snapshot that the state lacks.
         mismatched: Paths whose shapes differ.
+        left_behind: Keys, with their ranks, of ranks that this world does not have. That is no
+            error.
     """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    left_behind: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Whether anything was left alone."""
+        """Whether anything of the state was left alone."""
         return bool(self.missing or self.unexpected or self.mismatched)
+
+
+@dataclass(frozen=True)
+class RestoreOptions:
+    """How to restore; see :meth:`casnap.Snapshot.restore`."""
+
+    strict: bool = True
+    allow_pickle: bool = False
+    progress: Progress | None = None
+    read_once: bool = True
 
 
 @dataclass
@@ -53,72 +71,204 @@ class _Part:
     skipped: set[str] = field(default_factory=set)
 
 
+class _Targets:
+    """What is filled in place: tensors, and what this rank holds of sharded ones, by path."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.shards: dict[str, Shards] = {}
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """Return all that is filled, by path; parts have a number behind it."""
+        parts = {
+            f"{path}\0{i}": tensor
+            for path, shards in self.shards.items()
+            for i, tensor in enumerate(shards.tensors)
+        }
+        return self.tensors | parts
+
+
 def restore(
-    contents: Contents,
-    app_state: Mapping[str, Stateful],
-    *,
-    strict: bool = True,
-    allow_pickle: bool = False,
-    progress: Progress | None = None,
+    contents: Contents, app_state: Mapping[str, Stateful], options: RestoreOptions, comm: Comm
 ) -> RestoreReport:
-    """Restore an app state, or some keys of it.
+    """Restore an app state, or some keys of it; all ranks call this.
 
     Raises:
         MismatchError: Under ``strict``, the snapshot lacks a key, or a module differs from it;
-            all that differs is listed, and nothing was written.
+            all that differs is listed, and nothing was written on any rank.
         DamagedError: Something could not be read whole; no ``load_state_dict`` was called, but
             tensors that are restored in place may hold new values already.
+        RankError: Another rank failed, died or hangs.
     """
-    keys = random_states_first(app_state)
-    report = RestoreReport()
-    parts = [p for k in keys if (p := _part(contents, k, app_state[k], report)) is not None]
-    loading = Loading(contents, progress)
-    targets: dict[str, torch.Tensor] = {}
+    comm.at("beginning a restore")
+    keys = _agreed_keys(contents, app_state, comm)
+    report = RestoreReport(left_behind=_left_behind(contents, comm.size))
+    parts = [
+        p for k in keys if (p := _part(contents, k, app_state[k], report, comm.rank)) is not None
+    ]
+    targets = _Targets()
     for part in parts:
-        targets |= _targets(part, report)
-    if strict and report:
+        _add_targets(targets, part, report)
+    if options.strict and report:
         raise MismatchError(_mismatch(contents, report))
     entries = {path: entry for part in parts for path, entry in part.entries.items()}
-    # Each could overwrite a part of the other, so these are read apart at first.
-    groups = overlapping(targets, lambda path: payload_of(entries[path]))
-    apart = {path for group in groups for path in group}
-    settle(targets.values())
-    for path, entry in entries.items():
-        loading.add(path, entry, None if path in apart else targets.get(path))
-    leaves = loading.load()
-    for group in groups:
-        if filled_in_place((targets[p], leaves[p].content) for p in group):
-            leaves |= {p: leaves[p]._replace(content=targets[p]) for p in group}
+    comm.at("reading")
+    leaves = _loaded(contents, entries, targets, options, comm)
+    # Nobody changes anything that others could not follow.
+    comm.all_gather(b"")
+    comm.at("loading states")
     # The random state last: to load the others may draw from it.
     for part in sorted(parts, key=lambda p: isinstance(p.stateful, RNGState)):
-        state = inflate(part.segment, leaves, allow_pickle=allow_pickle)
-        if isinstance(part.stateful, torch.nn.Module) and not strict:
+        state = inflate(part.segment, leaves, allow_pickle=options.allow_pickle)
+        if isinstance(part.stateful, torch.nn.Module) and not options.strict:
             _load_what_fits(part, part.stateful, state, report)
         else:
             part.stateful.load_state_dict(state)
+    comm.all_gather(b"")
     return report
 
 
-def _part(contents: Contents, key: str, stateful: Stateful, report: RestoreReport) -> _Part | None:
+def _agreed_keys(contents: Contents, app_state: Mapping[str, Stateful], comm: Comm) -> list[str]:
+    """Return the keys in an order that is the same on all ranks, though some may lack some.
+
+    To read and load states may be a collective of their own.
+    """
+    keys = random_states_first(app_state)
+    heard = comm.gather(encode((contents.row.commit, keys)))
+    everyone = [msgspec.msgpack.decode(said, type=tuple[bytes, list[str]]) for said in heard]
+    order = list(dict.fromkeys(key for _, theirs in everyone for key in theirs))
+    said = comm.broadcast(encode((contents.row.commit, order)))
+    commit, order = msgspec.msgpack.decode(said, type=tuple[bytes, list[str]])
+    if commit != contents.row.commit:
+        raise StateError(
+            f"{contents.where} is another snapshot on rank 0 than on rank {comm.rank}; all ranks "
+            "restore the same one"
+        )
+    return [key for key in order if key in app_state]
+
+
+def _left_behind(contents: Contents, size: int) -> list[str]:
+    ranks = (rank for rank in contents.ranks() if rank >= size)
+    return [f"{rank}/{key}" for rank in ranks for key in contents.manifest.ranks[str(rank)]]
+
+
+def _loaded(
+    contents: Contents,
+    entries: dict[str, Entry],
+    targets: _Targets,
+    options: RestoreOptions,
+    comm: Comm,
+) -> dict[str, Leaf]:
+    """Read all entries, those that have a target into it."""
+    loading = Loading(contents, options.progress)
+    memory = targets.memory()
+    # Each could overwrite a part of the other, so these are read apart at first.
+    groups = overlapping(memory, lambda path: payload_of(entries[path.partition("\0")[0]]))
+    apart = {path for group in groups for path in group}
+    for path in apart:
+        if "\0" in path:
+            raise MismatchError(
+                f"{contents.where}: {path.partition(chr(0))[0]} shares its memory with another "
+                "tensor here, but differs from it in the snapshot; nothing was restored. Untie "
+                "them, or restore into plain tensors"
+            )
+    settle(memory.values())
+    for path, entry in entries.items():
+        shards = targets.shards.get(path)
+        if shards is not None and isinstance(entry, TensorEntry):
+            parts = list(zip(shards.boxes, shards.tensors, strict=True))
+            loading.add_parts(path, entry, parts, shards.value)
+        else:
+            loading.add(path, entry, None if path in apart else targets.tensors.get(path))
+    together = comm.size > 1 and options.read_once
+    leaves = loading.load(fetch=partial(fetch_once, comm, contents.objects) if together else None)
+    for group in groups:
+        if filled_in_place((memory[p], leaves[p].content) for p in group):
+            leaves |= {p: leaves[p]._replace(content=memory[p]) for p in group}
+    return leaves
+
+
+def _part(
+    contents: Contents, key: str, stateful: Stateful, report: RestoreReport, rank: int
+) -> _Part | None:
     segment = segment_of(key)
-    seen = contents.trees(0).get(segment)
-    if seen is None:
-        report.missing.append(key)
-        return None
-    entries = {segment + inner: e for inner, e in seen.items()}
-    return _Part(key, segment, stateful, stateful.state_dict(), entries)
+    seen = contents.trees(rank).get(segment)
+    entries = {} if seen is None else {segment + inner: e for inner, e in seen.items()}
+    # All ranks read the state, since that may be a collective of their own.
+    current = stateful.state_dict()
+    kept = _kept_for_others(contents, segment, rank, entries)
+    if not kept and seen is not None:
+        return _Part(key, segment, stateful, current, entries)
+    report.missing += kept or [key]
+    return None
 
 
-def _targets(part: _Part, report: RestoreReport) -> dict[str, torch.Tensor]:
-    """Return the tensors to fill in place; note where module and snapshot differ."""
-    targets = tensor_targets(part.current, part.segment)
+def _kept_for_others(
+    contents: Contents, segment: str, rank: int, entries: Mapping[str, Entry]
+) -> list[str]:
+    """Return what stands in the way of a rank that the snapshot knows nothing of."""
+    if rank < contents.row.world_size:
+        return []
+    holders: dict[str, list[int]] = {}
+    for other in contents.ranks():
+        digest = contents.manifest.ranks[str(other)].get(segment)
+        if digest is not None:
+            for inner, _entry in contents.tree(digest).items():
+                holders.setdefault(segment + inner, []).append(other)
+    return [
+        f"{path} is kept for {rank_names(ranks)} alone; rank {rank} is new"
+        for path, ranks in holders.items()
+        if path not in entries
+    ]
+
+
+def _add_targets(targets: _Targets, part: _Part, report: RestoreReport) -> None:
+    """Note the tensors to fill in place, and where module and snapshot differ."""
+    tensors = tensor_targets(part.current, part.segment)
+    shards = shard_targets(part.current, part.segment)
+    if isinstance(part.stateful, torch.optim.Optimizer):
+        shards |= _moments(part.stateful, part.segment, part.entries)
+    rewritten: list[str] = []
     if isinstance(part.stateful, torch.nn.Module):
         rewritten = [f"{part.segment}/{segment_of(name)}" for name in _rewritten(part.stateful)]
         if not rewritten:
             part.skipped = _compare(part, report)
-        # Filled in place, what is renamed on its way could be overwritten before it is read.
-        targets = {p: t for p, t in targets.items() if not p.startswith(tuple(rewritten))}
-    return {p: t for p, t in targets.items() if p in part.entries and _fits(part.entries[p], t)}
+    # Filled in place, what is renamed on its way could be overwritten before it is read.
+    targets.tensors |= {
+        p: t
+        for p, t in tensors.items()
+        if p in part.entries and _fits(part.entries[p], t) and not p.startswith(tuple(rewritten))
+    }
+    targets.shards |= {
+        p: s
+        for p, s in shards.items()
+        if p in part.entries
+        and _fits(part.entries[p], s.value)
+        and not p.startswith(tuple(rewritten))
+    }
+
+
+def _moments(
+    optimizer: torch.optim.Optimizer, segment: str, entries: Mapping[str, Entry]
+) -> dict[str, Shards]:
+    """Return new moments, sharded as their parameters are, for an optimizer that has none yet."""
+    made = {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for path, entry in entries.items():
+        below, _, name = path.removeprefix(f"{segment}/state/").partition("/")
+        if not path.startswith(f"{segment}/state/") or not below.isdigit() or "/" in name:
+            continue
+        parameter = parameters[int(below)] if int(below) < len(parameters) else None
+        if parameter is None or name in optimizer.state.get(parameter, ()):
+            continue
+        if isinstance(entry, TensorEntry) and entry.shape == tuple(parameter.shape):
+            shards = shards_of(path, parameter)
+            if shards is not None:
+                moment = torch.zeros_like(parameter.detach(), dtype=carrier_dtype(entry))
+                fresh = shards_of(path, moment)
+                assert fresh is not None
+                made[path] = fresh
+    return made
 
 
 def _fits(entry: Entry, current: torch.Tensor) -> bool:

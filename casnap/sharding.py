@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -68,12 +69,17 @@ def shards_of(path: str, value: object) -> Shards | None:
     """
     if not isinstance(value, torch.Tensor):
         return None
-    with torch.no_grad():
+    with torch.no_grad(), quietly():
         if _is_a(value, "DTensor", "torch.distributed.tensor", "torch.distributed._tensor"):
             return _of_dtensor(path, value)
         if _is_a(value, "ShardedTensor", "torch.distributed._shard.sharded_tensor"):
             return _of_sharded_tensor(path, value)
     return None
+
+
+def quietly() -> AbstractContextManager[object]:
+    """Look at tensors as what they are, past ShardedTensor's warning that it is deprecated."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def _is_a(value: object, name: str, *modules: str) -> bool:
@@ -160,6 +166,12 @@ def _splits(path: str, value: Any, coordinate: Sequence[int] | None) -> dict[int
             raise UnsupportedTypeError(
                 f"{path}: a DTensor with the placement {placement} cannot be stored; "
                 "redistribute it to Shard or Replicate first"
+            )
+        if coordinate is not None and value.device_mesh.get_local_rank(i) != coordinate[i]:
+            raise UnsupportedTypeError(
+                f"{path}: the mesh of this DTensor, {value.device_mesh}, has its ranks in another "
+                "order than their group, so that torch contradicts itself about who holds what; "
+                "make the mesh with its ranks in ascending order"
             )
         axis, shards = placement.dim % len(value.shape), value.device_mesh.size(i)
         which = coordinate[i] if coordinate is not None else 0

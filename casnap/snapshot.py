@@ -226,11 +226,15 @@ class Snapshot:
         *,
         allow_pickle: bool = False,
         progress: Progress | None = None,
+        read_once: bool = True,
+        timeout: float | None = None,
     ) -> RestoreReport:
         """Restore an app state, or some of its keys, in place where that is possible.
 
         Tensors are filled in place where the state holds one of the same path and shape (another
-        dtype is cast); then each value's ``load_state_dict`` gets the state that was taken.
+        dtype is cast); then each value's ``load_state_dict`` gets the state that was taken. With
+        ``torch.distributed`` all ranks call it, as many as there are and sharded as they like.
+        What belongs to one rank is restored by that rank alone.
 
         Args:
             app_state: What to restore.
@@ -239,25 +243,27 @@ class Snapshot:
             allow_pickle: Unpickle what was taken with ``allow_pickle=True``: only for stores
                 that you trust as you trust code.
             progress: Called with bytes done and bytes in all, now and then.
+            read_once: Read each stored byte on one rank, which passes it on to those that need
+                it. Otherwise all read for themselves: faster where storage is faster than the
+                network.
+            timeout: Seconds that one rank waits for another before all raise; 600 by default.
 
         Returns:
-            What was left alone; empty under ``strict``.
+            What was left alone.
 
         Raises:
             MismatchError: Everything that differs, in one error.
             DamagedError: Stored bytes are missing or damaged.
             SnapshotNotFoundError: It was deleted, and collected meanwhile.
+            RankError: Another rank failed, died or was not heard of.
         """
-        from casnap.restore import restore
+        from casnap.comm import join
+        from casnap.restore import RestoreOptions, restore
 
-        with self.contents.reading():
-            return restore(
-                self.contents,
-                app_state,
-                strict=strict,
-                allow_pickle=allow_pickle,
-                progress=progress,
-            )
+        options = RestoreOptions(strict, allow_pickle, progress, read_once)
+        comm = join(self.pg, timeout, f"the restore of {self.name!r}")
+        with comm, self.contents.reading():
+            return restore(self.contents, app_state, options, comm)
 
     def read_object(
         self,

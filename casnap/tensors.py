@@ -18,7 +18,7 @@ import torch
 
 from casnap.errors import DamagedError, StateError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format import Entry, Payload, Quantization, TensorEntry
-from casnap.sharding import Shards, shards_of
+from casnap.sharding import Shards, quietly, shards_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -187,7 +187,8 @@ def _describe_other(path: str, value: object) -> Leaf:
         return _describe_numpy(path, value)
     shards = shards_of(path, value)
     if shards is not None:
-        return _describe_shards(path, shards)
+        with quietly():
+            return _describe_shards(path, shards)
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, torch.Tensor) and torch.nn.parameter.is_lazy(value):
         reason = "holds no values yet; run the module once first"

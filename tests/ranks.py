@@ -23,9 +23,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -131,6 +132,17 @@ def _serve(calls: Connection, log: str) -> None:
         calls.send_bytes(answer)
 
 
+def _host_store(line: Connection) -> None:
+    """Host what groups are made through, as the agent of torchrun does, until the pool ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    line.send(store.port)
+    with suppress(EOFError):
+        line.recv()
+
+
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -191,18 +203,23 @@ def _portable(error: BaseException) -> BaseException:
 # --- in the test ------------------------------------------------------------------------------
 
 
+def _forked(target: Callable[..., None], *args: object) -> tuple[BaseProcess, Connection]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
 class _Rank:
     """A process of the pool and the line to it."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
         self._heard = 0
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(_PRELOADED))
-        self.calls, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, str(log)), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.process, self.calls = _forked(_serve, str(log))
 
     def call(self, call: _Call) -> None:
         self._heard = self._log.stat().st_size
@@ -282,7 +299,8 @@ class Pool:
         self._ranks: list[_Rank] = []
         self._started = self._groups = 0
         self._last: tuple[int, float, str] | None = None
-        self._store: Any = None
+        self._host: tuple[BaseProcess, Connection] | None = None
+        self._port = 0
         self._folder = TemporaryDirectory(prefix="casnap-ranks-")
 
     def __enter__(self) -> Pool:
@@ -292,7 +310,10 @@ class Pool:
         for rank in self._ranks:
             rank.end()
         self._ranks.clear()
-        self._store = None
+        if self._host is not None:
+            process, line = self._host
+            line.close()
+            process.join()
         self._folder.cleanup()
 
     def world(self, size: int) -> World:
@@ -308,7 +329,7 @@ class Pool:
         environment = {**os.environ, **_QUIET}
         try:
             for number, rank in enumerate(ranks):
-                group = _Group(prefix, self._store.port, number, size, group_timeout)
+                group = _Group(prefix, self._port, number, size, group_timeout)
                 call = _Call(group, environment, sys.path, packed, timeout)
                 rank.call(call)
             outcomes = self._collect(ranks, timeout + _GRACE)
@@ -328,10 +349,9 @@ class Pool:
         return f"group-{self._groups}"
 
     def _start(self, size: int) -> None:
-        if self._store is None:
-            import torch.distributed as dist
-
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if self._host is None:
+            self._host = _forked(_host_store)
+            self._port = self._host[1].recv()
         self._replace([rank for rank in self._ranks if not rank.process.is_alive()])
         while len(self._ranks) < size:
             self._started += 1

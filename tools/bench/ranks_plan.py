@@ -1,0 +1,218 @@
+"""What ranks plan together, at scale: up to a thousand, simulated in one process without bytes.
+
+The functions and messages are those of takes and restores; only the ranks are not there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import msgspec
+
+from casnap import exchange, sharing
+from casnap.format import Payload, TensorEntry, encode
+from casnap.grid import grid_of
+from casnap.passing import Units, deal_out
+from casnap.plan import own_runs, part_region
+from tools.bench.measure import PeakMemory
+from tools.bench.settings import GIB, MIB, Settings
+from tools.bench.table import Row, duration
+
+_TENSORS = 1000
+_BYTES = 10**12
+_COLUMNS = 4096
+_CHUNK = MIB
+_LIMIT_SECONDS, _LIMIT_BYTES = 5, 2 * GIB
+
+
+class _Cost(NamedTuple):
+    """What the planning of one operation takes.
+
+    Attributes:
+        busiest: Seconds on the rank that has most to do.
+        all: Seconds on all ranks together.
+        memory: Extra bytes of the busiest rank, at its peak.
+    """
+
+    busiest: float
+    all: float
+    memory: int
+
+
+def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
+    """Return the rows of one workload: how the cost grows with the ranks."""
+    simulate = _SIMULATED[workload]
+    rows = []
+    for ranks in [10, 30, 100] if settings.quick else [10, 30, 100, 300, 1000]:
+        cost = simulate(ranks)
+        row = Row(
+            f"{workload}, 1 TB in {_TENSORS:,} tensors",
+            f"{ranks:,} ranks, the busiest one",
+            duration(cost.busiest),
+            f"all together {duration(cost.all)}",
+            f"{cost.memory / MIB:.0f} MiB",
+        )
+        misses = max(cost.busiest / _LIMIT_SECONDS, cost.memory / _LIMIT_BYTES)
+        rows.append(row.within(misses, 1, f"≤ {_LIMIT_SECONDS} s, ≤ {_LIMIT_BYTES // GIB} GiB"))
+    return [row.to_json() for row in rows]
+
+
+def _shapes() -> list[tuple[int, int]]:
+    """Return shapes whose rows no world size divides, some twice as large as others."""
+    mean = _BYTES // _TENSORS // (2 * _COLUMNS)
+    return [(int(mean * (2 / 3 + 2 / 3 * i / _TENSORS)) | 1, _COLUMNS) for i in range(_TENSORS)]
+
+
+def _shard(rows: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return where a rank's rows begin and how many they are, as torch cuts them."""
+    step = -(-rows // ranks)
+    start = min(rank * step, rows)
+    return start, min(step, rows - start)
+
+
+def _seconds(work: Callable[[], Any]) -> tuple[Any, float]:
+    start = perf_counter()
+    result = work()
+    return result, perf_counter() - start
+
+
+# --- planning of sharded tensors --------------------------------------------------------------
+
+
+def _claims(tensors: list[tuple[bytes, str, TensorEntry]], rank: int, ranks: int) -> bytes:
+    """Return what a rank tells the owner of some tensors."""
+    claims = sharing._Claims([], [])
+    for key, path, entry in tensors:
+        start, count = _shard(entry.shape[0], rank, ranks)
+        boxes = (((start, 0), (count, _COLUMNS)),) if count else ()
+        claims.sharded.append(sharing._Claim(key, path, entry, boxes))
+    return encode(claims)
+
+
+def _sharded(ranks: int) -> _Cost:
+    by_owner: defaultdict[int, list[tuple[bytes, str, TensorEntry]]] = defaultdict(list)
+    for i, shape in enumerate(_shapes()):
+        path = f"model/layers.{i}.weight"
+        key = sharing.key_of(path)
+        entry = TensorEntry("bfloat16", shape, Payload(2 * shape[0] * shape[1]))
+        by_owner[sharing.owner_of(key, ranks)].append((key, path, entry))
+    entries = {key: entry for tensors in by_owner.values() for key, _, entry in tensors}
+    _, asking = _seconds(lambda: [_claims(by_owner[owner], 0, ranks) for owner in range(ranks)])
+    planning, for_one = [], []
+    for tensors in by_owner.values():
+        told = [_claims(tensors, rank, ranks) for rank in range(ranks)]
+        verdicts, took = _seconds(lambda told=told: _planned(told, ranks))
+        planning.append(took)
+        for_one.append(([key for key, _, _ in tensors], verdicts[ranks // 2]))
+    most = max(by_owner.values(), key=len)
+    told = [_claims(most, rank, ranks) for rank in range(ranks)]
+    with PeakMemory() as memory:
+        _planned(told, ranks)
+    _, following = _seconds(lambda: [_followed(keys, v, entries) for keys, v in for_one])
+    own = asking + following
+    return _Cost(own + max(planning), ranks * own + sum(planning), memory.extra)
+
+
+def _planned(told: list[bytes], ranks: int) -> list[bytes]:
+    """Do what the owner of some tensors does."""
+    heard = [msgspec.msgpack.decode(claims, type=sharing._Claims) for claims in told]
+    _, plans = sharing._planned(heard, _CHUNK)
+    return [encode(verdict) for verdict in sharing._verdicts(heard, plans, ranks)]
+
+
+def _followed(keys: list[bytes], answer: bytes, entries: dict[bytes, TensorEntry]) -> None:
+    """Do what a rank does with the answer of an owner, short of touching its tensors."""
+    verdict = msgspec.msgpack.decode(answer, type=sharing._Verdict)
+    for key, plan in zip(keys, verdict.sharded, strict=True):
+        grid = grid_of(entries[key].shape, 2, _CHUNK)
+        for send in plan.sends:
+            part_region(grid, send.cell, send.start, send.stop)
+
+
+def _replicated(ranks: int) -> _Cost:
+    def work() -> object:
+        grid_of.cache_clear()
+        return own_runs([grid_of(shape, 2, _CHUNK) for shape in _shapes()], ranks // 2, ranks)
+
+    with PeakMemory() as memory:
+        _, took = _seconds(work)
+    return _Cost(took, ranks * took, memory.extra)
+
+
+# --- who writes which chunk -------------------------------------------------------------------
+
+
+class _Rank:
+    """As much of a communicator as a decision needs."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def _digests(ranks: int) -> _Cost:
+    """Let one rank decide over its share of the digests: all have as much to do."""
+    rounds = -(-_BYTES // (ranks * exchange._WINDOW_BYTES))
+    asks = -(-_BYTES // _CHUNK // (ranks * rounds))
+    decides = exchange.Exchange(_Rank(0, ranks), None, None, 1)  # type: ignore[arg-type]
+    took = 0.0
+    with PeakMemory() as memory:
+        for _ in range(rounds):
+            digests = iter([os.urandom(32) for _ in range(asks)])
+            questions = [bytearray(exchange._HEAD.pack(False, 0)) for _ in range(ranks)]
+            for i, digest in enumerate(digests):
+                questions[i % ranks] += exchange._ASK.pack(digest, _CHUNK)
+            views = [memoryview(question) for question in questions]
+            took += _seconds(lambda views=views: decides._decide(views))[1]
+    return _Cost(took, ranks * took, memory.extra)
+
+
+# --- who reads what ---------------------------------------------------------------------------
+
+
+def _wanted(unit: int, first: int, stop: int) -> bytes:
+    """Return what a rank says that wants some bytes of the store, in packs of 48 MiB."""
+    per_pack = 48 * MIB // unit
+    units: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for number in range(first // unit, -(-stop // unit)):
+        units[number // per_pack].append((number % per_pack, unit))
+    return encode([(pack.to_bytes(16, "big"), runs) for pack, runs in units.items()])
+
+
+def _dealt(ranks: int, said: list[tuple[list[int], bytes]], share: int) -> _Cost:
+    def work() -> bytes:
+        wanted = [(some, msgspec.msgpack.decode(text, type=Units)) for some, text in said]
+        return encode(deal_out(wanted, ranks, share, 256 * MIB))
+
+    with PeakMemory() as memory:
+        _, took = _seconds(work)
+    return _Cost(took, took, memory.extra)
+
+
+def _share(ranks: int) -> int:
+    return max(256 * MIB // ranks, _CHUNK)
+
+
+def _reads_of_shards(ranks: int) -> _Cost:
+    unit = min(_share(ranks), 16 * MIB)
+    cuts = [i * _BYTES // ranks for i in range(ranks + 1)]
+    said = [([i], _wanted(unit, cuts[i], cuts[i + 1])) for i in range(ranks)]
+    return _dealt(ranks, said, _share(ranks))
+
+
+def _reads_of_replicas(ranks: int) -> _Cost:
+    unit = min(_share(ranks), 16 * MIB)
+    return _dealt(ranks, [(list(range(ranks)), _wanted(unit, 0, _BYTES))], _share(ranks))
+
+
+_SIMULATED: dict[str, Callable[[int], _Cost]] = {
+    "plan of a take, sharded unevenly": _sharded,
+    "plan of a take, declared as replicated": _replicated,
+    "who writes which new chunk": _digests,
+    "who reads what, same sharding": _reads_of_shards,
+    "who reads what, all read all": _reads_of_replicas,
+}
+WORKLOADS = tuple(_SIMULATED)
