@@ -52,6 +52,9 @@ class Entries:
 
     def items(self, start: str = "") -> Iterator[tuple[str, Entry]]:
         """Yield path and entry in order of the paths, from ``start`` on."""
+        if len(self._digests) == 1:
+            yield from self._contents.tree(self._digests[0]).items(start)
+            return
         last = None
         # The merge is stable: of two entries of one path, that of the first tree comes first.
         for path, entry in merge(*(tree.items(start) for tree in self._trees), key=itemgetter(0)):

@@ -14,7 +14,14 @@ from casnap import buffers
 from casnap.buffers import Slot, address_of, view_at
 from casnap.contents import Contents, split_digests
 from casnap.errors import DamagedError, StateError
-from casnap.format import INLINE_BYTES, Entry, Payload, TensorEntry, payload_of
+from casnap.format import (
+    INLINE_BYTES,
+    BoxedTensorEntry,
+    Entry,
+    Payload,
+    TensorEntry,
+    payload_of,
+)
 from casnap.grid import Cells, Grid
 from casnap.objects import ReadOptions, Want
 from casnap.pipeline import collector_paused
@@ -38,13 +45,22 @@ class _Item(NamedTuple):
         path: Its path.
         entry: The entry.
         content: What its leaf will hold; None for no leaf.
-        parts: Of a tensor, what is filled.
+        given: The parts of a tensor that are filled; None for all of ``content``.
     """
 
     path: str
     entry: Entry
     content: torch.Tensor | bytearray | None
-    parts: Sequence[Part] = ()
+    given: Sequence[Part] | None = None
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """What is filled of a tensor."""
+        if self.given is not None or not isinstance(self.content, torch.Tensor):
+            return self.given or ()
+        assert isinstance(self.entry, TensorEntry)
+        carrier = with_item_axis(self.entry, self.content.detach())
+        return ((Region.whole(self.entry.shape), carrier),)
 
 
 class _Move(NamedTuple):
@@ -87,8 +103,7 @@ class Loading:
         with naming(self._contents, path):
             check_entry(entry, self._contents.objects.config.chunk_size)
             content = allocate(entry) if target is None else target
-        part = (Region.whole(entry.shape), with_item_axis(entry, content.detach()))
-        self._items.append(_Item(path, entry, content, (part,)))
+        self._items.append(_Item(path, entry, content))
 
     def add_parts(
         self,
@@ -135,7 +150,9 @@ class Loading:
         }
 
     def _prepare(self) -> Callable[[Slot], None] | None:
-        on_gpu = any(tensor.is_cuda for item in self._items for _, tensor in item.parts)
+        whole = (item.content for item in self._items if item.given is None)
+        parts = (tensor for item in self._items for _, tensor in item.given or ())
+        on_gpu = any(isinstance(t, torch.Tensor) and t.is_cuda for t in chain(whole, parts))
         return pin if on_gpu else None
 
     def wants(self) -> Iterator[Want]:
@@ -145,7 +162,7 @@ class Loading:
             DamagedError: An entry and its digests do not fit each other.
         """
         for item in self._items:
-            path, entry, content, parts = item
+            path, entry, content, _ = item
             payload = payload_of(entry)
             if payload.nbytes <= INLINE_BYTES:
                 self._fill_inline(item, payload)
@@ -157,7 +174,7 @@ class Loading:
                 moves = _copies(cells, memoryview(content))
             else:
                 assert isinstance(entry, TensorEntry)
-                each = (_moves(entry, cells, region, tensor) for region, tensor in parts)
+                each = (_moves(entry, cells, region, tensor) for region, tensor in item.parts)
                 moves = chain.from_iterable(each)
             for number, nbytes, kept, sink in moves:
                 counted = self._counted(sink, kept) if self._progress else sink
@@ -172,7 +189,7 @@ class Loading:
                 assert isinstance(item.entry, TensorEntry)
                 whole = Region.whole(item.entry.shape)
                 elements = elements_of(item.entry, memoryview(bytearray(inline)), whole)
-                tensor.copy_(elements[region.within(whole)])
+                tensor.copy_(elements if region == whole else elements[region.within(whole)])
 
     def _counted(self, sink: Sink, kept: int) -> Sink:
         def counted(raw: memoryview) -> None:
@@ -193,7 +210,8 @@ def check_entry(entry: TensorEntry, chunk_size: int) -> None:
         UnsupportedTypeError: This torch does not know the dtype.
     """
     check_shape(entry)
-    tiling_of(entry, itemsize_of(entry), chunk_size)
+    if isinstance(entry, BoxedTensorEntry):
+        tiling_of(entry, itemsize_of(entry), chunk_size)
 
 
 @contextmanager

@@ -355,7 +355,7 @@ def deal_out(wanted: Sequence[tuple[list[int], Units]], size: int, share: int, w
             heapify(heaps[who])
         reader = readers[unit] = _least_loaded(heaps[who], load)
         load[reader] += max(nbytes for _, nbytes in by_unit[unit])
-    windows = _Windows(share, window)
+    windows = _Windows(size, share, len(wanted), window)
     turns = [
         (unit, Turn(windows.place(readers[unit], by_unit[unit]), readers[unit]))
         for unit in sorted(readers)
@@ -378,23 +378,38 @@ class _Windows:
         count: How many windows there are so far.
     """
 
-    def __init__(self, share: int, window: int) -> None:
+    def __init__(self, readers: int, share: int, lists: int, window: int) -> None:
         self.count = 0
-        self._share = share
-        self._window = window
-        # For each reader, and for each list: the last window, and the bytes in it.
-        self._last: dict[tuple[str, int], tuple[int, int]] = {}
+        self._reads = _Filled(readers, share)
+        self._gets = _Filled(lists, window)
 
     def place(self, reader: int, lists: list[tuple[int, int]]) -> int:
         """Return a window for a unit that some lists name, each with its bytes."""
-        parties = [(("reads", reader), sum(nbytes for _, nbytes in lists), self._share)]
-        parties += [(("gets", i), nbytes, self._window) for i, nbytes in lists]
-        chosen = 0
-        for party, nbytes, bound in parties:
-            window, filled = self._last.get(party, (0, 0))
-            chosen = max(chosen, window + (0 < filled > bound - nbytes))
-        for party, nbytes, _ in parties:
-            window, filled = self._last.get(party, (0, 0))
-            self._last[party] = (chosen, nbytes + (filled if window == chosen else 0))
+        nbytes = sum(n for _, n in lists)
+        chosen = self._reads.first(reader, nbytes)
+        for i, n in lists:
+            chosen = max(chosen, self._gets.first(i, n))
+        self._reads.add(reader, nbytes, chosen)
+        for i, n in lists:
+            self._gets.add(i, n, chosen)
         self.count = max(self.count, chosen + 1)
         return chosen
+
+
+class _Filled:
+    """How full the last windows of some are."""
+
+    def __init__(self, count: int, bound: int) -> None:
+        self._bound = bound
+        self._last = [0] * count
+        self._filled = [0] * count
+
+    def first(self, i: int, nbytes: int) -> int:
+        """Return the first window from the last one on that has room."""
+        full = 0 < self._filled[i] > self._bound - nbytes
+        return self._last[i] + full
+
+    def add(self, i: int, nbytes: int, window: int) -> None:
+        if self._last[i] < window:
+            self._last[i], self._filled[i] = window, 0
+        self._filled[i] += nbytes

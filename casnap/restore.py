@@ -180,6 +180,8 @@ def _loaded(
             loading.add_parts(path, entry, parts, shards.value)
         else:
             loading.add(path, entry, None if path in apart else targets.tensors.get(path))
+    # From here on tensors are written: no rank may find then that something does not fit.
+    comm.all_gather(b"")
     together = comm.size > 1 and options.read_once
     leaves = loading.load(fetch=partial(fetch_once, comm, contents.objects) if together else None)
     for group in groups:
@@ -213,8 +215,8 @@ def _kept_for_others(
     for other in contents.ranks():
         digest = contents.manifest.ranks[str(other)].get(segment)
         if digest is not None:
-            for inner, _entry in contents.tree(digest).items():
-                holders.setdefault(segment + inner, []).append(other)
+            for path in [segment + inner for inner, _ in contents.tree(digest).items()]:
+                holders.setdefault(path, []).append(other)
     return [
         f"{path} is kept for {rank_names(ranks)} alone; rank {rank} is new"
         for path, ranks in holders.items()

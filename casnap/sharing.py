@@ -29,7 +29,7 @@ from casnap.region import Region
 from casnap.sharding import Shards
 from casnap.staging import Part
 from casnap.tensors import Leaf, is_numpy, itemsize_of
-from casnap.tiling import Tiling
+from casnap.tiling import MAX_BOXES, Tiling
 
 _KEY_BYTES = 16
 
@@ -254,6 +254,11 @@ def _planned(
 def _owned(
     path: str, entry: TensorEntry, itemsize: int, plan: TensorPlan, chunk_size: int
 ) -> Owned:
+    if len(plan.boxes) > MAX_BOXES:
+        raise StateError(
+            f"{path} lies in {len(plan.boxes):,} boxes, more than {MAX_BOXES:,}; redistribute it "
+            "to Shard on one dimension first"
+        )
     if not plan.boxes:
         return Owned(path, entry, grid_of(entry.shape, itemsize, chunk_size).count)
     boxed = BoxedTensorEntry(

@@ -12,7 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.bench import blocked, gc, long_run, machine, many, memory, read_object, restore, save
+from tools.bench import (
+    blocked,
+    gc,
+    long_run,
+    machine,
+    many,
+    memory,
+    ranks,
+    ranks_plan,
+    read_object,
+    restore,
+    save,
+)
 from tools.bench.fresh import call
 from tools.bench.limits import calibrated
 from tools.bench.settings import GIB, Settings
@@ -28,8 +40,10 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "read": (read_object.measure, ("read_object of 10 MB from 10 GB, warm",)),
     "many": (many.measure, ("50,000 entries",)),
     "memory": (memory.measure, ("extra memory",)),
+    "ranks": (ranks.measure, ranks.WORLDS),
     "gc": (gc.measure, ("garbage", "take meanwhile")),
     "long": (long_run.measure, ("incremental take of 64 MiB, 1 % changed each step",)),
+    "plan": (ranks_plan.measure, ranks_plan.WORKLOADS),
 }
 _QUICK_NAMES = {"10 GB": "1 GB", "50,000": "5,000"}
 

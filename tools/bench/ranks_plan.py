@@ -6,6 +6,7 @@ The functions and messages are those of takes and restores; only the ranks are n
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections import defaultdict
 from collections.abc import Callable
 from time import perf_counter
@@ -17,8 +18,8 @@ from casnap import exchange, sharing
 from casnap.format import Payload, TensorEntry, encode
 from casnap.grid import grid_of
 from casnap.passing import Units, deal_out
+from casnap.pipeline import collector_paused
 from casnap.plan import own_runs, part_region
-from tools.bench.measure import PeakMemory
 from tools.bench.settings import GIB, MIB, Settings
 from tools.bench.table import Row, duration
 
@@ -35,7 +36,7 @@ class _Cost(NamedTuple):
     Attributes:
         busiest: Seconds on the rank that has most to do.
         all: Seconds on all ranks together.
-        memory: Extra bytes of the busiest rank, at its peak.
+        memory: Bytes of Python objects on the busiest rank, at its peak.
     """
 
     busiest: float
@@ -75,9 +76,20 @@ def _shard(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _seconds(work: Callable[[], Any]) -> tuple[Any, float]:
-    start = perf_counter()
-    result = work()
-    return result, perf_counter() - start
+    with collector_paused():
+        start = perf_counter()
+        result = work()
+        return result, perf_counter() - start
+
+
+def _memory(work: Callable[[], Any]) -> int:
+    """Return the most bytes of Python objects that some work has at once."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 # --- planning of sharded tensors --------------------------------------------------------------
@@ -110,11 +122,10 @@ def _sharded(ranks: int) -> _Cost:
         for_one.append(([key for key, _, _ in tensors], verdicts[ranks // 2]))
     most = max(by_owner.values(), key=len)
     told = [_claims(most, rank, ranks) for rank in range(ranks)]
-    with PeakMemory() as memory:
-        _planned(told, ranks)
+    memory = _memory(lambda: _planned(told, ranks))
     _, following = _seconds(lambda: [_followed(keys, v, entries) for keys, v in for_one])
     own = asking + following
-    return _Cost(own + max(planning), ranks * own + sum(planning), memory.extra)
+    return _Cost(own + max(planning), ranks * own + sum(planning), memory)
 
 
 def _planned(told: list[bytes], ranks: int) -> list[bytes]:
@@ -138,9 +149,9 @@ def _replicated(ranks: int) -> _Cost:
         grid_of.cache_clear()
         return own_runs([grid_of(shape, 2, _CHUNK) for shape in _shapes()], ranks // 2, ranks)
 
-    with PeakMemory() as memory:
-        _, took = _seconds(work)
-    return _Cost(took, ranks * took, memory.extra)
+    _, took = _seconds(work)
+    memory = _memory(work)
+    return _Cost(took, ranks * took, memory)
 
 
 # --- who writes which chunk -------------------------------------------------------------------
@@ -157,17 +168,24 @@ def _digests(ranks: int) -> _Cost:
     """Let one rank decide over its share of the digests: all have as much to do."""
     rounds = -(-_BYTES // (ranks * exchange._WINDOW_BYTES))
     asks = -(-_BYTES // _CHUNK // (ranks * rounds))
-    decides = exchange.Exchange(_Rank(0, ranks), None, None, 1)  # type: ignore[arg-type]
-    took = 0.0
-    with PeakMemory() as memory:
-        for _ in range(rounds):
-            digests = iter([os.urandom(32) for _ in range(asks)])
-            questions = [bytearray(exchange._HEAD.pack(False, 0)) for _ in range(ranks)]
-            for i, digest in enumerate(digests):
-                questions[i % ranks] += exchange._ASK.pack(digest, _CHUNK)
-            views = [memoryview(question) for question in questions]
-            took += _seconds(lambda views=views: decides._decide(views))[1]
-    return _Cost(took, ranks * took, memory.extra)
+
+    def decided() -> float:
+        decides = exchange.Exchange(_Rank(0, ranks), None, None, 1)  # type: ignore[arg-type]
+        return sum(
+            _seconds(lambda asked=asked: decides._decide(asked))[1]
+            for asked in (_questions(ranks, asks) for _ in range(rounds))
+        )
+
+    took = decided()
+    return _Cost(took, ranks * took, _memory(decided))
+
+
+def _questions(ranks: int, asks: int) -> list[memoryview]:
+    """Return what all ranks ask one of them in a round, about so many chunks in all."""
+    questions = [bytearray(exchange._HEAD.pack(False, 0)) for _ in range(ranks)]
+    for i in range(asks):
+        questions[i % ranks] += exchange._ASK.pack(os.urandom(32), _CHUNK)
+    return [memoryview(question) for question in questions]
 
 
 # --- who reads what ---------------------------------------------------------------------------
@@ -187,9 +205,9 @@ def _dealt(ranks: int, said: list[tuple[list[int], bytes]], share: int) -> _Cost
         wanted = [(some, msgspec.msgpack.decode(text, type=Units)) for some, text in said]
         return encode(deal_out(wanted, ranks, share, 256 * MIB))
 
-    with PeakMemory() as memory:
-        _, took = _seconds(work)
-    return _Cost(took, took, memory.extra)
+    _, took = _seconds(work)
+    memory = _memory(work)
+    return _Cost(took, took, memory)
 
 
 def _share(ranks: int) -> int:

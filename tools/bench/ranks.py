@@ -1,0 +1,271 @@
+"""Takes and restores by several ranks on this machine, beside one process and beside peers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from casnap import Snapshot, StateDict
+from casnap.backends.local import LocalBackend
+from tests.ranks import Pool, World
+from tools.bench import peers, states
+from tools.bench.measure import fsync_tree, remove, rotated, settle
+from tools.bench.settings import MIB, Settings
+from tools.bench.table import Row, timed
+
+WORLDS = ("ranks: 2", "ranks: 4")
+_TIMEOUT = 600.0
+_kept: dict[tuple[str, int], Any] = {}
+
+
+# --- on the ranks -----------------------------------------------------------------------------
+
+
+def _state(kind: str, nbytes: int) -> states.State:
+    """Return this rank's state, made once: whole, or this rank's rows of the same tensors."""
+    if (kind, nbytes) not in _kept:
+        whole = states.build(states.FP32, nbytes)
+        if kind == "sharded":
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.tensor import Shard, distribute_tensor
+
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            # Sent by rank 0, or each rank takes its own piece: the tensors are equal everywhere.
+            whole = {
+                name: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None)
+                for name, t in whole.items()
+            }
+        _kept[kind, nbytes] = whole
+    return _kept[kind, nbytes]  # type: ignore[no-any-return]
+
+
+def _together(work: Callable[[], Any]) -> float:
+    """Return how long something takes from a common start, on this rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+class _Counted:
+    """The bytes of packs that this rank writes and reads while the block runs."""
+
+    def __enter__(self) -> _Counted:
+        self.written = self.read = 0
+        self._write, self._read_into = LocalBackend.write, LocalBackend.read_into
+        counted = self
+
+        def write(backend: LocalBackend, key: str, content: Any) -> None:
+            counted.written += len(content) if key.startswith("packs/") else 0
+            counted._write(backend, key, content)
+
+        def read_into(backend: LocalBackend, key: str, *rest: Any, **options: Any) -> int:
+            n = counted._read_into(backend, key, *rest, **options)
+            counted.read += n
+            return n
+
+        LocalBackend.write, LocalBackend.read_into = write, read_into  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        LocalBackend.write = self._write  # type: ignore[method-assign]
+        LocalBackend.read_into = self._read_into  # type: ignore[method-assign]
+
+
+def _take(path: str, kind: str, nbytes: int) -> tuple[float, int, int]:
+    """Take; return seconds, and the bytes that this rank hashed and wrote."""
+    state = {"model": StateDict(**_state(kind, nbytes))}
+    hashed = [0]
+
+    def progress(done: int, _total: int) -> None:
+        hashed[0] = done
+
+    replicated = ["**"] if kind == "declared" else None
+    with _Counted() as counted:
+        took = _together(
+            lambda: Snapshot.take(path, state, replicated=replicated, progress=progress)
+        )
+    return took, hashed[0], counted.written
+
+
+def _restore(path: str, kind: str, nbytes: int, once: bool) -> tuple[float, int]:
+    """Restore in place; return seconds, and the bytes that this rank read."""
+    state = {"model": StateDict(**_state(kind, nbytes))}
+    with _Counted() as counted:
+        took = _together(lambda: Snapshot(path).restore(state, read_once=once))
+    return took, counted.read
+
+
+def _peer_saves(name: str, path: str, nbytes: int) -> float:
+    state, synced = _state("declared", nbytes), Path(path)
+
+    def save() -> None:
+        if name == peers.DCP:
+            import torch.distributed.checkpoint as dcp
+
+            dcp.save({"model": state}, checkpoint_id=path)
+        else:
+            import torchsnapshot
+
+            app = {"model": torchsnapshot.StateDict(**state)}
+            torchsnapshot.Snapshot.take(path, app, replicated=["**"])
+        dist.barrier()
+        if dist.get_rank() == 0:
+            fsync_tree(synced)
+        dist.barrier()
+
+    return _together(save)
+
+
+def _peer_loads(path: str, nbytes: int) -> float:
+    return _together(lambda: peers.dcp_load(_state("declared", nbytes), Path(path)))
+
+
+# --- the figures ------------------------------------------------------------------------------
+
+
+class _Ranks:
+    """One world size and its figures."""
+
+    def __init__(self, settings: Settings, world: World, alone: World) -> None:
+        self.settings = settings
+        self.nbytes = settings.nbytes // 2
+        self.world = world
+        self.alone = alone
+        self.times: dict[str, list[float]] = defaultdict(list)
+        self.ratios: dict[str, list[float]] = defaultdict(list)
+        self.written: dict[str, int] = {}
+        self.uneven: dict[str, list[float]] = defaultdict(list)
+        self.read: dict[str, int] = {}
+        self._folders = 0
+
+    def _folder(self) -> Path:
+        self._folders += 1
+        folder = self.settings.path("ranks", f"{self.world.size}-{self._folders}")
+        folder.mkdir()
+        settle()
+        return folder
+
+    def _run(self, world: World, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return world.run(work, *arguments, timeout=_TIMEOUT)
+
+    def take(self, kind: str, world: World | None = None, *, count: bool = True) -> float:
+        """Take into a new store, then again with nothing changed; return the first one's time."""
+        folder = self._folder()
+        world = world or self.world
+        first = self._run(world, _take, str(folder / "a"), kind, self.nbytes)
+        took = max(t for t, _, _ in first)
+        again = self._run(world, _take, str(folder / "b"), kind, self.nbytes)
+        if count:
+            self.times[kind].append(took)
+            self.times[f"{kind} again"].append(max(t for t, _, _ in again))
+            self.written[kind] = sum(written for _, _, written in first)
+            for what, amounts in (("hashed", [h for _, h, _ in first]),
+                                  ("written", [w for _, _, w in first])):  # fmt: skip
+                mean = statistics.mean(amounts)
+                self.uneven[f"{kind} {what}"].append(max(amounts) / mean - 1 if mean else 0)
+        remove(folder)
+        return took
+
+    def compare(self, kind: str) -> None:
+        """Take by all ranks between two takes by one process."""
+        before = self.take("plain", self.alone, count=False)
+        took = self.take(kind)
+        after = self.take("plain", self.alone, count=False)
+        self.times["alone"] += [before, after]
+        self.ratios[kind].append(took / ((before + after) / 2))
+
+    def peer(self, name: str) -> None:
+        folder = self._folder()
+        saved = self._run(self.world, _peer_saves, name, str(folder / "a"), self.nbytes)
+        self.times[name].append(max(saved))
+        if name == peers.DCP:
+            loaded = self._run(self.world, _peer_loads, str(folder / "a"), self.nbytes)
+            self.times["dcp.load"].append(max(loaded))
+        remove(folder)
+
+    def restore(self, kind: str) -> None:
+        folder = self._folder()
+        self._run(self.world, _take, str(folder / "a"), kind, self.nbytes)
+        for once in (True, False):
+            name = f"{kind} {'once' if once else 'each'}"
+            got = self._run(self.world, _restore, str(folder / "a"), kind, self.nbytes, once)
+            self.times[name].append(max(t for t, _ in got))
+            self.read[name] = sum(n for _, n in got)
+        remove(folder)
+
+
+def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
+    """Return the rows of one world size."""
+    size = int(workload.rpartition(" ")[2])
+    names = [peers.DCP, *([peers.TORCHSNAPSHOT] if peers.installed("torchsnapshot") else [])]
+    with Pool() as pool:
+        figures = _Ranks(settings, pool.world(size), pool.world(1))
+        # The buffers of each process are made at its first take.
+        for kind in ("declared", "sharded"):
+            figures.take(kind, count=False)
+        for turn in range(settings.repeat):
+            for kind in rotated(["declared", "plain", "sharded"], turn):
+                figures.compare(kind)
+            for name in rotated(names, turn):
+                figures.peer(name)
+            figures.restore("declared")
+            figures.restore("sharded")
+    remove(settings.path("ranks"))
+    return [row.to_json() for row in _rows(figures, size, names)]
+
+
+_KINDS = {
+    "declared": "replicated=['**']",
+    "plain": "equal, undeclared",
+    "sharded": "DTensor, Shard(0)",
+}
+
+
+def _rows(figures: _Ranks, size: int, names: list[str]) -> list[Row]:
+    times, nbytes = figures.times, figures.nbytes
+    work = f"first take by {size} ranks, {nbytes / MIB:.0f} MiB"
+    rows = [timed(work, f"{peers.CASNAP}, one process", times["alone"], nbytes)]
+    for kind, title in _KINDS.items():
+        row = timed(work, f"{peers.CASNAP}, {title}", times[kind], nbytes)
+        rows.append(row.at_most(figures.ratios[kind], "× one process", 1.1))
+    rows += [
+        timed(work, f"{name}, synced", times[name], nbytes).at_least(
+            [theirs / ours for theirs, ours in zip(times[name], times["declared"], strict=True)],
+            "× as fast",
+            1,
+        )
+        for name in names
+    ]
+    again = f"take by {size} ranks with nothing changed, {nbytes / MIB:.0f} MiB"
+    rows += [timed(again, f"{peers.CASNAP}, {t}", times[f"{k} again"]) for k, t in _KINDS.items()]
+    spread = f"bytes of a first take by {size} ranks"
+    for kind, title in _KINDS.items():
+        written = figures.written[kind] / nbytes
+        rows.append(
+            Row(spread, f"written, {title}", f"{written:.4f}× the state").within(
+                written, 1.01, "≤ 1.01"
+            )
+        )
+        for what in ("hashed", "written"):
+            worst = statistics.median(figures.uneven[f"{kind} {what}"])
+            text = f"most {what} by a rank, {title}"
+            rows.append(Row(spread, text, f"{worst:+.1%} of mean").within(worst, 0.05, "≤ +5 %"))
+    back = f"restore by {size} ranks, warm, {nbytes / MIB:.0f} MiB"
+    for kind in ("declared", "sharded"):
+        for how, said in (("once", "each byte read once"), ("each", "read_once=False")):
+            name = f"{kind} {how}"
+            row = timed(back, f"{peers.CASNAP}, {_KINDS[kind]}, {said}", times[name], nbytes)
+            read = figures.read[name] / nbytes
+            most = 1.02 if how == "once" else None
+            rows.append(row.at_most([read], " bytes read per byte", most))
+    rows.append(timed(back, "dcp.load", times["dcp.load"], nbytes).at_least(
+        [a / b for a, b in zip(times["dcp.load"], times["declared once"], strict=True)],
+        "× as fast"))  # fmt: skip
+    return rows
