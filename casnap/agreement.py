@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import product
+from math import prod
+from operator import add
 from typing import NamedTuple
 
 import msgspec
@@ -21,9 +24,11 @@ from casnap.format import (
     INLINE_BYTES,
     INLINE_DIGESTS,
     LIST_DIGESTS,
+    BoxedTensorEntry,
     Entry,
     Manifest,
     Payload,
+    TensorEntry,
     encode,
     payload_of,
     with_payload,
@@ -140,7 +145,8 @@ def agree(
     for key, owned in division.owned.items():
         nbytes = payload_of(owned.entry).nbytes
         payload = _assembled(owned.path, nbytes, owned.cells, cells.get(key, {}), put)
-        _add(share, owned.path, with_payload(owned.entry, payload))
+        entry = with_payload(owned.entry, payload)
+        _add(share, owned.path, _row_major(entry) if payload.inline else entry)
     answers = comm.all_to_all(_answers(heard, division, capture))
     for own, answer in zip(asked, answers, strict=True):
         for i, is_global in zip(own, answer, strict=True):
@@ -208,6 +214,23 @@ def _assembled(path: str, nbytes: int, count: int, runs: dict[int, bytes], put: 
             f"{path}: the ranks hashed {len(joined)} bytes of digests for {count} cells"
         )
     return Payload(nbytes, joined) if nbytes <= INLINE_BYTES else payload_for(nbytes, joined, put)
+
+
+def _row_major(entry: Entry) -> Entry:
+    """Return an entry with its bytes in it, which stand there row by row, not box by box."""
+    if not isinstance(entry, BoxedTensorEntry):
+        return entry
+    itemsize = entry.data.nbytes // prod(entry.shape)
+    content, at = bytearray(entry.data.nbytes), 0
+    for offsets, sizes in entry.boxes:
+        for index in product(*map(range, offsets, map(add, offsets, sizes))):
+            flat = 0
+            for i, size in zip(index, entry.shape, strict=True):
+                flat = flat * size + i
+            content[flat * itemsize : (flat + 1) * itemsize] = entry.data.inline[at : at + itemsize]
+            at += itemsize
+    payload = Payload(len(content), bytes(content))
+    return TensorEntry(entry.dtype, entry.shape, payload, entry.kind, entry.requires_grad)
 
 
 def _replicated(

@@ -25,7 +25,7 @@ from casnap.staging import (
     settle,
 )
 from casnap.state import RNGState, Stateful
-from casnap.tensors import Leaf, itemsize_of
+from casnap.tensors import Leaf, is_numpy, itemsize_of
 from casnap.tiling import Tiling
 
 
@@ -158,17 +158,44 @@ class Capture:
         """Keep the description alone: the bytes are copied, and the tensors may go."""
         self.leaves = [Leaf(path, entry, b"") for path, entry, _ in self.leaves]
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the bytes that this rank hashes, each memory once; parts of cells come first."""
+    def pieces(self, share: float = 0.0) -> Iterator[Piece]:
+        """Yield the bytes that this rank hashes, each memory once; parts of cells come first.
+
+        Args:
+            share: Of what this rank hashes all of, where to begin: ranks that hold the same each
+                come first to another part of it, which is then theirs to write.
+        """
         for i, assignment in self.assigned.items():
             for cell, part in assignment.parts:
                 yield part_of(i, self._source(i, part.region), cell, part)
-        for i, grid in enumerate(self.grids):
-            if i in self.assigned:
-                for first, stop in self.assigned[i].runs:
-                    yield from self._between(i, first, stop)
-            elif grid is not None and i not in self.same_as:
-                yield from pieces_of(i, self._sources(i)[0], grid)
+        for i, assignment in self.assigned.items():
+            for first, stop in assignment.runs:
+                yield from self._between(i, first, stop)
+        whole = [
+            (i, grid)
+            for i, grid in enumerate(self.grids)
+            if grid is not None and i not in self.same_as
+        ]
+        number, cell = self._at_share(whole, share)
+        for i, grid in whole[number : number + 1] if cell else []:
+            yield from pieces_between(i, self._sources(i)[0], grid, cell, grid.count)
+        for i, grid in (*whole[number + bool(cell) :], *whole[:number]):
+            yield from pieces_of(i, self._sources(i)[0], grid)
+        for i, grid in whole[number : number + 1] if cell else []:
+            yield from pieces_between(i, self._sources(i)[0], grid, 0, cell)
+
+    def _at_share(self, whole: list[tuple[int, Grid]], share: float) -> tuple[int, int]:
+        """Return which of some leaves lies at a share of their bytes, and which cell of it."""
+        sizes = [payload_of(self.leaves[i].entry).nbytes for i, _ in whole]
+        start = share * sum(sizes)
+        for number, nbytes in enumerate(sizes):
+            if start < nbytes:
+                i, grid = whole[number]
+                entry = self.leaves[i].entry
+                splits = isinstance(entry, TensorEntry) and not is_numpy(entry)
+                return number, int(start / nbytes * grid.count) if splits else 0
+            start -= nbytes
+        return 0, 0
 
     def _between(self, leaf: int, first: int, stop: int) -> Iterator[Piece]:
         grid = self.assigned[leaf].grid

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
@@ -54,10 +55,12 @@ class Comm(ABC):
     """Whether it has ended, well or not."""
 
     @abstractmethod
-    def all_to_all(self, parts: Sequence[Part]) -> list[memoryview]:
+    def all_to_all(self, parts: Sequence[Part], room: memoryview | None = None) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each. Sizes may differ, or be 0.
 
-        The same object may go to several ranks; it is not copied.
+        Args:
+            parts: The same object may go to several ranks; it is not copied.
+            room: Warm memory for what comes from others, used if all of that fits.
 
         Raises:
             RankError: Another rank failed, is gone, or was not heard of within the deadline.
@@ -123,7 +126,7 @@ class Alone(Comm):
 
     rank, size = 0, 1
 
-    def all_to_all(self, parts: Sequence[Part]) -> list[memoryview]:
+    def all_to_all(self, parts: Sequence[Part], room: memoryview | None = None) -> list[memoryview]:
         """Return the one part."""
         return [memoryview(parts[0])]
 
@@ -156,14 +159,14 @@ class Group(Comm):
             with suppress(Exception):
                 self._link.note("at", phase)
 
-    def all_to_all(self, parts: Sequence[Part]) -> list[memoryview]:
+    def all_to_all(self, parts: Sequence[Part], room: memoryview | None = None) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each."""
         if self.over:
             raise StateError(f"{self._doing}: it has ended already")
         sizes = self._sizes([len(part) for part in parts])
         if _FAILED in sizes:
             self._raise_theirs(sizes)
-        return self._carry(parts, sizes)
+        return self._carry(parts, sizes, room)
 
     def fail(self, error: BaseException) -> None:
         """Tell all others, at their next collective, that this rank has failed."""
@@ -214,9 +217,14 @@ class Group(Comm):
             raise RankError(f"{self._doing}: {e}", e.ranks) from None
         return self._guarded(exchange, told, began)
 
-    def _carry(self, parts: Sequence[Part], sizes: list[int]) -> list[memoryview]:
+    def _carry(
+        self, parts: Sequence[Part], sizes: list[int], room: memoryview | None = None
+    ) -> list[memoryview]:
         """Send and receive, each size being known."""
-        got = [memoryview(bytearray(n)) for n in sizes]
+        ends = list(accumulate(n if rank != self.rank else 0 for rank, n in enumerate(sizes)))
+        if room is None or ends[-1] > len(room):
+            room = memoryview(bytearray(ends[-1]))
+        got = [room[end - n : end] for n, end in zip(sizes, ends, strict=True)]
         got[self.rank] = memoryview(parts[self.rank])
         pg, wait = self._link.pg, timedelta(seconds=self._timeout)
         tensors: dict[int, torch.Tensor] = {}

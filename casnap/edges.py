@@ -74,7 +74,7 @@ class Edges:
         """Say that no more parts will be added."""
         self._last = True
 
-    def messages(self) -> list[bytes]:
+    def messages(self) -> list[memoryview]:
         """Return what to send to each rank in this window."""
         last = self._last
         most = max(1, _WINDOW_BYTES // self._size)
@@ -83,7 +83,7 @@ class Edges:
             last = last and not any(self._outbox)
         return [self._message(pieces, last) for pieces in drawn]
 
-    def _message(self, pieces: list[Piece], last: bool) -> bytes:
+    def _message(self, pieces: list[Piece], last: bool) -> memoryview:
         sent = []
         try:
             for piece in pieces:
@@ -93,7 +93,9 @@ class Edges:
                 key, start = self._keys[piece.leaf], piece.part.start
                 sent.append(_Sent(key, piece.first, start, len(piece.view)))
             said = msgspec.msgpack.encode(sent)
-            return b"".join([_HEAD.pack(last, len(said)), said, *(p.view for p in pieces)])
+            return memoryview(
+                bytearray().join([_HEAD.pack(last, len(said)), said, *(p.view for p in pieces)])
+            )
         finally:
             for piece in pieces:
                 piece.give_back()

@@ -190,14 +190,14 @@ class PackFiller:
         """Copy chunks into the pack, hash them there, and keep those that are chosen."""
         digests: list[Digest] = []
         for group in self._groups(raws):
-            found, stored = [], []
+            found, stored, start = [], [], self._fill
             for raw in group:
                 offset, size, codec = self._copy(raw)
                 assert self._slot is not None
                 own = self._slot.view[offset : offset + size] if codec == Codec.RAW else raw
                 found.append(digest_of(own))
                 stored.append(Place(self._id, offset, size, len(raw), codec))
-            self._keep(found, stored, choose(found))
+            self._keep(start, list(zip(found, stored, choose(found), strict=True)))
             digests += found
         return digests
 
@@ -272,14 +272,15 @@ class PackFiller:
         buffers.copy(self._slot.view[offset : self._fill], stored)
         return offset, len(stored), codec
 
-    def _keep(self, digests: list[Digest], places: list[Place], keep: list[bool]) -> None:
-        if all(keep):
-            self._records += zip(digests, places, strict=True)
+    def _keep(self, start: int, copied: list[tuple[Digest, Place, bool]]) -> None:
+        """Keep those that are wanted of what was copied from ``start`` on, side by side."""
+        if all(wanted for _, _, wanted in copied):
+            self._records += [(digest, place) for digest, place, _ in copied]
             return
         assert self._slot is not None
-        self._fill = places[0].offset
+        self._fill = start
         view = self._slot.view
-        for digest, p, wanted in zip(digests, places, keep, strict=True):
+        for digest, p, wanted in copied:
             if wanted:
                 offset = _aligned(self._fill, p.stored)
                 view[self._fill : offset] = bytes(offset - self._fill)

@@ -337,31 +337,26 @@ def deal_out(wanted: Sequence[tuple[list[int], Units]], size: int, share: int, w
         for pack, runs in units:
             for number, nbytes in runs:
                 by_unit[pack, number].append((i, nbytes))
+    by_lists: defaultdict[tuple[int, ...], list[Unit]] = defaultdict(list)
+    for unit, named in by_unit.items():
+        by_lists[tuple([i for i, _ in named])].append(unit)
     load = [0] * size
-    shared: list[tuple[int, Unit]] = []
-    for unit, lists in by_unit.items():
-        wanters = sum(len(wanted[i][0]) for i, _ in lists)
-        if wanters == 1:
-            load[wanted[lists[0][0]][0][0]] += lists[0][1]
-        else:
-            shared.append((wanters, unit))
     readers: dict[Unit, int] = {}
-    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     # Those with the smallest choice choose first.
-    for _, unit in sorted(shared):
-        who = tuple(i for i, _ in by_unit[unit])
-        if who not in heaps:
-            heaps[who] = [(load[rank], rank) for i in who for rank in wanted[i][0]]
-            heapify(heaps[who])
-        reader = readers[unit] = _least_loaded(heaps[who], load)
-        load[reader] += max(nbytes for _, nbytes in by_unit[unit])
+    for lists in sorted(by_lists, key=lambda lists: sum(len(wanted[i][0]) for i in lists)):
+        heap = [(load[rank], rank) for i in lists for rank in wanted[i][0]]
+        heapify(heap)
+        for unit in by_lists[lists]:
+            reader = _least_loaded(heap, load)
+            load[reader] += max([nbytes for _, nbytes in by_unit[unit]])
+            if len(heap) > 1:
+                readers[unit] = reader
     windows = _Windows(size, share, len(wanted), window)
-    turns = [
-        (unit, Turn(windows.place(readers[unit], by_unit[unit]), readers[unit]))
-        for unit in sorted(readers)
-    ]
-    grouped = groupby(turns, key=lambda turn: turn[0][0])
-    return Deal(windows.count, [(pack, {u[1]: turn for u, turn in some}) for pack, some in grouped])
+    deal: defaultdict[bytes, dict[int, Turn]] = defaultdict(dict)
+    for unit in sorted(readers):
+        turn = Turn(windows.place(readers[unit], by_unit[unit]), readers[unit])
+        deal[unit[0]][unit[1]] = turn
+    return Deal(windows.count, list(deal.items()))
 
 
 def _least_loaded(heap: list[tuple[int, int]], load: list[int]) -> int:
@@ -380,36 +375,24 @@ class _Windows:
 
     def __init__(self, readers: int, share: int, lists: int, window: int) -> None:
         self.count = 0
-        self._reads = _Filled(readers, share)
-        self._gets = _Filled(lists, window)
+        self._lists = readers
+        # Of each reader, then of each list: its last window, what is in there, what may be.
+        self._last = [0] * (readers + lists)
+        self._filled = [0] * (readers + lists)
+        self._bounds = [share] * readers + [window] * lists
 
     def place(self, reader: int, lists: list[tuple[int, int]]) -> int:
         """Return a window for a unit that some lists name, each with its bytes."""
-        nbytes = sum(n for _, n in lists)
-        chosen = self._reads.first(reader, nbytes)
-        for i, n in lists:
-            chosen = max(chosen, self._gets.first(i, n))
-        self._reads.add(reader, nbytes, chosen)
-        for i, n in lists:
-            self._gets.add(i, n, chosen)
+        last, filled, bounds = self._last, self._filled, self._bounds
+        adds = [(self._lists + i, nbytes) for i, nbytes in lists]
+        adds.append((reader, sum([nbytes for _, nbytes in lists])))
+        chosen = 0
+        for i, nbytes in adds:
+            first = last[i] + (0 < filled[i] > bounds[i] - nbytes)
+            chosen = max(chosen, first)
+        for i, nbytes in adds:
+            if last[i] < chosen:
+                last[i], filled[i] = chosen, 0
+            filled[i] += nbytes
         self.count = max(self.count, chosen + 1)
         return chosen
-
-
-class _Filled:
-    """How full the last windows of some are."""
-
-    def __init__(self, count: int, bound: int) -> None:
-        self._bound = bound
-        self._last = [0] * count
-        self._filled = [0] * count
-
-    def first(self, i: int, nbytes: int) -> int:
-        """Return the first window from the last one on that has room."""
-        full = 0 < self._filled[i] > self._bound - nbytes
-        return self._last[i] + full
-
-    def add(self, i: int, nbytes: int, window: int) -> None:
-        if self._last[i] < window:
-            self._last[i], self._filled[i] = window, 0
-        self._filled[i] += nbytes

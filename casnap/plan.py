@@ -82,18 +82,6 @@ class RankPlan(Struct, array_like=True):
     sends: list[Send] = field(default_factory=list)
     gets: list[Get] = field(default_factory=list)
 
-    def located(
-        self, shape: tuple[int, ...], itemsize: int, chunk_size: int
-    ) -> Iterator[tuple[StoredBox, Grid, int, int]]:
-        """Yield each run with the box that it lies in, the box's grid, and its cells there."""
-        whole = StoredBox(0, (0,) * len(shape), shape)
-        boxes = self.boxes or [whole]
-        firsts = [box.first for box in boxes]
-        for first, stop in self.runs:
-            box = boxes[bisect_right(firsts, first) - 1]
-            grid = grid_of(box.sizes, itemsize, chunk_size)
-            yield box, grid, first - box.first, stop - box.first
-
 
 class TensorPlan(NamedTuple):
     """How a sharded tensor is stored, and by whom.

@@ -149,7 +149,7 @@ def _agreed_keys(contents: Contents, app_state: Mapping[str, Stateful], comm: Co
 
 def _left_behind(contents: Contents, size: int) -> list[str]:
     ranks = (rank for rank in contents.ranks() if rank >= size)
-    return [f"{rank}/{key}" for rank in ranks for key in contents.manifest.ranks[str(rank)]]
+    return [f"{rank}/{key}" for rank in ranks for key in sorted(contents.manifest.ranks[str(rank)])]
 
 
 def _loaded(

@@ -130,8 +130,10 @@ def pieces_between(
 def part_of(number: int, source: Source, cell: int, part: Part) -> Piece:
     """Return the bytes of a part of a cell."""
     assert isinstance(source.content, torch.Tensor)
-    nbytes = part.region.numel * source.content.element_size()
-    return _piece(number, cell, [nbytes], source, part.region)._replace(part=part)
+    # At once, also from a GPU: parts are small, and many wait to be sent.
+    block = source.content[part.region.within(source.region)].contiguous().cpu()
+    view = view_at(block.data_ptr(), block.nbytes)
+    return Piece(number, cell, [block.nbytes], view, block, part=part)
 
 
 def _piece(number: int, first: int, sizes: list[int], source: Source, region: Region) -> Piece:

@@ -101,7 +101,7 @@ def take(
             work.divide(rules_for(state, options.replicated or (), options.per_rank or ()))
             for tries in count(1):
                 try:
-                    return work.run(batched(capture.pieces()))
+                    return work.run(batched(capture.pieces(comm.rank / comm.size)))
                 except FencedError:
                     if tries == _FENCED_TRIES or comm.over:
                         raise
@@ -134,7 +134,7 @@ def async_take(
                 work.divide(rules_for(state, options.replicated or (), options.per_rank or ()))
                 pending = PendingTake(name, lambda: _run_held(work, held, comm))
                 try:
-                    held.fill(capture.pieces(), when_full=pending.start)
+                    held.fill(capture.pieces(comm.rank / comm.size), when_full=pending.start)
                 except BaseException:
                     if not pending.started:
                         undisturbed(lambda _: held.release())

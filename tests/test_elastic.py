@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from casnap import RestoreReport, RNGState, Snapshot, StateDict
+from casnap import RNGState, Snapshot, StateDict
 from casnap.errors import MismatchError
+from casnap.restore import RestoreReport
 from tests.ranks import World
 
 Worlds = Callable[[int], World]

@@ -160,3 +160,24 @@ def test_a_group_without_rank_0_takes(world, tmp_path):
     none, one, two = world(3).run(take_in_group, str(tmp_path))
     assert none is None
     assert one == two == Snapshot(tmp_path / "x").commit_id
+
+
+def take_tiny_columns(path: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    tiny = torch.arange(12, dtype=torch.float32).view(4, 3)
+    state = StateDict(
+        tiny=distribute_tensor(tiny, mesh, [Shard(1)], src_data_rank=None),
+        few=distribute_tensor(tiny, mesh, [Shard(0)], src_data_rank=None),
+    )
+    Snapshot.take(path, {"m": state})
+
+
+def test_sharded_tensors_of_a_few_bytes(world, tmp_path):
+    world(2).run(take_tiny_columns, str(tmp_path / "x"))
+    got = Snapshot(tmp_path / "x").get_state_dict_for_key("m")
+    expected = torch.arange(12, dtype=torch.float32).view(4, 3)
+    assert torch.equal(got["tiny"], expected)
+    assert torch.equal(got["few"], expected)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from casnap.errors import StateError
 from casnap.grid import grid_of
-from casnap.plan import RankPlan, own_runs, part_region, plan_tensor
+from casnap.plan import RankPlan, StoredBox, own_runs, part_region, plan_tensor
 from casnap.region import Region
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
@@ -100,12 +100,16 @@ class Ranks:
         }
         assert len(mail) == sum(len(todo.sends) for todo in plan.ranks.values())
         for rank, todo in plan.ranks.items():
-            for box, grid, first, stop in todo.located(self.shape, self.itemsize, self.chunk_size):
-                for i in range(first, stop):
-                    region = grid.region(i)
+            boxes = todo.boxes or [StoredBox(0, (0,) * len(self.shape), self.shape)]
+            for first, stop in todo.runs:
+                box = max((b for b in boxes if b.first <= first), key=lambda b: b.first)
+                grid = grid_of(box.sizes, self.itemsize, self.chunk_size)
+                assert stop <= box.first + grid.count
+                regions = [grid.region(i - box.first) for i in range(first, stop)]
+                for i, region in enumerate(regions, first):
                     offsets = tuple(a + b for a, b in zip(region.offsets, box.offsets, strict=True))
                     raw = self.bytes_of(rank, Region(offsets, region.sizes))
-                    cells[box.first + i].append((rank, raw))
+                    cells[i].append((rank, raw))
             for get in todo.gets:
                 raw = b""
                 for part in get.parts:
