@@ -70,6 +70,15 @@ class Edges:
         with self._lock:
             self._outbox[piece.part.to_rank].append(piece)
 
+    def drop(self) -> None:
+        """Give back what will not be sent any more."""
+        with self._lock:
+            pieces = [piece for box in self._outbox for piece in box]
+            for box in self._outbox:
+                box.clear()
+        for piece in pieces:
+            piece.give_back()
+
     def finish(self) -> None:
         """Say that no more parts will be added."""
         self._last = True

@@ -76,6 +76,8 @@ class Exchange:
                 for piece in batch:
                     if piece.part is not None:
                         self._edges.add(piece)
+                if self._crew.failed:
+                    self.drop()
                 yield [piece for piece in batch if piece.part is None]
             self._drawn_all()
             while (whole := self._await_whole()) is not None:
@@ -114,6 +116,8 @@ class Exchange:
             self._offers.append(offer)
             self._offered += sum(len(raw) for _, raw in chunks)
             self._changed.notify_all()
+        if self._crew.failed:
+            self.drop()
 
     def write(self, keep: Callable[[list[Chunk]], None]) -> None:
         """Have ``keep`` called with what this rank is to write, from one thread."""
@@ -123,6 +127,15 @@ class Exchange:
                     keep(offer.chunks)
             finally:
                 offer.give_back()
+
+    def drop(self) -> None:
+        """Give back what nobody will decide over any more: others may wait for its memory."""
+        with self._changed:
+            offers = list(self._offers)
+            self._offers.clear()
+        for offer in offers:
+            offer.give_back()
+        self._edges.drop()
 
     # --- the thread that talks ---
 
@@ -138,12 +151,15 @@ class Exchange:
         try:
             over = False
             while not over:
-                offers, last = self._collect()
                 if self._crew.error is not None:
                     raise self._crew.error
                 if not self._edges.over:
                     self._meet_edges()
-                over = self._round(offers, last)
+                over = self._round()
+        except BaseException as e:
+            self._crew.fail(e)
+            self.drop()
+            raise
         finally:
             for _ in range(writers):
                 self._chosen.put(None)
@@ -174,8 +190,17 @@ class Exchange:
             self._changed.notify_all()
             return offers, not self._hashing
 
-    def _round(self, offers: list[_Offer], last: bool) -> bool:
+    def _round(self) -> bool:
         """Ask about what is offered; return whether this was the last round of all ranks."""
+        offers, last = self._collect()
+        try:
+            return self._decided(offers, last)
+        except BaseException:
+            for offer in offers:
+                offer.give_back()
+            raise
+
+    def _decided(self, offers: list[_Offer], last: bool) -> bool:
         size = self._comm.size
         asked: list[list[Chunk]] = [[] for _ in range(size)]
         for offer in offers:
@@ -192,11 +217,12 @@ class Exchange:
             for (digest, _), yes in zip(asks, answer, strict=True)
             if yes
         }
+        over = all(_HEAD.unpack_from(question)[0] for question in questions)
         for offer in offers:
             chunks = [chunk for chunk in offer.chunks if chunk[0] in mine]
             self._loads[self._comm.rank] += sum(len(raw) for _, raw in chunks)
             self._chosen.put(_Offer(chunks, offer.pieces))
-        return all(_HEAD.unpack_from(question)[0] for question in questions)
+        return over
 
     def _decide(self, questions: list[memoryview]) -> list[bytes]:
         """Choose, for each chunk that nobody was given yet, who of its holders writes it."""

@@ -2,16 +2,17 @@
 
 A :class:`Link` is a gloo group of casnap's own. It serves one operation after the other, and is
 made anew once it broke. The ranks meet through the store of the default process group, where each
-also notes what it does: whoever loses the connection leaves word there and reads who is missing.
+also notes what it does: whoever loses the connection leaves word there, and reads who is missing.
 Nothing here waits for ever, even if nobody answers, the store included.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -28,17 +29,21 @@ T = TypeVar("T")
 Said = tuple[str, str]
 """The type of an error, and what it says."""
 
-_POLL = (0.001, 0.05)
 PATIENCE = 10.0
 """Seconds that survivors wait for each other to say that they live, before they name the dead."""
-# Seconds for others to leave word why they broke off, once that was felt.
-_WORD = 1.0
-# Seconds until the store counts as gone, beyond what it is asked to wait.
+_POLL = (0.001, 0.05)
+# Seconds for others to leave word why they broke off, once that was felt; and to die, once one did.
+_WORD, _TOGETHER = 1.0, 0.1
+# Seconds that the store may take to answer.
 _STORE = 5.0
+_SILENT = (
+    "the store of the process group does not answer: the process that keeps it, rank 0 if no "
+    "launcher does, died or hangs"
+)
 
 
 class Lost(msgspec.Struct, array_like=True):
-    """Who broke off an operation, and why.
+    """Why an operation broke off.
 
     Attributes:
         ranks: Those at fault, as far as that is known.
@@ -63,8 +68,15 @@ class LostError(Exception):
         self.lost = lost
 
 
+class _Start(msgspec.Struct, array_like=True):
+    """What rank 0 says when it has waited for all: whom it met, by what they said; who is lost."""
+
+    met: list[str]
+    lost: Lost | None = None
+
+
 class _Process(NamedTuple):
-    """A process, as others on its host can find it; of unknown hosts all is 0."""
+    """A process, as others on its host can find it; where that cannot be known, all is 0."""
 
     host: int = 0
     pid: int = 0
@@ -76,9 +88,8 @@ class _Process(NamedTuple):
         with suppress(OSError):
             # Process ids mean something within one boot of one machine, and one container.
             boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-            space = Path("/proc/self/ns/pid").readlink()
-            host = int.from_bytes(digest_of(f"{boot}{space}".encode())[:7], "big")
-            return cls(host, os.getpid(), int(_stat(os.getpid())[19]))
+            host = digest_of(f"{boot}{Path('/proc/self/ns/pid').readlink()}".encode())
+            return cls(int.from_bytes(host[:7], "big"), os.getpid(), int(_stat(os.getpid())[19]))
         return cls()
 
     def is_gone(self, host: int) -> bool:
@@ -98,13 +109,16 @@ def _stat(pid: int) -> list[str]:
 
 
 class Link:
-    """The connection between the ranks of a process group.
+    """The connection between the ranks of a process group, for one operation at a time.
 
     Args:
         home: The default process group, which a link does not outlive.
         store: Its store.
         ranks: The global ranks of the group.
         rank: Which of them this is.
+
+    Attributes:
+        pg: The gloo group; None where there is none, as far as this rank knows.
     """
 
     def __init__(self, home: object, store: Any, ranks: tuple[int, ...], rank: int) -> None:
@@ -115,7 +129,7 @@ class Link:
         self._store = store
         self._base = f"casnap/{digest_of(encode(ranks)).hex()[:16]}"
         self._name = ""
-        # Which operation it is that this group serves.
+        # How many operations this group has served.
         self._number = 0
         self._processes: list[_Process] = []
         self._turn = threading.Lock()
@@ -127,15 +141,11 @@ class Link:
         self._holder = holder
 
     def free(self, holder: int) -> None:
-        """End an operation."""
+        """End an operation; more than once does no harm."""
         if self._holder == holder:
+            self.note("ended", str(self._number))
             self._holder = None
             self._turn.release()
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a group, as far as this rank knows."""
-        return self.pg is not None
 
     def begin(self) -> None:
         """Count an operation that uses the group of the one before."""
@@ -143,38 +153,262 @@ class Link:
 
     def note(self, what: str, text: str) -> None:
         """Note something about this rank that others may want to know."""
-        if self.connected:
+        if self._name:
             with suppress(RuntimeError):
                 self._store.set(f"{self._name}/{what}/{self.rank}", text)
 
     def noted(self, what: str, rank: int) -> str:
-        """Return what another rank noted, without waiting for it."""
-        key = f"{self._name}/{what}/{rank}"
-        with suppress(RuntimeError):
-            return self._store.get(key).decode() if self._store.check([key]) else ""
+        """Return what another rank noted."""
+        with suppress(RuntimeError, LostError):
+            return self._bounded(lambda _: self._read(f"{self._name}/{what}/{rank}"), _STORE)
         return ""
+
+    def _read(self, key: str) -> str:
+        """Return what the store holds, without waiting for it."""
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _bounded(self, work: Callable[[threading.Event], T], seconds: float) -> T:
+        """Do something with the store on another thread, since it may never answer.
+
+        The work gets an event that says that nobody waits for it any more.
+        """
+        given_up = threading.Event()
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work(given_up))
+            except BaseException as e:  # noqa: BLE001 - raised by result
+                done.set_exception(e)
+
+        threading.Thread(target=run, name="casnap-link", daemon=True).start()
+        try:
+            return done.result(seconds)
+        except concurrent.futures.TimeoutError:
+            raise LostError(Lost((), _SILENT)) from None
+        finally:
+            given_up.set()
 
     # --- meeting ---
 
-    def connect(self, until: float, timeout: float, notes: dict[str, str]) -> None:
+    def connect(self, seconds: float, notes: dict[str, str]) -> None:
         """Make a group, once all ranks have come.
 
         Args:
-            until: When to give up.
-            timeout: How long that is, for messages.
-            notes: What others may want to know.
+            seconds: How long to wait for them.
+            notes: What others may want to know of this rank.
 
         Raises:
             LostError: Some did not come.
             RuntimeError: The connection broke.
         """
         self.close()
-        self._number = 0
+        until, rest = time.monotonic() + seconds, min(seconds, PATIENCE)
 
-        def meet(given_up: threading.Event) -> None:
+        def meet(given_up: threading.Event) -> str:
             pauses = _pauses(until, given_up)
-            self._name = self._invite(pauses, timeout) if self.rank == 0 else self._follow(pauses, timeout)
+            return self._invite(pauses, seconds) if self.rank == 0 else self._come(pauses, seconds)
 
-        self._bounded(meet, until - time.monotonic() + _STORE)
+        self._name, self._number = self._bounded(meet, seconds + _STORE), 1
+        for what, text in notes.items():
+            self.note(what, text)
 
-    # (the rest follows)
+        def make(_: threading.Event) -> tuple[Any, list[_Process]]:
+            store = dist.distributed_c10d.PrefixStore(self._name, self._store)
+            pg = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=rest))
+            return pg, self._acquainted(pg, rest)
+
+        self.pg, self._processes = self._bounded(make, 2 * rest + _STORE)
+
+    def _acquainted(self, pg: Any, seconds: float) -> list[_Process]:
+        """Exchange who is who."""
+        mine = torch.tensor([_Process.own()] * self.size)
+        theirs = torch.empty_like(mine)
+        options = dist.AllToAllOptions()
+        options.timeout = timedelta(seconds=seconds)
+        pg.alltoall_base(theirs, mine, [], [], options).wait()
+        return [_Process(*process) for process in theirs.tolist()]
+
+    def _invite(self, pauses: Iterable[None], seconds: float) -> str:
+        """Wait, as rank 0, for all to come to a new group; return its name."""
+        name = f"{self._base}/{os.urandom(8).hex()}"
+        self._store.set(f"{self._base}/newest", name)
+        missing = list(range(1, self.size))
+        lost = None
+        for _ in pauses:
+            while missing and self._store.check([f"{name}/came/{missing[-1]}"]):
+                missing.pop()
+            if not missing:
+                break
+            if gone := [rank for rank in self._gone() if rank in missing]:
+                lost = Lost(tuple(gone), f"{ranks_named(gone)} died")
+                break
+        came = {rank: self._read(f"{name}/came/{rank}") for rank in range(1, self.size)}
+        missing = [rank for rank, word in came.items() if not word]
+        if missing and lost is None:
+            why = f"{ranks_named(missing)} did not come within {seconds:g} s"
+            lost = Lost(tuple(missing), why)
+        # To each its own word: one that finds an old name in the store does not take it for ours.
+        self._store.set(f"{name}/start", encode(_Start([w for w in came.values() if w], lost)))
+        if lost is not None:
+            self._store.set(f"{self._base}/newest", "")
+            raise LostError(lost)
+        return name
+
+    def _come(self, pauses: Iterable[None], seconds: float) -> str:
+        """Come to the group that rank 0 makes; return its name."""
+        word, name = os.urandom(8).hex(), ""
+        for _ in pauses:
+            newest = self._read(f"{self._base}/newest")
+            if newest not in ("", name, self._name):
+                name = newest
+                self._store.set(f"{name}/came/{self.rank}", word)
+            if name and self._store.check([f"{name}/start"]):
+                start = msgspec.msgpack.decode(self._store.get(f"{name}/start"), type=_Start)
+                if word in start.met:
+                    if start.lost is not None:
+                        raise LostError(start.lost)
+                    return name
+            if 0 in self._gone():
+                raise LostError(Lost((0,), "rank 0 died"))
+        raise LostError(Lost((0,), f"rank 0 did not come within {seconds:g} s"))
+
+    # --- parting ---
+
+    def close(self) -> None:
+        """Break the connection; whoever waits in it hears of that at once."""
+        pg, self.pg = self.pg, None
+        if pg is None:
+            return
+        # To let go of the group would not do while an error, or what it carried, is kept. One
+        # deadline that passes breaks all connections of a gloo group.
+        for peer in range(self.size):
+            if peer != self.rank:
+                with suppress(RuntimeError):
+                    nothing = torch.empty(1, dtype=torch.uint8)
+                    pg.recv([nothing], peer, 1).wait(timedelta(milliseconds=1))
+
+    def broke_before(self) -> bool:
+        """Whether the connection broke in an operation that had ended well for this rank.
+
+        Then all come to a new group.
+        """
+
+        def look(given_up: threading.Event) -> bool:
+            counts = [f"{self._name}/{n}/count" for n in (self._number, self._number - 1)]
+            for _ in _pauses(time.monotonic() + _WORD, given_up):
+                if self._gone() or self._store.check(counts[:1]):
+                    return False
+                newest = self._read(f"{self._base}/newest")
+                if self._store.check(counts[1:]) or newest not in ("", self._name):
+                    return True
+            return True
+
+        try:
+            return self._bounded(look, _WORD + _STORE)
+        except (RuntimeError, LostError):
+            return False
+
+    def mourn(self, told: Said | None, waited: float, *, late: bool) -> Lost:
+        """Break the connection, leave word, and find out who is at fault.
+
+        Args:
+            told: The error of this rank, if it has one.
+            waited: For how many seconds nothing was heard.
+            late: Whether that was all that it had.
+        """
+        self.close()
+        within = f"{waited:.3g}"
+        patience = min(PATIENCE, max(_WORD, waited))
+
+        def find_out(given_up: threading.Event) -> Lost:
+            return self._found_out(told, within if late else "", patience, given_up)
+
+        try:
+            return self._bounded(find_out, patience + _STORE)
+        except (RuntimeError, LostError):
+            why = f"the connection between the ranks broke after {within} s; {_SILENT}"
+            return self._died(self._gone()) or Lost((), why)
+
+    def _found_out(
+        self, told: Said | None, within: str, patience: float, given_up: threading.Event
+    ) -> Lost:
+        operation = f"{self._name}/{self._number}"
+        if told is not None:
+            lost = Lost((self.rank,), "", told)
+            self._store.set(f"{operation}/why", encode(lost))
+            return lost
+        if within:
+            self._store.set(f"{operation}/waited", within)
+        self._store.set(f"{operation}/stopped/{self.rank}", "")
+        self._store.add(f"{operation}/count", 1)
+        for _ in _pauses(time.monotonic() + patience, given_up):
+            if self._store.check([f"{operation}/why"]):
+                # So all name the same, one that woke up late itself.
+                return msgspec.msgpack.decode(self._store.get(f"{operation}/why"), type=Lost)
+            if self._gone():
+                time.sleep(_TOGETHER)
+                break
+            if self._store.add(f"{operation}/count", 0) >= self.size:
+                break
+        lost = self._died(self._gone()) or self._silent(operation)
+        self._store.set(f"{operation}/why", encode(lost))
+        return lost
+
+    def _gone(self) -> list[int]:
+        """Return the ranks on this host whose processes ended."""
+        if not self._processes:
+            return []
+        here = self._processes[self.rank].host
+        return [rank for rank, process in enumerate(self._processes) if process.is_gone(here)]
+
+    def _died(self, gone: Sequence[int]) -> Lost | None:
+        if not gone:
+            return None
+        return Lost(tuple(gone), f"{ranks_named(gone)} died{self._last_seen(gone[0])}")
+
+    def _silent(self, operation: str) -> Lost:
+        """Return who has not left word."""
+        silent = [
+            rank
+            for rank in range(self.size)
+            if not self._store.check([f"{operation}/stopped/{rank}"])
+        ]
+        if not silent:
+            return Lost((), "the connection between the ranks broke")
+        within = self._read(f"{operation}/waited")
+        what = f"did not answer within {within} s" if within else "broke off the connection"
+        where = self._last_seen(silent[0])
+        return Lost(tuple(silent), f"{ranks_named(silent)} {what}{where}")
+
+    def _last_seen(self, rank: int) -> str:
+        phase = self.noted("at", rank)
+        return f" (last seen {phase})" if phase else ""
+
+    def await_end(self, rank: int, seconds: float) -> None:
+        """Wait until another rank has left the operation that this one is in, or died."""
+
+        def wait(given_up: threading.Event) -> None:
+            for _ in _pauses(time.monotonic() + seconds, given_up):
+                ended = self._read(f"{self._name}/ended/{rank}") == str(self._number)
+                if ended or rank in self._gone():
+                    return
+
+        with suppress(RuntimeError, LostError):
+            self._bounded(wait, seconds + _STORE)
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2"; of many just the first."""
+    shown = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
+
+
+def _pauses(until: float, given_up: threading.Event) -> Iterator[None]:
+    """Look again and again, after ever longer pauses, until the time is over."""
+    pause, most = _POLL
+    while time.monotonic() < until and not given_up.is_set():
+        yield
+        given_up.wait(pause)
+        pause = min(2 * pause, most)

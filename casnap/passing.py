@@ -30,7 +30,8 @@ from casnap.format import encode
 from casnap.objects import DEFAULT_READ, Objects, ReadOptions, Want
 from casnap.pipeline import Crew, Shared, cores
 
-WINDOW_BYTES = 256 << 20
+_LEAST_WINDOW, _LARGEST_WINDOW = 64 << 20, 256 << 20
+_WINDOW_PER_RANK = 4 << 20
 _UNIT_BYTES = 16 << 20
 # From here on it pays to copy on several threads.
 _BULK_BYTES = 8 << 20
@@ -75,7 +76,7 @@ def fetch_once(
     wants: Iterable[Want],
     how: ReadOptions = DEFAULT_READ,
     *,
-    window: int = WINDOW_BYTES,
+    window: int | None = None,
 ) -> None:
     """Do what :meth:`Objects.fetch` does, on all ranks together.
 
@@ -84,8 +85,8 @@ def fetch_once(
         objects: Where to read from.
         wants: What this rank wants, each with its length; may be nothing.
         how: How this rank reads.
-        window: About how many bytes a rank receives at once, the same on all ranks. It has as many
-            again that it received before, or has read for others.
+        window: About how many bytes a rank receives at once, the same on all ranks. Twice its
+            share of that it keeps of what it reads for others.
 
     Raises:
         DamagedError: Some chunks are missing or damaged, everywhere; all others were handed over.
@@ -95,7 +96,7 @@ def fetch_once(
         objects.fetch(wants, how)
         return
     passing = _Passing(comm, objects, wants, how)
-    passing.run(window)
+    passing.run(window or window_for(comm.size))
     error = passing.fetch_the_rest()
     told = comm.all_gather(str(error).encode() if error else b"")
     if error is not None:
@@ -103,6 +104,14 @@ def fetch_once(
     for rank, text in enumerate(told):
         if text:
             raise DamagedError(f"rank {rank}: {bytes(text).decode()}")
+
+
+def window_for(ranks: int) -> int:
+    """Return about how many bytes a rank receives at once.
+
+    Few, since the memory is fresh each time, but enough for many ranks to read at once.
+    """
+    return min(max(_LEAST_WINDOW, ranks * _WINDOW_PER_RANK), _LARGEST_WINDOW)
 
 
 class _Passing:

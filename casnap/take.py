@@ -324,9 +324,10 @@ class _Take:
         started = [*crew.start(look, threads), *crew.start(write, threads)]
         try:
             exchange.run(threads)
-        except BaseException as e:
-            crew.fail(e)
-            raise
+        finally:
+            # Packs are deleted only after nobody writes any more.
+            for thread in started:
+                thread.wait()
         crew.join(started)
 
     def _look(self, batch: list[Piece], writer: ChunkWriter, exchange: Exchange) -> None:

@@ -130,6 +130,7 @@ def load(folder: str, layout: str, every: bool) -> None:
             assert not store[source].restore(as_it_is(anew))
             check(anew.state_dict())
             assert [kind for *_, kind in kinds_of(anew.state_dict())] == kinds
+    store[ALONE].restore({"train": given})
     assert_same(full_state(given.state_dict()), wanted(1))
     assert {name: id(parameter) for name, parameter in given.model.named_parameters()} == where
 
@@ -190,10 +191,8 @@ def test_the_command_shows_sharded_snapshots(saved: str) -> None:
 # --- any tensor, spread in any way, from any other ------------------------------------------------
 
 _numbers = count()
-
-
-class Asked(tuple[int, tuple[int, ...], torch.dtype, Way, Way]):
-    """Seed, shape, dtype, and how the tensor is spread when taken and when restored."""
+Asked = tuple[int, tuple[int, ...], torch.dtype, Way, Way]
+"""Seed, shape, dtype, and how the tensor is spread when taken and when restored."""
 
 
 def whole_of(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -202,14 +201,14 @@ def whole_of(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Ten
         return noise(dtype, shape)
 
 
-def take_any(path: str, asked: list[Any]) -> None:
+def take_any(path: str, asked: list[Asked]) -> None:
     state = {
         f"{seed}": spread(whole_of(seed, shape, dtype), way) for seed, shape, dtype, way, _ in asked
     }
     Snapshot.take(path, {"state": StateDict(state)})
 
 
-def restore_any(path: str, asked: list[Any]) -> list[int]:
+def restore_any(path: str, asked: list[Asked]) -> list[int]:
     """Return the seeds of what is not as it was."""
     state = StateDict(
         {
@@ -228,7 +227,7 @@ def restore_any(path: str, asked: list[Any]) -> list[int]:
 
 
 @st.composite
-def spreads(draw: st.DrawFn, before: int, after: int) -> list[Any]:
+def spreads(draw: st.DrawFn, before: int, after: int) -> list[Asked]:
     asked = []
     for seed in range(draw(st.integers(1, 24))):
         shape, dtype = draw(spreading.shapes()), draw(st.sampled_from(spreading.DTYPES))
@@ -240,7 +239,7 @@ def spreads(draw: st.DrawFn, before: int, after: int) -> list[Any]:
 def check_any(world: Worlds, store: Path, before: int, after: int, examples: int) -> None:
     @settings(max_examples=examples)
     @given(spreads(before, after))
-    def as_it_was(asked: list[Any]) -> None:
+    def as_it_was(asked: list[Asked]) -> None:
         path = f"{store}/{next(_numbers)}"
         world(before).run(take_any, path, asked)
         assert world(after).run(restore_any, path, asked) == [[]] * after

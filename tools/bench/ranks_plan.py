@@ -17,7 +17,7 @@ import msgspec
 from casnap import exchange, sharing
 from casnap.format import Payload, TensorEntry, encode
 from casnap.grid import grid_of
-from casnap.passing import Units, deal_out
+from casnap.passing import Units, deal_out, window_for
 from casnap.pipeline import collector_paused
 from casnap.plan import own_runs, part_region
 from tools.bench.measure import PeakMemory
@@ -204,7 +204,7 @@ def _wanted(unit: int, first: int, stop: int) -> bytes:
 def _dealt(ranks: int, said: list[tuple[list[int], bytes]], share: int) -> _Cost:
     def work() -> bytes:
         wanted = [(some, msgspec.msgpack.decode(text, type=Units)) for some, text in said]
-        return encode(deal_out(wanted, ranks, share, 256 * MIB))
+        return encode(deal_out(wanted, ranks, share, window_for(ranks)))
 
     # Of so many objects, tracing each would take minutes.
     with PeakMemory() as memory:
@@ -213,7 +213,7 @@ def _dealt(ranks: int, said: list[tuple[list[int], bytes]], share: int) -> _Cost
 
 
 def _share(ranks: int) -> int:
-    return max(256 * MIB // ranks, _CHUNK)
+    return max(window_for(ranks) // ranks, _CHUNK)
 
 
 def _reads_of_shards(ranks: int) -> _Cost:
