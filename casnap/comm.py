@@ -1,43 +1,37 @@
 """What the ranks of one operation tell each other: collectives that carry errors, with a deadline.
 
-All run on a gloo group of casnap's own, made through the store of the default process group, and
-never on the trainer's. Each begins by telling all others how much follows. A rank that has failed
-tells them that instead, whichever collective they are in; so an error on one rank is raised on
-all, and the group stays in step. A rank that is killed or hangs breaks the group: whoever waits
-for it hears of that from gloo, says so to the others, and the next operation makes a new group.
+All run on a gloo group of casnap's own (:mod:`casnap.links`), never on the trainer's. Each begins
+by telling all others how much follows. A rank that has failed tells them that instead, whichever
+collective they are in; so an error on one rank is raised on all, and the group stays in step. A
+rank that is killed or hangs breaks the group: whoever waits for it hears of that from gloo, finds
+out who is at fault, and the next operation makes a new group.
 """
 
 from __future__ import annotations
 
 import os
-import socket
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate
-from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any
+from zlib import crc32
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from casnap import errors
-from casnap.digest import digest_of
 from casnap.errors import CasnapError, RankError, StateError
 from casnap.format import encode
+from casnap.links import PATIENCE, Link, LostError, Said, ranks_named
 
-T = TypeVar("T")
 Part = bytes | memoryview
 
 _FAILED = -1
-_POLL = (0.001, 0.05)
-# Seconds that survivors wait for each other to say that they live, before they name the dead.
-_PATIENCE = 10.0
 DEFAULT_TIMEOUT = 600.0
 
 
@@ -77,6 +71,9 @@ class Comm(ABC):
     @abstractmethod
     def at(self, phase: str) -> None:
         """Note what this rank does now, so that others can say where it was lost."""
+
+    def await_end(self, rank: int) -> None:  # noqa: B027 - others need nothing of the kind
+        """Wait until another rank has left this operation, or died; not longer than for others."""
 
     def all_gather(self, part: Part) -> list[memoryview]:
         """Return the part of every rank."""
@@ -141,23 +138,37 @@ class Alone(Comm):
 
 
 class Group(Comm):
-    """Ranks of a process group, for one operation."""
+    """Ranks of a process group, for one operation.
 
-    def __init__(self, link: _Link, timeout: float, doing: str) -> None:
-        self.rank, self.size = link.rank, len(link.ranks)
+    Args:
+        link: What connects them; an operation that still uses it ends first.
+        timeout: Seconds that one rank waits for another.
+        doing: What they do, for messages.
+    """
+
+    def __init__(self, link: Link, timeout: float, doing: str) -> None:
+        link.hold(id(self))
+        self.rank, self.size = link.rank, link.size
         self._link = link
         self._timeout = timeout
         self._doing = doing
         self._phase = ""
-        self._first = True
+        self._calls = 0
         self.over = False
+
+    def __del__(self) -> None:
+        # Whoever lost it, by an interrupt, would lock out all others.
+        self.leave()
 
     def at(self, phase: str) -> None:
         """Note what this rank does now, so that others can say where it was lost."""
         self._phase = phase
-        if self._link.connected:
-            with suppress(Exception):
-                self._link.note("at", phase)
+        if self._calls:
+            self._link.note("at", phase)
+
+    def await_end(self, rank: int) -> None:
+        """Wait until another rank has left this operation, or died."""
+        self._link.await_end(rank, self._timeout)
 
     def all_to_all(self, parts: Sequence[Part], room: memoryview | None = None) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each."""
@@ -165,15 +176,19 @@ class Group(Comm):
             raise StateError(f"{self._doing}: it has ended already")
         sizes = self._sizes([len(part) for part in parts])
         if _FAILED in sizes:
-            self._raise_theirs(sizes)
+            self.over = True
+            raise as_error(self._doing, self._errors(sizes, b""))
         return self._carry(parts, sizes, room)
 
     def fail(self, error: BaseException) -> None:
         """Tell all others, at their next collective, that this rank has failed."""
         if self.over:
             return
+        if self._calls:
+            # Those who are busy for longer read it where they find nobody any more.
+            self._timeout = min(self._timeout, PATIENCE)
         said = told(error)
-        with suppress(RankError):  # the own error is raised, whether or not all others hear of it
+        with suppress(CasnapError):  # the own error is raised, whether or not all hear of it
             sizes = self._sizes([_FAILED] * self.size, said)
             self._errors(sizes, encode(said))
         self.over = True
@@ -181,50 +196,63 @@ class Group(Comm):
     def leave(self) -> None:
         """End the operation, after the last collective; a later error is this rank's own."""
         self.over = True
-        self._link.free(self)
+        self._link.free(id(self))
 
-    def _sizes(self, sizes: list[int], told: tuple[str, str] | None = None) -> list[int]:
-        mine, theirs = torch.tensor(sizes), torch.empty(self.size, dtype=torch.int64)
-        options = dist.AllToAllOptions()
-        options.timeout = timedelta(seconds=self._timeout)
+    # --- talking ---
 
-        def exchange() -> None:
+    def _sizes(self, sizes: list[int], told: Said | None = None) -> list[int]:
+        """Tell each rank how much follows, or that nothing will; return what they tell."""
+        self._calls += 1
+        # Who does something else would take it for what it is not.
+        step = (crc32(self._doing.partition(" of ")[0].encode()) << 24) + self._calls
+        mine = torch.tensor([[size, step] for size in sizes])
+        theirs = torch.empty_like(mine)
+
+        def exchange(seconds: float) -> None:
+            options = dist.AllToAllOptions()
+            options.timeout = timedelta(seconds=seconds)
             self._link.pg.alltoall_base(theirs, mine, [], [], options).wait()
 
-        if self._first:
-            self._begin(exchange, told)
+        if self._calls == 1:
+            self._talk(lambda: self._meet(exchange), told)
         else:
-            self._guarded(exchange, told)
-        return theirs.tolist()
-
-    def _begin(self, exchange: Callable[[], None], told: tuple[str, str] | None) -> None:
-        """Talk for the first time, in the group of the last operation or in a new one."""
-        self._first = False
-        began = time.monotonic()
-        until = began + self._timeout
-        if self._link.connected:
-            try:
-                return exchange()
-            except RuntimeError:
-                # It may have broken for others, in an operation that ended well for us: then they
-                # come to a new one.
-                if time.monotonic() < until:
-                    self._link.close()
-        try:
-            self._link.connect(until, self._timeout, self._phase or self._doing)
-        except _LostError as e:
+            self._talk(lambda: exchange(self._timeout), told)
+        astray = [rank for rank, other in enumerate(theirs[:, 1].tolist()) if other != step]
+        if astray:
             self.over = True
-            raise RankError(f"{self._doing}: {e}", e.ranks) from None
-        return self._guarded(exchange, told, began)
+            what = self._link.noted("doing", astray[0]) or "something else"
+            raise StateError(
+                f"{self._doing}: {ranks_named(astray)} came to {what} meanwhile; all ranks of a "
+                "process group must call the same operations in the same order"
+            )
+        return theirs[:, 0].tolist()
+
+    def _meet(self, exchange: Callable[[float], None]) -> None:
+        """Talk for the first time, in the group of the operation before or in a new one."""
+        until = time.monotonic() + self._timeout
+        notes = {"doing": self._doing, "at": self._phase or f"beginning {self._doing}"}
+        if self._link.pg is not None:
+            self._link.begin(notes)
+            try:
+                return exchange(self._timeout)
+            except RuntimeError:
+                if time.monotonic() >= until or not self._link.broke_before():
+                    raise
+        left = max(0.0, until - time.monotonic())
+        self._link.connect(left, self._timeout, notes)
+        # All are here now.
+        return exchange(min(self._timeout, max(PATIENCE, until - time.monotonic())))
 
     def _carry(
         self, parts: Sequence[Part], sizes: list[int], room: memoryview | None = None
     ) -> list[memoryview]:
         """Send and receive, each size being known."""
-        ends = list(accumulate(n if rank != self.rank else 0 for rank, n in enumerate(sizes)))
-        if room is None or ends[-1] > len(room):
-            room = memoryview(bytearray(ends[-1]))
-        got = [room[end - n : end] for n, end in zip(sizes, ends, strict=True)]
+        theirs = [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
+        if room is None or sum(theirs) > len(room):
+            got = [memoryview(bytearray(size)) for size in theirs]
+        else:
+            ends = accumulate(theirs)
+            got = [room[end - size : end] for size, end in zip(theirs, ends, strict=True)]
         got[self.rank] = memoryview(parts[self.rank])
         pg, wait = self._link.pg, timedelta(seconds=self._timeout)
         tensors: dict[int, torch.Tensor] = {}
@@ -232,7 +260,7 @@ class Group(Comm):
         def carry() -> None:
             # In another order on each rank, so that they do not all talk to the same one.
             order = [(self.rank + i) % self.size for i in range(1, self.size)]
-            works = [pg.recv([_as_tensor(got[i])], i, 0) for i in reversed(order) if sizes[i]]
+            works = [pg.recv([_as_tensor(got[i])], i, 0) for i in reversed(order) if theirs[i]]
             for i in order:
                 if len(parts[i]):
                     if id(parts[i]) not in tensors:
@@ -241,39 +269,39 @@ class Group(Comm):
             for work in works:
                 work.wait(wait)
 
-        self._guarded(carry)
+        self._talk(carry)
         return got
 
-    def _guarded(
-        self,
-        talk: Callable[[], None],
-        told: tuple[str, str] | None = None,
-        began: float | None = None,
-    ) -> None:
-        """Talk; where that fails, find out who is gone, and raise."""
-        began = time.monotonic() if began is None else began
+    def _talk(self, talk: Callable[[], None], said: Said | None = None) -> None:
+        """Talk; where that fails, find out who is at fault, and raise."""
+        began = time.monotonic()
         try:
             talk()
+        except LostError as e:
+            self.over = True
+            raise RankError(f"{self._doing}: {e.lost.why}", e.lost.ranks) from None
         except RuntimeError as e:
             self.over = True
-            ranks, why = self._link.mourn(told, time.monotonic() - began)
-            raise RankError(f"{self._doing}: {why}", ranks) from e
+            waited = time.monotonic() - began
+            lost = self._link.mourn(said, waited, late=waited >= 0.9 * self._timeout)
+            if lost.told is not None:
+                raise as_error(self._doing, {lost.ranks[0]: lost.told}) from e
+            raise RankError(f"{self._doing}: {lost.why}", lost.ranks) from e
+        except BaseException as e:
+            # An interrupt: this rank is out of step now.
+            self.over = True
+            self._link.mourn(told(e), 0, late=False)
+            raise
 
-    # --- errors of other ranks ---
-
-    def _errors(self, sizes: list[int], mine: bytes) -> dict[int, tuple[str, str]]:
+    def _errors(self, sizes: list[int], mine: bytes) -> dict[int, Said]:
         """Hear what went wrong on the ranks that said so."""
         lengths = self._sizes([len(mine)] * self.size)
         texts = self._carry([mine] * self.size, lengths)
         return {
-            rank: msgspec.msgpack.decode(texts[rank], type=tuple[str, str])
+            rank: msgspec.msgpack.decode(texts[rank], type=Said)
             for rank, size in enumerate(sizes)
             if size == _FAILED and len(texts[rank])
         }
-
-    def _raise_theirs(self, sizes: list[int]) -> NoReturn:
-        self.over = True
-        raise as_error(self._doing, self._errors(sizes, b""))
 
 
 def _as_tensor(part: Part) -> torch.Tensor:
@@ -282,197 +310,25 @@ def _as_tensor(part: Part) -> torch.Tensor:
     return torch.frombuffer(writable, dtype=torch.uint8)
 
 
-def told(error: BaseException) -> tuple[str, str]:
+def told(error: BaseException) -> Said:
     """Return what other ranks are told of an error: its type and what it says."""
     return type(error).__name__, str(error)
 
 
-def as_error(doing: str, heard: dict[int, tuple[str, str]]) -> CasnapError:
+def as_error(doing: str, heard: dict[int, Said]) -> CasnapError:
     """Return the error of another rank as it is raised here: of the same type if it is casnap's."""
     rank, (name, text) = min(heard.items())
     kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, CasnapError) and kind is not RankError:
-        return kind(f"rank {rank}: {text}")
-    others = f" (and on ranks {_listed([r for r in heard if r != rank])})" if len(heard) > 1 else ""
     if kind is RankError:
         return RankError(text, tuple(heard))
+    if isinstance(kind, type) and issubclass(kind, CasnapError):
+        return kind(f"rank {rank}: {text}")
+    also = [r for r in heard if r != rank]
+    others = f" (and {ranks_named(also)})" if also else ""
     return RankError(f"{doing}: rank {rank} failed{others}: {name}: {text}", tuple(heard))
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
-
-
-# --- groups -----------------------------------------------------------------------------------
-
-
-class _LostError(Exception):
-    """Some ranks did not come."""
-
-    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
-        super().__init__(message)
-        self.ranks = ranks
-
-
-class _Link:
-    """A gloo group of ours over the ranks of a process group, made anew whenever it broke."""
-
-    def __init__(self, home: object, store: Any, ranks: tuple[int, ...], rank: int) -> None:
-        self.home = home
-        self.ranks = ranks
-        self.rank = rank
-        self.pg: Any = None
-        self._store = store
-        self._base = f"casnap/{digest_of(encode(ranks)).hex()[:16]}"
-        self._name = ""
-        self._dead: set[str] = set()
-        self._turn = threading.Lock()
-        self._holder: object = None
-
-    @property
-    def connected(self) -> bool:
-        return self.pg is not None
-
-    def hold(self, holder: Callable[[_Link], Group]) -> Group:
-        """Begin an operation; one that goes on in the background ends first."""
-        self._turn.acquire()
-        group = holder(self)
-        self._holder = group
-        return group
-
-    def free(self, holder: object) -> None:
-        """End an operation."""
-        if self._holder is holder:
-            self._holder = None
-            self._turn.release()
-
-    def close(self) -> None:
-        """Drop a group that broke; whoever waits in it hears of that at once."""
-        self.pg = None
-        if self._name:
-            self._dead.add(self._name)
-            if self.rank == 0:
-                with suppress(Exception):
-                    self._store.delete_key(f"{self._base}/newest")
-
-    def note(self, what: str, text: str) -> None:
-        self._store.set(f"{self._name}/{what}/{self.rank}", text)
-
-    def _noted(self, what: str, rank: int) -> str | None:
-        """Return what another rank noted, without waiting for it."""
-        key = f"{self._name}/{what}/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def connect(self, until: float, timeout: float, phase: str) -> None:
-        """Make a group, once all ranks have come, unless there is one."""
-        if self.pg is not None:
-            return
-        if self.rank == 0:
-            self._name = f"{self._base}/{os.urandom(8).hex()}"
-            self._store.set(f"{self._base}/newest", self._name)
-            self._come(phase)
-            self._await_all(until, timeout)
-        else:
-            self._follow(until, timeout, phase)
-        self.pg = dist.ProcessGroupGloo(
-            dist.distributed_c10d.PrefixStore(self._name, self._store),
-            self.rank,
-            len(self.ranks),
-            timedelta(seconds=timeout),
-        )
-
-    def _come(self, phase: str) -> None:
-        self.note("at", phase)
-        self.note("came", f"{socket.gethostname()} {os.getpid()}")
-
-    def _await_all(self, until: float, timeout: float) -> None:
-        missing = [r for r in range(len(self.ranks)) if r != self.rank]
-        for pause in _pauses(until):
-            while missing and self._store.check([f"{self._name}/came/{missing[-1]}"]):
-                missing.pop()
-            if not missing:
-                self._store.set(f"{self._name}/go", "1")
-                return
-            time.sleep(pause)
-        missing = [r for r in missing if self._noted("came", r) is None]
-        why = f"{_ranks(missing)} did not come within {timeout:g} s"
-        self._store.set(f"{self._name}/given-up", why)
-        self.close()
-        raise _LostError(why, tuple(missing))
-
-    def _follow(self, until: float, timeout: float, phase: str) -> None:
-        """Come to the group that rank 0 makes."""
-        newest = f"{self._base}/newest"
-        for pause in _pauses(until):
-            if self._store.check([newest]):
-                name = self._store.get(newest).decode()
-                if name != self._name and name not in self._dead:
-                    self._name = name
-                    self._come(phase)
-            if self._name and self._name not in self._dead:
-                if self._store.check([f"{self._name}/go"]):
-                    return
-                if self._store.check([f"{self._name}/given-up"]):
-                    why = self._store.get(f"{self._name}/given-up").decode()
-                    self.close()
-                    raise _LostError(why, ())
-            time.sleep(pause)
-        self.close()
-        raise _LostError(f"rank 0 did not come within {timeout:g} s", (0,))
-
-    def mourn(self, told: tuple[str, str] | None, waited: float) -> tuple[tuple[int, ...], str]:
-        """Close a group that broke, find out who is gone or hangs, and return that and why."""
-        self.note("stopped", " ".join(told) if told else "")
-        self.close()
-        missing = set(range(len(self.ranks))) - {self.rank}
-        gone: set[int] = set()
-        for pause in _pauses(time.monotonic() + min(_PATIENCE, max(1.0, waited))):
-            for rank in sorted(missing):
-                cause = self._noted("stopped", rank)
-                if cause:
-                    return (rank,), f"rank {rank} failed: {cause}"
-                if cause is not None:
-                    missing.discard(rank)
-                elif self._is_gone(rank):
-                    gone.add(rank)
-            if missing <= gone:
-                break
-            time.sleep(pause)
-        lost = tuple(sorted(gone or missing))
-        if not lost:
-            return (), f"the connection between the ranks broke after {waited:.1f} s"
-        phase = self._noted("at", lost[0])
-        where = f" (last seen {phase})" if phase else ""
-        if gone:
-            return lost, f"{_ranks(lost)} died{where}"
-        return lost, f"{_ranks(lost)} did not answer within {waited:.0f} s{where}"
-
-    def _is_gone(self, rank: int) -> bool:
-        """Whether a rank's process ended, which can be told for those on this host alone."""
-        host, _, pid = (self._noted("came", rank) or "").partition(" ")
-        if host != socket.gethostname() or not Path("/proc/self/stat").exists():
-            return False
-        try:
-            # One that nobody has waited for yet is still listed, as a zombie.
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-        except OSError:
-            return True
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}"
-
-
-def _pauses(until: float) -> Any:
-    """Yield how long to sleep between two looks, until the time is over."""
-    pause, most = _POLL
-    while time.monotonic() < until:
-        yield pause
-        pause = min(2 * pause, most)
-
-
-_links: dict[tuple[int, ...], _Link] = {}
+_links: dict[tuple[int, ...], Link] = {}
 
 
 def join(pg: Any, timeout: float | None, doing: str) -> Comm:
@@ -502,8 +358,8 @@ def join(pg: Any, timeout: float | None, doing: str) -> Comm:
     home, rank = dist.distributed_c10d._get_default_group(), ranks.index(dist.get_rank())
     link = _links.get(ranks)
     if link is None or link.home is not home:
-        link = _links[ranks] = _Link(home, dist.distributed_c10d._get_default_store(), ranks, rank)
-    return link.hold(lambda held: Group(held, timeout, doing))
+        link = _links[ranks] = Link(home, dist.distributed_c10d._get_default_store(), ranks, rank)
+    return Group(link, timeout, doing)
 
 
 def forget_after_fork() -> None:

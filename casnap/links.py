@@ -147,15 +147,20 @@ class Link:
             self._holder = None
             self._turn.release()
 
-    def begin(self) -> None:
+    def begin(self, notes: dict[str, str]) -> None:
         """Count an operation that uses the group of the one before."""
         self._number += 1
+        self._note_all(notes)
 
     def note(self, what: str, text: str) -> None:
         """Note something about this rank that others may want to know."""
         if self._name:
             with suppress(RuntimeError):
                 self._store.set(f"{self._name}/{what}/{self.rank}", text)
+
+    def _note_all(self, notes: dict[str, str]) -> None:
+        for what, text in notes.items():
+            self.note(what, text)
 
     def noted(self, what: str, rank: int) -> str:
         """Return what another rank noted."""
@@ -191,11 +196,12 @@ class Link:
 
     # --- meeting ---
 
-    def connect(self, seconds: float, notes: dict[str, str]) -> None:
+    def connect(self, seconds: float, timeout: float, notes: dict[str, str]) -> None:
         """Make a group, once all ranks have come.
 
         Args:
-            seconds: How long to wait for them.
+            seconds: How long to wait for them, still.
+            timeout: How long that was in all.
             notes: What others may want to know of this rank.
 
         Raises:
@@ -203,15 +209,14 @@ class Link:
             RuntimeError: The connection broke.
         """
         self.close()
-        until, rest = time.monotonic() + seconds, min(seconds, PATIENCE)
+        until, rest = time.monotonic() + seconds, min(timeout, PATIENCE)
 
         def meet(given_up: threading.Event) -> str:
             pauses = _pauses(until, given_up)
-            return self._invite(pauses, seconds) if self.rank == 0 else self._come(pauses, seconds)
+            return self._invite(pauses, timeout) if self.rank == 0 else self._come(pauses, timeout)
 
         self._name, self._number = self._bounded(meet, seconds + _STORE), 1
-        for what, text in notes.items():
-            self.note(what, text)
+        self._note_all(notes)
 
         def make(_: threading.Event) -> tuple[Any, list[_Process]]:
             store = dist.distributed_c10d.PrefixStore(self._name, self._store)
@@ -328,7 +333,8 @@ class Link:
             return self._bounded(find_out, patience + _STORE)
         except (RuntimeError, LostError):
             why = f"the connection between the ranks broke after {within} s; {_SILENT}"
-            return self._died(self._gone()) or Lost((), why)
+            gone = self._gone()
+            return Lost(tuple(gone), f"{ranks_named(gone)} died") if gone else Lost((), why)
 
     def _found_out(
         self, told: Said | None, within: str, patience: float, given_up: threading.Event
@@ -382,7 +388,7 @@ class Link:
         return Lost(tuple(silent), f"{ranks_named(silent)} {what}{where}")
 
     def _last_seen(self, rank: int) -> str:
-        phase = self.noted("at", rank)
+        phase = self._read(f"{self._name}/at/{rank}")
         return f" (last seen {phase})" if phase else ""
 
     def await_end(self, rank: int, seconds: float) -> None:

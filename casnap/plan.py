@@ -131,6 +131,7 @@ def plan_tensor(
     *,
     name: str = "a sharded tensor",
     turn: int = 0,
+    loads: defaultdict[int, int] | None = None,
 ) -> TensorPlan:
     """Plan who hashes which cells of one sharded tensor.
 
@@ -143,20 +144,24 @@ def plan_tensor(
         name: What it is called, for messages.
         turn: Any number, such as a hash of the name: of ranks that could do the same equally
             well, it says who is first. With 0 that is the lowest.
+        loads: The bytes that each rank has been given to hash so far, by other plans; this one's
+            are added. A cell goes to that holder of it who was given least; of equals, to the
+            one that holds its largest piece.
 
     Raises:
         StateError: A box is held by nobody, or lies outside.
     """
+    loads = defaultdict(int) if loads is None else loads
     grid = grid_of(shape, itemsize, chunk_size)
     if not grid.count:
         return TensorPlan((), {})
     held = _distinct(shape, holders, name)
     behind = range(grid.axis + 1, len(shape))
     if all(box.sizes[axis] == shape[axis] for box in held for axis in behind):
-        return TensorPlan((), dict(_CellPlan(grid, held, name, turn).ranks))
+        return TensorPlan((), dict(_CellPlan(grid, held, name, turn, loads).ranks))
     tiles = _tiles(shape, held, name)
     if tiles[0][0] == Region.whole(shape):
-        return TensorPlan((), dict(_CellPlan(grid, dict(tiles), name, turn).ranks))
+        return TensorPlan((), dict(_CellPlan(grid, dict(tiles), name, turn, loads).ranks))
     return TensorPlan(
         tuple(box for box, _ in tiles), _planned_boxes(tiles, itemsize, chunk_size, turn)
     )
@@ -345,12 +350,20 @@ class _CellPlan:
         ranks: What each has to do.
     """
 
-    def __init__(self, grid: Grid, held: dict[Region, list[int]], name: str, turn: int) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        held: dict[Region, list[int]],
+        name: str,
+        turn: int,
+        loads: defaultdict[int, int],
+    ) -> None:
         self.ranks: defaultdict[int, RankPlan] = defaultdict(RankPlan)
         self._cells = cells = _Bytes(grid)
         self._count = grid.count
         self._holders = list(held.values())
         self._turn = turn
+        self._loads = loads
         self._sent: defaultdict[int, int] = defaultdict(int)
         runs = sorted(
             (start, stop, i) for i, box in enumerate(held) for start, stop in _byte_runs(grid, box)
@@ -384,8 +397,10 @@ class _CellPlan:
             for i, rank in enumerate(ranks):
                 if share := line.share(i, len(ranks)):
                     self.ranks[rank].runs += [run[1:] for run in share]
-        for plan in self.ranks.values():
+        for rank, plan in self.ranks.items():
             plan.runs.sort()
+            run = self._cells.run
+            self._loads[rank] += sum(run(stop)[0] - run(first)[0] for first, stop in plan.runs)
 
     def _put_together(self, whole: list[Span]) -> None:
         """Say for each other cell who puts it together, from whose parts."""
@@ -413,8 +428,7 @@ class _CellPlan:
         for start, stop, ranks in parts:
             for rank in ranks:
                 held[rank] += stop - start
-        most = max(held.values())
-        owner = _rotated([r for r in sorted(held) if held[r] == most], self._turn)[0]
+        owner = self._chosen(held)
         chosen = []
         for start, stop, ranks in parts:
             source = owner
@@ -426,6 +440,14 @@ class _CellPlan:
                 self.ranks[source].sends.append(Send(cell, owner, start, stop))
             chosen.append(Part(source, start, stop))
         self.ranks[owner].gets.append(Get(cell, tuple(chosen)))
+
+    def _chosen(self, held: dict[int, int]) -> int:
+        """Return who puts a cell together, of those who hold so many bytes of it."""
+        best = min((self._loads[rank], -n) for rank, n in held.items())
+        equal = [rank for rank in sorted(held) if (self._loads[rank], -held[rank]) == best]
+        chosen = _rotated(equal, self._turn)[0]
+        self._loads[chosen] += sum(held.values())
+        return chosen
 
 
 def _byte_runs(grid: Grid, box: Region) -> Iterator[tuple[int, int]]:

@@ -21,7 +21,7 @@ from casnap.format import Entry, TensorEntry, encode, payload_of
 from casnap.loading import Loading, Progress
 from casnap.overlap import filled_in_place, overlapping
 from casnap.passing import fetch_once
-from casnap.sharding import Shards, shards_of
+from casnap.sharding import Shards, quietly, shards_of
 from casnap.staging import settle
 from casnap.state import RNGState, Stateful
 from casnap.tensors import Leaf, carrier_dtype
@@ -275,13 +275,14 @@ def _moments(
 
 def _fits(entry: Entry, current: torch.Tensor) -> bool:
     """Whether a tensor of the state can be filled with an entry and lose nothing."""
-    return (
-        isinstance(entry, TensorEntry)
-        and entry.kind in ("tensor", "parameter", "buffer")
-        and entry.quantization is None
-        and tuple(current.shape) == entry.shape
-        and torch.can_cast(carrier_dtype(entry), current.dtype)
-    )
+    with quietly():
+        return (
+            isinstance(entry, TensorEntry)
+            and entry.kind in ("tensor", "parameter", "buffer")
+            and entry.quantization is None
+            and tuple(current.shape) == entry.shape
+            and torch.can_cast(carrier_dtype(entry), current.dtype)
+        )
 
 
 def _rewritten(module: torch.nn.Module) -> list[str]:

@@ -232,6 +232,7 @@ def _planned(
         for claim in claims.sharded:
             holders[claim.key].append((rank, claim))
     owned, plans = {}, {}
+    loads: defaultdict[int, int] = defaultdict(int)
     for key, held in holders.items():
         first_rank, first = held[0]
         for rank, claim in held:
@@ -245,7 +246,9 @@ def _planned(
         itemsize = itemsize_of(entry)
         boxes = [(rank, Region(*box)) for rank, claim in held for box in claim.boxes]
         turn = int.from_bytes(key[8:], "big")
-        plan = plan_tensor(entry.shape, itemsize, chunk_size, boxes, name=first.path, turn=turn)
+        plan = plan_tensor(
+            entry.shape, itemsize, chunk_size, boxes, name=first.path, turn=turn, loads=loads
+        )
         plans[key] = plan
         owned[key] = _owned(first.path, entry, itemsize, plan, chunk_size)
     return owned, plans

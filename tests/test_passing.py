@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +24,7 @@ from casnap.errors import DamagedError, RankError
 from casnap.format import pack_key
 from casnap.index import Index
 from casnap.objects import DEFAULT_READ, Objects, ReadOptions, Want
-from casnap.passing import deal_out, fetch_once
+from casnap.passing import fetch_once
 from casnap.pipeline import Crew, undisturbed
 from casnap.testing import FaultyBackend, open_store
 from tests.ranks import World
@@ -35,21 +36,29 @@ CHUNK = 256 << 10
 
 
 class Thread(Comm):
-    """A rank that is a thread; queues carry bytes, or an error, from each to each."""
+    """A rank that is a thread; queues carry bytes, or an error, from each to each.
+
+    Attributes:
+        sent: Bytes that went to others.
+        most_kept: The most bytes that were given to be sent at once.
+        most_got: The most bytes that came at once.
+    """
 
     def __init__(self, rank: int, boxes: list[list[SimpleQueue[Any]]]) -> None:
         self.rank, self.size, self._boxes = rank, len(boxes), boxes
-        self.sent = 0
+        self.sent = self.most_kept = self.most_got = 0
 
     def all_to_all(self, parts: Sequence[bytes | memoryview]) -> list[memoryview]:
         assert len(parts) == self.size
         for box, part in zip(self._boxes[self.rank], parts, strict=True):
             box.put(bytearray(part))
         self.sent += sum(map(len, parts)) - len(parts[self.rank])
+        self.most_kept = max(self.most_kept, sum(map(len, {id(p): p for p in parts}.values())))
         came = [boxes[self.rank].get(timeout=30) for boxes in self._boxes]
         for rank, part in enumerate(came):
             if isinstance(part, Exception):
                 raise RankError(f"rank {rank} failed") from part
+        self.most_got = max(self.most_got, sum(map(len, came)))
         return [memoryview(part) for part in came]
 
     def fail(self, error: BaseException) -> None:
@@ -63,8 +72,8 @@ class Thread(Comm):
         pass
 
 
-def on_ranks(size: int, work: Callable[[Comm], Any]) -> tuple[list[Any], list[int]]:
-    """Do something on each of some ranks; return results or errors, and what each has sent."""
+def on_ranks(size: int, work: Callable[[Comm], Any]) -> tuple[list[Any], list[Thread]]:
+    """Do something on each of some ranks; return results or errors, and the ranks."""
     boxes: list[list[SimpleQueue[Any]]] = [
         [SimpleQueue() for _ in range(size)] for _ in range(size)
     ]
@@ -83,7 +92,7 @@ def on_ranks(size: int, work: Callable[[Comm], Any]) -> tuple[list[Any], list[in
         thread.start()
     for thread in threads:
         thread.join()
-    return results, [comm.sent for comm in comms]
+    return results, comms
 
 
 # --- stores, and what is wanted of them -------------------------------------------------------
@@ -160,9 +169,11 @@ class Chunks:
 
     def fetch(
         self, wanted: Sequence[Iterable[int]], window: int = 1 << 20, objects: Any = None
-    ) -> tuple[list[Any], list[int]]:
-        """Let each rank want some chunks; return what came by number, or the error, and how much
-        each rank has sent."""
+    ) -> tuple[list[Any], list[Thread]]:
+        """Let each rank want some chunks; return what came by number, or the error; and the ranks.
+
+        Each rank wants them in an order of its own.
+        """
         self.backend.reads.clear()
         self.fetched.clear()
 
@@ -177,6 +188,7 @@ class Chunks:
                 )
                 for i in wanted[comm.rank]
             ]
+            random.Random(comm.rank).shuffle(wants)
             try:
                 mine = self.objects() if objects is None else objects(comm.rank)
                 fetch_once(comm, mine, wants, window=window)
@@ -254,14 +266,23 @@ def test_any_ranks_may_want_anything(chunks: Chunks, wanted: list[list[int]], wi
 def test_what_one_rank_wants_alone_is_not_passed_on(chunks: Chunks) -> None:
     # Each rank wants a pack of its own, and the three have one chunk in common.
     wanted = [[*range(10 * r, 10 * r + 10), 2] for r in range(3)]
-    results, sent = chunks.fetch(wanted, 1 << 28)
+    results, ranks = chunks.fetch(wanted, 1 << 28)
     assert_came(chunks, wanted, results)
     # Packs are smaller than a unit here, so all of the first one is dealt out, nothing else.
-    assert len(chunks.raws[2]) < sum(sent) < 4 * len(chunks.raws[2])
+    assert len(chunks.raws[2]) < sum(rank.sent for rank in ranks) < 4 * len(chunks.raws[2])
     wanted = [range(10 * r, 10 * r + 10) for r in range(3)]
-    results, sent = chunks.fetch(wanted)
+    results, ranks = chunks.fetch(wanted)
     assert_came(chunks, wanted, results)
-    assert max(sent) < 500
+    assert max(rank.sent for rank in ranks) < 500
+
+
+def test_memory_is_bounded(own: Chunks) -> None:
+    # A rank reads two chunks of each window, or the one unit that begins there.
+    results, ranks = own.fetch([EVERYTHING] * 3, 6 * CHUNK)
+    assert_came(own, [EVERYTHING] * 3, results)
+    for rank in ranks:
+        assert rank.most_kept < 3.1 * CHUNK
+        assert 3 * CHUNK < rank.most_got < 9.3 * CHUNK
 
 
 def test_replicas_are_read_evenly(chunks: Chunks) -> None:
@@ -277,11 +298,11 @@ def test_replicas_are_read_evenly(chunks: Chunks) -> None:
 
 
 def test_equal_chunks_under_several_paths_are_passed_once(chunks: Chunks) -> None:
-    few, sent_few = chunks.fetch([[0, 2, 6]] * 2)
-    many, sent_many = chunks.fetch([[0, 2, 6] * 50] * 2)
+    few, once = chunks.fetch([[0, 2, 6]] * 2)
+    many, often = chunks.fetch([[0, 2, 6] * 50] * 2)
     assert_came(chunks, [[0, 2, 6] * 50] * 2, many)
     assert_came(chunks, [[0, 2, 6]] * 2, few)
-    assert sent_few == sent_many
+    assert [rank.sent for rank in once] == [rank.sent for rank in often]
 
 
 # --- damage, and ranks that see another index -------------------------------------------------
@@ -318,6 +339,36 @@ def test_damage_is_raised_on_all_ranks_after_all_else_came(
         assert ("hurt: w4" if hurt else "rank ") in str(error)
         assert digest_of(own.raws[4]).hex() in str(error)
         assert sorted(error.got) == [(i, own.raws[i]) for i in wanted[rank] if i != 4]
+
+
+def test_nothing_stale_comes_in_place_of_what_is_damaged(own: Chunks) -> None:
+    # Small chunks follow large ones in the same memory, and all of the small ones are damaged.
+    large = [os.urandom(8) * (CHUNK // 8) for _ in range(8)]
+    small = [os.urandom(8) * 20 for _ in range(8)]
+    first = len(own.raws)
+    own.raws += large + small
+    for raw in large + small:
+        put(own.objects(), [raw])
+    for number in range(first + 8, first + 16):
+        damage(own, number)
+    results, _ = own.fetch([range(first, first + 16)] * 2, 1)
+    for error in results:
+        assert len(error.paths) == 8
+        assert sorted(error.got) == [(first + i, raw) for i, raw in enumerate(large)]
+
+
+def test_a_wrong_length_hurts_the_others_in_nothing_but_the_error(own: Chunks) -> None:
+    digest = digest_of(own.raws[2])
+    got: list[int] = []
+
+    def work(comm: Comm) -> None:
+        length = CHUNK - (comm.rank == 1)
+        sink = lambda raw: got.append(comm.rank)  # noqa: E731
+        fetch_once(comm, own.objects(), [Want(digest, length, sink, f"w{comm.rank}")])
+
+    results, _ = on_ranks(3, work)
+    assert [error.paths for error in results] == [(), ("w1",), ()]
+    assert sorted(got) == [0, 2]
 
 
 def test_what_lies_nowhere_is_raised_on_all_ranks(own: Chunks) -> None:
@@ -367,56 +418,6 @@ def test_ranks_may_know_different_places(own: Chunks, window: int) -> None:
     wanted = [range(20), EVERYTHING, range(3, 12)]
     results, _ = own.fetch(wanted, window, objects)
     assert_came(own, wanted, results)
-
-
-# --- who reads what ---------------------------------------------------------------------------
-
-
-@given(
-    st.lists(
-        st.dictionaries(st.integers(0, 40), st.integers(1, 100), min_size=1), min_size=1, max_size=6
-    ),
-    st.integers(1, 3),
-    st.integers(1, 300),
-)
-def test_what_several_want_is_read_by_one_of_them(
-    lists: list[dict[int, int]], replicas: int, share: int
-) -> None:
-    packs = [bytes([pack]) for pack in range(3)]
-    wanted = [
-        (
-            list(range(i, i + len(lists) * replicas, len(lists))),
-            [(p, [(n, runs[n]) for n in sorted(runs) if n % 3 == p[0]]) for p in packs],
-        )
-        for i, runs in enumerate(lists)
-    ]
-    window = 4 * share
-    deal = deal_out(wanted, len(lists) * replicas, share, window)
-    turns = {(pack, n): turn for pack, runs in deal.units for n, turn in runs.items()}
-    wanters: dict[tuple[bytes, int], list[int]] = {}
-    for (ranks, _), runs in zip(wanted, lists, strict=True):
-        for n in runs:
-            wanters.setdefault((packs[n % 3], n), []).extend(ranks)
-    assert {unit for unit, ranks in wanters.items() if len(ranks) > 1} == set(turns)
-    reads, gets = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-    for unit, turn in turns.items():
-        assert turn.reader in wanters[unit]
-        for i, runs in enumerate(lists):
-            reads[turn.window, turn.reader] += runs.get(unit[1], 0)
-            gets[turn.window, i] += runs.get(unit[1], 0)
-    assert {turn.window for turn in turns.values()} == set(range(deal.windows))
-    # One unit may be larger than all that is allowed.
-    assert all(n <= max(share, 100 * len(lists)) for n in reads.values())
-    assert all(n <= max(window, 100) for n in gets.values())
-
-
-def test_the_load_is_even_in_each_window() -> None:
-    units = [(bytes([pack]), [(n, 10) for n in range(100)]) for pack in range(8)]
-    alone = [(b"z", [(rank, 200 * (rank < 4))]) for rank in range(8)]
-    deal = deal_out([([rank], [*units, alone[rank]]) for rank in range(8)], 8, 8 * 100, 6400)
-    load = Counter(turn.reader for _, runs in deal.units for turn in runs.values())
-    assert [load[rank] for rank in range(8)] == [90] * 4 + [110] * 4
-    assert deal.windows <= 12
 
 
 # --- real ranks -------------------------------------------------------------------------------
