@@ -169,7 +169,7 @@ def test_boxes_may_overlap(tensor, itemsize, chunk_size, turn):
 
 
 @given(held_tensors(), itemsizes, chunk_sizes)
-def test_the_holder_of_most_of_a_cell_puts_it_together(tensor, itemsize, chunk_size):
+def test_a_holder_of_a_cell_puts_it_together(tensor, itemsize, chunk_size):
     shape, holders = tensor
     grid = grid_of(shape, itemsize, chunk_size)
     for rank, todo in plan_tensor(shape, itemsize, chunk_size, holders).ranks.items():
@@ -178,7 +178,6 @@ def test_the_holder_of_most_of_a_cell_puts_it_together(tensor, itemsize, chunk_s
             for other, box in set(holders):
                 common = box.intersect(grid.region(get.cell))
                 held[other] += common.numel if common else 0
-            assert rank == min(r for r, n in held.items() if n == max(held.values()))
             assert sum(p.source == rank for p in get.parts) >= 1
             own = sum(p.stop - p.start for p in get.parts if p.source == rank)
             assert own == held[rank] * itemsize
