@@ -202,8 +202,22 @@ class Group(Comm):
 
     def _sizes(self, sizes: list[int], told: Said | None = None) -> list[int]:
         """Tell each rank how much follows, or that nothing will; return what they tell."""
+        told_sizes, steps = self._exchange(sizes, told)
+        astray = [rank for rank, step in enumerate(steps) if step != steps[self.rank]]
+        if astray:
+            # Everybody sees that, so all say what they do.
+            what = self._texts(self._doing.encode())[astray[0]].decode()
+            self.over = True
+            raise StateError(
+                f"{self._doing}: {ranks_named(astray)} came to {what} meanwhile; all ranks of a "
+                "process group must call the same operations in the same order"
+            )
+        return told_sizes
+
+    def _exchange(self, sizes: list[int], told: Said | None = None) -> tuple[list[int], list[int]]:
+        """Tell each rank a number, and where this one is; return what they tell."""
         self._calls += 1
-        # Who does something else would take it for what it is not.
+        # Who does something else would take what comes for what it is not.
         step = (crc32(self._doing.partition(" of ")[0].encode()) << 24) + self._calls
         mine = torch.tensor([[size, step] for size in sizes])
         theirs = torch.empty_like(mine)
@@ -217,29 +231,26 @@ class Group(Comm):
             self._talk(lambda: self._meet(exchange), told)
         else:
             self._talk(lambda: exchange(self._timeout), told)
-        astray = [rank for rank, other in enumerate(theirs[:, 1].tolist()) if other != step]
-        if astray:
-            self.over = True
-            what = self._link.noted("doing", astray[0]) or "something else"
-            raise StateError(
-                f"{self._doing}: {ranks_named(astray)} came to {what} meanwhile; all ranks of a "
-                "process group must call the same operations in the same order"
-            )
-        return theirs[:, 0].tolist()
+        return theirs[:, 0].tolist(), theirs[:, 1].tolist()
+
+    def _texts(self, mine: bytes) -> list[bytes]:
+        """Return what each rank says."""
+        lengths, _ = self._exchange([len(mine)] * self.size)
+        return [bytes(text) for text in self._carry([mine] * self.size, lengths)]
 
     def _meet(self, exchange: Callable[[float], None]) -> None:
         """Talk for the first time, in the group of the operation before or in a new one."""
         until = time.monotonic() + self._timeout
-        notes = {"doing": self._doing, "at": self._phase or f"beginning {self._doing}"}
+        phase = self._phase or f"beginning {self._doing}"
         if self._link.pg is not None:
-            self._link.begin(notes)
+            self._link.begin(self._doing, phase)
             try:
                 return exchange(self._timeout)
             except RuntimeError:
                 if time.monotonic() >= until or not self._link.broke_before():
                     raise
         left = max(0.0, until - time.monotonic())
-        self._link.connect(left, self._timeout, notes)
+        self._link.connect(left, self._timeout, self._doing, phase)
         # All are here now.
         return exchange(min(self._timeout, max(PATIENCE, until - time.monotonic())))
 
@@ -295,8 +306,7 @@ class Group(Comm):
 
     def _errors(self, sizes: list[int], mine: bytes) -> dict[int, Said]:
         """Hear what went wrong on the ranks that said so."""
-        lengths = self._sizes([len(mine)] * self.size)
-        texts = self._carry([mine] * self.size, lengths)
+        texts = self._texts(mine)
         return {
             rank: msgspec.msgpack.decode(texts[rank], type=Said)
             for rank, size in enumerate(sizes)
@@ -356,8 +366,11 @@ def join(pg: Any, timeout: float | None, doing: str) -> Comm:
     if len(ranks) == 1:
         return Alone()
     home, rank = dist.distributed_c10d._get_default_group(), ranks.index(dist.get_rank())
+    for known in [known for known, link in _links.items() if link.home is not home]:
+        # Of a world that is gone: its group would keep two threads for ever.
+        del _links[known]
     link = _links.get(ranks)
-    if link is None or link.home is not home:
+    if link is None:
         link = _links[ranks] = Link(home, dist.distributed_c10d._get_default_store(), ranks, rank)
     return Group(link, timeout, doing)
 

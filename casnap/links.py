@@ -129,8 +129,9 @@ class Link:
         self._store = store
         self._base = f"casnap/{digest_of(encode(ranks)).hex()[:16]}"
         self._name = ""
-        # How many operations this group has served.
+        # How many operations this group has served, and which one it serves.
         self._number = 0
+        self._operation = ""
         self._processes: list[_Process] = []
         self._turn = threading.Lock()
         self._holder: int | None = None
@@ -143,30 +144,26 @@ class Link:
     def free(self, holder: int) -> None:
         """End an operation; more than once does no harm."""
         if self._holder == holder:
-            self.note("ended", str(self._number))
+            self.note("ended", self._operation)
             self._holder = None
             self._turn.release()
 
-    def begin(self, notes: dict[str, str]) -> None:
-        """Count an operation that uses the group of the one before."""
+    def begin(self, doing: str, phase: str) -> None:
+        """Begin an operation in the group of the one before.
+
+        Args:
+            doing: What all ranks do; one that stayed away before does not take this for that.
+            phase: What this rank does.
+        """
         self._number += 1
-        self._note_all(notes)
+        self._operation = f"{self._number} {digest_of(doing.encode()).hex()[:16]}"
+        self.note("at", phase)
 
     def note(self, what: str, text: str) -> None:
         """Note something about this rank that others may want to know."""
         if self._name:
             with suppress(RuntimeError):
                 self._store.set(f"{self._name}/{what}/{self.rank}", text)
-
-    def _note_all(self, notes: dict[str, str]) -> None:
-        for what, text in notes.items():
-            self.note(what, text)
-
-    def noted(self, what: str, rank: int) -> str:
-        """Return what another rank noted."""
-        with suppress(RuntimeError, LostError):
-            return self._bounded(lambda _: self._read(f"{self._name}/{what}/{rank}"), _STORE)
-        return ""
 
     def _read(self, key: str) -> str:
         """Return what the store holds, without waiting for it."""
@@ -196,13 +193,14 @@ class Link:
 
     # --- meeting ---
 
-    def connect(self, seconds: float, timeout: float, notes: dict[str, str]) -> None:
-        """Make a group, once all ranks have come.
+    def connect(self, seconds: float, timeout: float, doing: str, phase: str) -> None:
+        """Make a group, once all ranks have come, and begin an operation.
 
         Args:
             seconds: How long to wait for them, still.
             timeout: How long that was in all.
-            notes: What others may want to know of this rank.
+            doing: See :meth:`begin`.
+            phase: See there.
 
         Raises:
             LostError: Some did not come.
@@ -215,8 +213,8 @@ class Link:
             pauses = _pauses(until, given_up)
             return self._invite(pauses, timeout) if self.rank == 0 else self._come(pauses, timeout)
 
-        self._name, self._number = self._bounded(meet, seconds + _STORE), 1
-        self._note_all(notes)
+        self._name, self._number = self._bounded(meet, seconds + _STORE), 0
+        self.begin(doing, phase)
 
         def make(_: threading.Event) -> tuple[Any, list[_Process]]:
             store = dist.distributed_c10d.PrefixStore(self._name, self._store)
@@ -300,12 +298,12 @@ class Link:
         """
 
         def look(given_up: threading.Event) -> bool:
-            counts = [f"{self._name}/{n}/count" for n in (self._number, self._number - 1)]
             for _ in _pauses(time.monotonic() + _WORD, given_up):
-                if self._gone() or self._store.check(counts[:1]):
+                # What is written in this order is read in the other one.
+                broke = self._store.check([f"{self._name}/broke"])
+                if self._gone() or self._store.check([f"{self._name}/{self._operation}/count"]):
                     return False
-                newest = self._read(f"{self._base}/newest")
-                if self._store.check(counts[1:]) or newest not in ("", self._name):
+                if broke or self._read(f"{self._base}/newest") not in ("", self._name):
                     return True
             return True
 
@@ -339,15 +337,14 @@ class Link:
     def _found_out(
         self, told: Said | None, within: str, patience: float, given_up: threading.Event
     ) -> Lost:
-        operation = f"{self._name}/{self._number}"
+        operation = f"{self._name}/{self._operation}"
         if told is not None:
-            lost = Lost((self.rank,), "", told)
-            self._store.set(f"{operation}/why", encode(lost))
-            return lost
+            self._store.set(f"{operation}/why", encode(Lost((self.rank,), "", told)))
         if within:
             self._store.set(f"{operation}/waited", within)
         self._store.set(f"{operation}/stopped/{self.rank}", "")
         self._store.add(f"{operation}/count", 1)
+        self._store.set(f"{self._name}/broke", "")
         for _ in _pauses(time.monotonic() + patience, given_up):
             if self._store.check([f"{operation}/why"]):
                 # So all name the same, one that woke up late itself.
@@ -396,7 +393,7 @@ class Link:
 
         def wait(given_up: threading.Event) -> None:
             for _ in _pauses(time.monotonic() + seconds, given_up):
-                ended = self._read(f"{self._name}/ended/{rank}") == str(self._number)
+                ended = self._read(f"{self._name}/ended/{rank}") == self._operation
                 if ended or rank in self._gone():
                     return
 

@@ -150,6 +150,8 @@ class _Passing:
         asked = self._requests(asking)
         most = max(sum(map(_room, set(lists))) for lists in asked)
         self._slots = [Slot(most) for _ in range(min(2, deal.windows))] if most else []
+        incoming = max(self._incoming(lists) for lists in asking)
+        room = Slot(incoming).view if incoming else None
         with Crew() as crew:
             parts: list[Sequence[memoryview | bytes]] = []
 
@@ -163,7 +165,7 @@ class _Passing:
                 crew.join(reading)
                 if i + 1 < deal.windows:
                     reading = crew.start(partial(read, i + 1))
-                self._receive(self._comm.all_to_all(parts.pop(0)), asking[i])
+                self._receive(self._comm.all_to_all(parts.pop(0), room), asking[i])
 
     # --- who reads what ---
 
@@ -297,6 +299,11 @@ class _Passing:
             for want in self._left[digest]:
                 want.sink(raw)
             del self._left[digest]
+
+    def _incoming(self, lists: list[list[Digest]]) -> int:
+        """Return how many bytes other ranks send in a window."""
+        theirs = (d for reader, ds in enumerate(lists) if reader != self._comm.rank for d in ds)
+        return sum(self._nbytes(digest) + 1 for digest in theirs)
 
     def _receive(self, came: list[memoryview], asking: list[list[Digest]]) -> None:
         """Hand over what other ranks have read, laid out as we asked for it."""

@@ -428,7 +428,7 @@ class _CellPlan:
         for start, stop, ranks in parts:
             for rank in ranks:
                 held[rank] += stop - start
-        owner = self._chosen(held)
+        owner = self._chosen(held, parts[-1][1])
         chosen = []
         for start, stop, ranks in parts:
             source = owner
@@ -441,12 +441,12 @@ class _CellPlan:
             chosen.append(Part(source, start, stop))
         self.ranks[owner].gets.append(Get(cell, tuple(chosen)))
 
-    def _chosen(self, held: dict[int, int]) -> int:
-        """Return who puts a cell together, of those who hold so many bytes of it."""
+    def _chosen(self, held: dict[int, int], nbytes: int) -> int:
+        """Return who puts a cell of so many bytes together, of those who hold some of them."""
         best = min((self._loads[rank], -n) for rank, n in held.items())
         equal = [rank for rank in sorted(held) if (self._loads[rank], -held[rank]) == best]
         chosen = _rotated(equal, self._turn)[0]
-        self._loads[chosen] += sum(held.values())
+        self._loads[chosen] += nbytes
         return chosen
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -83,9 +83,26 @@ class _Targets:
         parts = {
             f"{path}\0{i}": tensor
             for path, shards in self.shards.items()
-            for i, tensor in enumerate(shards.tensors)
+            for i, tensor in enumerate(_extents(shards.tensors))
         }
         return self.tensors | parts
+
+
+def _extents(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the memory that parts of one tensor lie in; where they take turns there, all as one."""
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for part in parts:
+        by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(part)
+    for same in by_storage.values():
+        first = min(same, key=torch.Tensor.data_ptr)
+        last = max(int(part.data_ptr()) + _reach(part) for part in same)
+        yield first.as_strided(((last - first.data_ptr()) // first.itemsize + 1,), (1,))
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element to the last one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.itemsize * sum((n - 1) * stride for n, stride in steps)
 
 
 def restore(

@@ -122,7 +122,10 @@ _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 def _mesh(ranks: tuple[int, ...], shape: tuple[int, ...]) -> DeviceMesh:
     """Return a mesh of the current group; to make one takes longer than all else."""
-    key = id(dist.group.WORLD), ranks, shape
+    world = id(dist.group.WORLD)
+    key = world, ranks, shape
+    if any(known[0] != world for known in _meshes):
+        _meshes.clear()  # their groups have two threads each, which run as long as they are known
     if key not in _meshes:
         _meshes[key] = DeviceMesh("cpu", torch.tensor(ranks).reshape(shape))
     return _meshes[key]

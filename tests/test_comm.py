@@ -29,6 +29,14 @@ SOON = 5.0
 SHORT = 1.5
 
 
+def start_with(operations: int) -> None:
+    """Begin with a new group, or in one that has served some operations."""
+    comm_module.forget_after_fork()
+    dist.barrier()
+    for _ in range(operations):
+        talk(60)
+
+
 def heard_of(size: int) -> list[bytes]:
     return [b"%d" % rank for rank in range(size)]
 
@@ -244,12 +252,11 @@ def test_who_does_something_else_is_told_so(world: Worlds) -> None:
 
 def do_less(skipping: int, before: int) -> tuple[Seen, Seen]:
     """Stay away from an operation, the first one or a later one, and come to the next."""
-    for _ in range(before):
-        talk(60)
+    start_with(before)
     skips = dist.get_rank() == skipping
-    seen = watch(lambda: None) if skips else watch(partial(talk, SHORT))
+    seen = watch(lambda: None) if skips else watch(partial(talk, SHORT, doing="the second talk"))
     dist.barrier()
-    return seen, watch(partial(talk, 60))
+    return seen, watch(partial(talk, 60, doing="the third talk"))
 
 
 @pytest.mark.parametrize("skipping", [0, 1])
@@ -277,8 +284,7 @@ def die(dying: int, before: int, at: int, inside: bool) -> tuple[Seen, Seen]:
             else:
                 kill()
 
-    for _ in range(before):
-        talk(60)
+    start_with(before)
     return watch(partial(talk, 4, 3, strike)), watch(partial(talk, 4))
 
 
@@ -316,6 +322,7 @@ def watch_talk() -> Seen:
 
 def die_on_the_way(dying: int, where: str) -> Seen:
     """Die before anybody met, after all have met, or before all know who is who."""
+    start_with(0)
     if dist.get_rank() == dying:
         if where == "before":
             kill()
@@ -359,8 +366,7 @@ def stand_still(
             else:
                 yard.stand_still()
 
-    for _ in range(before):
-        talk(60)
+    start_with(before)
     seen = watch(partial(talk, SHORT, 3, strike))
     missed = watch(lambda: None)
     if dist.get_rank() != stopping:

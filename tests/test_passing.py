@@ -357,12 +357,14 @@ def test_nothing_stale_comes_in_place_of_what_is_damaged(own: Chunks) -> None:
         assert sorted(error.got) == [(first + i, raw) for i, raw in enumerate(large)]
 
 
-def test_a_wrong_length_hurts_the_others_in_nothing_but_the_error(own: Chunks) -> None:
+# Requests are sorted as bytes, and one of these lengths comes before the right one there.
+@pytest.mark.parametrize("less", [1, 1 << 16])
+def test_a_wrong_length_is_damage_for_who_has_it(own: Chunks, less: int) -> None:
     digest = digest_of(own.raws[2])
     got: list[int] = []
 
     def work(comm: Comm) -> None:
-        length = CHUNK - (comm.rank == 1)
+        length = CHUNK - less * (comm.rank == 1)
         sink = lambda raw: got.append(comm.rank)  # noqa: E731
         fetch_once(comm, own.objects(), [Want(digest, length, sink, f"w{comm.rank}")])
 
