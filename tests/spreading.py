@@ -146,7 +146,11 @@ def spread(whole: torch.Tensor, way: Way) -> torch.Tensor:
         ]
         return init_from_local_shards(shards, list(whole.shape))
     placements = [
-        Replicate() if p is None else Shard(p[0]) if p[1] == 1 else _StridedShard(p[0], split_factor=p[1])
+        Replicate()
+        if p is None
+        else Shard(p[0])
+        if p[1] == 1
+        else _StridedShard(p[0], split_factor=p[1])
         for p in way.placements
     ]
     mesh = _mesh(way.ranks, way.shape)

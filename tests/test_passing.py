@@ -48,7 +48,9 @@ class Thread(Comm):
         self.rank, self.size, self._boxes = rank, len(boxes), boxes
         self.sent = self.most_kept = self.most_got = 0
 
-    def all_to_all(self, parts: Sequence[bytes | memoryview]) -> list[memoryview]:
+    def all_to_all(
+        self, parts: Sequence[bytes | memoryview], room: memoryview | None = None
+    ) -> list[memoryview]:
         assert len(parts) == self.size
         for box, part in zip(self._boxes[self.rank], parts, strict=True):
             box.put(bytearray(part))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import count
@@ -11,22 +13,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     ShardedStateDictConfig,
     StateDictType,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
-from torch.distributed.tensor.placement_types import Shard
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import StateError, UnsupportedTypeError
 from casnap.flatten import flatten
+from casnap.format import BoxedTensorEntry
 from casnap.region import Region
 from casnap.sharding import Shards
 from tests import spreading
@@ -34,7 +37,7 @@ from tests.bitwise import noise, raw
 from tests.cli_calls import document, invoke
 from tests.ranks import World
 from tests.sharded import LAYOUTS, Training, assert_same, expected, full_state, training
-from tests.spreading import InRows, OnMesh, Way, is_right, spread
+from tests.spreading import Way, is_right, spread
 
 Worlds = Callable[[int], World]
 
@@ -237,7 +240,7 @@ def spreads(draw: st.DrawFn, before: int, after: int) -> list[Asked]:
 
 
 def check_any(world: Worlds, store: Path, before: int, after: int, examples: int) -> None:
-    @settings(max_examples=examples)
+    @settings(max_examples=examples, phases=(Phase.explicit, Phase.generate))
     @given(spreads(before, after))
     def as_it_was(asked: list[Asked]) -> None:
         path = f"{store}/{next(_numbers)}"
@@ -258,9 +261,7 @@ def any_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (4, 3), (2, 8), (1, 4)])
-def test_any_spread_from_any_other(
-    world: Worlds, any_store: Path, before: int, after: int
-) -> None:
+def test_any_spread_from_any_other(world: Worlds, any_store: Path, before: int, after: int) -> None:
     check_any(world, any_store, before, after, 4)
 
 
@@ -272,3 +273,190 @@ def test_any_spread_from_any_other_long(
     world: Worlds, any_store: Path, before: int, after: int
 ) -> None:
     check_any(world, any_store, before, after, 25)
+
+
+# --- other kinds of shards ------------------------------------------------------------------------
+
+
+def flat_model(value: float) -> nn.Module:
+    module = nn.Sequential(nn.Linear(7, 501), nn.Linear(501, 3))
+    for number, parameter in enumerate(module.parameters()):
+        nn.init.constant_(parameter, value + number)
+    return module
+
+
+class OfFSDP1:
+    """A model of FSDP's first version, whose state is made of ShardedTensors."""
+
+    def __init__(self, value: float) -> None:
+        self.module = FullyShardedDataParallel(flat_model(value), device_id=torch.device("cpu"))
+
+    def _as_shards(self) -> Any:
+        kind = StateDictType.SHARDED_STATE_DICT
+        return FullyShardedDataParallel.state_dict_type(
+            self.module, kind, ShardedStateDictConfig(_use_dtensor=False)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._as_shards():
+            return self.module.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self._as_shards():
+            self.module.load_state_dict(state)
+
+    def values(self) -> list[float]:
+        with FullyShardedDataParallel.summon_full_params(self.module):
+            return [t.unique().item() for t in self.module.parameters()]
+
+
+def through_fsdp1(folder: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch has deprecated it
+        store, size = Store(folder), dist.get_world_size()
+        if size == 2:
+            store.take({"model": OfFSDP1(1.0)}, "fsdp1")
+            store.take({"model": fully_shard(flat_model(5.0))}, "fsdp2")
+        for name, value in (("fsdp1", 1.0), ("fsdp2", 5.0)):
+            given = OfFSDP1(9.0)
+            assert type(given.state_dict()["0.weight"]).__name__ == "ShardedTensor"
+            store[name].restore({"model": given})
+            assert given.values() == [value, value + 1, value + 2, value + 3]
+            sharded = fully_shard(flat_model(9.0))
+            store[name].restore({"model": sharded})
+            full = [t.full_tensor().unique().item() for t in sharded.parameters()]
+            assert full == given.values()
+
+
+def test_fsdp1_to_fsdp2_and_back(world: Worlds, tmp_path: Path) -> None:
+    folder = str(tmp_path / "store")
+    for size in (2, 3):
+        world(size).run(through_fsdp1, folder)
+    plain = flat_model(9.0)
+    Store(folder)["fsdp1"].restore({"model": plain})
+    assert [t.unique().item() for t in plain.parameters()] == [1, 2, 3, 4]
+
+
+def table(whole: torch.Tensor, shift: int) -> DTensor:
+    """Return a table as torchrec has it: some ranks hold several runs of rows, some none."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    edges = [0, 3, 700, 701, 2500, len(whole)]
+    owners = [0, 1, 0, size - 1, 1]
+    rows = [
+        (start, stop)
+        for start, stop, owner in zip(edges, edges[1:], owners, strict=False)
+        if (owner + shift) % size == rank
+    ]
+    local = LocalShardsWrapper(
+        [whole[start:stop].clone() for start, stop in rows], [(start, 0) for start, _ in rows]
+    )
+    mesh = init_device_mesh("cpu", (size,))
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride(), run_check=False
+    )
+
+
+def through_tables(path: str, takes: bool) -> None:
+    whole = whole_of(1, (5000, 16), torch.float32)
+    if takes:
+        Snapshot.take(path, {"tables": StateDict(t=table(whole, 0))})
+    state = StateDict(t=table(torch.zeros(5000, 16), 1))
+    Snapshot(path).restore({"tables": state})
+    assert is_right(state["t"], whole)
+
+
+def test_tables_of_several_shards_a_rank(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "store/s")
+    world(4).run(through_tables, path, True)
+    world(3).run(through_tables, path, False)
+    assert torch.equal(
+        Snapshot(path).read_object("tables/t"), whole_of(1, (5000, 16), torch.float32)
+    )
+
+
+def refused(path: str, what: str) -> tuple[str, str]:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    value: Any = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+    if what == "partial":
+        value = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    elif what == "plain on one":
+        value = torch.ones(6, 4) if rank else value
+    elif what == "absent on one":
+        value = torch.ones(3, 4) if rank else DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)])
+    elif what == "another shape":
+        value = distribute_tensor(torch.ones(6 + rank, 4), mesh, [Shard(0)], src_data_rank=None)
+    elif what == "not held":
+        value = DTensor.from_local(
+            LocalShardsWrapper([torch.ones(2, 4)], [(rank * 3, 0)]),
+            mesh,
+            [Shard(0)],
+            shape=torch.Size((6, 4)),
+            stride=(4, 1),
+            run_check=False,
+        )
+    with pytest.raises((StateError, UnsupportedTypeError)) as caught:
+        Snapshot.take(path, {"state": StateDict(x=value)})
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "hint"),
+    [
+        ("partial", "redistribute it first"),
+        ("plain on one", "is sharded, but not on rank 1"),
+        ("absent on one", "is sharded, but not on rank 1|nobody|no rank"),
+        ("another shape", "all ranks must hold pieces of one tensor"),
+        ("not held", "no rank holds|nobody holds"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_on_all_ranks(
+    world: Worlds, tmp_path: Path, what: str, hint: str
+) -> None:
+    for kind, said in world(2).run(refused, str(tmp_path / "store/s"), what):
+        assert kind in ("StateError", "UnsupportedTypeError")
+        assert "state/x" in said
+        assert re.search(hint, said), said
+    assert Store(tmp_path / "store").snapshots() == []
+
+
+# --- the same weights cost nothing on another world -----------------------------------------------
+
+
+def take_again(folder: str, layout: str, name: str) -> tuple[int, int]:
+    stats = Store(folder).take({"train": training(layout, 1)}, name).stats
+    return stats.new_bytes, stats.logical_bytes
+
+
+def test_the_same_weights_are_stored_once_on_all_worlds(world: Worlds, tmp_path: Path) -> None:
+    folder = str(tmp_path / "store")
+    store = Store(folder)
+    trees, first = set(), 0
+    for number, (size, layout) in enumerate(
+        [(1, "plain"), (2, "ddp"), (4, "fsdp2"), (8, "fsdp2"), (3, "fsdp2"), (1, "plain")]
+    ):
+        new, logical = world(size).run(take_again, folder, layout, f"{number}")[0]
+        first = first or new
+        trees.add(store[f"{number}"].contents.manifest.shared["train"])
+        assert new >= logical if number == 0 else new <= 0.005 * first, (size, layout, new)
+    assert len(trees) == 1
+
+
+def take_in_boxes(folder: str) -> list[int]:
+    given, store = training("fsdp_tp", 1), Store(folder)
+    return [store.take({"train": given}, name).stats.new_bytes for name in ("tp", "tp again")]
+
+
+def test_columns_of_tensor_parallelism_are_stored_once(world: Worlds, tmp_path: Path) -> None:
+    folder = str(tmp_path / "store")
+    store = Store(folder)
+    world(4).run(take_again, folder, "fsdp2", "fsdp2")
+    first, second = world(4).run(take_in_boxes, folder)[0]
+    assert second < 2000
+    # RowwiseParallel cuts columns: such a tensor lies in boxes of its own, all others are known.
+    entries = store["tp"].get_manifest()
+    boxed = [p for p, e in entries.items() if isinstance(e, BoxedTensorEntry)]
+    assert {p.split("/")[-1] for p in boxed if p.startswith("0/train/model/")} == {
+        f"blocks.{i}.{name}.weight" for i in range(2) for name in ("out", "down")
+    }
+    in_boxes = sum(entries[p].data.nbytes for p in boxed if p.startswith("0/"))
+    assert in_boxes <= first < 1.01 * in_boxes + 20_000
