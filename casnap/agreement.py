@@ -34,7 +34,7 @@ from casnap.format import (
     with_payload,
 )
 from casnap.manifest import build
-from casnap.sharing import Division, Scope, owner_of
+from casnap.sharing import OWN_NAMES, Division, Scope, owner_of, path_part
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""
@@ -142,11 +142,8 @@ def agree(
     heard = [msgspec.msgpack.decode(report, type=_Report) for report in reports]
     share = _Share({}, {}, 0, 0)
     cells = _gathered(heard)
-    for key, owned in division.owned.items():
-        nbytes = payload_of(owned.entry).nbytes
-        payload = _assembled(owned.path, nbytes, owned.cells, cells.get(key, {}), put)
-        entry = with_payload(owned.entry, payload)
-        _add(share, owned.path, _row_major(entry) if payload.inline else entry)
+    for path, entry in _sharded(division, cells, put).items():
+        _add(share, path, entry)
     answers = comm.all_to_all(_answers(heard, division, capture))
     for own, answer in zip(asked, answers, strict=True):
         for i, is_global in zip(own, answer, strict=True):
@@ -233,6 +230,27 @@ def _row_major(entry: Entry) -> Entry:
     return TensorEntry(entry.dtype, entry.shape, payload, entry.kind, entry.requires_grad)
 
 
+def _sharded(
+    division: Division, cells: Mapping[bytes, dict[int, bytes]], put: Put
+) -> dict[str, Entry]:
+    """Return the entries of the sharded tensors that this rank is the owner of, by path."""
+    entries: dict[str, Entry] = {}
+    first: dict[str, list[int]] = {}
+    for key, owned in division.owned.items():
+        path, nbytes = owned.path, payload_of(owned.entry).nbytes
+        payload = _assembled(path, nbytes, owned.cells, cells.get(key, {}), put)
+        entry = with_payload(owned.entry, payload)
+        if payload.inline:
+            entry = _row_major(entry)
+        if entries.setdefault(path, entry) != entry:
+            raise StateError(
+                f"{path} is one tensor on the ranks {first[path]}, and another on the ranks "
+                f"{owned.ranks}. {OWN_NAMES}"
+            )
+        first.setdefault(path, owned.ranks)
+    return entries
+
+
 def _replicated(
     capture: Capture, hashed: Hashed, leaf: int, runs: dict[int, bytes], put: Put
 ) -> Entry:
@@ -246,12 +264,13 @@ def _replicated(
 def _answers(heard: list[_Report], division: Division, capture: Capture) -> list[bytes]:
     """Say, for each open leaf of each rank, whether all ranks hold the same."""
     looks: defaultdict[bytes, list[bytes]] = defaultdict(list)
+    sharded = {path_part(key): owned.path for key, owned in division.owned.items()}
     for rank, report in enumerate(heard):
         for key, look in report.seen:
             looks[key].append(look)
-            if key in division.owned:
+            if key in sharded:
                 raise StateError(
-                    f"{division.owned[key].path} is sharded, but not on rank {rank}; all ranks "
+                    f"{sharded[key]} is sharded, but not on rank {rank}; all ranks "
                     "that have it must hold pieces of it"
                 )
     same = {key: len(seen) == len(heard) and len(set(seen)) == 1 for key, seen in looks.items()}

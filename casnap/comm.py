@@ -41,12 +41,18 @@ class Comm(ABC):
     Attributes:
         rank: Who this is, counted within the group.
         size: How many there are.
+        ranks: Who they are in the default process group.
+        doing: What they do, for messages.
+        timeout: Seconds that one rank waits for another.
+        over: Whether it has ended, well or not.
     """
 
     rank: int
     size: int
+    ranks: tuple[int, ...]
+    doing = ""
+    timeout = DEFAULT_TIMEOUT
     over = False
-    """Whether it has ended, well or not."""
 
     @abstractmethod
     def all_to_all(self, parts: Sequence[Part], room: memoryview | None = None) -> list[memoryview]:
@@ -121,7 +127,7 @@ class Comm(ABC):
 class Alone(Comm):
     """A single process."""
 
-    rank, size = 0, 1
+    rank, size, ranks = 0, 1, (0,)
 
     def all_to_all(self, parts: Sequence[Part], room: memoryview | None = None) -> list[memoryview]:
         """Return the one part."""
@@ -148,10 +154,10 @@ class Group(Comm):
 
     def __init__(self, link: Link, timeout: float, doing: str) -> None:
         link.hold(id(self))
-        self.rank, self.size = link.rank, link.size
+        self.rank, self.size, self.ranks = link.rank, link.size, link.ranks
         self._link = link
-        self._timeout = timeout
-        self._doing = doing
+        self.timeout = timeout
+        self.doing = doing
         self._phase = ""
         self._calls = 0
         self.over = False
@@ -168,16 +174,16 @@ class Group(Comm):
 
     def await_end(self, rank: int) -> None:
         """Wait until another rank has left this operation, or died."""
-        self._link.await_end(rank, self._timeout)
+        self._link.await_end(rank, self.timeout)
 
     def all_to_all(self, parts: Sequence[Part], room: memoryview | None = None) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each."""
         if self.over:
-            raise StateError(f"{self._doing}: it has ended already")
+            raise StateError(f"{self.doing}: it has ended already")
         sizes = self._sizes([len(part) for part in parts])
         if _FAILED in sizes:
             self.over = True
-            raise as_error(self._doing, self._errors(sizes, b""))
+            raise as_error(self.doing, self._errors(sizes, b""))
         return self._carry(parts, sizes, room)
 
     def fail(self, error: BaseException) -> None:
@@ -186,7 +192,7 @@ class Group(Comm):
             return
         if self._calls:
             # Those who are busy for longer read it where they find nobody any more.
-            self._timeout = min(self._timeout, PATIENCE)
+            self.timeout = min(self.timeout, PATIENCE)
         said = told(error)
         with suppress(CasnapError):  # the own error is raised, whether or not all hear of it
             sizes = self._sizes([_FAILED] * self.size, said)
@@ -206,10 +212,10 @@ class Group(Comm):
         astray = [rank for rank, step in enumerate(steps) if step != steps[self.rank]]
         if astray:
             # Everybody sees that, so all say what they do.
-            what = self._texts(self._doing.encode())[astray[0]].decode()
+            what = self._texts(self.doing.encode())[astray[0]].decode()
             self.over = True
             raise StateError(
-                f"{self._doing}: {ranks_named(astray)} came to {what} meanwhile; all ranks of a "
+                f"{self.doing}: {ranks_named(astray)} came to {what} meanwhile; all ranks of a "
                 "process group must call the same operations in the same order"
             )
         return told_sizes
@@ -218,8 +224,8 @@ class Group(Comm):
         """Tell each rank a number, and where this one is; return what they tell."""
         self._calls += 1
         # Who does something else would take what comes for what it is not.
-        step = (crc32(self._doing.partition(" of ")[0].encode()) << 24) + self._calls
-        mine = torch.tensor([[size, step] for size in sizes])
+        step = (crc32(self.doing.partition(" of ")[0].encode()) << 24) + self._calls
+        mine = torch.tensor([[size, step] for size in sizes], device="cpu")
         theirs = torch.empty_like(mine)
 
         def exchange(seconds: float) -> None:
@@ -230,7 +236,7 @@ class Group(Comm):
         if self._calls == 1:
             self._talk(lambda: self._meet(exchange), told)
         else:
-            self._talk(lambda: exchange(self._timeout), told)
+            self._talk(lambda: exchange(self.timeout), told)
         return theirs[:, 0].tolist(), theirs[:, 1].tolist()
 
     def _texts(self, mine: bytes) -> list[bytes]:
@@ -240,19 +246,19 @@ class Group(Comm):
 
     def _meet(self, exchange: Callable[[float], None]) -> None:
         """Talk for the first time, in the group of the operation before or in a new one."""
-        until = time.monotonic() + self._timeout
-        phase = self._phase or f"beginning {self._doing}"
+        until = time.monotonic() + self.timeout
+        phase = self._phase or f"beginning {self.doing}"
         if self._link.pg is not None:
-            self._link.begin(self._doing, phase)
+            self._link.begin(self.doing, phase)
             try:
-                return exchange(self._timeout)
+                return exchange(self.timeout)
             except RuntimeError:
                 if time.monotonic() >= until or not self._link.broke_before():
                     raise
         left = max(0.0, until - time.monotonic())
-        self._link.connect(left, self._timeout, self._doing, phase)
+        self._link.connect(left, self.timeout, self.doing, phase)
         # All are here now.
-        return exchange(min(self._timeout, max(PATIENCE, until - time.monotonic())))
+        return exchange(min(self.timeout, max(PATIENCE, until - time.monotonic())))
 
     def _carry(
         self, parts: Sequence[Part], sizes: list[int], room: memoryview | None = None
@@ -265,7 +271,7 @@ class Group(Comm):
             ends = accumulate(theirs)
             got = [room[end - size : end] for size, end in zip(theirs, ends, strict=True)]
         got[self.rank] = memoryview(parts[self.rank])
-        pg, wait = self._link.pg, timedelta(seconds=self._timeout)
+        pg, wait = self._link.pg, timedelta(seconds=self.timeout)
         tensors: dict[int, torch.Tensor] = {}
 
         def carry() -> None:
@@ -290,14 +296,14 @@ class Group(Comm):
             talk()
         except LostError as e:
             self.over = True
-            raise RankError(f"{self._doing}: {e.lost.why}", e.lost.ranks) from None
+            raise RankError(f"{self.doing}: {e.lost.why}", e.lost.ranks) from None
         except RuntimeError as e:
             self.over = True
             waited = time.monotonic() - began
-            lost = self._link.mourn(said, waited, late=waited >= 0.9 * self._timeout)
+            lost = self._link.mourn(said, waited, late=waited >= 0.9 * self.timeout)
             if lost.told is not None:
-                raise as_error(self._doing, {lost.ranks[0]: lost.told}) from e
-            raise RankError(f"{self._doing}: {lost.why}", lost.ranks) from e
+                raise as_error(self.doing, {lost.ranks[0]: lost.told}) from e
+            raise RankError(f"{self.doing}: {lost.why}", lost.ranks) from e
         except BaseException as e:
             # An interrupt: this rank is out of step now.
             self.over = True
@@ -362,6 +368,11 @@ def join(pg: Any, timeout: float | None, doing: str) -> Comm:
         return Alone()
     if pg is dist.GroupMember.NON_GROUP_MEMBER:
         raise StateError("this process is not in the process group pg; only its members take part")
+    if pg is not None and not isinstance(pg, dist.ProcessGroup):
+        raise StateError(
+            f"pg= is a process group, as of torch.distributed.new_group(); got a "
+            f"{type(pg).__name__}, which is no process group (of a mesh, pass mesh.get_group())"
+        )
     ranks = tuple(dist.get_process_group_ranks(pg))
     if len(ranks) == 1:
         return Alone()

@@ -34,12 +34,12 @@ from casnap.format import (
 from casnap.index import View
 from casnap.manifest import Tree
 from casnap.objects import Objects
-from casnap.pack import CHUNKS, NODES, PackFiller, PackWriter, moved_place
+from casnap.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, moved_place
 from casnap.pipeline import Crew
 from casnap.roots import put_root
 from casnap.segments import added, written
 
-_PASSED = (
+PASSED = (
     "the store's garbage collector went past this take, which stood still too long, and deleted "
     "what it relied on; take again"
 )
@@ -58,6 +58,7 @@ class Handover(Struct, array_like=True):
         records: Where what it wrote lies, as a sealed segment that nobody has written yet; empty
             where there is nothing, or so much that it wrote the segment itself.
         segments: The segments that it wrote.
+        fenced: That all of it is gone: a collector went past it.
     """
 
     relied: bytes
@@ -65,6 +66,7 @@ class Handover(Struct, array_like=True):
     new_bytes: int
     records: bytes = b""
     segments: tuple[SegmentRef, ...] = ()
+    fenced: bool = False
 
 
 class Partners:
@@ -150,9 +152,14 @@ class Transaction:
         nodes = sum(place.stored for _, place in self._fresh.values())
         return self._chunks.stored_bytes + nodes + self._partners.new_bytes
 
-    def chunk_writer(self) -> ChunkWriter:
-        """Return what one thread stores chunks with."""
-        return ChunkWriter(self, self._chunks.filler(), guess=self._chunks.codec == Codec.RAW)
+    def chunk_writer(self, ask: Choose | None = None) -> ChunkWriter:
+        """Return what one thread stores chunks with.
+
+        Args:
+            ask: Asked which of those that the store lacks are to be written; by default all.
+        """
+        guess = self._chunks.codec == Codec.RAW
+        return ChunkWriter(self, self._chunks.filler(), ask, guess=guess)
 
     def unknown(self, digests: list[Digest]) -> list[bool]:
         """Rely on what is there; claim, and tell, what nobody wrote yet."""
@@ -244,7 +251,7 @@ class Transaction:
         # What is condemned is listed still, and comes back by this commit.
         relied = self._relied | self._partners.relied
         if not relied <= latest.packs:
-            raise FencedError(_PASSED)
+            raise FencedError(PASSED)
         table = self._objects.tree(m.table, Row)
         new_table = table.edited(change(table, m.seq + 1), self._put_table_node)
         self._node_filler.seal()
@@ -272,7 +279,7 @@ class Transaction:
         try:
             moved = self._chunks.move(seq) | self._nodes.move(seq)
         except FileNotFoundError:
-            raise FencedError(_PASSED) from None
+            raise FencedError(PASSED) from None
         self._fresh = {
             digest: (node, moved_place(place, moved))
             for digest, (node, place) in self._fresh.items()
@@ -316,8 +323,9 @@ class Transaction:
         self._node_filler.seal()
         self._nodes.finish()
         self._keep_nodes()
+        handover = self._handover(world)
         self.may_stand = True
-        return self._handover(world)
+        return handover
 
     def _handover(self, world: int) -> Handover:
         handover = Handover(b"".join(sorted(self._relied)), self._written_under, self.new_bytes)
@@ -375,8 +383,11 @@ class ChunkWriter:
     in the pack.
     """
 
-    def __init__(self, transaction: Transaction, filler: PackFiller, *, guess: bool) -> None:
+    def __init__(
+        self, transaction: Transaction, filler: PackFiller, ask: Choose | None, *, guess: bool
+    ) -> None:
         self._transaction = transaction
+        self._ask = ask
         self._filler = filler
         self._guess = guess
         self._all_new = guess and not transaction.base.live
@@ -385,26 +396,19 @@ class ChunkWriter:
         """Store those chunks that are in no live pack, and return the digests of all."""
         if self._all_new:
             return self._filler.add(raws, self._unknown)
-        digests, fresh = self.look(raws)
-        self.keep(fresh)
+        digests = [digest_of(raw) for raw in raws]
+        new = self._unknown(digests, [len(raw) for raw in raws])
+        fresh = [(d, raw) for d, raw, n in zip(digests, raws, new, strict=True) if n]
+        self._filler.add_known(fresh)
         return digests
 
-    def look(self, raws: list[memoryview]) -> tuple[list[Digest], list[tuple[Digest, memoryview]]]:
-        """Hash chunks where they lie; return the digests of all, and those to be stored."""
-        digests = [digest_of(raw) for raw in raws]
-        new = self._unknown(digests)
-        return digests, [(d, raw) for d, raw, n in zip(digests, raws, new, strict=True) if n]
-
-    def keep(self, fresh: list[tuple[Digest, memoryview]]) -> None:
-        """Store chunks that :meth:`look` said are new.
-
-        Raises:
-            StateError: They have changed since.
-        """
-        self._filler.add_known(fresh)
-
-    def _unknown(self, digests: list[Digest]) -> list[bool]:
+    def _unknown(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
         new = self._transaction.unknown(digests)
+        if self._ask is not None and any(new):
+            asked = [i for i, n in enumerate(new) if n]
+            yes = self._ask([digests[i] for i in asked], [sizes[i] for i in asked])
+            for i, mine in zip(asked, yes, strict=True):
+                new[i] = mine
         self._all_new = self._guess and all(new)
         return new
 

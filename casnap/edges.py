@@ -49,19 +49,16 @@ class Edges:
         size: How many ranks there are.
         keys: Leaf → the key of its path, which all ranks know it by.
         targets: The leaves whose cells are put together here, by key.
-
-    Attributes:
-        over: Whether all parts of all ranks have arrived.
     """
 
     def __init__(self, size: int, keys: Sequence[bytes], targets: Mapping[bytes, Target]) -> None:
-        self.over = False
         self._size = size
         self._keys = keys
         self._targets = targets
         self._outbox: list[deque[Piece]] = [deque() for _ in range(size)]
         self._cells: dict[tuple[bytes, int], tuple[bytearray, int]] = {}
         self._lock = threading.Lock()
+        self._waiting = 0
         self._last = False
 
     def add(self, piece: Piece) -> None:
@@ -69,6 +66,12 @@ class Edges:
         assert piece.part is not None
         with self._lock:
             self._outbox[piece.part.to_rank].append(piece)
+            self._waiting += len(piece.view)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more should be added until some was sent."""
+        return self._waiting > _WINDOW_BYTES
 
     def drop(self) -> None:
         """Give back what will not be sent any more."""
@@ -76,6 +79,7 @@ class Edges:
             pieces = [piece for box in self._outbox for piece in box]
             for box in self._outbox:
                 box.clear()
+            self._waiting = 0
         for piece in pieces:
             piece.give_back()
 
@@ -90,6 +94,7 @@ class Edges:
         with self._lock:
             drawn = [_drawn(box, most) for box in self._outbox]
             last = last and not any(self._outbox)
+            self._waiting -= sum(len(p.view) for pieces in drawn for p in pieces)
         return [self._message(pieces, last) for pieces in drawn]
 
     def _message(self, pieces: list[Piece], last: bool) -> memoryview:
@@ -109,16 +114,16 @@ class Edges:
             for piece in pieces:
                 piece.give_back()
 
-    def receive(self, messages: list[memoryview]) -> list[Piece]:
-        """Take in what every rank sent; return the cells that are whole now."""
+    def receive(self, messages: list[memoryview]) -> tuple[list[Piece], bool]:
+        """Take in what every rank sent; return the cells that are whole now, and if it was all."""
         whole: list[Piece] = []
-        self.over = all(_HEAD.unpack_from(message)[0] for message in messages)
+        over = all(_HEAD.unpack_from(message)[0] for message in messages)
         for message in messages:
             start = _HEAD.size + _HEAD.unpack_from(message)[1]
             said = msgspec.msgpack.decode(message[_HEAD.size : start], type=list[_Sent])
             for sent in said:
                 start += self._put(sent, message[start:], whole)
-        return whole
+        return whole, over
 
     def _put(self, sent: _Sent, content: memoryview, whole: list[Piece]) -> int:
         """Copy a part to its place in its cell; return its bytes."""

@@ -7,236 +7,219 @@ Nobody sees all digests, and who decides has as much to do as anybody else.
 
 from __future__ import annotations
 
-import queue
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from casnap.comm import Comm
 from casnap.digest import DIGEST_SIZE, Digest
 from casnap.edges import Edges
+from casnap.errors import RankError
+from casnap.links import ranks_named
 from casnap.pipeline import Crew, Shared
 from casnap.staging import Piece
 
-_WINDOW_BYTES = 64 << 20
-_MOST_BYTES = 4 * _WINDOW_BYTES
-# Seconds that a round waits for more chunks, and that a thread sleeps before it looks again.
+# Seconds that a round waits for more questions, and that a thread sleeps before it looks again.
 _PATIENCE, _LOOK = 0.02, 0.1
-_HEAD = struct.Struct("<?Q")
+_HEAD = struct.Struct("<?Qd")
 _ASK = struct.Struct(f"<{DIGEST_SIZE}sI")
 
-Chunk = tuple[Digest, memoryview]
 
+class _Question:
+    """Chunks that one thread could write, and, in the end, which of them it is to."""
 
-class _Offer(NamedTuple):
-    """Chunks that this rank could write, and the pieces that they lie in."""
-
-    chunks: list[Chunk]
-    pieces: list[Piece]
-
-    def give_back(self) -> None:
-        for piece in self.pieces:
-            piece.give_back()
+    def __init__(self, chunks: list[tuple[Digest, int]]) -> None:
+        self.chunks = chunks
+        self.answer: list[bool] | None = None
 
 
 class Exchange:
-    """What this rank offers, what it is told to write, and what it decides for others.
+    """What the threads of this rank ask, what they are told, and what it decides for others.
 
     Args:
         comm: The ranks.
-        crew: Whom the threads belong to that hash and write.
+        crew: Whom the threads belong to that hash and ask.
         edges: The cells that are put together from parts.
-        hashers: How many threads draw from :meth:`batches`.
+        threads: How many threads draw from :meth:`batches`.
     """
 
-    def __init__(self, comm: Comm, crew: Crew, edges: Edges, hashers: int) -> None:
+    def __init__(self, comm: Comm, crew: Crew, edges: Edges, threads: int) -> None:
         self._comm = comm
         self._crew = crew
         self._edges = edges
-        self._drawing = self._hashing = hashers
+        self._drawing = self._hashing = threads
+        self._waiting = 0
+        self._went_on = time.monotonic()
         self._changed = threading.Condition()
-        self._offers: deque[_Offer] = deque()
-        self._offered = 0
-        self._whole: deque[list[Piece]] = deque()
-        self._chosen: queue.SimpleQueue[_Offer | None] = queue.SimpleQueue()
+        self._questions: list[_Question] = []
+        self._whole: deque[Piece] = deque()
+        self._met = False  # all parts of all ranks have come
         self._settled: set[Digest] = set()
-        self._loads = [0] * comm.size
+        self._load = 0
 
-    # --- the threads that hash, and that write ---
+    # --- the threads that hash ---
 
     def batches(self, local: Shared[list[Piece]]) -> Iterator[list[Piece]]:
         """Yield, to one thread, what is to be hashed: of this rank, or put together of parts."""
         try:
             for batch in local:
-                while (whole := self._next_whole()) is not None:
-                    yield whole
+                self._went_on = time.monotonic()
+                # All of it is somebody's before anything can fail.
                 for piece in batch:
                     if piece.part is not None:
                         self._edges.add(piece)
-                if self._crew.failed:
-                    self.drop()
                 yield [piece for piece in batch if piece.part is None]
-            self._drawn_all()
-            while (whole := self._await_whole()) is not None:
+                self._await_room()
+                while whole := self._whole_cells():
+                    yield whole
+            with self._changed:
+                self._drawing -= 1
+                if not self._drawing:
+                    self._edges.finish()
+                self._changed.notify_all()
+            while not self._crew.failed and (whole := self._whole_cells(wait=True)):
                 yield whole
         finally:
             with self._changed:
                 self._hashing -= 1
                 self._changed.notify_all()
+            if self._crew.failed:
+                # Others may wait for the memory.
+                self._edges.drop()
 
-    def _next_whole(self) -> list[Piece] | None:
-        with self._changed:
-            return self._whole.popleft() if self._whole else None
-
-    def _drawn_all(self) -> None:
-        with self._changed:
-            self._drawing -= 1
-            if not self._drawing:
-                self._edges.finish()
-            self._changed.notify_all()
-
-    def _await_whole(self) -> list[Piece] | None:
-        with self._changed:
-            while not self._whole and not self._edges.over and not self._crew.failed:
+    def _await_room(self) -> None:
+        with self._changed, self._standing_by():
+            while self._edges.is_full and not self._crew.failed:
                 self._changed.wait(_LOOK)
-            return self._whole.popleft() if self._whole else None
 
-    def offer(self, chunks: list[Chunk], pieces: list[Piece]) -> None:
-        """Offer to write chunks; waits while much is offered that is not decided yet."""
-        offer = _Offer(chunks, pieces)
-        if not chunks:
-            offer.give_back()
-            return
-        with self._changed:
-            while self._offered > _MOST_BYTES and not self._crew.failed:
+    def _whole_cells(self, *, wait: bool = False) -> list[Piece]:
+        """Return some cells that were put together; none if there are, or will be, none."""
+        with self._changed, self._standing_by():
+            while wait and not self._whole and not self._met and not self._crew.failed:
                 self._changed.wait(_LOOK)
-            self._offers.append(offer)
-            self._offered += sum(len(raw) for _, raw in chunks)
+            return [self._whole.popleft() for _ in range(min(len(self._whole), 16))]
+
+    def ask(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
+        """Return which of some chunks, which the store lacks, this rank is to write.
+
+        Waits until all ranks have come to the next round.
+        """
+        question = _Question(list(zip(digests, sizes, strict=True)))
+        with self._changed, self._standing_by():
+            self._questions.append(question)
             self._changed.notify_all()
-        if self._crew.failed:
-            self.drop()
+            while question.answer is None:
+                if self._crew.error is not None:
+                    raise self._crew.error
+                self._changed.wait(_LOOK)
+        return question.answer
 
-    def write(self, keep: Callable[[list[Chunk]], None]) -> None:
-        """Have ``keep`` called with what this rank is to write, from one thread."""
-        while (offer := self._chosen.get()) is not None:
-            try:
-                if not self._crew.failed:
-                    keep(offer.chunks)
-            finally:
-                offer.give_back()
+    @contextmanager
+    def _standing_by(self) -> Iterator[None]:
+        """Note that a thread waits for other ranks."""
+        self._waiting += 1
+        yield
+        self._waiting -= 1
+        self._went_on = time.monotonic()
 
-    def drop(self) -> None:
-        """Give back what nobody will decide over any more: others may wait for its memory."""
+    def _stood_still(self) -> float:
+        """Return for how many seconds there was something to do here, and it was not done."""
         with self._changed:
-            offers = list(self._offers)
-            self._offers.clear()
-        for offer in offers:
-            offer.give_back()
-        self._edges.drop()
+            busy = self._waiting < self._hashing
+            return time.monotonic() - self._went_on if busy else 0.0
 
     # --- the thread that talks ---
 
-    def run(self, writers: int) -> None:
+    def run(self) -> None:
         """Hold rounds until all ranks have hashed, and decided over, everything.
-
-        Args:
-            writers: How many threads are in :meth:`write`.
 
         Raises:
             RankError: Another rank failed.
         """
-        try:
-            over = False
-            while not over:
-                if self._crew.error is not None:
-                    raise self._crew.error
-                if not self._edges.over:
-                    self._meet_edges()
-                over = self._round()
-        except BaseException as e:
-            self._crew.fail(e)
-            self.drop()
-            raise
-        finally:
-            for _ in range(writers):
-                self._chosen.put(None)
+        over = False
+        while not over:
+            if self._crew.error is not None:
+                raise self._crew.error
+            if not self._met:
+                self._meet_edges()
+            over = self._round(*self._collected())
 
     def _meet_edges(self) -> None:
-        whole = self._edges.receive(self._comm.all_to_all(self._edges.messages()))
+        whole, over = self._edges.receive(self._comm.all_to_all(self._edges.messages()))
         with self._changed:
-            self._whole.extend([piece] for piece in whole)
+            self._whole.extend(whole)
+            self._met = over
             self._changed.notify_all()
 
-    def _collect(self) -> tuple[list[_Offer], bool]:
-        """Return what is offered by now, and whether nothing more will be."""
+    def _collected(self) -> tuple[list[_Question], bool]:
+        """Return what is asked by now, and whether nothing more will be."""
         until = time.monotonic() + _PATIENCE
         with self._changed:
+            # Until everyone asks; but others wait for parts that are there to be sent.
             while (
-                self._offered < _WINDOW_BYTES
-                and self._hashing
+                len(self._questions) < self._hashing
                 and not self._crew.failed
+                and (self._met or self._drawing or self._whole)
                 and (left := until - time.monotonic()) > 0
             ):
-                # Parts are sent as soon as they are there: others wait for them.
-                if not self._edges.over and not self._whole and not self._drawing:
-                    break
                 self._changed.wait(left)
-            offers = list(self._offers)
-            self._offers.clear()
-            self._offered = 0
-            self._changed.notify_all()
-            return offers, not self._hashing
+            questions, self._questions = self._questions, []
+            return questions, not self._hashing
 
-    def _round(self) -> bool:
-        """Ask about what is offered; return whether this was the last round of all ranks."""
-        offers, last = self._collect()
-        try:
-            return self._decided(offers, last)
-        except BaseException:
-            for offer in offers:
-                offer.give_back()
-            raise
-
-    def _decided(self, offers: list[_Offer], last: bool) -> bool:
+    def _round(self, questions: list[_Question], last: bool) -> bool:
+        """Have some questions answered; return whether this was the last round of all ranks."""
         size = self._comm.size
-        asked: list[list[Chunk]] = [[] for _ in range(size)]
-        for offer in offers:
-            for chunk in offer.chunks:
+        asked: list[list[tuple[Digest, int]]] = [[] for _ in range(size)]
+        for question in questions:
+            for chunk in question.chunks:
                 asked[int.from_bytes(chunk[0][:8], "big") % size].append(chunk)
-        head = _HEAD.pack(last, self._loads[self._comm.rank])
-        questions = self._comm.all_to_all(
-            [b"".join([head, *(_ASK.pack(d, len(raw)) for d, raw in asks)]) for asks in asked]
+        head = _HEAD.pack(last, self._load, self._stood_still())
+        heard = self._comm.all_to_all(
+            [b"".join([head, *(_ASK.pack(*chunk) for chunk in asks)]) for asks in asked]
         )
-        answers = self._comm.all_to_all(self._decide(questions))
+        heads = [_HEAD.unpack_from(said) for said in heard]
+        self._check_all_go_on([stood_still for _, _, stood_still in heads])
+        over = all(last for last, _, _ in heads)
+        answers = self._comm.all_to_all(self._decided(heard))
         mine = {
-            digest
+            chunk[0]
             for asks, answer in zip(asked, answers, strict=True)
-            for (digest, _), yes in zip(asks, answer, strict=True)
+            for chunk, yes in zip(asks, answer, strict=True)
             if yes
         }
-        over = all(_HEAD.unpack_from(question)[0] for question in questions)
-        for offer in offers:
-            chunks = [chunk for chunk in offer.chunks if chunk[0] in mine]
-            self._loads[self._comm.rank] += sum(len(raw) for _, raw in chunks)
-            self._chosen.put(_Offer(chunks, offer.pieces))
+        with self._changed:
+            for question in questions:
+                question.answer = [digest in mine for digest, _ in question.chunks]
+                self._load += sum(n for digest, n in question.chunks if digest in mine)
+            self._changed.notify_all()
         return over
 
-    def _decide(self, questions: list[memoryview]) -> list[bytes]:
+    def _check_all_go_on(self, stood_still: list[float]) -> None:
+        """Give up on a rank that talks, but does not get on: its storage hangs, for example."""
+        timeout = self._comm.timeout
+        stuck = [rank for rank, seconds in enumerate(stood_still) if seconds > timeout]
+        if stuck:
+            raise RankError(
+                f"{self._comm.doing}: {ranks_named(stuck)} did not go on for {timeout:g} s (last "
+                "seen hashing and writing)",
+                tuple(stuck),
+            )
+
+    def _decided(self, heard: list[memoryview]) -> list[bytes]:
         """Choose, for each chunk that nobody was given yet, who of its holders writes it."""
-        own, size = self._comm.rank, len(questions)
+        own, size = self._comm.rank, len(heard)
         holders: dict[Digest, list[tuple[int, int]]] = {}
-        answers, sizes = [], {}
-        loads = [_HEAD.unpack_from(question)[1] for question in questions]
-        for rank, question in enumerate(questions):
-            asks = list(_ASK.iter_unpack(question[_HEAD.size :]))
+        answers, sizes = [], dict[Digest, int]()
+        loads = [_HEAD.unpack_from(said)[1] for said in heard]
+        for rank, said in enumerate(heard):
+            asks = list(_ASK.iter_unpack(said[_HEAD.size :]))
             answers.append(bytearray(len(asks)))
-            for i, (raw_digest, nbytes) in enumerate(asks):
-                digest = Digest(raw_digest)
+            for i, (digest, nbytes) in enumerate(asks):
                 if digest not in self._settled:
-                    holders.setdefault(digest, []).append((rank, i))
+                    holders.setdefault(Digest(digest), []).append((rank, i))
                     sizes[digest] = nbytes
         for digest, held in holders.items():
             rank, i = min(held, key=lambda h: (loads[h[0]], (h[0] - own) % size))

@@ -8,11 +8,11 @@ Nothing here waits for ever, even if nobody answers, the store included.
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -123,6 +123,7 @@ class Link:
 
     def __init__(self, home: object, store: Any, ranks: tuple[int, ...], rank: int) -> None:
         self.home = home
+        self.ranks = ranks
         self.size = len(ranks)
         self.rank = rank
         self.pg: Any = None
@@ -135,6 +136,9 @@ class Link:
         self._processes: list[_Process] = []
         self._turn = threading.Lock()
         self._holder: int | None = None
+        # What the store was asked last.
+        self._asked: Future[Any] = Future()
+        self._asked.set_result(None)
 
     def hold(self, holder: int) -> None:
         """Begin an operation, given its id; one that goes on in the background ends first."""
@@ -161,7 +165,7 @@ class Link:
 
     def note(self, what: str, text: str) -> None:
         """Note something about this rank that others may want to know."""
-        if self._name:
+        if self._name and self._asked.done():
             with suppress(RuntimeError):
                 self._store.set(f"{self._name}/{what}/{self.rank}", text)
 
@@ -175,7 +179,7 @@ class Link:
         The work gets an event that says that nobody waits for it any more.
         """
         given_up = threading.Event()
-        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+        done: Future[T] = Future()
 
         def run() -> None:
             try:
@@ -183,13 +187,16 @@ class Link:
             except BaseException as e:  # noqa: BLE001 - raised by result
                 done.set_exception(e)
 
-        threading.Thread(target=run, name="casnap-link", daemon=True).start()
-        try:
-            return done.result(seconds)
-        except concurrent.futures.TimeoutError:
-            raise LostError(Lost((), _SILENT)) from None
-        finally:
-            given_up.set()
+        # Whatever still waits for an answer keeps all others from asking.
+        wait([self._asked], seconds)
+        if self._asked.done():
+            self._asked = done
+            threading.Thread(target=run, name="casnap-link", daemon=True).start()
+            wait([done], seconds)
+        given_up.set()
+        if not done.done():
+            raise LostError(Lost((), _SILENT))
+        return done.result()
 
     # --- meeting ---
 
@@ -225,7 +232,7 @@ class Link:
 
     def _acquainted(self, pg: Any, seconds: float) -> list[_Process]:
         """Exchange who is who."""
-        mine = torch.tensor([_Process.own()] * self.size)
+        mine = torch.tensor([_Process.own()] * self.size, device="cpu")
         theirs = torch.empty_like(mine)
         options = dist.AllToAllOptions()
         options.timeout = timedelta(seconds=seconds)
@@ -236,21 +243,20 @@ class Link:
         """Wait, as rank 0, for all to come to a new group; return its name."""
         name = f"{self._base}/{os.urandom(8).hex()}"
         self._store.set(f"{self._base}/newest", name)
-        missing = list(range(1, self.size))
-        lost = None
+        missing, gone = list(range(1, self.size)), list[int]()
         for _ in pauses:
-            while missing and self._store.check([f"{name}/came/{missing[-1]}"]):
+            while missing and (
+                missing[-1] in gone or self._store.check([f"{name}/came/{missing[-1]}"])
+            ):
                 missing.pop()
             if not missing:
                 break
-            if gone := [rank for rank in self._gone() if rank in missing]:
-                lost = Lost(tuple(gone), f"{ranks_named(gone)} died")
-                break
+            gone = self._gone() or _ranks(self._read(f"{name}/gone"))
         came = {rank: self._read(f"{name}/came/{rank}") for rank in range(1, self.size)}
         missing = [rank for rank, word in came.items() if not word]
-        if missing and lost is None:
-            why = f"{ranks_named(missing)} did not come within {seconds:g} s"
-            lost = Lost(tuple(missing), why)
+        lost = None
+        if missing:
+            lost = _absent(missing, gone, seconds)
         # To each its own word: one that finds an old name in the store does not take it for ours.
         self._store.set(f"{name}/start", encode(_Start([w for w in came.values() if w], lost)))
         if lost is not None:
@@ -261,6 +267,7 @@ class Link:
     def _come(self, pauses: Iterable[None], seconds: float) -> str:
         """Come to the group that rank 0 makes; return its name."""
         word, name = os.urandom(8).hex(), ""
+        gone: list[int] = []
         for _ in pauses:
             newest = self._read(f"{self._base}/newest")
             if newest not in ("", name, self._name):
@@ -272,9 +279,16 @@ class Link:
                     if start.lost is not None:
                         raise LostError(start.lost)
                     return name
-            if 0 in self._gone():
-                raise LostError(Lost((0,), "rank 0 died"))
-        raise LostError(Lost((0,), f"rank 0 did not come within {seconds:g} s"))
+            gone = self._gone()
+            if 0 in gone:
+                break
+            if gone and name:
+                # Rank 0 may be on another host.
+                self._store.set(f"{name}/gone", " ".join(map(str, gone)))
+        missing = [rank for rank in range(1, self.size) if not self._read(f"{name}/came/{rank}")]
+        if 0 in gone or not name or not missing:
+            missing = [0]
+        raise LostError(_absent(missing, gone, seconds))
 
     # --- parting ---
 
@@ -288,7 +302,7 @@ class Link:
         for peer in range(self.size):
             if peer != self.rank:
                 with suppress(RuntimeError):
-                    nothing = torch.empty(1, dtype=torch.uint8)
+                    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                     pg.recv([nothing], peer, 1).wait(timedelta(milliseconds=1))
 
     def broke_before(self) -> bool:
@@ -391,14 +405,23 @@ class Link:
     def await_end(self, rank: int, seconds: float) -> None:
         """Wait until another rank has left the operation that this one is in, or died."""
 
-        def wait(given_up: threading.Event) -> None:
+        def look(given_up: threading.Event) -> None:
             for _ in _pauses(time.monotonic() + seconds, given_up):
                 ended = self._read(f"{self._name}/ended/{rank}") == self._operation
                 if ended or rank in self._gone():
                     return
 
         with suppress(RuntimeError, LostError):
-            self._bounded(wait, seconds + _STORE)
+            self._bounded(look, seconds + _STORE)
+
+
+def _absent(missing: Sequence[int], gone: Sequence[int], seconds: float) -> Lost:
+    what = "died" if set(missing) <= set(gone) else f"did not come within {seconds:g} s"
+    return Lost(tuple(missing), f"{ranks_named(missing)} {what}")
+
+
+def _ranks(text: str) -> list[int]:
+    return [int(rank) for rank in text.split()]
 
 
 def ranks_named(ranks: Sequence[int]) -> str:

@@ -35,8 +35,8 @@ _WRITERS = 3
 _FIRST_BYTES = 12 << 20
 
 Raw: TypeAlias = memoryview | bytes
-Choose = Callable[[list[Digest]], list[bool]]
-"""Given the digests of some chunks, says which of them are to be kept."""
+Choose = Callable[[list[Digest], list[int]], list[bool]]
+"""Given the digests and lengths of some chunks, says which of them are to be kept."""
 
 
 def new_id(base: int) -> bytes:
@@ -197,7 +197,8 @@ class PackFiller:
                 own = self._slot.view[offset : offset + size] if codec == Codec.RAW else raw
                 found.append(digest_of(own))
                 stored.append(Place(self._id, offset, size, len(raw), codec))
-            self._keep(start, list(zip(found, stored, choose(found), strict=True)))
+            chosen = choose(found, [len(raw) for raw in group])
+            self._keep(start, list(zip(found, stored, chosen, strict=True)))
             digests += found
         return digests
 
@@ -208,7 +209,7 @@ class PackFiller:
             StateError: They have changed since.
         """
 
-        def check(digests: list[Digest]) -> list[bool]:
+        def check(digests: list[Digest], _sizes: list[int]) -> list[bool]:
             if digests != [next(expected) for _ in digests]:
                 raise StateError(
                     "a tensor changed while it was being taken; do not write to the state during "

@@ -13,11 +13,11 @@ import torch
 
 from casnap.capture import random_states_first
 from casnap.comm import Comm
-from casnap.containers import segment_of
+from casnap.containers import reopen, segment_of
 from casnap.contents import Contents, rank_names
 from casnap.errors import MismatchError, StateError
-from casnap.flatten import inflate, shard_targets, tensor_targets
-from casnap.format import Entry, TensorEntry, encode, payload_of
+from casnap.flatten import flatten, inflate, shard_targets, tensor_targets
+from casnap.format import ContainerEntry, Entry, TensorEntry, encode, payload_of
 from casnap.loading import Loading, Progress
 from casnap.overlap import filled_in_place, overlapping
 from casnap.passing import fetch_once
@@ -61,13 +61,14 @@ class RestoreOptions:
 
 @dataclass
 class _Part:
-    """One key of the app state to be restored."""
+    """One key of the app state to be restored; what is ``given`` is not read."""
 
     key: str
     segment: str
     stateful: Stateful
     current: Any
     entries: dict[str, Entry]
+    given: dict[str, Leaf] = field(default_factory=dict)
     skipped: set[str] = field(default_factory=set)
 
 
@@ -131,6 +132,8 @@ def restore(
     entries = {path: entry for part in parts for path, entry in part.entries.items()}
     comm.at("reading")
     leaves = _loaded(contents, entries, targets, options, comm)
+    for part in parts:
+        leaves |= part.given
     # Nobody changes anything that others could not follow.
     comm.all_gather(b"")
     comm.at("loading states")
@@ -215,11 +218,56 @@ def _part(
     entries = {} if seen is None else {segment + inner: e for inner, e in seen.items()}
     # All ranks read the state, since that may be a collective of their own.
     current = stateful.state_dict()
+    part = _Part(key, segment, stateful, current, entries)
+    if isinstance(stateful, torch.nn.Module) and _select(contents, part):
+        return part
     kept = _kept_for_others(contents, segment, rank, entries)
     if not kept and seen is not None:
-        return _Part(key, segment, stateful, current, entries)
+        part.entries = _reached(contents, segment, rank, entries)
+        return part
     report.missing += kept or [key]
     return None
+
+
+def _select(contents: Contents, part: _Part) -> bool:
+    """Take what a module has, if the ranks had modules of different names; return whether it can.
+
+    So do the stages of a pipeline; this one may have been cut elsewhere.
+    """
+    shared = contents.manifest.shared.get(part.segment)
+    if shared is None or contents.tree(shared).get("") is not None:
+        return False
+    names = {segment_of(name) for name in part.current}
+    if not names or not part.entries.keys() >= {f"{part.segment}/{name}" for name in names}:
+        return False
+    part.entries = {p: e for p, e in part.entries.items() if "/" in p and p.split("/")[1] in names}
+    part.given[part.segment] = next(flatten(part.current, part.segment))
+    return True
+
+
+def _reached(
+    contents: Contents, segment: str, rank: int, entries: dict[str, Entry]
+) -> dict[str, Entry]:
+    """Leave out what is everyone's, but in containers of other ranks alone."""
+    digest = contents.manifest.ranks.get(str(rank), {}).get(segment)
+    own = {} if digest is None else dict(contents.tree(digest).items())
+    loading = Loading(contents)
+    for inner, entry in own.items():
+        if isinstance(entry, ContainerEntry):
+            loading.add(segment + inner, entry)
+    elements = {
+        path: set(reopen(path, leaf.entry, leaf.content)[0])
+        for path, leaf in loading.load().items()
+        if isinstance(leaf.entry, ContainerEntry) and isinstance(leaf.content, bytes)
+    }
+    if not elements:
+        return entries
+    reached = dict[str, Entry]()
+    for path, entry in entries.items():  # each comes behind what it is in
+        above, _, name = path.rpartition("/")
+        if not above or (above in reached and name in elements.get(above, (name,))):
+            reached[path] = entry
+    return reached
 
 
 def _kept_for_others(

@@ -77,6 +77,15 @@ def shards_of(path: str, value: object) -> Shards | None:
     return None
 
 
+def holders_of(value: torch.Tensor) -> tuple[int, ...]:
+    """Return the ranks that hold a sharded tensor together: those of its mesh or group."""
+    mesh: Any = getattr(value, "device_mesh", None)
+    if mesh is not None:
+        return tuple(sorted(mesh.mesh.flatten().tolist()))
+    group: Any = getattr(value, "_process_group", None)
+    return tuple(sorted(torch.distributed.get_process_group_ranks(group))) if group else ()
+
+
 def quietly() -> AbstractContextManager[object]:
     """Look at tensors as what they are, past ShardedTensor's warning that it is deprecated."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from casnap.capture import Assignment, Capture, grid_for
 from casnap.comm import Comm
@@ -22,16 +23,29 @@ from casnap.containers import segment_of
 from casnap.digest import digest_of
 from casnap.edges import Target
 from casnap.errors import StateError
-from casnap.format import BoxedTensorEntry, Boxes, Entry, TensorEntry, encode
+from casnap.format import (
+    BoxedTensorEntry,
+    Boxes,
+    ContainerEntry,
+    Entry,
+    TensorEntry,
+    encode,
+)
 from casnap.grid import Grid, grid_of
 from casnap.plan import RankPlan, TensorPlan, own_runs, part_region, plan_tensor
 from casnap.region import Region
-from casnap.sharding import Shards
+from casnap.sharding import Shards, holders_of
 from casnap.staging import Part
 from casnap.tensors import Leaf, is_numpy, itemsize_of
 from casnap.tiling import MAX_BOXES, Tiling
 
-_KEY_BYTES = 16
+_KEY_BYTES, _GROUP_BYTES = 16, 8
+
+
+OWN_NAMES = (
+    "Give different tensors different names; for optimizers, get_optimizer_state_dict() of "
+    "torch.distributed.checkpoint.state_dict has the names of the parameters"
+)
 
 
 class Scope(Enum):
@@ -49,6 +63,7 @@ class Rules(NamedTuple):
 
     Attributes:
         replicated: Globs of paths that all ranks hold alike.
+        alike: Paths that they do: the parameters of DDP modules.
         per_rank: Globs of paths that belong to their rank.
         pinned: Paths of which rank 0's is the truth: the buffers of DDP modules.
     """
@@ -56,6 +71,7 @@ class Rules(NamedTuple):
     replicated: tuple[str, ...] = ()
     per_rank: tuple[str, ...] = ()
     pinned: frozenset[str] = frozenset()
+    alike: frozenset[str] = frozenset()
 
 
 class Owned(NamedTuple):
@@ -65,11 +81,13 @@ class Owned(NamedTuple):
         path: Its path.
         entry: Its entry, without digests.
         cells: The number of its cells.
+        ranks: Who holds pieces of it.
     """
 
     path: str
     entry: Entry
     cells: int
+    ranks: list[int]
 
 
 class Division(NamedTuple):
@@ -77,7 +95,8 @@ class Division(NamedTuple):
 
     Attributes:
         scopes: Of each leaf of this rank.
-        keys: What all ranks know the path of each leaf by.
+        keys: What all ranks know each leaf by: its path and, if it is sharded, who holds it
+            together.
         owned: The sharded tensors that this rank is the owner of.
         targets: The leaves whose cells may be put together here.
     """
@@ -116,33 +135,40 @@ def key_of(path: str) -> bytes:
     return digest_of(path.encode("utf-8", "surrogatepass"))[:_KEY_BYTES]
 
 
+def path_part(key: bytes) -> bytes:
+    """Return what the key of a sharded tensor has in common with others of its path."""
+    return key[:_KEY_BYTES]
+
+
 def owner_of(key: bytes, size: int) -> int:
     """Return the rank that plans, and settles, all about a path."""
     return int.from_bytes(key[:8], "big") % size
 
 
 def rules_for(
-    app_state: Mapping[str, Any], replicated: Iterable[str], per_rank: Iterable[str]
+    app_state: Mapping[str, Any],
+    replicated: Iterable[str],
+    per_rank: Iterable[str],
+    ranks: Sequence[int],
 ) -> Rules:
-    """Return what is declared, by globs and by DDP modules.
+    """Return what is declared, by globs and by DDP modules of the ranks that take part.
 
     DDP keeps parameters equal, and gives all ranks the buffers of rank 0 at the next step.
     """
-    globs, pinned = list(replicated), set[str]()
+    alike, pinned = set[str](), set[str]()
     for key, value in app_state.items():
         if not isinstance(value, torch.nn.parallel.DistributedDataParallel):
+            continue
+        if set(dist.get_process_group_ranks(value.process_group)) != set(ranks):
+            # Others may hold another module under this name.
             continue
         ignored = {f"module.{name}" for name in getattr(value, "parameters_to_ignore", ())}
         names = value.state_dict().keys() - ignored
         buffers = {name for name, _ in value.named_buffers()} - ignored
         segment = segment_of(key)
-        globs += [_literal(f"{segment}/{segment_of(name)}") for name in names - buffers]
+        alike |= {f"{segment}/{segment_of(name)}" for name in names - buffers}
         pinned |= {f"{segment}/{segment_of(name)}" for name in buffers}
-    return Rules(tuple(globs), tuple(per_rank), frozenset(pinned))
-
-
-def _literal(path: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in path)
+    return Rules(tuple(replicated), tuple(per_rank), frozenset(pinned), frozenset(alike))
 
 
 def divide(comm: Comm, capture: Capture, rules: Rules, chunk_size: int) -> Division:
@@ -151,8 +177,7 @@ def divide(comm: Comm, capture: Capture, rules: Rules, chunk_size: int) -> Divis
     Raises:
         StateError: Ranks contradict each other.
     """
-    scopes = _scopes(capture, rules)
-    keys = [key_of(leaf.path) for leaf in capture.leaves]
+    scopes, keys = _scopes(capture, rules), _keys(capture)
     asked: list[list[int]] = [[] for _ in range(comm.size)]
     for i, scope in enumerate(scopes):
         if scope in (Scope.SHARDED, Scope.REPLICATED, Scope.PINNED):
@@ -180,6 +205,23 @@ def divide(comm: Comm, capture: Capture, rules: Rules, chunk_size: int) -> Divis
     return division
 
 
+def _keys(capture: Capture) -> list[bytes]:
+    """Return the key of each leaf; sharded tensors of one path on several meshes are several.
+
+    They may be replicas, but also what two stages of a pipeline call by the same name.
+    """
+    groups: dict[tuple[int, ...], bytes] = {(): bytes(_GROUP_BYTES)}
+    keys = []
+    for path, _, content in capture.leaves:
+        keys.append(key_of(path))
+        if isinstance(content, Shards):
+            holders = holders_of(content.value)
+            if holders not in groups:
+                groups[holders] = digest_of(encode(holders))[:_GROUP_BYTES]
+            keys[-1] += groups[holders]
+    return keys
+
+
 def _scopes(capture: Capture, rules: Rules) -> list[Scope]:
     return [
         Scope.PRIVATE if span.private else _scope(leaf, rules)
@@ -196,7 +238,10 @@ def _scope(leaf: Leaf, rules: Rules) -> Scope:
         return Scope.PRIVATE
     if path in rules.pinned:
         return Scope.PINNED
-    if not _matches(path, rules.replicated):
+    # A container that is said to be equal may have other elements all the same.
+    if isinstance(leaf.entry, ContainerEntry):
+        return Scope.OPEN
+    if path not in rules.alike and not _matches(path, rules.replicated):
         return Scope.OPEN
     splits = isinstance(leaf.entry, TensorEntry) and not is_numpy(leaf.entry)
     return Scope.REPLICATED if splits else Scope.PINNED
@@ -228,42 +273,45 @@ def _planned(
 ) -> tuple[dict[bytes, Owned], dict[bytes, TensorPlan]]:
     """Plan all sharded tensors that this rank is the owner of."""
     holders: defaultdict[bytes, list[tuple[int, _Claim]]] = defaultdict(list)
+    firsts: dict[bytes, tuple[int, Entry]] = {}
     for rank, claims in enumerate(heard):
         for claim in claims.sharded:
             holders[claim.key].append((rank, claim))
+            first_rank, first = firsts.setdefault(path_part(claim.key), (rank, claim.entry))
+            if claim.entry != first:
+                raise StateError(
+                    f"{claim.path} is {_look(first)} on rank {first_rank}, but "
+                    f"{_look(claim.entry)} on rank {rank}; all ranks must hold pieces of one "
+                    f"tensor. {OWN_NAMES}"
+                )
     owned, plans = {}, {}
     loads: defaultdict[int, int] = defaultdict(int)
     for key, held in holders.items():
-        first_rank, first = held[0]
-        for rank, claim in held:
-            if claim.entry != first.entry:
-                raise StateError(
-                    f"{first.path} is {_look(first.entry)} on rank {first_rank}, but "
-                    f"{_look(claim.entry)} on rank {rank}; all ranks must hold pieces of one tensor"
-                )
-        entry = first.entry
+        path, entry = held[0][1].path, held[0][1].entry
         assert isinstance(entry, TensorEntry)
         itemsize = itemsize_of(entry)
         boxes = [(rank, Region(*box)) for rank, claim in held for box in claim.boxes]
         turn = int.from_bytes(key[8:], "big")
         plan = plan_tensor(
-            entry.shape, itemsize, chunk_size, boxes, name=first.path, turn=turn, loads=loads
+            entry.shape, itemsize, chunk_size, boxes, name=path, turn=turn, loads=loads
         )
         plans[key] = plan
-        owned[key] = _owned(first.path, entry, itemsize, plan, chunk_size)
+        stored, cells = _stored(path, entry, itemsize, plan, chunk_size)
+        owned[key] = Owned(path, stored, cells, [rank for rank, _ in held])
     return owned, plans
 
 
-def _owned(
+def _stored(
     path: str, entry: TensorEntry, itemsize: int, plan: TensorPlan, chunk_size: int
-) -> Owned:
+) -> tuple[TensorEntry, int]:
+    """Return the entry of a tensor as it is stored, without digests, and the number of cells."""
     if len(plan.boxes) > MAX_BOXES:
         raise StateError(
             f"{path} lies in {len(plan.boxes):,} boxes, more than {MAX_BOXES:,}; redistribute it "
             "to Shard on one dimension first"
         )
     if not plan.boxes:
-        return Owned(path, entry, grid_of(entry.shape, itemsize, chunk_size).count)
+        return entry, grid_of(entry.shape, itemsize, chunk_size).count
     boxed = BoxedTensorEntry(
         entry.dtype,
         entry.shape,
@@ -274,7 +322,7 @@ def _owned(
         tuple((box.offsets, box.sizes) for box in plan.boxes),
     )
     count = sum(grid_of(box.sizes, itemsize, chunk_size).count for box in plan.boxes)
-    return Owned(path, boxed, count)
+    return boxed, count
 
 
 def _look(entry: Entry) -> str:

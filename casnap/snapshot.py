@@ -81,9 +81,9 @@ class Snapshot:
         self._open(found, check_name(name), found.row(name), pg)
 
     @classmethod
-    def _of(cls, store: Store, name: str, row: Row) -> Snapshot:
+    def _of(cls, store: Store, name: str, row: Row, pg: Any = None) -> Snapshot:
         snapshot = cls.__new__(cls)
-        snapshot._open(store, name, row)
+        snapshot._open(store, name, row, pg)
         return snapshot
 
     def _open(self, store: Store, name: str, row: Row, pg: Any = None) -> None:
@@ -129,7 +129,7 @@ class Snapshot:
                 DDP modules are known to be.
             storage_options: Must be empty in this version.
             store: The store, or its URI, that ``path`` is then a name in.
-            metadata: What JSON holds, up to 64 KiB, kept beside the snapshot.
+            metadata: What JSON holds, up to 64 KiB, kept beside the snapshot; rank 0's.
             overwrite: Replace a snapshot of this name, unless it is tagged.
             allow_pickle: Store what has no safe encoding by pickle; to restore it then needs
                 ``allow_pickle=True`` too.
@@ -159,7 +159,7 @@ class Snapshot:
             per_rank,
         )
         comm, found, name = _joined(path, pg, storage_options, store, timeout, "take")
-        return found._take(comm, app_state, name, options)
+        return found._take(comm, app_state, name, options, pg)
 
     @classmethod
     def async_take(
@@ -215,7 +215,7 @@ class Snapshot:
             per_rank,
         )
         comm, found, name = _joined(path, pg, storage_options, store, timeout, "async_take")
-        return found._async_take(comm, app_state, name, options)
+        return found._async_take(comm, app_state, name, options, pg)
 
     # --- giving back ---
 
@@ -367,8 +367,9 @@ class Snapshot:
 class PendingSnapshot:
     """A snapshot that is being stored in the background."""
 
-    def __init__(self, store: Store, take: PendingTake, name: str) -> None:
+    def __init__(self, store: Store, take: PendingTake, name: str, pg: Any = None) -> None:
         self._store = store
+        self._pg = pg
         self._take = take
         self._name = name
 
@@ -387,7 +388,7 @@ class PendingSnapshot:
         Raises:
             CasnapError: What went wrong; nothing was committed.
         """
-        return Snapshot._of(self._store, self._name, self._take.wait())
+        return Snapshot._of(self._store, self._name, self._take.wait(), self._pg)
 
 
 def _store_and_name(

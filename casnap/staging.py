@@ -224,14 +224,14 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return _streams[device]
 
 
-def batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group small pieces, so that each batch is worth a thread's while."""
+def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
+    """Group pieces, so that each batch of about so many bytes is worth a thread's while."""
     batch, total = list[Piece](), 0
     for piece in pieces:
         batch.append(piece)
         total += len(piece.view)
         # A piece in a bounded buffer is handed on at once: to hold it back could block its maker.
-        if total >= PIECE_BYTES or len(batch) == _BATCH or piece.done is not None:
+        if total >= nbytes or len(batch) == _BATCH or piece.done is not None:
             yield batch
             batch, total = [], 0
     if batch:
@@ -338,8 +338,8 @@ class Held:
             slot = _kept.take()
         return slot
 
-    def batches(self) -> Iterator[list[Piece]]:
-        """Yield the copies as they are made, some at a time, until all were."""
+    def batches(self, nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
+        """Yield the copies as they are made, about so many bytes at a time, until all were."""
         while True:
             with self._changed:
                 while not self._copies and not self._complete:
@@ -347,7 +347,7 @@ class Held:
                 if not self._copies:
                     break
                 batch, total = list[Piece](), 0
-                while self._copies and total < PIECE_BYTES and len(batch) < _BATCH:
+                while self._copies and total < nbytes and len(batch) < _BATCH:
                     batch.append(self._copies.popleft())
                     total += len(batch[-1].view)
             yield batch

@@ -150,17 +150,23 @@ class Store:
             per_rank,
         )
         full = self.full_name(name)
-        return self._take(join(pg, timeout, f"the take of {full!r}"), app_state, name, options)
+        comm = join(pg, timeout, f"the take of {full!r}")
+        return self._take(comm, app_state, name, options, pg)
 
     def _take(
-        self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
+        self,
+        comm: Comm,
+        app_state: Mapping[str, Stateful],
+        name: str,
+        options: TakeOptions,
+        pg: Any,
     ) -> Snapshot:
         from casnap.take import take
 
         with comm:
             asked = replace(options, codec=self._codec)
             row = take(self.objects, self.full_name(name), app_state, asked, comm)
-        return Snapshot._of(self, check_name(name), row)
+        return Snapshot._of(self, check_name(name), row, pg)
 
     def async_take(
         self,
@@ -194,16 +200,21 @@ class Store:
         )
         full = self.full_name(name)
         comm = join(pg, timeout, f"the async_take of {full!r}")
-        return self._async_take(comm, app_state, name, options)
+        return self._async_take(comm, app_state, name, options, pg)
 
     def _async_take(
-        self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
+        self,
+        comm: Comm,
+        app_state: Mapping[str, Stateful],
+        name: str,
+        options: TakeOptions,
+        pg: Any,
     ) -> PendingSnapshot:
         from casnap.take import async_take
 
         asked = replace(options, codec=self._codec)
         pending = async_take(self.objects, self.full_name(name), app_state, asked, comm)
-        return PendingSnapshot(self, pending, check_name(name))
+        return PendingSnapshot(self, pending, check_name(name), pg)
 
     def row(self, name: str) -> Row:
         """Return the table's row of a snapshot.

@@ -15,21 +15,24 @@ import msgspec
 
 from casnap import pending as background
 from casnap.agreement import Agreed, Hashed, agree, alone
+from casnap.buffers import SLOT_BYTES
 from casnap.capture import Capture, random_states_first
 from casnap.codec import Codec
-from casnap.comm import Alone, Comm, as_error, told
-from casnap.commit import ChunkWriter, Handover, Partners, Transaction
+from casnap.comm import Alone, Comm
+from casnap.commit import Partners, Transaction
 from casnap.digest import DIGEST_SIZE, Digest
 from casnap.edges import Edges
-from casnap.errors import CasnapError, FencedError, RankError, StateError, StoreError
+from casnap.errors import FencedError, StateError, StoreError
 from casnap.exchange import Exchange
 from casnap.format import INLINE_BYTES, MARKER, Root, Row, Stats, encode, payload_of
+from casnap.handover import follow, lead
 from casnap.objects import Objects
+from casnap.pack import Choose
 from casnap.pending import PendingTake
 from casnap.pipeline import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.retention import Pruning, Retention, check_retention, prune
 from casnap.sharing import Division, Rules, divide, rules_for
-from casnap.staging import Held, Piece, batched
+from casnap.staging import PIECE_BYTES, Held, Piece, batched
 from casnap.state import RNGState, Stateful
 from casnap.table import check_free, checked_metadata, setting
 
@@ -68,14 +71,6 @@ class _Asked(msgspec.Struct, array_like=True):
     options: dict[str, str]
 
 
-class _Order(msgspec.Struct, array_like=True):
-    """What rank 0 tells the others while it commits: one of these."""
-
-    move: int | None = None
-    error: tuple[str, str] | None = None
-    row: Row | None = None
-
-
 def take(
     objects: Objects,
     name: str,
@@ -98,10 +93,13 @@ def take(
         state = _agreed_state(objects, name, app_state, options, comm)
         with _capture(objects, state, options) as capture:
             work = _Take(objects, name, capture, options, comm, started)
-            work.divide(rules_for(state, options.replicated or (), options.per_rank or ()))
+            work.divide(
+                rules_for(state, options.replicated or (), options.per_rank or (), comm.ranks)
+            )
             for tries in count(1):
                 try:
-                    return work.run(batched(capture.pieces(comm.rank / comm.size)))
+                    pieces = capture.pieces(comm.rank / comm.size)
+                    return work.run(batched(pieces, _batch_bytes(comm)))
                 except FencedError:
                     if tries == _FENCED_TRIES or comm.over:
                         raise
@@ -131,7 +129,9 @@ def async_take(
             with _capture(objects, state, options) as capture:
                 held = Held(options.max_staging_bytes)
                 work = _Take(objects, name, capture, options, comm, started)
-                work.divide(rules_for(state, options.replicated or (), options.per_rank or ()))
+                work.divide(
+                    rules_for(state, options.replicated or (), options.per_rank or (), comm.ranks)
+                )
                 pending = PendingTake(name, lambda: _run_held(work, held, comm))
                 try:
                     held.fill(capture.pieces(comm.rank / comm.size), when_full=pending.start)
@@ -150,10 +150,15 @@ def async_take(
         raise
 
 
+def _batch_bytes(comm: Comm) -> int:
+    """Return how much is hashed at a time: where others have to be asked, as much as a pack."""
+    return PIECE_BYTES if comm.size == 1 else SLOT_BYTES
+
+
 def _run_held(work: _Take, held: Held, comm: Comm) -> Row:
     with comm:
         try:
-            return work.run(held.batches())
+            return work.run(held.batches(_batch_bytes(comm)))
         finally:
             held.release()
 
@@ -271,11 +276,12 @@ class _Take:
         transaction = Transaction(self._objects, crew, self._options.codec)
         try:
             self._comm.at("hashing and writing")
-            source, threads = Shared(batches, crew), min(cores(), 8)
+            source = Shared(batches, crew)
             if self._division is None:
+                threads = min(cores(), 8)
                 crew.join(crew.start(lambda: self._hash(source, transaction), threads))
             else:
-                self._hash_together(source, transaction, crew, threads)
+                self._hash_together(source, transaction, crew, self._division)
             self._comm.at("settling what is whose")
             with collector_paused():
                 agreed = self._agreed(transaction)
@@ -289,12 +295,18 @@ class _Take:
 
     # --- hashing ---
 
-    def _hash(self, source: Shared[list[Piece]], transaction: Transaction) -> None:
-        writer = transaction.chunk_writer()
+    def _hash(
+        self,
+        batches: Iterable[list[Piece]],
+        transaction: Transaction,
+        ask: Choose | None = None,
+    ) -> None:
+        writer = transaction.chunk_writer(ask)
         try:
-            for batch in source:
+            for batch in batches:
                 try:
-                    self._note(batch, writer.store(_chunks_of(batch)))
+                    stored = [piece for piece in batch if not self._keep_inline(piece)]
+                    self._note(stored, writer.store(_chunks_of(stored)))
                 finally:
                     for piece in batch:
                         piece.give_back()
@@ -302,44 +314,28 @@ class _Take:
             writer.finish()
 
     def _hash_together(
-        self, source: Shared[list[Piece]], transaction: Transaction, crew: Crew, threads: int
+        self,
+        source: Shared[list[Piece]],
+        transaction: Transaction,
+        crew: Crew,
+        division: Division,
     ) -> None:
-        assert self._division is not None
-        division = self._division
+        """Hash with the other ranks: some threads wait for answers while others hash."""
+        threads = min(cores() + 2, 8)
         edges = Edges(self._comm.size, division.keys, division.targets)
         exchange = Exchange(self._comm, crew, edges, threads)
-
-        def look() -> None:
-            writer = transaction.chunk_writer()
-            for batch in exchange.batches(source):
-                self._look(batch, writer, exchange)
-
-        def write() -> None:
-            writer = transaction.chunk_writer()
-            try:
-                exchange.write(writer.keep)
-            finally:
-                writer.finish()
-
-        started = [*crew.start(look, threads), *crew.start(write, threads)]
+        hashing = crew.start(
+            lambda: self._hash(exchange.batches(source), transaction, exchange.ask), threads
+        )
         try:
-            exchange.run(threads)
-        finally:
+            exchange.run()
+        except BaseException as e:
+            crew.fail(e)
             # Packs are deleted only after nobody writes any more.
-            for thread in started:
+            for thread in hashing:
                 thread.wait()
-        crew.join(started)
-
-    def _look(self, batch: list[Piece], writer: ChunkWriter, exchange: Exchange) -> None:
-        try:
-            stored = [piece for piece in batch if not self._keep_inline(piece)]
-            digests, fresh = writer.look(_chunks_of(stored))
-            self._note(stored, digests)
-        except BaseException:
-            for piece in batch:
-                piece.give_back()
             raise
-        exchange.offer(fresh, batch)
+        crew.join(hashing)
 
     def _keep_inline(self, piece: Piece) -> bool:
         """Keep the bytes themselves of a sharded tensor that is to stand in its entry."""
@@ -385,55 +381,10 @@ class _Take:
 
     def _commit(self, transaction: Transaction, agreed: Agreed | None) -> Row:
         if agreed is None:
-            return self._follow(transaction)
+            return follow(self._comm, transaction, self._row_of)
         if self._comm.size == 1:
             return self._publish(transaction, agreed, Partners((), lambda _: ()))
-        comm = self._comm
-        comm.broadcast(transaction.commit)
-
-        def move(seq: int) -> list[Handover]:
-            comm.broadcast(encode(_Order(move=seq)))
-            return _handovers(comm.gather(b""))
-
-        partners = Partners(_handovers(comm.gather(b"")), move)
-        try:
-            row = self._publish(transaction, agreed, partners)
-        except CasnapError as e:
-            if not comm.over and not transaction.may_stand:
-                comm.broadcast(encode(_Order(error=told(e))))
-            raise
-        try:
-            comm.broadcast(encode(_Order(row=row)))
-        except RankError as e:
-            _log.warning("%s is committed, but not all ranks hear of it: %s", self._name, e)
-        return row
-
-    def _follow(self, transaction: Transaction) -> Row:
-        """Hand over what this rank wrote, and do what rank 0 says until it has committed."""
-        comm = self._comm
-        commit = bytes(comm.broadcast())
-        handover = transaction.hand_over(comm.size)
-        comm.gather(encode(handover))
-        try:
-            while True:
-                order = msgspec.msgpack.decode(comm.broadcast(), type=_Order)
-                if order.move is not None:
-                    comm.gather(encode(transaction.move(order.move, comm.size)))
-                elif order.error is not None:
-                    transaction.withdraw()
-                    raise as_error(self._name, {0: order.error})
-                else:
-                    assert order.row is not None
-                    return order.row
-        except RankError as e:
-            row = self._row_of(commit)
-            if row is None:
-                raise RankError(
-                    f"{e}. When this rank looked, {self._name!r} was not in the store; if rank 0 "
-                    "lives, it may still commit it",
-                    e.ranks,
-                ) from e
-            return row
+        return lead(self._comm, transaction, lambda p: self._publish(transaction, agreed, p))
 
     def _row_of(self, commit: bytes) -> Row | None:
         """Return the row of this take if it was committed, whatever was heard of that."""
@@ -507,8 +458,3 @@ def _chunks_of(batch: list[Piece]) -> list[memoryview]:
             chunks.append(piece.view[start : start + size])
             start += size
     return chunks
-
-
-def _handovers(given: list[memoryview]) -> list[Handover]:
-    """Return what the other ranks hand over to rank 0."""
-    return [msgspec.msgpack.decode(part, type=Handover) for part in given[1:]]

@@ -145,17 +145,17 @@ def spread(whole: torch.Tensor, way: Way) -> torch.Tensor:
             if owner == rank
         ]
         return init_from_local_shards(shards, list(whole.shape))
-    placements = [
-        Replicate()
-        if p is None
-        else Shard(p[0])
-        if p[1] == 1
-        else _StridedShard(p[0], split_factor=p[1])
-        for p in way.placements
-    ]
+    placements = [_placement(placement) for placement in way.placements]
     mesh = _mesh(way.ranks, way.shape)
     # Each rank has the whole; nothing needs to be sent, and gloo cannot send all dtypes.
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def _placement(given: tuple[int, int] | None) -> Any:
+    if given is None:
+        return Replicate()
+    dim, pieces = given
+    return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
 
 
 def is_right(value: torch.Tensor, whole: torch.Tensor) -> bool:
@@ -172,6 +172,7 @@ def is_right(value: torch.Tensor, whole: torch.Tensor) -> bool:
         and whole.dtype in (torch.float32, torch.int64)
         and value.device_mesh.get_coordinate() is not None
         and not any(hasattr(p, "split_factor") for p in value.placements)
+        and not hasattr(value.to_local(), "local_offsets")
     )
     # Not `and`: what is wrong on one rank alone would leave the others waiting.
     return (raw(value.full_tensor()) == raw(whole) if gathers else True) & right

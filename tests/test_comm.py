@@ -26,7 +26,7 @@ from tests.ranks import RankDied, World
 Worlds = Callable[[int], World]
 SOON = 5.0
 """Seconds that a busy machine may add to what is awaited."""
-SHORT = 1.5
+SHORT = 1.0
 
 
 def start_with(operations: int) -> None:
@@ -68,11 +68,11 @@ def carry(sizes: list[int], kind: str) -> None:
             assert all(inside) == (len(room) >= nbytes)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "writable", "read-only"])
-@pytest.mark.parametrize("sizes", [[0], [2], [0, 10, 4000], [0, 0, 6, 0], [1 << 25, 0, 2]])
-def test_parts_of_any_size_arrive(world: Worlds, sizes: list[int], kind: str) -> None:
-    for size in (2, 3, 4):
-        world(size).run(carry, sizes, kind)
+@pytest.mark.parametrize("sizes", [[0], [2], [0, 10, 4000], [0, 0, 6, 0], [1 << 23, 0, 2]])
+def test_parts_of_any_size_arrive(world: Worlds, sizes: list[int]) -> None:
+    for size in (2, 4, 3):
+        for kind in ("bytes", "writable", "read-only"):
+            world(size).run(carry, sizes, kind)
 
 
 def carry_by_all_means() -> None:
@@ -267,7 +267,7 @@ def test_who_skips_an_operation_is_missed(world: Worlds, skipping: int, before: 
             assert seen.error == "RankError"
             assert seen.ranks == (skipping,)
             verb = "come" if before == 0 else "answer"
-            assert f"rank {skipping} did not {verb} within 1.5" in seen.text
+            assert f"rank {skipping} did not {verb} within 1" in seen.text
             assert SHORT <= seen.seconds < 2 * SHORT + SOON
             assert before == 0 or "last seen" in seen.text
         assert again.value == heard_of(3)
@@ -370,15 +370,15 @@ def stand_still(
     seen = watch(partial(talk, SHORT, 3, strike))
     missed = watch(lambda: None)
     if dist.get_rank() != stopping:
-        missed = watch(partial(talk, SHORT))
+        missed = watch(partial(talk, SHORT, doing="the talk that is missed"))
         yard.done(stopping)
     dist.barrier()
-    return seen, missed, watch(partial(talk, 60))
+    return seen, missed, watch(partial(talk, 60, doing="the talk of all"))
 
 
-@pytest.mark.parametrize("stopping", [0, 1])
 @pytest.mark.parametrize(
-    ("before", "at", "inside"), [(0, 0, False), (0, 2, True), (1, 0, False), (1, 3, False)]
+    ("stopping", "before", "at", "inside"),
+    [(0, 0, 0, False), (1, 0, 0, False), (1, 0, 2, True), (0, 1, 0, False), (1, 1, 3, False)],
 )
 def test_who_stands_still_is_named_in_time(
     world: Worlds, tmp_path: Path, stopping: int, before: int, at: int, inside: bool
@@ -392,7 +392,7 @@ def test_who_stands_still_is_named_in_time(
             if rank != stopping or (before, at) != (0, 0):
                 assert f"rank {stopping} did not " in seen.text
                 assert seen.ranks == (stopping,)
-                assert "within 1.5" in seen.text
+                assert "within 1" in seen.text
             if rank != stopping:
                 assert SHORT * 0.9 <= seen.seconds < 2 * SHORT + SOON
         if rank != stopping:
@@ -490,25 +490,26 @@ def test_a_lost_operation_frees_its_turn(world: Worlds) -> None:
 
 
 def begin_anew(port: int) -> list[list[bytes]]:
-    """Destroy the default group and make another, through the same store and names in it."""
+    """Destroy the default group and make another."""
     rank, size = dist.get_rank(), dist.get_world_size()
     heard = []
-    for _ in range(3):
+    for i in range(3):
         dist.destroy_process_group()
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        store = dist.PrefixStore(f"same-{os.getppid()}", store)
+        server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        store = dist.PrefixStore(str(i), server)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        # The slower one must not take what is left of the last round for a group of this one.
-        if rank == 0:
-            time.sleep(0.1)
         heard.append(talk(20, 2))
+        if i == 1:
+            # What is left in the store of an older group is not taken for a newer one.
+            comm_module.forget_after_fork()
+            heard.append(talk(20, 2))
     return heard
 
 
 def test_process_groups_come_and_go(world: Worlds) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with world(2).fresh() as fresh:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        assert fresh.run(begin_anew, store.port) == [[heard_of(2)] * 3] * 2
+        assert fresh.run(begin_anew, server.port) == [[heard_of(2)] * 4] * 2
 
 
 # --- the store --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Restores on more or fewer ranks than took the snapshot: what comes back, and what stands in the way."""
+"""Restores on more or fewer ranks: what comes back, and what stands in the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved in one layout, restored in another: any sharding of any tensor from any other, bit by bit."""
+"""Saved in one layout, restored in another: any sharding from any other, bit by bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from casnap import Snapshot, StateDict, Store
@@ -187,7 +187,7 @@ def test_the_command_shows_sharded_snapshots(saved: str) -> None:
     shown = document("show", boxed, "train/model/blocks.0.down.weight")
     assert (shown["shape"], shown["boxes"]) == ([96, 384], 4)
     assert "boxes" in invoke("show", boxed, "2/train/model/blocks.0.down.weight").stdout
-    assert document("diff", plain, f"{saved}/fsdp2 on 3")["changed"] == []
+    assert document("diff", plain, f"{saved}/fsdp2 on 3")["changed"] == 0
     assert document("check", saved, "--data")
 
 
@@ -369,9 +369,8 @@ def test_tables_of_several_shards_a_rank(world: Worlds, tmp_path: Path) -> None:
     path = str(tmp_path / "store/s")
     world(4).run(through_tables, path, True)
     world(3).run(through_tables, path, False)
-    assert torch.equal(
-        Snapshot(path).read_object("tables/t"), whole_of(1, (5000, 16), torch.float32)
-    )
+    found = Snapshot(path).read_object("tables/t")
+    assert raw(found) == raw(whole_of(1, (5000, 16), torch.float32))
 
 
 def refused(path: str, what: str) -> tuple[str, str]:
@@ -380,9 +379,8 @@ def refused(path: str, what: str) -> tuple[str, str]:
     if what == "partial":
         value = DTensor.from_local(torch.ones(4), mesh, [Partial()])
     elif what == "plain on one":
+        value = value.redistribute(placements=[Replicate()])
         value = torch.ones(6, 4) if rank else value
-    elif what == "absent on one":
-        value = torch.ones(3, 4) if rank else DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)])
     elif what == "another shape":
         value = distribute_tensor(torch.ones(6 + rank, 4), mesh, [Shard(0)], src_data_rank=None)
     elif what == "not held":
@@ -404,9 +402,8 @@ def refused(path: str, what: str) -> tuple[str, str]:
     [
         ("partial", "redistribute it first"),
         ("plain on one", "is sharded, but not on rank 1"),
-        ("absent on one", "is sharded, but not on rank 1|nobody|no rank"),
         ("another shape", "all ranks must hold pieces of one tensor"),
-        ("not held", "no rank holds|nobody holds"),
+        ("not held", r"nobody holds the box at offsets \(2, 0\)"),
     ],
 )
 def test_what_makes_no_sense_is_refused_on_all_ranks(

@@ -1,0 +1,107 @@
+"""One commit for many ranks: rank 0 puts the root, for what all others hand over to it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from casnap.comm import Comm, as_error, told
+from casnap.commit import PASSED, Handover, Partners, Transaction
+from casnap.errors import FencedError, RankError
+from casnap.format import Row, encode
+from casnap.links import Said
+
+_log = logging.getLogger("casnap")
+
+
+class _Order(msgspec.Struct, array_like=True):
+    """What rank 0 tells the others while it commits: one of these."""
+
+    move: int | None = None
+    error: Said | None = None
+    row: Row | None = None
+
+
+def lead(comm: Comm, transaction: Transaction, publish: Callable[[Partners], Row]) -> Row:
+    """Commit for all ranks, as rank 0.
+
+    Args:
+        comm: The ranks.
+        transaction: What this rank wrote.
+        publish: Commits it and what the partners wrote, and returns the row.
+    """
+    comm.broadcast(transaction.commit)
+
+    def move(seq: int) -> list[Handover]:
+        comm.broadcast(encode(_Order(move=seq)))
+        return _handovers(comm)
+
+    partners = Partners(_handovers(comm), move)
+    try:
+        row = publish(partners)
+    except Exception as e:
+        if not comm.over and not transaction.may_stand:
+            comm.broadcast(encode(_Order(error=told(e))))
+        raise
+    try:
+        comm.broadcast(encode(_Order(row=row)))
+    except RankError as e:
+        _log.warning("it is committed, but not all ranks hear of it: %s", e)
+    return row
+
+
+def _handovers(comm: Comm) -> list[Handover]:
+    """Return what the other ranks hand over.
+
+    Raises:
+        FencedError: What one wrote is gone; all take again.
+    """
+    handovers = [msgspec.msgpack.decode(part, type=Handover) for part in comm.gather(b"")[1:]]
+    if any(handover.fenced for handover in handovers):
+        raise FencedError(PASSED)
+    return handovers
+
+
+def follow(comm: Comm, transaction: Transaction, look: Callable[[bytes], Row | None]) -> Row:
+    """Hand over what this rank wrote, and do what rank 0 says until it has committed.
+
+    Args:
+        comm: The ranks.
+        transaction: What this rank wrote.
+        look: Returns the row in the store of a take, given its commit id, if it is there.
+    """
+    commit = bytes(comm.broadcast())
+    handover = transaction.hand_over(comm.size)
+    try:
+        while True:
+            comm.gather(encode(handover))
+            order = msgspec.msgpack.decode(comm.broadcast(), type=_Order)
+            if order.move is None:
+                break
+            handover = _moved(transaction, order.move, comm.size)
+    except RankError as e:
+        # Once rank 0 has left, it is committed or not.
+        if 0 not in e.ranks:
+            comm.await_end(0)
+        row = look(commit)
+        if row is None:
+            raise RankError(
+                f"{e}. When this rank looked, the snapshot was not in the store; if rank 0 "
+                "lives, it may still commit it",
+                e.ranks,
+            ) from e
+        return row
+    if order.error is not None:
+        transaction.withdraw()
+        raise as_error(comm.doing, {0: order.error})
+    assert order.row is not None
+    return order.row
+
+
+def _moved(transaction: Transaction, seq: int, world: int) -> Handover:
+    try:
+        return transaction.move(seq, world)
+    except FencedError:
+        return Handover(b"", seq, 0, fenced=True)
