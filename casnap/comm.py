@@ -78,8 +78,9 @@ class Comm(ABC):
     def at(self, phase: str) -> None:
         """Note what this rank does now, so that others can say where it was lost."""
 
-    def await_end(self, rank: int) -> None:  # noqa: B027 - others need nothing of the kind
-        """Wait until another rank has left this operation, or died; not longer than for others."""
+    def await_end(self, rank: int) -> bool:
+        """Wait until another rank has left this operation, well or not; return whether it has."""
+        return self.rank == rank
 
     def all_gather(self, part: Part) -> list[memoryview]:
         """Return the part of every rank."""
@@ -172,9 +173,9 @@ class Group(Comm):
         if self._calls:
             self._link.note("at", phase)
 
-    def await_end(self, rank: int) -> None:
-        """Wait until another rank has left this operation, or died."""
-        self._link.await_end(rank, self.timeout)
+    def await_end(self, rank: int) -> bool:
+        """Wait until another rank has left this operation, well or not; return whether it has."""
+        return self._link.await_end(rank, self.timeout)
 
     def all_to_all(self, parts: Sequence[Part], room: memoryview | None = None) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each."""

@@ -82,17 +82,17 @@ def follow(comm: Comm, transaction: Transaction, look: Callable[[bytes], Row | N
                 break
             handover = _moved(transaction, order.move, comm.size)
     except RankError as e:
-        # Once rank 0 has left, it is committed or not.
-        if 0 not in e.ranks:
-            comm.await_end(0)
+        ended = 0 not in e.ranks and comm.await_end(0)
         row = look(commit)
-        if row is None:
-            raise RankError(
-                f"{e}. When this rank looked, the snapshot was not in the store; if rank 0 "
-                "lives, it may still commit it",
-                e.ranks,
-            ) from e
-        return row
+        if row is not None:
+            return row
+        if ended:
+            raise
+        raise RankError(
+            f"{e}. When this rank looked, the snapshot was not in the store; if rank 0 lives, it "
+            "may still commit it",
+            e.ranks,
+        ) from e
     if order.error is not None:
         transaction.withdraw()
         raise as_error(comm.doing, {0: order.error})

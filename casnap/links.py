@@ -360,13 +360,15 @@ class Link:
         self._store.add(f"{operation}/count", 1)
         self._store.set(f"{self._name}/broke", "")
         for _ in _pauses(time.monotonic() + patience, given_up):
+            # Whoever says why does so before being counted.
+            complete = self._store.add(f"{operation}/count", 0) >= self.size
             if self._store.check([f"{operation}/why"]):
                 # So all name the same, one that woke up late itself.
                 return msgspec.msgpack.decode(self._store.get(f"{operation}/why"), type=Lost)
             if self._gone():
                 time.sleep(_TOGETHER)
                 break
-            if self._store.add(f"{operation}/count", 0) >= self.size:
+            if complete:
                 break
         lost = self._died(self._gone()) or self._silent(operation)
         self._store.set(f"{operation}/why", encode(lost))
@@ -402,17 +404,22 @@ class Link:
         phase = self._read(f"{self._name}/at/{rank}")
         return f" (last seen {phase})" if phase else ""
 
-    def await_end(self, rank: int, seconds: float) -> None:
-        """Wait until another rank has left the operation that this one is in, or died."""
+    def await_end(self, rank: int, seconds: float) -> bool:
+        """Wait until another rank has left the operation that this one is in, unless it died."""
 
-        def look(given_up: threading.Event) -> None:
+        def look(given_up: threading.Event) -> bool:
             for _ in _pauses(time.monotonic() + seconds, given_up):
-                ended = self._read(f"{self._name}/ended/{rank}") == self._operation
-                if ended or rank in self._gone():
-                    return
+                died = rank in self._gone()
+                if self._read(f"{self._name}/ended/{rank}") == self._operation:
+                    return True
+                if died:
+                    break
+            return False
 
-        with suppress(RuntimeError, LostError):
-            self._bounded(look, seconds + _STORE)
+        try:
+            return self._bounded(look, seconds + _STORE)
+        except (RuntimeError, LostError):
+            return False
 
 
 def _absent(missing: Sequence[int], gone: Sequence[int], seconds: float) -> Lost:

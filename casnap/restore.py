@@ -119,7 +119,7 @@ def restore(
         RankError: Another rank failed, died or hangs.
     """
     comm.at("beginning a restore")
-    keys = _agreed_keys(contents, app_state, comm)
+    keys = _agreed_keys(contents, app_state, options, comm)
     report = RestoreReport(left_behind=_left_behind(contents, comm.size))
     parts = [
         p for k in keys if (p := _part(contents, k, app_state[k], report, comm.rank)) is not None
@@ -148,21 +148,28 @@ def restore(
     return report
 
 
-def _agreed_keys(contents: Contents, app_state: Mapping[str, Stateful], comm: Comm) -> list[str]:
+def _agreed_keys(
+    contents: Contents, app_state: Mapping[str, Stateful], options: RestoreOptions, comm: Comm
+) -> list[str]:
     """Return the keys in an order that is the same on all ranks, though some may lack some.
 
     To read and load states may be a collective of their own.
     """
     keys = random_states_first(app_state)
-    heard = comm.gather(encode((contents.row.commit, keys)))
-    everyone = [msgspec.msgpack.decode(said, type=tuple[bytes, list[str]]) for said in heard]
-    order = list(dict.fromkeys(key for _, theirs in everyone for key in theirs))
-    said = comm.broadcast(encode((contents.row.commit, order)))
-    commit, order = msgspec.msgpack.decode(said, type=tuple[bytes, list[str]])
+    heard = comm.gather(encode(keys))
+    everyone = [msgspec.msgpack.decode(said, type=list[str]) for said in heard]
+    order = list(dict.fromkeys(key for theirs in everyone for key in theirs))
+    said = comm.broadcast(encode((contents.row.commit, options.read_once, order)))
+    commit, once, order = msgspec.msgpack.decode(said, type=tuple[bytes, bool, list[str]])
     if commit != contents.row.commit:
         raise StateError(
             f"{contents.where} is another snapshot on rank 0 than on rank {comm.rank}; all ranks "
             "restore the same one"
+        )
+    if once != options.read_once:
+        raise StateError(
+            f"the option read_once= must be the same on all ranks: {once} on rank 0, "
+            f"{options.read_once} on rank {comm.rank}"
         )
     return [key for key in order if key in app_state]
 

@@ -336,7 +336,7 @@ def test_each_byte_is_read_once(
     world(4 if before != "plain" else 1).run(save, folder, before)
     stored = Store(folder)[before].stats.new_bytes
     by_rank = world(size).run(reads_of, folder, before, after, True)
-    chunks = sorted(read for reads in by_rank for read in reads if read[2] > PAGE)
+    chunks = sorted(read for reads in by_rank for read in reads if read[2] >= CHUNK)
     for (key, offset, n), (next_key, next_offset, _) in pairwise(chunks):
         # Direct reads are of whole pages.
         assert key != next_key or offset + n <= next_offset + PAGE, "read twice"
