@@ -272,6 +272,7 @@ class _Arms:
         self._yard = yard
         self._left = case.place.number
         self._now = "beginning"
+        self._faults: tuple[FaultyBackend, list[Fault]] | None = None
         self._lock = threading.Lock()
 
     def strike(self, *_: object) -> None:
@@ -290,6 +291,11 @@ class _Arms:
             self._yard.stand_still()
         if kind == "hang":
             self._yard.stand_in_thread()
+
+    def _reach(self, how: str) -> None:
+        place = self._case.place
+        if how == place.how and place.what in ("", self._now):
+            self.strike()
 
     def at(self, how: str) -> Callable[[], None]:
         """Return what strikes at places of some kind."""
@@ -311,35 +317,29 @@ class _Arms:
                     self._yard.leave("struck", self._now)
                 return act(call)
 
-            backend.faults = [Fault(strike, call, keys or "*", skip=skip)]
+            self._faults = backend, [Fault(strike, call, keys or "*", skip=skip)]
         return backend
 
     @contextmanager
     def up(self) -> Iterator[None]:
-        """Strike at collectives."""
-        place, arms = self._case.place, self
+        """Be ready to strike."""
         at, all_to_all, carry, leave = Group.at, Group.all_to_all, Group._carry, Group.leave
 
         def noting(group: Group, phase: str) -> None:
-            arms._now = phase
+            self._now = phase
             at(group, phase)
 
         def calling(group: Group, *args: Any) -> Any:
-            if place.how == "call" and arms._now == place.what:
-                arms.strike()
+            self._reach("call")
             return all_to_all(group, *args)
 
         def carrying(group: Group, *args: Any) -> Any:
-            def talk() -> Any:
-                if place.how == "inside" and arms._now == place.what:
-                    arms.strike()
-
-            group._talk(talk)
+            group._talk(lambda: self._reach("inside"))
             return carry(group, *args)
 
         def leaving(group: Group) -> None:
-            if place.how == "end" and not group.over:
-                arms.strike()
+            if not group.over:
+                self._reach("end")
             leave(group)
 
         with ExitStack() as patches:
@@ -350,6 +350,9 @@ class _Arms:
                 ("leave", leaving),
             ]:
                 patches.enter_context(mock.patch.object(Group, name, new))
+            if self._faults is not None:
+                backend, faults = self._faults
+                patches.enter_context(backend.during(*faults))
             yield
 
 
@@ -362,14 +365,14 @@ def suffer(folder: str, case: Case, timeout: float) -> Outcome:
     store = open_store(arms.backend(path)) if hurt else plain
     state = app_state(1, *((arms.at("reading"), arms.at("loading")) if hurt else ()))
     progress = arms.at("progress") if hurt else nothing
-    dist.barrier()
+    talk(60)  # in a first operation nobody could tell a rank that died from one that is late
     with arms.up() if hurt else nullcontext():
         seen = watch(lambda: do(store, case.verb, "new", state, timeout, progress))
     if hurt:
         yard.leave("spared")
     elif case.kind in ("stop", "hang"):
         yard.done(case.rank)
-    if case.kind == "kill" and yard.text("struck"):
+    if case.kind == "kill" and yard.wait("struck", "spared") == "struck":
         return Outcome(seen, None)
     dist.barrier()
     return Outcome(seen, watch(lambda: do(plain, case.verb, "again", app_state(2), 60)))
