@@ -82,6 +82,14 @@ class Comm(ABC):
         """Wait until another rank has left this operation, well or not; return whether it has."""
         return self.rank == rank
 
+    def check_awaited(self) -> None:
+        """Raise if the other ranks have given up on this one, since it stood still for too long.
+
+        Raises:
+            RankError: They have, and so has this rank now.
+        """
+        return
+
     def all_gather(self, part: Part) -> list[memoryview]:
         """Return the part of every rank."""
         return self.all_to_all([part] * self.size)
@@ -176,6 +184,14 @@ class Group(Comm):
     def await_end(self, rank: int) -> bool:
         """Wait until another rank has left this operation, well or not; return whether it has."""
         return self._link.await_end(rank, self.timeout)
+
+    def check_awaited(self) -> None:
+        """Raise if the other ranks have given up on this one, since it stood still for too long."""
+        lost = self._link.verdict()
+        if lost is not None and self.rank in lost.ranks:
+            self.over = True
+            self._link.close()
+            raise RankError(f"{self.doing}: {lost.why}", lost.ranks)
 
     def all_to_all(self, parts: Sequence[Part], room: memoryview | None = None) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each."""

@@ -76,12 +76,17 @@ class Partners:
         handovers: What each of them has written.
         move: Has all of them give what they wrote new names, made under another root, and returns
             what they say after that.
+        check: Raises if they have given up, and will not hear of a commit.
     """
 
     def __init__(
-        self, handovers: Sequence[Handover], move: Callable[[int], Sequence[Handover]]
+        self,
+        handovers: Sequence[Handover] = (),
+        move: Callable[[int], Sequence[Handover]] = lambda _: (),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._move = move
+        self.check = check
         self._look_at(handovers)
 
     def _look_at(self, handovers: Sequence[Handover]) -> None:
@@ -103,7 +108,7 @@ class Partners:
             self._look_at(self._move(root.seq))
 
 
-_NOBODY = Partners((), lambda _: ())
+_NOBODY = Partners()
 # So many records, over all ranks, go into the one segment that the committing process writes.
 _HANDED_OVER = 1 << 16
 
@@ -230,6 +235,7 @@ class Transaction:
         self._chunks.finish()
         while True:
             root = self._objects.current(lambda newest: self._after(newest, change))
+            partners.check()
             # From here on a root may stand that names what was written.
             self.may_stand = True
             try:

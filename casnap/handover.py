@@ -38,7 +38,7 @@ def lead(comm: Comm, transaction: Transaction, publish: Callable[[Partners], Row
         comm.broadcast(encode(_Order(move=seq)))
         return _handovers(comm)
 
-    partners = Partners(_handovers(comm), move)
+    partners = Partners(_handovers(comm), move, comm.check_awaited)
     try:
         row = publish(partners)
     except Exception as e:

@@ -362,9 +362,9 @@ class Link:
         for _ in _pauses(time.monotonic() + patience, given_up):
             # Whoever says why does so before being counted.
             complete = self._store.add(f"{operation}/count", 0) >= self.size
-            if self._store.check([f"{operation}/why"]):
+            if (lost := self._why()) is not None:
                 # So all name the same, one that woke up late itself.
-                return msgspec.msgpack.decode(self._store.get(f"{operation}/why"), type=Lost)
+                return lost
             if self._gone():
                 time.sleep(_TOGETHER)
                 break
@@ -373,6 +373,19 @@ class Link:
         lost = self._died(self._gone()) or self._silent(operation)
         self._store.set(f"{operation}/why", encode(lost))
         return lost
+
+    def _why(self) -> Lost | None:
+        key = f"{self._name}/{self._operation}/why"
+        if not self._store.check([key]):
+            return None
+        return msgspec.msgpack.decode(self._store.get(key), type=Lost)
+
+    def verdict(self) -> Lost | None:
+        """Return why others broke off the operation that this rank is in, if they did."""
+        try:
+            return self._bounded(lambda _: self._why(), _STORE)
+        except (RuntimeError, LostError):
+            return None
 
     def _gone(self) -> list[int]:
         """Return the ranks on this host whose processes ended."""

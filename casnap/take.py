@@ -383,7 +383,7 @@ class _Take:
         if agreed is None:
             return follow(self._comm, transaction, self._row_of)
         if self._comm.size == 1:
-            return self._publish(transaction, agreed, Partners((), lambda _: ()))
+            return self._publish(transaction, agreed, Partners())
         return lead(self._comm, transaction, lambda p: self._publish(transaction, agreed, p))
 
     def _row_of(self, commit: bytes) -> Row | None:

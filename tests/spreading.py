@@ -118,14 +118,18 @@ def ways(shape: tuple[int, ...], dtype: torch.dtype, size: int) -> st.SearchStra
 # --- on the ranks -----------------------------------------------------------------------------
 
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+_world: list[Any] = []
 
 
-def _mesh(ranks: tuple[int, ...], shape: tuple[int, ...]) -> DeviceMesh:
-    """Return a mesh of the current group; to make one takes longer than all else."""
-    world = id(dist.group.WORLD)
-    key = world, ranks, shape
-    if any(known[0] != world for known in _meshes):
-        _meshes.clear()  # their groups have two threads each, which run as long as they are known
+def mesh_of(ranks: tuple[int, ...], shape: tuple[int, ...]) -> DeviceMesh:
+    """Return a mesh of the current group; to make one takes longer than all else.
+
+    Meshes of groups that are gone are forgotten: their threads run as long as they are known.
+    """
+    if not _world or _world[0] is not dist.group.WORLD:
+        _meshes.clear()
+        _world[:] = [dist.group.WORLD]
+    key = ranks, shape
     if key not in _meshes:
         _meshes[key] = DeviceMesh("cpu", torch.tensor(ranks).reshape(shape))
     return _meshes[key]
@@ -146,7 +150,7 @@ def spread(whole: torch.Tensor, way: Way) -> torch.Tensor:
         ]
         return init_from_local_shards(shards, list(whole.shape))
     placements = [_placement(placement) for placement in way.placements]
-    mesh = _mesh(way.ranks, way.shape)
+    mesh = mesh_of(way.ranks, way.shape)
     # Each rank has the whole; nothing needs to be sent, and gloo cannot send all dtypes.
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)
 

@@ -402,8 +402,11 @@ def test_arguments_of_later_versions(tmp_path: Path) -> None:
     for use in (
         lambda: Snapshot.take(path, TINY, pg=object()),
         lambda: Snapshot.async_take(path, TINY, pg=object()),
+    ):
+        with pytest.raises(StateError, match="init_process_group"):
+            use()
+    for use in (
         lambda: Snapshot.take(path, TINY, storage_options={"a": 1}),
-        lambda: Snapshot(path, pg=object()),
         lambda: Snapshot(path, storage_options={"a": 1}),
         lambda: Store(tmp_path / "run", storage_options={"a": 1}),
     ):

@@ -30,22 +30,17 @@ from casnap.flatten import flatten, inflate, shard_targets, tensor_targets
 from casnap.region import Region
 from casnap.sharding import Shards, shards_of
 from casnap.tensors import Leaf, describe
-from tests import sharded
+from tests import sharded, spreading
 from tests.ranks import World
 from tests.sharded import assembled
 
 Worlds = Callable[[int], World]
 Pieces = list[tuple[Region, torch.Tensor]]
 
-_meshes: dict[tuple[int, tuple[int, ...]], DeviceMesh] = {}
-
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    """Return a mesh of the current group; to make one takes longer than a whole example."""
-    key = id(dist.group.WORLD), shape
-    if key not in _meshes:
-        _meshes[key] = init_device_mesh("cpu", shape)
-    return _meshes[key]
+    """Return a mesh of the first ranks."""
+    return spreading.mesh_of(tuple(range(prod(shape))), shape)
 
 
 def counted(shape: tuple[int, ...]) -> torch.Tensor:
