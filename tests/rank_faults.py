@@ -73,6 +73,14 @@ def watch(work: Callable[[], Any]) -> Seen:
     return Seen(type(error).__name__, str(error), getattr(error, "ranks", ()), seconds, None)
 
 
+def nothing_hangs() -> None:
+    """Check that no thread still waits for the store of the process group."""
+    for thread in threading.enumerate():
+        if thread.name == "casnap-link":
+            thread.join(5)
+            assert not thread.is_alive()
+
+
 # --- one rank stands still until all others are done ------------------------------------------
 
 

@@ -19,7 +19,7 @@ from casnap import comm as comm_module
 from casnap import links
 from casnap.comm import Alone, Comm, join
 from casnap.errors import DamagedError, MismatchError, StateError
-from tests.rank_faults import OnPurposeError, Seen, Yard, kill, talk, watch
+from tests.rank_faults import OnPurposeError, Seen, Yard, kill, nothing_hangs, talk, watch
 from tests.ranks import RankDied, World
 
 Worlds = Callable[[int], World]
@@ -284,7 +284,9 @@ def die(dying: int, before: int, at: int, inside: bool) -> tuple[Seen, Seen]:
                 kill()
 
     start_with(before)
-    return watch(partial(talk, 4, 3, strike)), watch(partial(talk, 4))
+    seen, again = watch(partial(talk, 4, 3, strike)), watch(partial(talk, 4))
+    nothing_hangs()
+    return seen, again
 
 
 @pytest.mark.parametrize("dying", [0, 1])
@@ -372,7 +374,9 @@ def stand_still(
         missed = watch(partial(talk, SHORT, doing="the talk that is missed"))
         yard.done(stopping)
     dist.barrier()
-    return seen, missed, watch(partial(talk, 60, doing="the talk of all"))
+    again = watch(partial(talk, 60, doing="the talk of all"))
+    nothing_hangs()
+    return seen, missed, again
 
 
 @pytest.mark.parametrize(

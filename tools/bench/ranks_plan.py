@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from casnap import exchange, sharing
+from casnap.buffers import SLOT_BYTES
 from casnap.format import Payload, TensorEntry, encode
 from casnap.grid import grid_of
 from casnap.passing import Units, deal_out, window_for
@@ -167,13 +168,13 @@ class _Rank:
 
 def _digests(ranks: int) -> _Cost:
     """Let one rank decide over its share of the digests: all have as much to do."""
-    rounds = -(-_BYTES // (ranks * exchange._WINDOW_BYTES))
+    rounds = -(-_BYTES // (ranks * SLOT_BYTES))  # one thread of each rank asks in each
     asks = -(-_BYTES // _CHUNK // (ranks * rounds))
 
     def decided() -> float:
         decides = exchange.Exchange(_Rank(0, ranks), None, None, 1)  # type: ignore[arg-type]
         return sum(
-            _seconds(lambda asked=asked: decides._decide(asked))[1]
+            _seconds(lambda asked=asked: decides._decided(asked))[1]
             for asked in (_questions(ranks, asks) for _ in range(rounds))
         )
 
@@ -183,7 +184,7 @@ def _digests(ranks: int) -> _Cost:
 
 def _questions(ranks: int, asks: int) -> list[memoryview]:
     """Return what all ranks ask one of them in a round, about so many chunks in all."""
-    questions = [bytearray(exchange._HEAD.pack(False, 0)) for _ in range(ranks)]
+    questions = [bytearray(exchange._HEAD.pack(False, 0, 0.0)) for _ in range(ranks)]
     for i in range(asks):
         questions[i % ranks] += exchange._ASK.pack(os.urandom(32), _CHUNK)
     return [memoryview(question) for question in questions]
