@@ -162,9 +162,9 @@ class Group(Comm):
     """
 
     def __init__(self, link: Link, timeout: float, doing: str) -> None:
+        self._link = link
         link.hold(id(self))
         self.rank, self.size, self.ranks = link.rank, link.size, link.ranks
-        self._link = link
         self.timeout = timeout
         self.doing = doing
         self._phase = ""
