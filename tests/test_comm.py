@@ -539,7 +539,7 @@ def lose_the_store(folder: str, port: int, how: str) -> tuple[Seen, Seen]:
     return seen, again
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_the_store_is_gone_with_rank_0(world: Worlds, tmp_path: Path, how: str) -> None:
     with world(3).fresh() as fresh:
         probe = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -110,7 +110,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    # Every other one here; `make soak` has all places of all kinds.
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (i % 2), id=str(case))
+        for i, case in enumerate(CASES)
+    ],
+)
 def test_survivors_raise_in_time_and_nothing_is_lost(
     world: Worlds, base: Path, memory: Path, case: Case
 ) -> None:
