@@ -129,10 +129,14 @@ class Forger:
 
 
 def limit_memory() -> None:
-    """Let this process take :data:`MEMORY` more than it has, from now on."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    """Let this process take :data:`MEMORY` more than it has, from now on.
+
+    The memory that it may write to is meant, not its addresses: the allocator reserves many of
+    these for each new thread, how many depends on the threads that there were.
+    """
+    data = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = data * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def assert_refused(folder: Path, *, readable: bool = False) -> None:
