@@ -34,7 +34,7 @@ from casnap.format import (
     with_payload,
 )
 from casnap.manifest import build
-from casnap.sharing import OWN_NAMES, Division, Scope, owner_of, path_part
+from casnap.sharing import OWN_NAMES, Division, Scope, owner_of, path_part, said_by_all
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""
@@ -202,15 +202,12 @@ def _gathered(heard: list[_Report]) -> dict[bytes, dict[int, bytes]]:
 
 def _assembled(path: str, nbytes: int, count: int, runs: dict[int, bytes], put: Put) -> Payload:
     joined = b"".join(runs[first] for first in sorted(runs))
-    if nbytes <= INLINE_BYTES:
-        complete = len(joined) == nbytes
-    else:
-        complete = len(joined) == count * DIGEST_SIZE
-    if not complete:
+    inline = nbytes <= INLINE_BYTES
+    if len(joined) != (nbytes if inline else count * DIGEST_SIZE):
         raise StateError(
             f"{path}: the ranks hashed {len(joined)} bytes of digests for {count} cells"
         )
-    return Payload(nbytes, joined) if nbytes <= INLINE_BYTES else payload_for(nbytes, joined, put)
+    return Payload(nbytes, joined) if inline else payload_for(nbytes, joined, put)
 
 
 def _row_major(entry: Entry) -> Entry:
@@ -263,17 +260,15 @@ def _replicated(
 
 def _answers(heard: list[_Report], division: Division, capture: Capture) -> list[bytes]:
     """Say, for each open leaf of each rank, whether all ranks hold the same."""
-    looks: defaultdict[bytes, list[bytes]] = defaultdict(list)
     sharded = {path_part(key): owned.path for key, owned in division.owned.items()}
     for rank, report in enumerate(heard):
-        for key, look in report.seen:
-            looks[key].append(look)
+        for key, _ in report.seen:
             if key in sharded:
                 raise StateError(
                     f"{sharded[key]} is sharded, but not on rank {rank}; all ranks "
                     "that have it must hold pieces of it"
                 )
-    same = {key: len(seen) == len(heard) and len(set(seen)) == 1 for key, seen in looks.items()}
+    same = said_by_all([report.seen for report in heard])
     return [bytes(same[key] for key, _ in report.seen) for report in heard]
 
 

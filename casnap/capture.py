@@ -138,11 +138,7 @@ class Capture:
 
     def bytes_to_hash(self) -> int:
         """Return the bytes that this rank hashes."""
-        whole = (
-            sum(grid.sizes())
-            for i, grid in enumerate(self.grids)
-            if grid is not None and i not in self.same_as
-        )
+        whole = (sum(grid.sizes()) for _, grid in self._whole())
         cells = (
             a.grid.cell_bytes(cell)
             for a in self.assigned.values()
@@ -171,11 +167,7 @@ class Capture:
         for i, assignment in self.assigned.items():
             for first, stop in assignment.runs:
                 yield from self._between(i, first, stop)
-        whole = [
-            (i, grid)
-            for i, grid in enumerate(self.grids)
-            if grid is not None and i not in self.same_as
-        ]
+        whole = self._whole()
         number, cell = self._at_share(whole, share)
         for i, grid in whole[number : number + 1] if cell else []:
             yield from pieces_between(i, self._sources(i)[0], grid, cell, grid.count)
@@ -183,6 +175,11 @@ class Capture:
             yield from pieces_of(i, self._sources(i)[0], grid)
         for i, grid in whole[number : number + 1] if cell else []:
             yield from pieces_between(i, self._sources(i)[0], grid, 0, cell)
+
+    def _whole(self) -> list[tuple[int, Grid]]:
+        """Return the leaves that this rank hashes all of, and their grids."""
+        grids = enumerate(self.grids)
+        return [(i, grid) for i, grid in grids if grid is not None and i not in self.same_as]
 
     def _at_share(self, whole: list[tuple[int, Grid]], share: float) -> tuple[int, int]:
         """Return which of some leaves lies at a share of their bytes, and which cell of it."""

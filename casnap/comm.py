@@ -107,6 +107,18 @@ class Comm(ABC):
         """Return rank 0's part."""
         return self.scatter([part] * self.size)
 
+    def check_same(self, what: str, here: object, there: object) -> None:
+        """Check that this rank was given what rank 0 was, which was broadcast.
+
+        Raises:
+            StateError: It was not.
+        """
+        if here != there:
+            raise StateError(
+                f"{what} must be the same on all ranks: {there} on rank 0, {here} on rank "
+                f"{self.rank}"
+            )
+
     @contextmanager
     def telling(self) -> Iterator[None]:
         """Do something that the operation begins with; an error ends it."""

@@ -23,9 +23,7 @@ def overlapping(
     spans = []
     for name, t in tensors.items():
         if t.numel():
-            last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-            start = t.data_ptr()
-            spans.append((str(t.device), start, start + (last + 1) * t.itemsize, name))
+            spans.append((str(t.device), t.data_ptr(), end_of(t), name))
     groups: list[list[str]] = []
     group: list[str] = []
     device, stop = "", 0
@@ -42,6 +40,13 @@ def overlapping(
             groups.append(group)
         group, device, stop = [name], where, end
     return groups
+
+
+def end_of(tensor: torch.Tensor) -> int:
+    """Return the address right behind the last element of a tensor that has any."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((n - 1) * stride for n, stride in steps)
+    return tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def filled_in_place(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:

@@ -15,11 +15,11 @@ from casnap.capture import random_states_first
 from casnap.comm import Comm
 from casnap.containers import reopen, segment_of
 from casnap.contents import Contents, rank_names
-from casnap.errors import MismatchError, StateError
+from casnap.errors import MismatchError
 from casnap.flatten import flatten, inflate, shard_targets, tensor_targets
 from casnap.format import ContainerEntry, Entry, TensorEntry, encode, payload_of
 from casnap.loading import Loading, Progress
-from casnap.overlap import filled_in_place, overlapping
+from casnap.overlap import end_of, filled_in_place, overlapping
 from casnap.passing import fetch_once
 from casnap.sharding import Shards, quietly, shards_of
 from casnap.staging import settle
@@ -96,14 +96,8 @@ def _extents(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(part)
     for same in by_storage.values():
         first = min(same, key=torch.Tensor.data_ptr)
-        last = max(int(part.data_ptr()) + _reach(part) for part in same)
-        yield first.as_strided(((last - first.data_ptr()) // first.itemsize + 1,), (1,))
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element to the last one."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.itemsize * sum((n - 1) * stride for n, stride in steps)
+        stop = max(end_of(part) for part in same)
+        yield first.as_strided(((stop - first.data_ptr()) // first.itemsize,), (1,))
 
 
 def restore(
@@ -161,16 +155,8 @@ def _agreed_keys(
     order = list(dict.fromkeys(key for theirs in everyone for key in theirs))
     said = comm.broadcast(encode((contents.row.commit, options.read_once, order)))
     commit, once, order = msgspec.msgpack.decode(said, type=tuple[bytes, bool, list[str]])
-    if commit != contents.row.commit:
-        raise StateError(
-            f"{contents.where} is another snapshot on rank 0 than on rank {comm.rank}; all ranks "
-            "restore the same one"
-        )
-    if once != options.read_once:
-        raise StateError(
-            f"the option read_once= must be the same on all ranks: {once} on rank 0, "
-            f"{options.read_once} on rank {comm.rank}"
-        )
+    comm.check_same(f"the commit of {contents.where}", contents.row.commit.hex(), commit.hex())
+    comm.check_same("the option read_once=", options.read_once, once)
     return [key for key in order if key in app_state]
 
 
@@ -307,19 +293,14 @@ def _add_targets(targets: _Targets, part: _Part, report: RestoreReport) -> None:
         rewritten = [f"{part.segment}/{segment_of(name)}" for name in _rewritten(part.stateful)]
         if not rewritten:
             part.skipped = _compare(part, report)
-    # Filled in place, what is renamed on its way could be overwritten before it is read.
-    targets.tensors |= {
-        p: t
-        for p, t in tensors.items()
-        if p in part.entries and _fits(part.entries[p], t) and not p.startswith(tuple(rewritten))
-    }
-    targets.shards |= {
-        p: s
-        for p, s in shards.items()
-        if p in part.entries
-        and _fits(part.entries[p], s.value)
-        and not p.startswith(tuple(rewritten))
-    }
+
+    def fits(path: str, current: torch.Tensor) -> bool:
+        # Filled in place, what is renamed on its way could be overwritten before it is read.
+        renamed = path.startswith(tuple(rewritten))
+        return path in part.entries and not renamed and _fits(part.entries[path], current)
+
+    targets.tensors |= {p: t for p, t in tensors.items() if fits(p, t)}
+    targets.shards |= {p: s for p, s in shards.items() if fits(p, s.value)}
 
 
 def _moments(

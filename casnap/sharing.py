@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -40,7 +41,6 @@ from casnap.tensors import Leaf, is_numpy, itemsize_of
 from casnap.tiling import MAX_BOXES, Tiling
 
 _KEY_BYTES, _GROUP_BYTES = 16, 8
-
 
 OWN_NAMES = (
     "Give different tensors different names; for optimizers, get_optimizer_state_dict() of "
@@ -185,7 +185,7 @@ def divide(comm: Comm, capture: Capture, rules: Rules, chunk_size: int) -> Divis
     claims = comm.all_to_all([encode(_claims(capture, scopes, keys, own)) for own in asked])
     heard = [msgspec.msgpack.decode(claim, type=_Claims) for claim in claims]
     owned, plans = _planned(heard, chunk_size)
-    answers = comm.all_to_all([encode(v) for v in _verdicts(heard, plans, comm.size)])
+    answers = comm.all_to_all([encode(v) for v in _verdicts(heard, plans)])
     division = Division(scopes, keys, owned, {})
     for own, answer in zip(asked, answers, strict=True):
         verdict = msgspec.msgpack.decode(answer, type=_Verdict)
@@ -331,12 +331,16 @@ def _look(entry: Entry) -> str:
     return f"a {type(entry).__name__}"
 
 
-def _verdicts(heard: list[_Claims], plans: dict[bytes, TensorPlan], size: int) -> list[_Verdict]:
-    looks: defaultdict[bytes, list[bytes]] = defaultdict(list)
-    for claims in heard:
-        for key, look in claims.replicated:
-            looks[key].append(look)
-    agreed = {key: len(seen) == size and len(set(seen)) == 1 for key, seen in looks.items()}
+def said_by_all(said: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[bytes, bool]:
+    """Return, for each key of which ranks say something, whether all of them say the same."""
+    found: defaultdict[bytes, list[bytes]] = defaultdict(list)
+    for key, look in chain.from_iterable(said):
+        found[key].append(look)
+    return {key: looks == [looks[0]] * len(said) for key, looks in found.items()}
+
+
+def _verdicts(heard: list[_Claims], plans: dict[bytes, TensorPlan]) -> list[_Verdict]:
+    agreed = said_by_all([claims.replicated for claims in heard])
     return [
         _Verdict(
             [plans[claim.key].ranks.get(rank, RankPlan()) for claim in claims.sharded],

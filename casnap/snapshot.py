@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from casnap.contents import Contents
-from casnap.errors import StateError
 from casnap.format import Entry, Row, Stats, check_name
 
 if TYPE_CHECKING:
@@ -432,9 +431,5 @@ def _joined(
             comm.broadcast(msgspec.msgpack.encode(said))
             return comm, found, name
         there, uri, full = msgspec.msgpack.decode(comm.broadcast(), type=tuple[str, str, str])
-        if there != given:
-            raise StateError(
-                f"the path must be the same on all ranks: {there} on rank 0, {given} on rank "
-                f"{comm.rank}"
-            )
+        comm.check_same("the path", given, there)
         return comm, Store(uri, create=False), full

@@ -22,7 +22,7 @@ from casnap.comm import Alone, Comm
 from casnap.commit import Partners, Transaction
 from casnap.digest import DIGEST_SIZE, Digest
 from casnap.edges import Edges
-from casnap.errors import FencedError, StateError, StoreError
+from casnap.errors import FencedError, StoreError
 from casnap.exchange import Exchange
 from casnap.format import INLINE_BYTES, MARKER, Root, Row, Stats, encode, payload_of
 from casnap.handover import follow, lead
@@ -31,7 +31,7 @@ from casnap.pack import Choose
 from casnap.pending import PendingTake
 from casnap.pipeline import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.retention import Pruning, Retention, check_retention, prune
-from casnap.sharing import Division, Rules, divide, rules_for
+from casnap.sharing import Division, divide, rules_for
 from casnap.staging import PIECE_BYTES, Held, Piece, batched
 from casnap.state import RNGState, Stateful
 from casnap.table import check_free, checked_metadata, setting
@@ -60,6 +60,9 @@ class TakeOptions:
     def __post_init__(self) -> None:
         if self.retention is not None:
             check_retention(self.retention)
+        for name in ("replicated", "per_rank"):
+            if isinstance(globs := getattr(self, name), str):
+                raise TypeError(f"{name} is a list of globs, such as [{globs!r}]; got a str")
 
 
 class _Asked(msgspec.Struct, array_like=True):
@@ -93,9 +96,7 @@ def take(
         state = _agreed_state(objects, name, app_state, options, comm)
         with _capture(objects, state, options) as capture:
             work = _Take(objects, name, capture, options, comm, started)
-            work.divide(
-                rules_for(state, options.replicated or (), options.per_rank or (), comm.ranks)
-            )
+            work.divide(state)
             for tries in count(1):
                 try:
                     pieces = capture.pieces(comm.rank / comm.size)
@@ -129,9 +130,7 @@ def async_take(
             with _capture(objects, state, options) as capture:
                 held = Held(options.max_staging_bytes)
                 work = _Take(objects, name, capture, options, comm, started)
-                work.divide(
-                    rules_for(state, options.replicated or (), options.per_rank or (), comm.ranks)
-                )
+                work.divide(state)
                 pending = PendingTake(name, lambda: _run_held(work, held, comm))
                 try:
                     held.fill(capture.pieces(comm.rank / comm.size), when_full=pending.start)
@@ -191,11 +190,7 @@ def _agreed_state(
         ("the keys of app_state", sorted(mine.keys), sorted(asked.keys)),
         *((f"the option {key}=", value, asked.options[key]) for key, value in said.items()),
     ):
-        if here != there:
-            raise StateError(
-                f"{what} must be the same on all ranks: {there} on rank 0, {here} on rank "
-                f"{comm.rank}"
-            )
+        comm.check_same(what, here, there)
     return {key: app_state[key] for key in asked.keys}
 
 
@@ -249,11 +244,13 @@ class _Take:
         self._done_bytes = 0
         self._lock = threading.Lock()
 
-    def divide(self, rules: Rules) -> None:
+    def divide(self, app_state: Mapping[str, Stateful]) -> None:
         """Share out the work among the ranks; alone, there is nothing to share out."""
         if isinstance(self._comm, Alone) and not self._capture.sharded:
             return
         self._comm.at("sharing out the work")
+        declared = self._options.replicated or (), self._options.per_rank or ()
+        rules = rules_for(app_state, *declared, self._comm.ranks)
         chunk_size = self._objects.config.chunk_size
         self._division = divide(self._comm, self._capture, rules, chunk_size)
         self._total = self._capture.bytes_to_hash()

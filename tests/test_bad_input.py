@@ -306,6 +306,16 @@ def test_what_is_no_app_state(base: Path, state: Any) -> None:
     assert files(base) == before
 
 
+@pytest.mark.parametrize("option", ["replicated", "per_rank"])
+def test_one_glob_is_not_a_list_of_globs(base: Path, option: str) -> None:
+    """As a list of characters it would match all, or nothing."""
+    store, before = Store(base), files(base)
+    for use in (store.take, store.async_take):
+        with pytest.raises(TypeError, match=rf"{option}.*\['model/\*'\]"):
+            use({"s": StateDict(x=1)}, "x", **{option: "model/*"})
+    assert files(base) == before
+
+
 class Plain:
     """Has no safe encoding."""
 
