@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +25,32 @@ settings.register_profile("soak", settings.get_profile("default"), max_examples=
 settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
 )
+
+
+MEMORY = Path("/dev/shm")
+ROOM = 4 << 30
+"""Bytes that all tests of a session may write."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Give tests folders in memory, where there is room: on a disk they would wait for it, mostly.
+
+    ``--basetemp`` names another place. What is about a disk asks for `disk_path`.
+    """
+    if config.option.basetemp is None and os.access(MEMORY, os.W_OK):
+        if shutil.disk_usage(MEMORY).free < ROOM:
+            return
+        folder = TemporaryDirectory(prefix="casnap-tests-", dir=MEMORY, ignore_cleanup_errors=True)
+        config.option.basetemp = f"{folder.name}/session"
+        config.add_cleanup(folder.cleanup)
+
+
+@pytest.fixture
+def disk_path() -> Iterator[Path]:
+    """Return an empty folder that is not in memory, for what only a disk does: O_DIRECT, say."""
+    with TemporaryDirectory(prefix="casnap-tests-") as folder:
+        yield Path(folder).resolve()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

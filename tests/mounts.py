@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,12 @@ def tmpfs(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def let_others_in(folder: Path) -> None:
+    """Let other users look into a test's folder, and change nothing where they may already."""
+    for place in (folder, *folder.parents[:2]):
+        place.chmod(stat.S_IMODE(place.stat().st_mode) | 0o055)
+
+
 def as_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> None:
     """Run some work in a child of another user, who may look into the test's folder."""
     needs_root()
@@ -46,8 +53,7 @@ def as_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[]
     os.chown(own, NOBODY, NOBODY)
     monkeypatch.setenv("CASNAP_CACHE_DIR", str(own / "cache"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(own / "config"))
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    let_others_in(tmp_path)
 
     def as_another() -> None:
         os.setgid(NOBODY)

@@ -38,7 +38,13 @@ _PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",  # every optimizer imports it
+    "casnap.restore",
+    "casnap.take",
+    "hypothesis",
+    "pytest",
 )
+"""What ranks import: once, in the server that they are forked from, and not in each of them."""
 
 _QUIET = {
     "OMP_NUM_THREADS": "1",

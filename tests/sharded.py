@@ -109,11 +109,7 @@ def mesh_of(layout: str) -> DeviceMesh:
 def training(layout: str, seed: int) -> Training:
     """Return a model and its optimizer after some steps."""
     module = model(layout, seed)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.0)
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer = stepped(module)
     # torch spreads the moments as it spreads the parameters of a model that has their values.
     for i, moment in enumerate(("exp_avg", "exp_avg_sq")):
         source = model(layout, seed + 1000 * (i + 1))
@@ -122,6 +118,16 @@ def training(layout: str, seed: int) -> Training:
             state["step"].fill_(_STEP)
             _local(state[moment]).copy_(_local(spread))
     return Training(module, optimizer)
+
+
+def stepped(module: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that has made a step, so that it has a state; it changed nothing."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.0)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

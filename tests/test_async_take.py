@@ -96,7 +96,7 @@ def test_later_changes_do_not_show(store, monkeypatch, max_staging_bytes):
     scramble(live)
     if max_staging_bytes != 1:
         assert not pending.done()
-    assert "step" not in store
+        assert "step" not in store
     gate.open.set()
     snapshot = pending.wait()
     assert pending.done()

@@ -21,6 +21,11 @@ from casnap.testing.backend_suite import (
 from tests.faults import files, in_child, system_faults
 
 
+@pytest.fixture
+def tmp_path(disk_path: Path) -> Path:
+    return disk_path
+
+
 class TestMemory(BackendSuite):
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Backend:

@@ -14,6 +14,7 @@ import pytest
 from casnap import Store
 from casnap.facts import LmdbFacts
 from tests.faults import CHUNK, app_state, assert_holds, assert_store, in_child, start, take, wait
+from tests.mounts import let_others_in
 
 
 def use(path: Path, step: int) -> None:
@@ -266,8 +267,7 @@ def test_a_cache_folder_that_cannot_be_written(
     locked.mkdir(mode=0o755)
     monkeypatch.setenv("CASNAP_CACHE_DIR", str(locked))
     monkeypatch.setattr("tempfile.tempdir", str(locked))
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+    let_others_in(tmp_path)
 
     def work() -> None:
         os.setuid(65534)

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from casnap import Store
-from casnap.cli.demo import Outcome, demo, differences
+from casnap.cli.demo import Outcome, demo, differences, next_run
 
 SNAPSHOTS = ["base", *(f"step_{step:04d}" for step in range(1, 13))]
 
@@ -79,6 +79,13 @@ def test_leaves_a_whole_store(shown: tuple[Path, str]) -> None:
     assert not list(folder.glob(".demo-*"))
 
 
+def test_a_second_demo_would_be_another_run(shown: tuple[Path, str]) -> None:
+    folder, _ = shown
+    assert next_run(folder) == 2
+    assert next_run(folder / "nothing yet") == 1
+
+
+@pytest.mark.slow
 def test_a_second_demo_is_another_run_of_the_store(shown: tuple[Path, str]) -> None:
     folder, _ = shown
     done = run_demo("--json", "--steps", "8", str(folder))

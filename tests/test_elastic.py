@@ -148,10 +148,9 @@ def test_a_process_without_a_group_is_rank_0(taken: Any) -> None:
     assert report.left_behind == [f"{r}/{key}" for r in (1, 2) for key in OWN]
 
 
-def grow_and_shrink(path: str) -> None:
+def grow_and_shrink(last: str, name: str) -> None:
     """Take with what is there on each number of ranks, as a job does that changes its size."""
     state = {key: value for key, value in state_of(2.0).items() if key in COMMON}
-    last, name = path.split("|")
     Snapshot(last).restore(state)
     Snapshot.take(name, state)
 
@@ -164,7 +163,7 @@ def test_a_job_that_changes_its_size_keeps_its_state(
     manifests = [Snapshot(path).contents.manifest.shared]
     for size in sizes:
         name = f"{Path(path).parent}/again-{size}"
-        world(size).run(grow_and_shrink, f"{path}|{name}")
+        world(size).run(grow_and_shrink, path, name)
         path = name
         manifests.append(Snapshot(path).contents.manifest.shared)
     assert all(m == {key: manifests[0][key] for key in COMMON} for m in manifests[1:])
@@ -196,25 +195,11 @@ def test_ranks_may_ask_for_different_keys_in_any_order(world: Worlds, tmp_path: 
             assert after == before
 
 
-def restore_unknown(path: str) -> str:
-    state = {"model": state_of(2.0)["model"], **({"other": StateDict()} if rank_of() == 1 else {})}
-    before = plain(state)
-    with pytest.raises(MismatchError) as caught:
-        Snapshot(path).restore(state)
-    assert plain(state) == before
-    return str(caught.value)
-
-
-def test_a_key_that_one_rank_asks_for_in_vain_is_named_on_all(world: Worlds, taken: Any) -> None:
-    path, _ = taken
-    for error in world(3).run(restore_unknown, path):
-        assert "other" in error
-
-
-def restore_another_shape(path: str) -> str:
+def restore_what_differs(path: str, differing: dict[str, Any]) -> str:
+    """Restore, with something else on one rank."""
     state = state_of(2.0)
-    if rank_of() == 2:
-        state["model"] = nn.Sequential(nn.Linear(3, 2), nn.Linear(100, 301))
+    if rank_of() == 1:
+        state |= differing
     before = plain(state)
     with pytest.raises(MismatchError) as caught:
         Snapshot(path).restore(state)
@@ -222,7 +207,20 @@ def restore_another_shape(path: str) -> str:
     return str(caught.value)
 
 
-def test_a_module_that_differs_on_one_rank_stops_all(world: Worlds, taken: Any) -> None:
+@pytest.mark.parametrize(
+    ("differing", "said"),
+    [
+        ({"other": StateDict()}, "other"),
+        (
+            {"model": nn.Sequential(nn.Linear(3, 2), nn.Linear(100, 301))},
+            "(301, 100) here, (300, 100) in the snapshot",
+        ),
+    ],
+    ids=["a key", "a shape"],
+)
+def test_what_does_not_fit_on_one_rank_is_named_on_all(
+    world: Worlds, taken: Any, differing: dict[str, Any], said: str
+) -> None:
     path, _ = taken
-    for error in world(3).run(restore_another_shape, path):
-        assert "(301, 100) here, (300, 100) in the snapshot" in error
+    for error in world(3).run(restore_what_differs, path, differing):
+        assert said in error

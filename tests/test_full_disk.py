@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from tests.faults import (
     disk_full,
     files,
     in_child,
+    memory_folder,
     system_faults,
     take,
 )
@@ -38,12 +38,11 @@ Take = Callable[..., Any]
 @pytest.fixture
 def base() -> Iterator[Path]:
     """Return a store of two snapshots, in memory where that can be had: hundreds are taken."""
-    memory = Path("/dev/shm")
-    with TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
-        store = Store(Path(folder) / "base", chunk_size=CHUNK)
+    with memory_folder() as folder:
+        store = Store(folder / "base", chunk_size=CHUNK)
         take(store, 0)
         take(store, 1)
-        yield Path(folder) / "base"
+        yield folder / "base"
 
 
 def async_take(store: Store, *args: Any, **options: Any) -> Snapshot:

@@ -14,22 +14,10 @@ from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.testing import Call, Fault, FaultyBackend, fail, open_store
 from tests.faults import CHUNK, assert_no_orphans, memory_folder
-from tests.rank_faults import (
-    CAUSES,
-    PHASES,
-    RANKS,
-    SLACK,
-    Case,
-    Place,
-    Seen,
-    Yard,
-    all_results,
-    run_case,
-    saw,
-    take_base,
-    watch,
-)
+from tests.rank_cases import RANKS, Case, Place
+from tests.rank_faults import CAUSES, PHASES, SLACK, all_results, run_case, saw, take_base
 from tests.ranks import World
+from tests.yard import Seen, Yard, watch
 
 Worlds = Callable[[int], World]
 TIMEOUT = 1.0

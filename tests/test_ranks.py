@@ -106,9 +106,11 @@ def test_ranks_have_the_environment_of_the_test(
 
 _SESSION = """
 import os, sys
+from tests import ranks
 from tests.ranks import Pool
 from tests.test_ranks import end_session
 
+ranks._PRELOADED = ("torch.distributed",)
 if __name__ == "__main__":
     with Pool() as pool:
         pool.world(2).run(end_session, os.getpid(), sys.argv[1])

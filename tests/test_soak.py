@@ -53,8 +53,8 @@ def test_a_long_soak(kill_every: float) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS * 3 + 300)
 @pytest.mark.usefixtures("cache")
-def test_a_soak_on_a_disk(tmp_path: Path) -> None:
-    counts = soak(tmp_path, SECONDS / 3, 0.5, collectors=3, deleters=2)
+def test_a_soak_on_a_disk(disk_path: Path) -> None:
+    counts = soak(disk_path, SECONDS / 3, 0.5, collectors=3, deleters=2)
     assert counts["take"] > 0
     assert counts["collect"] > 0
 

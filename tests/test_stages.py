@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from casnap import Snapshot, StateDict
 from casnap.errors import MismatchError, StateError
 from tests.ranks import World
+from tests.sharded import Training, stepped
 
 Worlds = Callable[[int], World]
 
@@ -53,34 +53,16 @@ class Stage(nn.Module):
 
 
 def adam(module: nn.Module, value: float) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.0)
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    optimizer = stepped(module)
     for name, parameter in module.named_parameters():
         for key, moment in optimizer.state[parameter].items():
             moment.fill_(value + len(key) + int(name.split(".")[1]))
     return optimizer
 
 
-class Named:
-    """A stage and its optimizer, by the names of the parameters."""
-
-    def __init__(self, stages: int, value: float) -> None:
-        self.model = Stage(stages, value)
-        self.optimizer = adam(self.model, value)
-
-    def state_dict(self) -> dict[str, Any]:
-        model, optim = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optim": optim}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optim"],
-        )
+def training(stages: int, value: float) -> Training:
+    model = Stage(stages, value)
+    return Training(model, adam(model, value))
 
 
 def values_of(state: Any, path: str = "") -> dict[str, float]:
@@ -94,17 +76,17 @@ def values_of(state: Any, path: str = "") -> dict[str, float]:
 
 
 def take(path: str, stages: int) -> None:
-    Snapshot.take(path, {"model": Stage(stages, 1.0), "train": Named(stages, 1.0)})
+    Snapshot.take(path, {"model": Stage(stages, 1.0), "train": training(stages, 1.0)})
 
 
 def restore_as_before(path: str, stages: int) -> int:
     """Restore all; return the bytes that came."""
-    model, train, seen = Stage(stages, 9.0), Named(stages, 9.0), [0]
+    model, train, seen = Stage(stages, 9.0), training(stages, 9.0), [0]
     state = {"model": model, "train": train}
     report = Snapshot(path).restore(state, progress=lambda _, total: seen.append(total))
     assert not report
     assert values_of(model.state_dict()) == values_of(Stage(stages, 1.0).state_dict())
-    assert values_of(train.state_dict()) == values_of(Named(stages, 1.0).state_dict())
+    assert values_of(train.state_dict()) == values_of(training(stages, 1.0).state_dict())
     return max(seen)
 
 

@@ -16,6 +16,11 @@ from casnap.format import TensorEntry
 
 
 @pytest.fixture
+def tmp_path(disk_path):
+    return disk_path
+
+
+@pytest.fixture
 def store(tmp_path):
     return Store(tmp_path / "store", chunk_size=64 << 10)
 

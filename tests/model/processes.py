@@ -36,18 +36,17 @@ DONE = Process("done")
 REFUSED = Process("refused")
 
 
-@dataclass(frozen=True)
 class Turn:
     """One process in one state, about to do something."""
 
-    model: CommitModel
-    state: State
-    index: int
-    name: str
+    __slots__ = ("index", "me", "model", "name", "state")
 
-    @property
-    def me(self) -> Process:
-        return self.state.processes[self.index]
+    def __init__(self, model: CommitModel, state: State, index: int, name: str) -> None:
+        self.model = model
+        self.state = state
+        self.index = index
+        self.name = name
+        self.me: Process = state.processes[index]
 
     def drops(self, rule: Rule) -> bool:
         return rule in self.model.dropped
