@@ -18,11 +18,12 @@ class CheckReport:
 
     Attributes:
         damages: Everything that is wrong; nothing is if it is empty.
+        history: Older roots that are damaged or lost. Nobody needs them, and nothing mends them.
         root: The number of the root that was looked at; -1 where the newest cannot be read.
         snapshots: How many snapshots there are.
         packs: How many packs the index lists.
-        chunks: How many chunks and nodes it lists.
-        stored_bytes: Bytes of these.
+        chunks: How many different chunks and nodes it lists.
+        stored_bytes: Bytes of these, at all their places.
         read_bytes: Those of them that were read and verified.
         sample: The share that was to be read; None where only the structure was checked.
         seed: What the choice of the sample followed from.
@@ -34,6 +35,7 @@ class CheckReport:
     """
 
     damages: list[Damage] = field(default_factory=list)
+    history: list[Damage] = field(default_factory=list)
     root: int = -1
     snapshots: int = 0
     packs: int = 0
@@ -88,15 +90,19 @@ def check(
     try:
         survey = Survey(objects)
     except DamagedError as e:
-        return CheckReport(damages + _damaged_newest(backend, e))
+        newest = listed_roots(backend)[-1]
+        unreadable = Damage("unreadable", root_key(newest), str(e), hurts={ALL: None})
+        return CheckReport([*damages, unreadable], damaged_roots(backend, range(newest)))
     share = (1.0 if data else None) if sample is None else sample
     survey.run(share=share, seed=seed, progress=progress)
+    stood_in_for, history = survey.roots()
     report = CheckReport(
-        damages=damages + damaged_roots(backend, survey.root.seq) + survey.damages,
+        damages=[*damages, *stood_in_for, *survey.damages],
+        history=history,
         root=survey.root.seq,
         snapshots=survey.snapshots,
         packs=len(survey.listing.packs),
-        chunks=len(survey.listing),
+        chunks=survey.listing.distinct,
         stored_bytes=survey.listing.stored_bytes,
         read_bytes=survey.read_bytes,
         sample=share,
@@ -114,15 +120,6 @@ def _damaged_config(objects: Objects) -> list[Damage]:
     except CasnapError as e:
         why = str(e)
     return [Damage("changed", CONFIG_KEY, why, hurts={ALL: None})]
-
-
-def _damaged_newest(backend: Backend, error: DamagedError) -> list[Damage]:
-    newest = listed_roots(backend)[-1]
-    damages = damaged_roots(backend, newest - 1)
-    return [
-        *damages,
-        Damage("unreadable", root_key(newest), str(error), hurts={ALL: None}),
-    ]
 
 
 def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> None:

@@ -314,7 +314,7 @@ class _Collector:
                     doomed.difference_update(contents[digest])
             rescued = marks.rescue & root.condemned.keys()
             seq = root.seq + 1
-            condemned = {p: self._stamp(c, seq) for p, c in root.condemned.items()}
+            condemned = {p: self._stamp(c, root) for p, c in root.condemned.items()}
             condemned = {p: c for p, c in condemned.items() if p not in rescued}
             condemned |= dict.fromkeys(doomed, seq)
             lost = b"".join(d for d in split_digests(root.lost) if d not in found_again)
@@ -329,9 +329,10 @@ class _Collector:
                     self._note_clean(new)
                 return
 
-    def _stamp(self, condemned_at: int, seq: int) -> int:
+    def _stamp(self, condemned_at: int, root: Root) -> int:
         """Return since when a pack is condemned: a root of the future counts as put now."""
-        return seq if self._files.age_of(condemned_at) < -_SKEW else condemned_at
+        age = self._files.age_of(condemned_at, root)
+        return root.seq + 1 if age < -_SKEW else condemned_at
 
     def _note_condemned(self, doomed: set[PackId], rescued: set[PackId]) -> None:
         self.report.condemned_packs += len(doomed)
@@ -390,7 +391,7 @@ class _Collector:
         wanted = {root.seq, *root.condemned.values(), *bases}
         seqs = sorted(seq for seq in wanted if root.fence < seq <= root.seq)
         grace = self._options.grace
-        old = bisect_left(seqs, True, key=lambda seq: self._files.age_of(seq) < grace)
+        old = bisect_left(seqs, True, key=lambda seq: self._files.age_of(seq, root) < grace)
         return seqs[old - 1] if old else root.fence
 
     def _delete_orphans(self, view: View) -> None:

@@ -35,7 +35,7 @@ from casnap.pipeline import Crew, undisturbed
 from casnap.repack import one_at_a_time
 from casnap.roots import succeed
 from casnap.segments import added, rewritten
-from casnap.survey import Damage, Progress, Survey, damaged_roots
+from casnap.survey import Damage, Progress, Survey
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
 _READ = ReadOptions(readers=1)
@@ -160,15 +160,17 @@ class _Repair:
         self._found: set[Digest] = set()
         self._healed: set[Digest] = set()
         self._foreseen: set[Digest] = set()
+        # Roots that must not stay the newest one.
+        self._followed: set[int] = set()
         self.report = RepairReport(dry_run=dry_run)
 
     def run(self, progress: Progress | None) -> RepairReport:
         self._survey = survey = Survey(self._objects)
         survey.run(share=1.0, progress=progress)
         self._refuse_unreadable()
-        # What is wrong with older roots is history, and harms nothing.
-        older = damaged_roots(self._objects.backend, survey.root.seq)
-        self.report.found = [*older, *survey.damages]
+        stood_in_for, history = survey.roots()
+        self.report.found = [*history, *stood_in_for, *survey.damages]
+        self._followed = {survey.root.seq} if stood_in_for else set()
         try:
             if self.report.dry_run:
                 self._adopt()
@@ -293,7 +295,7 @@ class _Repair:
             self._foresee(lost - self._foreseen)
             self._count(damaged)
             return False
-        news = self._salvage or damaged or survey.unreadable
+        news = self._salvage or damaged or survey.unreadable or root.seq in self._followed
         if not news and all(getattr(root, key) == value for key, value in changes.items()):
             return False
         segments = rewritten(self._objects, self._readable(root), damaged)

@@ -6,7 +6,7 @@ Nothing is believed but the store itself: neither what is remembered on this hos
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -99,12 +99,13 @@ class _Direct(Objects):
         self.asked.append(digest)
         self._survey.needed[digest] = -1
         found: list[bytes] = []
+        # At all of them, for each is there in case that another fails.
         for place in self._survey.whole_places(digest):
             want = Want(digest, -1, lambda raw: found.append(bytes(raw)), "")
             for _, _, why in self.read_places([(place, [want])]):
                 self._survey.note_bad(digest, place, why)
-            if found:
-                return found[0]
+        if found:
+            return found[0]
         raise DamagedError(f"tree node {digest.hex()} is nowhere whole")
 
 
@@ -195,6 +196,17 @@ class Survey:
                 self.note_bad(digest, place, why)
         self._packs(None)
         self._snapshots()
+
+    def roots(self) -> tuple[list[Damage], list[Damage]]:
+        """Return what is wrong with the newest root, which its copy stands in for then, and others.
+
+        Those are history, which nobody needs.
+        """
+        backend, seq = self.objects.backend, self.root.seq
+        newest = damaged_roots(backend, [seq])
+        for damage in newest:
+            damage.message += "; its copy stands in for it until a repair puts another one"
+        return newest, damaged_roots(backend, range(seq))
 
     @property
     def hidden(self) -> bool:
@@ -477,10 +489,10 @@ def listed_roots(backend: Backend) -> list[int]:
     )
 
 
-def damaged_roots(backend: Backend, newest: int) -> list[Damage]:
-    """Return what is wrong with the roots up to one."""
+def damaged_roots(backend: Backend, numbers: Iterable[int]) -> list[Damage]:
+    """Return what is wrong with some roots."""
     damages = []
-    for seq in range(newest + 1):
+    for seq in numbers:
         kind, why = "changed", ""
         try:
             read_root(backend, seq)

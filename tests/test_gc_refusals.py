@@ -158,6 +158,8 @@ def test_what_cannot_be_read_stops_it(path: Path, cache_dir: Path, what: str) ->
         "segment": next((path / "index").iterdir()),
         "tree": min(trees, key=lambda p: p.name),
     }[what.partition("-")[0]]
+    if what == "root":
+        next((path / "roots/copies").iterdir()).unlink()
     if what.endswith("gone"):
         hurt.unlink()
     else:

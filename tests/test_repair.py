@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,12 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.digest import Digest, digest_of
+from casnap.digest import digest_of
 from casnap.errors import BackendError, DamagedError
 from casnap.format import PackId, pack_key
 from casnap.gc import GcOptions, collect
 from casnap.roots import succeed
-from tests.checks import FROZEN, broken, change, listing_of, record_of
+from tests.checks import FROZEN, broken, change, check, listing_of, record_of
 from tests.cli_calls import failure, invoke
 from tests.damaged import (
     WEIGHT,
@@ -36,10 +37,12 @@ from tests.test_damage import (
     KEY,
     STEPS,
     content,
+    damage_everywhere,
     damages,
     expected,
     flip,
     forget_cache,
+    forget_copies,
     newest,
     objects_of,
 )
@@ -64,7 +67,7 @@ def test_any_damage_to_any_object(
     store = tmp_path / "store"
     for file in objects_of(pristine):
         key = file.relative_to(pristine)
-        if file == newest(pristine) or key.parts[0] == "casnap.json":
+        if key.parts[0] == "casnap.json":
             continue
         for damage in choose.sample(list(damages(file, choose)), 2):
             shutil.rmtree(store, ignore_errors=True)
@@ -75,7 +78,8 @@ def test_any_damage_to_any_object(
             forget_cache(cache_dir)
             if key.parts[0] == "roots":
                 assert report.ok
-                assert [d.object for d in report.found] == [str(key)]
+                assert [str(key)] == [d.object for d in report.found] or "copies" in key.parts
+                assert Store(store).check(data=True).ok
                 continue
             if key.parts[0] == "index":
                 assert report.ok
@@ -188,8 +192,7 @@ def test_condemned_and_damaged(store: Path) -> None:
 def test_what_is_lost_can_be_deleted(store: Path) -> None:
     """A snapshot whose tree is lost stops a collector; without it all is well again."""
     opened = Store(store)
-    place = listing_of(store).places(Digest(opened.row("b").manifest.digest))[0]
-    change(store / pack_key(place.pack), flip(place.offset))
+    damage_everywhere(store, opened.row("b").manifest.digest)
     opened.objects.index.facts.delete()
     assert named(repair(store)) == {"b"}
     with pytest.raises(DamagedError):
@@ -257,11 +260,26 @@ def test_a_footer_and_a_segment(store: Path) -> None:
 
 def test_the_newest_root(store: Path) -> None:
     change(newest(store), flip(30))
+    forget_copies(store)
     before = files(store)
     with pytest.raises(DamagedError, match="Restore this file from a backup; never delete it"):
         repair(store)
     assert files(store) == before
     assert "Restore this file" in failure("repair", store, "--yes")
+
+
+@pytest.mark.parametrize("damage", [flip(30), lambda _: None])
+def test_a_newest_root_that_has_a_copy(
+    store: Path, damage: Callable[[bytes], bytes | None]
+) -> None:
+    """Another one is put behind it, and nothing needs it any more."""
+    change(newest(store), damage)
+    assert "its copy stands in for it" in invoke("check", store, status=1).stdout
+    assert "damaged or lost" in invoke("repair", store, "--yes").stdout
+    forget_copies(store)
+    assert check(store, data=True).ok
+    assert broken(store) == set()
+    assert Store(store).objects.newest().seq == 4
 
 
 def test_what_may_not_be_read_is_not_given_up(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,8 +364,11 @@ def test_command(store: Path, tmp_path: Path) -> None:
 
 def test_command_on_old_roots(store: Path) -> None:
     (store / "roots/0/1").unlink()
-    printed = invoke("repair", store, "--yes").stdout
-    assert "older roots are damaged" in printed
+    before = files(store)
+    for command in (("repair", store, "--yes"), ("check", store)):
+        printed = invoke(*command).stdout
+        assert "damaged or lost" in printed
+    assert files(store) == before
 
 
 @pytest.mark.parametrize(("answer", "status"), [("y", 0), ("n", 1)])

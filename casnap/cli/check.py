@@ -59,10 +59,9 @@ def check(
 
 
 def _document(uri: str, found: CheckReport) -> dict[str, Any]:
-    facts = {key: value for key, value in vars(found).items() if key != "damages"}
-    damages = [document_of(damage) for damage in found.damages]
+    lists = {key: list(map(document_of, getattr(found, key))) for key in ("damages", "history")}
     hurts = [vars(hurt) for hurt in found.hurts]
-    return {"store": uri, "ok": found.ok, "damages": damages, "hurt": hurts, **facts}
+    return {"store": uri, "ok": found.ok, "hurt": hurts, **vars(found), **lists}
 
 
 def document_of(damage: Damage) -> dict[str, Any]:
@@ -74,6 +73,9 @@ def _print(uri: str, found: CheckReport) -> None:
     print_damages(found.damages)
     if found.root >= 0:
         _print_counts(uri, found)
+    if found.history:
+        older = counted(len(found.history), "older root")
+        click.echo(f"{older} damaged or lost (--json): that hurts nobody")
     if found.ok:
         click.echo("no damage found")
         return

@@ -69,7 +69,7 @@ def _print(uri: str, done: RepairReport) -> None:
         if count:
             click.echo(f"{what}: {count:,}")
     if any(damage.object.startswith("roots/") for damage in done.found):
-        click.echo("older roots are damaged (see `casnap check`): that hurts nobody")
+        click.echo("roots are damaged or lost (see `casnap check`): nobody needs them any more")
     if done.ok:
         click.echo("nothing would stay lost" if done.dry_run else "everything is whole")
         return
