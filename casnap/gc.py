@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from casnap.contents import split_digests
+from casnap.digest import split_digests
 from casnap.errors import (
     DamagedError,
     FencedError,

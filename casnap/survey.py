@@ -12,8 +12,8 @@ from functools import partial
 from typing import TypeVar
 
 from casnap.backends import Backend
-from casnap.contents import Contents, split_digests
-from casnap.digest import Digest
+from casnap.contents import Contents
+from casnap.digest import Digest, split_digests
 from casnap.errors import BackendError, DamagedError
 from casnap.format import (
     FOOTER_RECORD_SIZE,
