@@ -246,8 +246,7 @@ class Transaction:
             self.may_stand = True
             try:
                 if put_root(self._objects.backend, root):
-                    # Only now: what a failed take stored anew is gone again.
-                    self._objects.index.distrusted.difference_update(self._claimed)
+                    self.stored()
                     return root
             except StorageFullError:
                 # Nothing can have been put.
@@ -381,6 +380,10 @@ class Transaction:
         if seq > self._written_under:
             self._move(seq)
         return self._handover(world)
+
+    def stored(self) -> None:
+        """Note that it is committed: what a failed take stored anew would be gone again."""
+        self._objects.index.distrusted.difference_update(self._claimed)
 
     def withdraw(self) -> None:
         """Note that no root was put, nor will be, that names what was handed over."""

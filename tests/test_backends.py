@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import casnap.backends.local
 from casnap.backends import Backend, LocalBackend, MemoryBackend
 from casnap.errors import BackendError
 from casnap.testing import FaultyBackend
@@ -93,6 +94,25 @@ def test_what_is_left_is_tidied_away_by_age(local: LocalBackend) -> None:
     os.utime(foreign, (0, 0))
     assert local.tidy(60) == 5
     assert files(local.folder) == {"packs/ab/x", "tmp/somebody's"}
+
+
+def test_another_thread_that_syncs_in_between(
+    local: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has synced the folder before the name was in it, so the writer's sync does so again."""
+    seen: list[set[str]] = []
+    real = casnap.backends.local._sync_folder
+
+    def sync_folder(folder: Path) -> None:
+        if folder == local.folder / "packs/ab":
+            seen.append({path.name for path in folder.iterdir()})
+        real(folder)
+
+    monkeypatch.setattr(casnap.backends.local, "_sync_folder", sync_folder)
+    with system_faults(0, local.sync, ["fsync"]):
+        local.write("packs/ab/x", b"content")
+    local.sync()
+    assert seen == [set(), {"x"}]
 
 
 def test_a_key_that_exists_is_not_overwritten(local: LocalBackend) -> None:
