@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from casnap.backends import Backend
+from casnap.damage import ALL, Damage, Hurt, damaged_roots, listed_roots, roots_damaged
 from casnap.errors import CasnapError, DamagedError
 from casnap.format import CONFIG_KEY, pack_key, root_key, segment_key
 from casnap.inventory import Inventory
+from casnap.marks import Progress
 from casnap.objects import Objects, read_config
-from casnap.survey import ALL, Damage, Hurt, Progress, Survey, damaged_roots, listed_roots
+from casnap.survey import Survey
 
 
 @dataclass
@@ -77,25 +79,26 @@ def check(
         data: Read and verify every chunk and node at each of its places.
         sample: Read and verify a random share of them, up to 1.
         seed: Chooses the share; by default another one each time.
-        progress: Told the bytes that were read, and are to be read; or, where the structure alone
-            is checked, packs.
+        progress: Told what is being done, how much of it is done, and how much there is.
 
     Returns:
         All that is wrong, and what it hurts.
     """
     if sample is not None and not 0 < sample <= 1:
         raise ValueError(f"sample is a share, above 0 and up to 1; got {sample!r}")
+    if data and sample is not None:
+        raise ValueError("data reads all, sample a share; give one of them")
     backend = objects.backend
     damages = _damaged_config(objects)
     try:
-        survey = Survey(objects)
+        survey = Survey(objects, progress)
     except DamagedError as e:
         newest = listed_roots(backend)[-1]
         unreadable = Damage("unreadable", root_key(newest), str(e), hurts={ALL: None})
         return CheckReport([*damages, unreadable], damaged_roots(backend, range(newest)))
     share = (1.0 if data else None) if sample is None else sample
-    survey.run(share=share, seed=seed, progress=progress)
-    stood_in_for, history = survey.roots()
+    survey.run(share=share, seed=seed)
+    stood_in_for, history = roots_damaged(backend, survey.root.seq)
     report = CheckReport(
         damages=[*damages, *stood_in_for, *survey.damages],
         history=history,

@@ -41,6 +41,7 @@ class Marks:
         objects: The store.
         root: Its newest root.
         progress: Told how many snapshots were looked at.
+        forgotten: Names of snapshots to pass over, as if the root had none of them.
 
     Attributes:
         root: The root.
@@ -54,7 +55,13 @@ class Marks:
         DamagedError: A tree node or a segment is missing or damaged.
     """
 
-    def __init__(self, objects: Objects, root: Root, progress: Progress) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        root: Root,
+        progress: Progress,
+        forgotten: Collection[str] = (),
+    ) -> None:
         self._objects = objects
         self._progress = progress
         self._seen: set[bytes] = set()
@@ -65,6 +72,7 @@ class Marks:
         self.count = 0
         self.rescue: set[PackId] = set()
         self.missing: set[bytes] = set()
+        self._forgotten = forgotten
         # Memory is bounded: of a large index one part of the digests is looked at after the other.
         self._parts = 1 + sum(ref.count for ref in root.segments) // _PART
         for part in range(self._parts):
@@ -77,14 +85,24 @@ class Marks:
         return sum(use.live for pack, use in self.uses.items() if pack not in condemned)
 
     def _mark(self, part: int) -> None:
-        self._seen = set()
+        passed_over = self._of_forgotten()
+        self._seen = set(passed_over)
         needed: dict[bytes, int] = {}
         for _, below in self._below():
             needed.update(dict.fromkeys(self._of_part(below, part), 0))
+        self._seen -= passed_over
         needed.update(dict.fromkeys(self._of_part(map(digest_in, self._seen), part), 0))
         self._needed = needed
         self.count += len(needed)
         self._sweep(needed, part)
+
+    def _of_forgotten(self) -> set[bytes]:
+        """Return the manifests that only snapshots to be passed over have."""
+        rows: dict[bool, set[bytes]] = {True: set(), False: set()}
+        if self._forgotten:
+            for name, row in self._objects.tree(self.root.table, Row).items():
+                rows[name in self._forgotten].add(MANIFEST + row.manifest.digest)
+        return rows[True] - rows[False]
 
     def _of_part(self, references: Iterable[bytes], part: int) -> Iterator[bytes]:
         chunks = (r for r in references if not is_node(r))
@@ -94,7 +112,7 @@ class Marks:
         """Yield each node that was not seen yet, and what it refers to."""
         if self.root.table is None:
             return
-        self.snapshots = len(self._objects.tree(self.root.table, Row))
+        self.snapshots = len(self._objects.tree(self.root.table, Row)) - len(self._forgotten)
         done = 0
         for node, below in walk(self._objects, [TABLE + self.root.table.digest], self._seen):
             done += node[:1] == MANIFEST

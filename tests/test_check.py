@@ -67,11 +67,13 @@ def test_a_whole_store(store: Path) -> None:
     assert (report.snapshots, report.packs, report.root) == (3, 6, 3)
     assert report.read_bytes == report.orphans == report.temporary == 0
     assert report.sample is None
-    told: list[tuple[int, int]] = []
+    told: list[tuple[str, int, int]] = []
     report = check(store, data=True, progress=lambda *call: told.append(call))
     assert report.ok
     assert report.read_bytes == report.stored_bytes > 500_000
-    assert told[-1] == (report.stored_bytes, report.stored_bytes)
+    assert ("reading", report.stored_bytes, report.stored_bytes) in told
+    phases = list(dict.fromkeys(what for what, _, _ in told))
+    assert phases == ["reading the index", "looking at packs", "reading", "looking at snapshots"]
     assert files(store) == before
 
 
@@ -237,6 +239,23 @@ def test_what_the_storage_refuses(store: Path) -> None:
         patch.setattr(LocalBackend, "read_into", read_into)
         [damage] = check(store, data=True).damages
     assert (damage.kind, damage.digest) == ("unreadable", digest.hex())
+
+
+def test_what_goes_while_it_is_looked_at_is_no_damage(store: Path) -> None:
+    """At each look, what the root at hand needs is replaced and collected; yet all is whole."""
+    others = Store(store)
+
+    def go_on(what: str, done: int, _total: int) -> None:
+        if (what, done) == ("looking at packs", 0):
+            others.take({KEY: StateDict(x=torch.randn(CHUNK))}, "often", overwrite=True)
+            others.gc(grace=0)
+
+    go_on("looking at packs", 0, 0)
+    assert check(store, progress=go_on).ok
+    digest, place = record_of(store, FROZEN)
+    change(store / pack_key(place.pack), flip(place.offset))
+    [damage] = check(store, data=True, progress=go_on).damages
+    assert damage.digest == digest.hex()
 
 
 # --- segments and roots -----------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from inspect import stack
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from casnap.errors import BackendError, DamagedError
 from casnap.format import PackId, pack_key
 from casnap.gc import GcOptions, collect
 from casnap.roots import succeed
+from casnap.survey import Survey
 from tests.checks import FROZEN, broken, change, check, listing_of, record_of
 from tests.cli_calls import failure, invoke
 from tests.damaged import (
@@ -298,6 +300,42 @@ def test_what_may_not_be_read_is_not_given_up(store: Path, monkeypatch: pytest.M
     assert Store(store).objects.newest() == root
 
 
+def test_what_cannot_be_read_now_is_not_given_up(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many open files, a server that does not answer: that passes, and nothing was lost."""
+    real = LocalBackend.read_into
+    before = files(store)
+
+    def read_into(self: LocalBackend, key: str, at: int, target: memoryview, **how: bool) -> int:
+        if key.startswith("packs/") and any(f.function == "read_places" for f in stack()):
+            raise BackendError(f"{self.uri}/{key}: Too many open files")
+        return real(self, key, at, target, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "read_into", read_into)
+        with pytest.raises(BackendError, match=r"Too many open files.*Make it readable"):
+            repair(store)
+    assert files(store) == before
+    assert repair(store).ok
+
+
+def test_takes_meanwhile(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is lost to a take costs no second look at the store."""
+    looks: list[object] = []
+    again = Survey.again
+    monkeypatch.setattr(Survey, "again", lambda self: (looks.append(self), again(self))[1])
+    damage_chunk(store, FROZEN)
+
+    def take() -> None:
+        Store(store).take({KEY: StateDict(content(5))}, "other")
+
+    with backend_faults(0, take, ["put_if_absent"]):
+        report = repair(store)
+    assert len(report.remaining) == 1
+    assert len(looks) == 1
+
+
 def test_a_full_disk(store: Path) -> None:
     damage_chunk(store, FROZEN)
     root = Store(store).objects.newest()
@@ -354,11 +392,12 @@ def test_command(store: Path, tmp_path: Path) -> None:
     found = json.loads(invoke("repair", store, "-y", "--json", status=1).stdout)
     assert [d["kind"] for d in found["remaining"]] == ["lost"]
     source = safetensors(tmp_path / "x.safetensors", {"x": expected(0)["frozen"]})
-    absent = tmp_path / "absent"
-    result = invoke("repair", store, "--from", source, "--from", absent, "--yes")
+    unknown = tmp_path / "x.gguf"
+    unknown.touch()
+    result = invoke("repair", store, "--from", unknown, "--from", source, "--yes")
     assert "lost chunks found elsewhere: 1" in result.stdout
     assert "everything is whole" in result.stdout
-    assert f"skipped: {absent} does not exist" in result.stderr
+    assert f"skipped: {unknown} is none of .safetensors, " in result.stderr
     assert "no damage found" in invoke("repair", store, "--yes").stdout
 
 
