@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from casnap.backends import Backend
+from casnap.damage import ALL, Damage, Hurt, damaged_roots, listed_roots, roots_damaged
 from casnap.errors import CasnapError, DamagedError
 from casnap.format import CONFIG_KEY, pack_key, root_key, segment_key
 from casnap.inventory import Inventory
+from casnap.marks import Progress
 from casnap.objects import Objects, read_config
-from casnap.survey import ALL, Damage, Hurt, Progress, Survey, damaged_roots, listed_roots
+from casnap.survey import Survey
 
 
 @dataclass
@@ -18,11 +20,12 @@ class CheckReport:
 
     Attributes:
         damages: Everything that is wrong; nothing is if it is empty.
+        history: Older roots that are damaged or lost. Nobody needs them, and nothing mends them.
         root: The number of the root that was looked at; -1 where the newest cannot be read.
         snapshots: How many snapshots there are.
         packs: How many packs the index lists.
-        chunks: How many chunks and nodes it lists.
-        stored_bytes: Bytes of these.
+        chunks: How many different chunks and nodes it lists.
+        stored_bytes: Bytes of these, at all their places.
         read_bytes: Those of them that were read and verified.
         sample: The share that was to be read; None where only the structure was checked.
         seed: What the choice of the sample followed from.
@@ -34,6 +37,7 @@ class CheckReport:
     """
 
     damages: list[Damage] = field(default_factory=list)
+    history: list[Damage] = field(default_factory=list)
     root: int = -1
     snapshots: int = 0
     packs: int = 0
@@ -75,28 +79,33 @@ def check(
         data: Read and verify every chunk and node at each of its places.
         sample: Read and verify a random share of them, up to 1.
         seed: Chooses the share; by default another one each time.
-        progress: Told the bytes that were read, and are to be read; or, where the structure alone
-            is checked, packs.
+        progress: Told what is being done, how much of it is done, and how much there is.
 
     Returns:
         All that is wrong, and what it hurts.
     """
     if sample is not None and not 0 < sample <= 1:
         raise ValueError(f"sample is a share, above 0 and up to 1; got {sample!r}")
+    if data and sample is not None:
+        raise ValueError("data reads all, sample a share; give one of them")
     backend = objects.backend
     damages = _damaged_config(objects)
     try:
-        survey = Survey(objects)
+        survey = Survey(objects, progress)
     except DamagedError as e:
-        return CheckReport(damages + _damaged_newest(backend, e))
+        newest = listed_roots(backend)[-1]
+        unreadable = Damage("unreadable", root_key(newest), str(e), hurts={ALL: None})
+        return CheckReport([*damages, unreadable], damaged_roots(backend, range(newest)))
     share = (1.0 if data else None) if sample is None else sample
-    survey.run(share=share, seed=seed, progress=progress)
+    survey.run(share=share, seed=seed)
+    stood_in_for, history = roots_damaged(backend, survey.root.seq)
     report = CheckReport(
-        damages=damages + damaged_roots(backend, survey.root.seq) + survey.damages,
+        damages=[*damages, *stood_in_for, *survey.damages],
+        history=history,
         root=survey.root.seq,
         snapshots=survey.snapshots,
         packs=len(survey.listing.packs),
-        chunks=len(survey.listing),
+        chunks=survey.listing.distinct,
         stored_bytes=survey.listing.stored_bytes,
         read_bytes=survey.read_bytes,
         sample=share,
@@ -114,15 +123,6 @@ def _damaged_config(objects: Objects) -> list[Damage]:
     except CasnapError as e:
         why = str(e)
     return [Damage("changed", CONFIG_KEY, why, hurts={ALL: None})]
-
-
-def _damaged_newest(backend: Backend, error: DamagedError) -> list[Damage]:
-    newest = listed_roots(backend)[-1]
-    damages = damaged_roots(backend, newest - 1)
-    return [
-        *damages,
-        Damage("unreadable", root_key(newest), str(error), hurts={ALL: None}),
-    ]
 
 
 def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec import Struct
 
 from casnap.buffers import shared_pool
 from casnap.codec import Codec
-from casnap.digest import Digest, digest_of
+from casnap.digest import Digest, digest_of, split_digests
 from casnap.errors import FencedError, StorageFullError
 from casnap.format import (
     ID_SIZE,
@@ -40,8 +40,8 @@ from casnap.roots import put_root
 from casnap.segments import added, written
 
 PASSED = (
-    "the store's garbage collector went past this take, which stood still too long, and deleted "
-    "what it relied on; take again"
+    "a garbage collector whose grace was shorter than this has deleted what was written or relied "
+    "on; take again, and give `casnap gc` a longer --grace"
 )
 
 Changes = Mapping[str, Row | None]
@@ -102,9 +102,14 @@ class Partners:
         self.packs = tuple(pack for segment in given for pack in segment.packs)
         self.records = [record for segment in given for record in segment.records]
 
-    def follow(self, root: Root) -> None:
-        """Have them move, if the fence of a root is past their names."""
-        if root.fence > self.base:
+    def follow(self, root: Root, packs: Collection[PackId]) -> None:
+        """Have them move, if a root has a fence past their names, or lacks what they rely on.
+
+        Args:
+            root: The root.
+            packs: The packs that it names.
+        """
+        if root.fence > self.base or not self.relied.issubset(packs):
             self._look_at(self._move(root.seq))
 
 
@@ -143,7 +148,8 @@ class Transaction:
         self._node_filler = self._nodes.filler()
         self._copies: dict[PackWriter, PackFiller] = {}
         self._fresh: dict[Digest, tuple[bytes, Place]] = {}
-        self._relied: set[PackId] = set()
+        # Pack → the digests that are relied on there, one behind the other.
+        self._relied: dict[PackId, bytearray] = {}
         self._claimed: set[Digest] = set()
         self._lock = threading.Lock()
         self.may_stand = False
@@ -175,7 +181,7 @@ class Transaction:
             for digest, place in zip(digests, found, strict=True):
                 rely = place is not None and digest not in distrusted
                 if rely and place is not None:
-                    self._relied.add(PackId(place.pack))
+                    self._relied.setdefault(PackId(place.pack), bytearray()).extend(digest)
                 new.append(not rely and digest not in self._claimed)
                 if new[-1]:
                     self._claimed.add(digest)
@@ -240,8 +246,7 @@ class Transaction:
             self.may_stand = True
             try:
                 if put_root(self._objects.backend, root):
-                    # Only now: what a failed take stored anew is gone again.
-                    self._objects.index.distrusted.difference_update(self._claimed)
+                    self.stored()
                     return root
             except StorageFullError:
                 # Nothing can have been put.
@@ -254,8 +259,10 @@ class Transaction:
     def _after(self, m: Root, change: Callable[[Tree[Row], int], Changes]) -> Root:
         """Return the root to put after ``m``, all that it names being written."""
         latest = self._objects.index.view(m)
+        self._rely_anew(latest)
+        self._partners.follow(m, latest.packs)
         # What is condemned is listed still, and comes back by this commit.
-        relied = self._relied | self._partners.relied
+        relied = self._relied.keys() | self._partners.relied
         if not relied <= latest.packs:
             raise FencedError(PASSED)
         table = self._objects.tree(m.table, Row)
@@ -264,7 +271,6 @@ class Transaction:
         self._nodes.finish()
         if m.fence > self._written_under:
             self._move(m.seq)
-        self._partners.follow(m)
         return Root(
             seq=m.seq + 1,
             commit=self.commit,
@@ -276,6 +282,21 @@ class Transaction:
             condemned={p: seq for p, seq in m.condemned.items() if p not in relied},
             lost=m.lost,
         )
+
+    def _rely_anew(self, latest: View) -> None:
+        """Where a pack is gone that was relied on, rely on what was copied out of it before.
+
+        Raises:
+            FencedError: Some of it is in no live pack any more.
+        """
+        gone = b"".join(self._relied.pop(pack) for pack in self._relied.keys() - latest.packs)
+        digests = list(dict.fromkeys(split_digests(gone)))
+        for digest, place in zip(
+            digests, self._objects.index.find(latest, digests, to_rely=True), strict=True
+        ):
+            if place is None:
+                raise FencedError(PASSED)
+            self._relied.setdefault(PackId(place.pack), bytearray()).extend(digest)
 
     def _move(self, seq: int) -> None:
         """Bring what was written under an older root than the fence to this side of it.
@@ -355,9 +376,14 @@ class Transaction:
         Raises:
             FencedError: It is gone.
         """
+        self._rely_anew(self._objects.view())
         if seq > self._written_under:
             self._move(seq)
         return self._handover(world)
+
+    def stored(self) -> None:
+        """Note that it is committed: what a failed take stored anew would be gone again."""
+        self._objects.index.distrusted.difference_update(self._claimed)
 
     def withdraw(self) -> None:
         """Note that no root was put, nor will be, that names what was handed over."""

@@ -10,7 +10,7 @@ from itertools import takewhile
 from math import prod
 from operator import itemgetter
 
-from casnap.digest import DIGEST_SIZE, Digest
+from casnap.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.errors import DamagedError, EntryNotFoundError, SnapshotNotFoundError
 from casnap.format import (
     INLINE_BYTES,
@@ -301,11 +301,6 @@ class Contents:
         if len(listed) > DIGEST_SIZE * LIST_DIGESTS:
             raise DamagedError(f"the list {digest.hex()} is longer than a list may be")
         return listed
-
-
-def split_digests(digests: bytes) -> list[Digest]:
-    """Split a string of digests."""
-    return [Digest(digests[i : i + DIGEST_SIZE]) for i in range(0, len(digests), DIGEST_SIZE)]
 
 
 def rank_names(ranks: Sequence[int]) -> str:

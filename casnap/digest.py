@@ -18,3 +18,8 @@ def digest_of(buffer: bytes | bytearray | memoryview) -> Digest:
     One thread a call: callers hash many chunks at once, and the GIL is released from 2 KiB up.
     """
     return Digest(blake3(buffer).digest())
+
+
+def split_digests(digests: bytes) -> list[Digest]:
+    """Split a string of digests."""
+    return [Digest(digests[i : i + DIGEST_SIZE]) for i in range(0, len(digests), DIGEST_SIZE)]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from casnap.contents import split_digests
+from casnap.digest import split_digests
 from casnap.errors import (
     DamagedError,
     FencedError,
@@ -31,7 +31,7 @@ from casnap.format import PackId, Root, pack_key, root_key
 from casnap.index import View
 from casnap.inventory import Inventory, base_of
 from casnap.marks import Marks, Progress
-from casnap.objects import Objects
+from casnap.objects import Objects, take_again
 from casnap.pipeline import Crew, gently, undisturbed
 from casnap.repack import repack, sparse_packs
 from casnap.roots import succeed
@@ -48,12 +48,21 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class GcOptions:
-    """How to collect; see :meth:`casnap.Store.gc`."""
+    """How to collect; see :meth:`casnap.Store.gc`.
+
+    Attributes:
+        grace: Seconds for which what nobody needs is kept.
+        repack: Packs of which less than this share is needed are copied without the rest.
+        dry_run: Only say what would be done.
+        exclusive: Nobody else writes to the store.
+        forgotten: For a dry run: full names of snapshots, as if they were deleted before.
+    """
 
     grace: float = DAY
     repack: float = 0.5
     dry_run: bool = False
     exclusive: bool = False
+    forgotten: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""
@@ -61,6 +70,8 @@ class GcOptions:
             raise ValueError(f"grace is a number of seconds from 0 on; got {self.grace!r}")
         if not _is_number(self.repack) or not 0 <= self.repack <= 1:
             raise ValueError(f"repack is a share from 0 (never) to 1; got {self.repack!r}")
+        if self.forgotten and not self.dry_run:
+            raise ValueError("only a dry run takes snapshots for deleted that are not")
 
 
 @dataclass
@@ -118,10 +129,10 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
 
     Raises:
         StoreError: The store cannot be written to, or not safely beside others.
-        DamagedError: Something could not be read while marking; nothing was deleted for it.
+        DamagedError: Something could not be read; says what lets a collector go on.
     """
     started = time.monotonic()
-    _check_allowed(objects, options)
+    check_allowed(objects, options)
 
     def work(crew: Crew) -> GcReport:
         def tell(what: str, done: int, total: int) -> None:
@@ -138,6 +149,9 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
             raise StorageFullError(
                 f"{e}. With --grace 0 and without copying (--repack 0%), some kB are enough"
             ) from e
+        except DamagedError as e:
+            what = str(e).removesuffix(take_again(objects.backend.uri))
+            raise DamagedError(f"{what}. {_advice(objects, collector.report)}", e.paths) from e
         return collector.report
 
     report = undisturbed(work)
@@ -145,7 +159,22 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
     return report
 
 
-def _check_allowed(objects: Objects, options: GcOptions) -> None:
+def _advice(objects: Objects, report: GcReport) -> str:
+    done = "No more was deleted" if report.freed_bytes else "Nothing was deleted"
+    uri = objects.backend.uri
+    return (
+        f"{done}. `casnap check {uri}` says what is hurt, `casnap repair {uri}` saves what can be "
+        "saved; if something stays lost, `casnap rm` of the snapshots that they name, or "
+        "`casnap repair --from` with a copy, lets gc go on"
+    )
+
+
+def check_allowed(objects: Objects, options: GcOptions) -> None:
+    """Check that a store may be collected.
+
+    Raises:
+        StoreError: It cannot be written to, or not safely beside others.
+    """
     objects.check_writable("collect the garbage of")
     if not objects.config.put_if_absent and not options.exclusive:
         raise StoreError(
@@ -206,12 +235,13 @@ class _Collector:
     def _mark_and_condemn(self, root: Root) -> None:
         """Find out what is needed; condemn the packs that hold nothing of it."""
         view = self._objects.index.view(root)
-        if self._is_clean(root):
+        if not self._options.forgotten and self._is_clean(root):
             if not self._options.dry_run:
                 self._delete_orphans(view)
             return
         # Others go first; but not where a race for the next root is on.
-        marks = gently(lambda: Marks(self._objects, root, self._progress))
+        forgotten = self._options.forgotten
+        marks = gently(lambda: Marks(self._objects, root, self._progress, forgotten))
         self._check_missing(marks)
         report = self.report
         report.snapshots, report.live_chunks = marks.snapshots, marks.count
@@ -267,8 +297,7 @@ class _Collector:
         if missing:
             raise DamagedError(
                 f"{self._backend.uri}: {len(missing):,} chunks that snapshots need are in no pack, "
-                f"such as {min(missing).hex()}. Nothing was deleted. `casnap check "
-                f"{self._backend.uri}` says what is hurt, `casnap repair` saves what can be saved"
+                f"such as {min(missing).hex()}"
             )
 
     def _counted(self, total: int) -> Callable[[int], None]:
@@ -314,7 +343,7 @@ class _Collector:
                     doomed.difference_update(contents[digest])
             rescued = marks.rescue & root.condemned.keys()
             seq = root.seq + 1
-            condemned = {p: self._stamp(c, seq) for p, c in root.condemned.items()}
+            condemned = {p: self._stamp(c, root) for p, c in root.condemned.items()}
             condemned = {p: c for p, c in condemned.items() if p not in rescued}
             condemned |= dict.fromkeys(doomed, seq)
             lost = b"".join(d for d in split_digests(root.lost) if d not in found_again)
@@ -329,9 +358,10 @@ class _Collector:
                     self._note_clean(new)
                 return
 
-    def _stamp(self, condemned_at: int, seq: int) -> int:
+    def _stamp(self, condemned_at: int, root: Root) -> int:
         """Return since when a pack is condemned: a root of the future counts as put now."""
-        return seq if self._files.age_of(condemned_at) < -_SKEW else condemned_at
+        age = self._files.age_of(condemned_at, root)
+        return root.seq + 1 if age < -_SKEW else condemned_at
 
     def _note_condemned(self, doomed: set[PackId], rescued: set[PackId]) -> None:
         self.report.condemned_packs += len(doomed)
@@ -390,7 +420,7 @@ class _Collector:
         wanted = {root.seq, *root.condemned.values(), *bases}
         seqs = sorted(seq for seq in wanted if root.fence < seq <= root.seq)
         grace = self._options.grace
-        old = bisect_left(seqs, True, key=lambda seq: self._files.age_of(seq) < grace)
+        old = bisect_left(seqs, True, key=lambda seq: self._files.age_of(seq, root) < grace)
         return seqs[old - 1] if old else root.fence
 
     def _delete_orphans(self, view: View) -> None:

@@ -85,6 +85,7 @@ def follow(comm: Comm, transaction: Transaction, look: Callable[[bytes], Row | N
         ended = 0 not in e.ranks and comm.await_end(0)
         row = look(commit)
         if row is not None:
+            transaction.stored()
             return row
         if ended:
             raise
@@ -97,6 +98,7 @@ def follow(comm: Comm, transaction: Transaction, look: Callable[[bytes], Row | N
         transaction.withdraw()
         raise as_error(comm.doing, {0: order.error})
     assert order.row is not None
+    transaction.stored()
     return order.row
 
 

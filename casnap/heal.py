@@ -62,6 +62,8 @@ def chunks_in(
         skipped: Told of each file that cannot be read.
     """
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    if path.is_file() and path.suffix not in _READERS:
+        skipped(f"{path} is none of {', '.join(_READERS)}, nor a casnap store")
     for file in files:
         read = _READERS.get(file.suffix)
         if read is None or not file.is_file():
@@ -72,7 +74,7 @@ def chunks_in(
                     yield from _cut(found, chunk_size, sizes)
                     yield from _cut_boxes(found, chunk_size, sizes, cuts.get(found.shape, ()))
         except Exception as e:  # noqa: BLE001 - any file may lie there, and others may help
-            skipped(f"{file} cannot be read: {e}")
+            skipped(f"{file} cannot be read: {' '.join(str(e).split()):.200}")
 
 
 def _cut(
@@ -141,9 +143,13 @@ def _torch(file: Path) -> Iterator[Found]:
 
     load = partial(torch.load, map_location="cpu", weights_only=True)  # noqa: TID251
     try:
-        state = load(file, mmap=True)
-    except RuntimeError:  # the format of before torch 1.6 cannot be mapped
-        state = load(file)
+        try:
+            state = load(file, mmap=True)
+        except RuntimeError:  # the format of before torch 1.6 cannot be mapped
+            state = load(file)
+    except Exception as e:
+        # What torch says is long, and how to load it unsafely.
+        raise DamagedError("torch.load refuses it: damaged, or more than tensors") from e
     pending, seen = [state], set()
     while pending:
         value = pending.pop()

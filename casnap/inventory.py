@@ -9,7 +9,7 @@ from functools import cache
 
 from casnap.backends.base import Backend
 from casnap.errors import DamagedError
-from casnap.format import id_from_name, pack_key, root_key, segment_key
+from casnap.format import Root, id_from_name, pack_key, segment_key
 from casnap.index import View
 from casnap.pipeline import Crew, Shared
 from casnap.roots import read_root
@@ -82,24 +82,22 @@ class Inventory:
         self.segments.difference_update(files.values())
         return sum(sizes)
 
-    def _time_of(self, seq: int) -> float:
-        """Return the time of a root; if it cannot be read, of the next one that can."""
-        while True:
-            try:
-                return read_root(self._backend, seq).time
-            except DamagedError:
-                # History, which harms nothing: that it seems younger costs patience alone.
-                seq += 1
-            except FileNotFoundError:
-                raise DamagedError(
-                    f"{self._backend.uri}/{root_key(seq)} is missing, though roots are never "
-                    "removed; see `casnap check`"
-                ) from None
+    def _time_of(self, seq: int) -> float | None:
+        try:
+            return read_root(self._backend, seq).time
+        except (FileNotFoundError, DamagedError):
+            return None
 
-    def age_of(self, seq: int) -> float:
+    def age_of(self, seq: int, newest: Root) -> float:
         """Return how long ago a root was put, in seconds, by its clock and ours.
 
-        Raises:
-            DamagedError: It is missing or damaged.
+        Args:
+            seq: Its number. If it is damaged or lost, which is history and harms nothing, the next
+                one counts: that it seems younger costs patience alone.
+            newest: The newest root.
         """
-        return time.time() - self.time_of(seq)
+        for number in range(seq, newest.seq):
+            put_at = self.time_of(number)
+            if put_at is not None:
+                return time.time() - put_at
+        return time.time() - newest.time

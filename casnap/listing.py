@@ -35,6 +35,7 @@ class Listing:
 
     Attributes:
         packs: The packs that they list.
+        distinct: How many different digests.
     """
 
     def __init__(self, parts: Iterable[tuple[bytes, str]]) -> None:
@@ -44,9 +45,12 @@ class Listing:
         self._numbers, self._offsets = array("I"), array("Q")
         self._stored, self._raw, self._codecs = array("I"), array("I"), array("B")
         self._of_pack = {pack: array("Q") for pack in self.packs}
+        self.distinct, last = 0, b""
         _, records = segment_records(content, "the index")
         for i, (digest, number, offset, stored, raw, codec) in enumerate(records):
             digests += digest
+            self.distinct += digest != last
+            last = digest
             self._numbers.append(number)
             self._offsets.append(offset)
             self._stored.append(stored)
@@ -54,9 +58,6 @@ class Listing:
             self._codecs.append(codec)
             self._of_pack[self.packs[number]].append(i)
         self._digests = bytes(digests)
-
-    def __len__(self) -> int:
-        return self._count
 
     def __contains__(self, pack: object) -> bool:
         """Whether a pack is listed."""

@@ -12,7 +12,8 @@ import torch
 
 from casnap import buffers
 from casnap.buffers import Slot, address_of, view_at
-from casnap.contents import Contents, split_digests
+from casnap.contents import Contents
+from casnap.digest import split_digests
 from casnap.errors import DamagedError, StateError
 from casnap.format import (
     INLINE_BYTES,

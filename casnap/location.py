@@ -32,7 +32,7 @@ from casnap.format import (
     root_key,
     seal,
 )
-from casnap.objects import read_config
+from casnap.objects import headless, read_config
 
 
 class Location(NamedTuple):
@@ -55,6 +55,7 @@ def locate_snapshot(path: str | os.PathLike[str]) -> Location:
     Raises:
         InvalidNameError: The path is a store itself, or no name.
         StoreError: The path holds something else, or a store that is not trusted.
+        DamagedError: It lies in a store that has lost its ``casnap.json``.
     """
     text = os.fspath(path)
     if "://" in text and not text.startswith("file://"):
@@ -86,7 +87,12 @@ def locate_snapshot(path: str | os.PathLike[str]) -> Location:
 
 
 def locate_store(uri: str | os.PathLike[str]) -> Location:
-    """Return the store that a URI means, and the prefix in it if it lies below."""
+    """Return the store that a URI means, and the prefix in it if it lies below.
+
+    Raises:
+        StoreError: A file is there, or the store is not trusted.
+        DamagedError: The store has lost its ``casnap.json``.
+    """
     text = os.fspath(uri)
     if "://" in text and not text.startswith("file://"):
         backend = backend_at(text.rstrip("/"))
@@ -123,7 +129,11 @@ def _exists(path: Path) -> bool:
 
 
 def find_store(folder: Path) -> Path | None:
-    """Return the nearest store at or above a folder, on the same mount."""
+    """Return the nearest store at or above a folder, on the same mount.
+
+    Raises:
+        DamagedError: It has roots, but lacks its ``casnap.json``.
+    """
     device: int | None = None
     for place in (folder, *folder.parents):
         try:
@@ -135,6 +145,8 @@ def find_store(folder: Path) -> Path | None:
         device = here
         if (place / CONFIG_KEY).is_file():
             return place
+        if _exists(place / "roots/0"):
+            raise headless(str(place))
     return None
 
 

@@ -41,6 +41,7 @@ class Marks:
         objects: The store.
         root: Its newest root.
         progress: Told how many snapshots were looked at.
+        forgotten: Names of snapshots to pass over, as if the root had none of them.
 
     Attributes:
         root: The root.
@@ -54,7 +55,13 @@ class Marks:
         DamagedError: A tree node or a segment is missing or damaged.
     """
 
-    def __init__(self, objects: Objects, root: Root, progress: Progress) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        root: Root,
+        progress: Progress,
+        forgotten: Collection[str] = (),
+    ) -> None:
         self._objects = objects
         self._progress = progress
         self._seen: set[bytes] = set()
@@ -65,6 +72,7 @@ class Marks:
         self.count = 0
         self.rescue: set[PackId] = set()
         self.missing: set[bytes] = set()
+        self._forgotten = forgotten
         # Memory is bounded: of a large index one part of the digests is looked at after the other.
         self._parts = 1 + sum(ref.count for ref in root.segments) // _PART
         for part in range(self._parts):
@@ -72,19 +80,29 @@ class Marks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is needed and lies in live packs, as stored, each counted once."""
+        """Bytes of what is needed and lies in live packs, as stored, of each the newest pack."""
         condemned = self.root.condemned
         return sum(use.live for pack, use in self.uses.items() if pack not in condemned)
 
     def _mark(self, part: int) -> None:
-        self._seen = set()
+        passed_over = self._of_forgotten()
+        self._seen = set(passed_over)
         needed: dict[bytes, int] = {}
         for _, below in self._below():
             needed.update(dict.fromkeys(self._of_part(below, part), 0))
+        self._seen -= passed_over
         needed.update(dict.fromkeys(self._of_part(map(digest_in, self._seen), part), 0))
         self._needed = needed
         self.count += len(needed)
         self._sweep(needed, part)
+
+    def _of_forgotten(self) -> set[bytes]:
+        """Return the manifests that only snapshots to be passed over have."""
+        rows: dict[bool, set[bytes]] = {True: set(), False: set()}
+        if self._forgotten:
+            for name, row in self._objects.tree(self.root.table, Row).items():
+                rows[name in self._forgotten].add(MANIFEST + row.manifest.digest)
+        return rows[True] - rows[False]
 
     def _of_part(self, references: Iterable[bytes], part: int) -> Iterator[bytes]:
         chunks = (r for r in references if not is_node(r))
@@ -94,7 +112,7 @@ class Marks:
         """Yield each node that was not seen yet, and what it refers to."""
         if self.root.table is None:
             return
-        self.snapshots = len(self._objects.tree(self.root.table, Row))
+        self.snapshots = len(self._objects.tree(self.root.table, Row)) - len(self._forgotten)
         done = 0
         for node, below in walk(self._objects, [TABLE + self.root.table.digest], self._seen):
             done += node[:1] == MANIFEST
@@ -104,32 +122,39 @@ class Marks:
     def _sweep(self, needed: dict[bytes, int], part: int) -> None:
         """Look at all places of the index, and count those of what is needed."""
         condemned = self.root.condemned
+        in_several: set[bytes] = set()
+        known_packs: dict[PackId, int] = {}
         for packs, records in self._segments():
             uses = [self.uses.setdefault(pack, Use()) for pack in packs]
-            live = [pack not in condemned for pack in packs]
+            numbers = [
+                0 if pack in condemned else known_packs.setdefault(pack, len(known_packs) + 1)
+                for pack in packs
+            ]
             for digest, n, _, stored, _, _ in records:
                 use = uses[n]
                 if part == 0:
                     use.stored += stored
-                times = needed.get(digest)
-                if times is not None:
+                first = needed.get(digest)
+                if first is not None:
                     use.needed += 1
                     use.live += stored
-                    needed[digest] = times + live[n]
-        self._pass_over_older({d for d, times in needed.items() if times > 1})
-        self._look_for({d for d, times in needed.items() if times == 0})
+                    number = numbers[n]
+                    if first == 0:
+                        needed[digest] = number
+                    elif number not in (0, first):
+                        in_several.add(digest)
+        self._pass_over_older(in_several)
+        self._look_for({d for d, number in needed.items() if number == 0})
 
-    def _pass_over_older(self, twice: Collection[bytes]) -> None:
-        """Of what lies in several packs, only the newest place counts as live."""
-        newest: dict[bytes, Placed] = {}
-        for placed in self.places_of(twice):
-            digest, pack, _ = placed
-            if pack in self.root.condemned:
-                continue
-            known = newest.setdefault(digest, placed)
-            if known is not placed:
-                older, newest[digest] = sorted((known, placed), key=lambda p: p[1])
-                self.uses[older[1]].live -= older[2]
+    def _pass_over_older(self, several: Collection[bytes]) -> None:
+        """Of what lies in several packs, only what the newest holds counts as live."""
+        places = [p for p in self.places_of(several) if p[1] not in self.root.condemned]
+        newest: dict[bytes, PackId] = {}
+        for digest, pack, _ in places:
+            newest[digest] = max(pack, newest.get(digest, pack))
+        for digest, pack, stored in places:
+            if pack != newest[digest]:
+                self.uses[pack].live -= stored
 
     def _look_for(self, nowhere: set[bytes]) -> None:
         """Look for what lies in no live pack among the condemned."""

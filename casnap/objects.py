@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -40,6 +40,8 @@ V = TypeVar("V")
 
 _log = logging.getLogger("casnap")
 _WINDOW = 1 << 15
+# So often is something read of a newer root, where a collector went past the one before.
+_LOOKS = 10
 _GAP = 64 << 10
 _READ_BYTES = 16 << 20
 _BULK_BYTES = 64 << 20
@@ -136,15 +138,18 @@ class Objects:
             read: Given the root, reads from the store.
 
         Raises:
-            DamagedError: What was to be read is damaged, and the root is the newest still.
+            DamagedError: What was to be read is damaged, and nothing was moved meanwhile.
         """
-        while True:
+        for look in count(1):
             root = self.newest()
             try:
                 return read(root)
             except DamagedError:
-                if self.newest() == root:
+                newer = self.newest()
+                # Where segments were only added, all that there was is there.
+                if look == _LOOKS or set(root.segments) <= set(newer.segments):
                     raise
+        raise AssertionError
 
     def view(self) -> View:
         """Return the index as the newest root sees it."""
@@ -388,10 +393,22 @@ def _damaged(uri: str, failed: list[tuple[Want, str]]) -> DamagedError:
     lines = [f"chunk {w.digest.hex()} {why}" for w, why in failed[:3]]
     more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
     hurt = f"; hurt: {', '.join(paths[:10])}{' …' if len(paths) > 10 else ''}" if paths else ""
+    return DamagedError(f"{uri}: {'; '.join(lines)}{more}{hurt}{take_again(uri)}", paths)
+
+
+def take_again(uri: str) -> str:
+    """Return what a message of damaged chunks ends in: advice for those who read a snapshot."""
+    return (
+        f". `casnap check {uri}` says what is hurt; where they are at hand, to take the same bytes "
+        "again in this process stores them anew"
+    )
+
+
+def headless(uri: str) -> DamagedError:
+    """Return the error for a place that has the roots of a store, but no record of it."""
     return DamagedError(
-        f"{uri}: {'; '.join(lines)}{more}{hurt}. To take the same bytes again in this process "
-        "stores them anew",
-        paths,
+        f"{uri} is a damaged store: it has roots, but {CONFIG_KEY} is missing or no readable file. "
+        "Restore that file from a backup"
     )
 
 
@@ -401,12 +418,14 @@ def read_config(backend: Backend) -> StoreConfig:
     Raises:
         NotAStoreError: There is none.
         UnsupportedFormatError: A newer version wrote it.
-        DamagedError: ``casnap.json`` is no such record.
+        DamagedError: ``casnap.json`` is no such record, or missing where roots are.
     """
     where = f"{backend.uri}/{CONFIG_KEY}"
     try:
         raw = backend.read(CONFIG_KEY)
     except (FileNotFoundError, BackendError):
+        if backend.names("roots/0"):
+            raise headless(backend.uri) from None
         raise NotAStoreError(
             f"{backend.uri} is not a casnap store; make one with `casnap init {backend.uri}` or "
             "Store(...), or check the path"

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from casnap.contents import Contents, split_digests
+from casnap.contents import Contents
+from casnap.digest import split_digests
 from casnap.errors import MismatchError
 from casnap.flatten import inflate
 from casnap.format import INLINE_BYTES, Payload, TensorEntry

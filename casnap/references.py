@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from casnap.contents import split_digests
-from casnap.digest import DIGEST_SIZE, Digest
+from casnap.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.errors import DamagedError
 from casnap.format import LIST_DIGESTS, MAX_DEPTH, Entry, Manifest, Row, decode, payload_of
 from casnap.manifest import Load, Tree

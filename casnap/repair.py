@@ -18,24 +18,35 @@ import msgspec
 from casnap.backends import backend_at
 from casnap.buffers import shared_pool
 from casnap.codec import Codec
+from casnap.damage import Damage, kind_of, roots_damaged
 from casnap.digest import Digest, digest_of
 from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
 )
-from casnap.format import CONFIG_KEY, PackId, Place, Record, Root, Segment, pack_key
+from casnap.format import (
+    CONFIG_KEY,
+    PackId,
+    Place,
+    Record,
+    Root,
+    Segment,
+    SegmentRef,
+    pack_key,
+)
 from casnap.heal import chunks_in
 from casnap.index import View
 from casnap.inventory import Inventory
 from casnap.listing import bad_records, can_lie_at, read_footer
+from casnap.marks import Progress
 from casnap.objects import Objects, ReadOptions, Want
 from casnap.pack import CHUNKS, NODES, PackWriter, moved_place, new_id
 from casnap.pipeline import Crew, undisturbed
 from casnap.repack import one_at_a_time
 from casnap.roots import succeed
 from casnap.segments import added, rewritten
-from casnap.survey import Damage, Progress, Survey, damaged_roots
+from casnap.survey import Survey
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
 _READ = ReadOptions(readers=1)
@@ -90,7 +101,7 @@ def repair(
     Args:
         objects: The store.
         sources: Where else to look for what is lost: casnap stores, files or folders of tensors.
-        progress: Told the bytes that were read, and are to be read.
+        progress: Told what is being done, how much of it is done, and how much there is.
         dry_run: Change nothing.
 
     Raises:
@@ -160,15 +171,17 @@ class _Repair:
         self._found: set[Digest] = set()
         self._healed: set[Digest] = set()
         self._foreseen: set[Digest] = set()
+        # Roots that must not stay the newest one.
+        self._followed: set[int] = set()
         self.report = RepairReport(dry_run=dry_run)
 
     def run(self, progress: Progress | None) -> RepairReport:
-        self._survey = survey = Survey(self._objects)
-        survey.run(share=1.0, progress=progress)
+        self._survey = survey = Survey(self._objects, progress)
+        survey.run(share=1.0)
         self._refuse_unreadable()
-        # What is wrong with older roots is history, and harms nothing.
-        older = damaged_roots(self._objects.backend, survey.root.seq)
-        self.report.found = [*older, *survey.damages]
+        stood_in_for, history = roots_damaged(self._objects.backend, survey.root.seq)
+        self.report.found = [*history, *stood_in_for, *survey.damages]
+        self._followed = {survey.root.seq} if stood_in_for else set()
         try:
             if self.report.dry_run:
                 self._adopt()
@@ -189,11 +202,15 @@ class _Repair:
     def _refuse_unreadable(self) -> None:
         """Refuse to give up what may be readable again tomorrow."""
         for damage in self._survey.damages:
-            if damage.kind == "unreadable" and not damage.digest:
-                raise BackendError(
-                    f"{self._objects.backend.uri}/{damage.object}: {damage.message}; nothing was "
-                    "repaired. Make it readable, or delete it if it is broken, then repair again"
-                )
+            if damage.kind == "unreadable":
+                raise self._unreadable(damage.object, damage.message)
+
+    def _unreadable(self, key: str, why: str) -> BackendError:
+        return BackendError(
+            f"{self._objects.backend.uri}/{key}: {why}; it is not given up for that. Make it "
+            "readable, then repair again; of a broken disk, put what can be read of it in its "
+            "place, or delete it"
+        )
 
     def _let_go(self) -> None:
         if self._salvage is not None:
@@ -233,7 +250,11 @@ class _Repair:
             content = digest_of(b"".join(digest for digest, _ in footer))
             if not wanted or content in seen:
                 continue
-            bad = {(d, p) for d, p, _ in bad_records(self._objects, footer, lambda n: None)}
+            bad = set()
+            for digest, place, why in bad_records(self._objects, footer, lambda n: None):
+                if kind_of(why) == "unreadable":
+                    raise self._unreadable(pack_key(pack), why)
+                bad.add((digest, place))
             whole = [record for record in footer if record not in bad]
             if wanted.intersection(digest for digest, _ in whole):
                 seen.add(content)
@@ -293,22 +314,44 @@ class _Repair:
             self._foresee(lost - self._foreseen)
             self._count(damaged)
             return False
-        news = self._salvage or damaged or survey.unreadable
+        news = self._salvage or damaged or survey.unreadable or root.seq in self._followed
         if not news and all(getattr(root, key) == value for key, value in changes.items()):
             return False
-        segments = rewritten(self._objects, self._readable(root), damaged)
-        if self._salvage is not None:
-            rest = msgspec.structs.replace(root, segments=segments)
+        while True:
             try:
-                segment = self._salvage.segment(root)
+                segments = self._mended(root, damaged)
             except FileNotFoundError:
                 self._let_go()
                 return True
-            segments = added(self._objects, self._objects.index.view(rest), segment, root.seq)
-        if succeed(self._objects.backend, root, segments=segments, **changes) is not None:
-            self._count(damaged)
-            self._let_go()
-        return True
+            if succeed(self._objects.backend, root, segments=segments, **changes) is not None:
+                self._count(damaged)
+                self._let_go()
+                return True
+            newer = self._objects.newest()
+            if not self._is_true_of(newer, root, damaged):
+                return True
+            root = newer
+
+    def _mended(self, root: Root, damaged: frozenset[PackId]) -> tuple[SegmentRef, ...]:
+        """Return the segments of a root without damaged packs, and with what was saved of them.
+
+        Raises:
+            FileNotFoundError: A collector has deleted what was saved.
+        """
+        segments = rewritten(self._objects, self._readable(root), damaged)
+        if self._salvage is None:
+            return segments
+        rest = msgspec.structs.replace(root, segments=segments)
+        segment = self._salvage.segment(root)
+        return added(self._objects, self._objects.index.view(rest), segment, root.seq)
+
+    def _is_true_of(self, newer: Root, root: Root, damaged: frozenset[PackId]) -> bool:
+        """Whether what was found out about a root holds for a newer one, which takes have put."""
+        return (
+            (newer.condemned, newer.lost) == (root.condemned, root.lost)
+            and set(self._survey.unreadable) <= set(newer.segments)
+            and damaged <= self._readable(newer).packs
+        )
 
     def _foresee(self, lost: set[Digest]) -> None:
         """Say what would remain: what is lost, or may be, where it is not known what is needed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from typing import Any
@@ -10,15 +11,36 @@ import msgspec
 
 from casnap.backends.base import Backend
 from casnap.digest import DIGEST_SIZE
-from casnap.errors import BackendError, DamagedError, NotAStoreError, StorageFullError, StoreError
-from casnap.format import ID_SIZE, MAX_ROOT_BYTES, Root, decode, encode, root_key, seal, unseal
+from casnap.errors import (
+    BackendError,
+    CasnapError,
+    DamagedError,
+    NotAStoreError,
+    StorageFullError,
+    StoreError,
+)
+from casnap.format import (
+    ID_SIZE,
+    MAX_ROOT_BYTES,
+    Root,
+    decode,
+    encode,
+    root_key,
+    seal,
+    unseal,
+)
+
+_log = logging.getLogger("casnap")
+# Of the newest root alone, since no other is needed to read the store.
+COPIES = "roots/copies"
 
 
 def newest_root(backend: Backend, known: Root | None = None) -> Root:
     """Return the newest root.
 
     Listings may be stale, so from the greatest listed number on it is probed forward. Roots are
-    never removed, so a gap means damage.
+    never removed, so a gap means damage. Where the newest one is damaged, or lost, its copy stands
+    in for it.
 
     Args:
         backend: Where the store lives.
@@ -27,15 +49,21 @@ def newest_root(backend: Backend, known: Root | None = None) -> Root:
 
     Raises:
         NotAStoreError: There is no root.
-        DamagedError: The newest root cannot be read; nothing older is taken for it.
+        DamagedError: The newest root cannot be read, nor can its copy; nothing older is taken for
+            it.
     """
-    if known is not None and _read_if_there(backend, known.seq) == known:
-        root = known
-    else:
-        root = _last_listed(backend)
+    root = known if known is not None and _stands(backend, known) else _last_listed(backend)
     while (following := _read_if_there(backend, root.seq + 1)) is not None:
         root = following
     return root
+
+
+def _stands(backend: Backend, root: Root) -> bool:
+    try:
+        return _read_if_there(backend, root.seq) == root
+    except DamagedError:
+        # It may be history by now, and have no copy any more.
+        return False
 
 
 def _last_listed(backend: Backend) -> Root:
@@ -58,10 +86,41 @@ def _last_listed(backend: Backend) -> Root:
 
 
 def _read_if_there(backend: Backend, seq: int) -> Root | None:
+    """Return a root, or what its copy says if it is damaged or lost; None if there was none."""
     try:
         return read_root(backend, seq)
     except FileNotFoundError:
+        copy = _read_copy(backend, seq)
+        if copy is None:
+            return None
+    except (DamagedError, BackendError):
+        copy = _read_copy(backend, seq)
+        if copy is None:
+            raise
+    try:
+        # It may have been put between the two looks.
+        return read_root(backend, seq)
+    except (FileNotFoundError, DamagedError, BackendError) as e:
+        _log.debug("%s: the copy of root %d stands in for it: %s", backend.uri, seq, e)
+        return copy
+
+
+def _read_copy(backend: Backend, seq: int) -> Root | None:
+    try:
+        return _read(backend, f"{COPIES}/{seq}", seq)
+    except (FileNotFoundError, CasnapError):
         return None
+
+
+def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
+    """Keep a copy of a root that stands, and none of those before it; if that fails, go without."""
+    try:
+        backend.mark(f"{COPIES}/{seq}", content)
+        for older in _numbers(backend, COPIES):
+            if older < seq:
+                backend.mark(f"{COPIES}/{older}", None)
+    except (CasnapError, OSError) as e:
+        _log.debug("%s: root %d has no copy: %s", backend.uri, seq, e)
 
 
 def _numbers(backend: Backend, folder: str) -> list[int]:
@@ -76,7 +135,10 @@ def read_root(backend: Backend, seq: int) -> Root:
         FileNotFoundError: There is none of this number.
         DamagedError: It is not what was written.
     """
-    key = root_key(seq)
+    return _read(backend, root_key(seq), seq)
+
+
+def _read(backend: Backend, key: str, seq: int) -> Root:
     data = backend.read(key)
     what = f"{backend.uri}/{key}"
     if len(data) > MAX_ROOT_BYTES:
@@ -126,7 +188,15 @@ def put_root(backend: Backend, root: Root) -> bool:
     Whatever the backend answers, or if it fails, the root that stands there decides: an answer
     that was lost looks like a conflict with oneself.
     """
-    key, content = root_key(root.seq), seal(b"r", encode(root))
+    content = seal(b"r", encode(root))
+    stands = _put(backend, root, content)
+    if stands:
+        _keep_copy(backend, root.seq, content)
+    return stands
+
+
+def _put(backend: Backend, root: Root, content: bytes) -> bool:
+    key = root_key(root.seq)
     if len(content) > MAX_ROOT_BYTES:
         raise StoreError(
             f"{backend.uri}: the next root would have {len(content):,} bytes, more than "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from casnap.comm import Comm
     from casnap.diff import Diff
     from casnap.gc import GcReport
-    from casnap.marks import Progress as GcProgress
+    from casnap.marks import Progress as Phases
     from casnap.repair import RepairReport
     from casnap.state import Stateful
     from casnap.take import TakeOptions
@@ -348,7 +348,7 @@ class Store:
         repack: float = 0.5,
         dry_run: bool = False,
         exclusive: bool = False,
-        progress: GcProgress | None = None,
+        progress: Phases | None = None,
     ) -> GcReport:
         """Collect garbage: delete what no snapshot needs.
 
@@ -395,7 +395,7 @@ class Store:
         data: bool = False,
         sample: float | None = None,
         seed: int | None = None,
-        progress: Progress | None = None,
+        progress: Phases | None = None,
     ) -> CheckReport:
         """Check that everything is there, and whole; nothing is changed.
 
@@ -405,8 +405,7 @@ class Store:
             data: Read and verify every chunk, at each of its places.
             sample: Read and verify a random share of them, up to 1.
             seed: Chooses the share; by default another one each time.
-            progress: Told the bytes that were read, and are to be read; or, where the structure
-                alone is checked, packs.
+            progress: Told what is being done, how much of it is done, and how much there is.
 
         Returns:
             All that is wrong, and which parts of which snapshots it hurts.
@@ -419,7 +418,7 @@ class Store:
         self,
         *,
         sources: Sequence[str | os.PathLike[str]] = (),
-        progress: Progress | None = None,
+        progress: Phases | None = None,
         dry_run: bool = False,
     ) -> RepairReport:
         """Save what can be saved of a damaged store, all of it where this is a view.
@@ -431,7 +430,7 @@ class Store:
         Args:
             sources: Other casnap stores, and files or folders of tensors: ``.safetensors``,
                 ``.npy``, and what ``torch.save`` wrote.
-            progress: Told the bytes that were read and verified, and are to be.
+            progress: Told what is being done, how much of it is done, and how much there is.
             dry_run: Change nothing, and say what would be done.
 
         Raises:
@@ -439,4 +438,6 @@ class Store:
         """
         from casnap.repair import repair
 
+        if isinstance(sources, str | os.PathLike):
+            raise TypeError(f"sources is a list, such as [{str(sources)!r}]; got one alone")
         return repair(self.objects, sources=sources, progress=progress, dry_run=dry_run)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from casnap.backends import Backend
-from casnap.contents import Contents, split_digests
-from casnap.digest import Digest
+from casnap.contents import Contents
+from casnap.damage import ALL, Damage, Hurt, kind_of
+from casnap.digest import Digest, split_digests
 from casnap.errors import BackendError, DamagedError
 from casnap.format import (
     FOOTER_RECORD_SIZE,
@@ -28,61 +27,23 @@ from casnap.format import (
     Row,
     SegmentId,
     SegmentRef,
+    TensorEntry,
     merged_segment,
     pack_key,
-    root_key,
+    payload_of,
     segment_key,
 )
 from casnap.listing import Listing, bad_records, can_lie_at, read_footer
 from casnap.manifest import Tree
+from casnap.marks import Progress
 from casnap.objects import Objects, Want
-from casnap.roots import read_root
 
 T = TypeVar("T")
-Progress = Callable[[int, int], None]
-
 _LOOKS = 5
 _ROOT_ADVICE = (
     "It is the newest root, so nothing else can be looked at. Restore this file from a backup; "
     "never delete it, since the root before it would be taken for the newest one"
 )
-
-
-@dataclass(frozen=True)
-class Hurt:
-    """A part of a snapshot that cannot be restored.
-
-    Attributes:
-        snapshot: Its name in the store; ``*`` for all of them.
-        path: The tensor, value or subtree; empty for all of the snapshot.
-    """
-
-    snapshot: str
-    path: str
-
-
-ALL = Hurt("*", "")
-
-
-@dataclass(eq=False)
-class Damage:
-    """Something in a store that is not as it was written.
-
-    Attributes:
-        kind: ``missing``, ``cut off``, ``changed`` or ``unreadable`` (the storage refuses) for an
-            object or a chunk; ``condemned`` for what is needed, but on its way out; ``lost`` for
-            what a repair could not find; ``malformed`` for what was written wrongly.
-        object: The key of the damaged object; empty where a digest has no place at all.
-        message: What is wrong, for people.
-        digest: The damaged chunk or node, in hex; empty where the object as a whole is damaged.
-        hurts: Everything that cannot be restored because of it.
-    """
-
-    kind: str
-    object: str
-    message: str
-    digest: str = ""
-    hurts: dict[Hurt, None] = field(default_factory=dict)
 
 
 class _Direct(Objects):
@@ -99,12 +60,13 @@ class _Direct(Objects):
         self.asked.append(digest)
         self._survey.needed[digest] = -1
         found: list[bytes] = []
+        # At all of them, for each is there in case that another fails.
         for place in self._survey.whole_places(digest):
             want = Want(digest, -1, lambda raw: found.append(bytes(raw)), "")
             for _, _, why in self.read_places([(place, [want])]):
                 self._survey.note_bad(digest, place, why)
-            if found:
-                return found[0]
+        if found:
+            return found[0]
         raise DamagedError(f"tree node {digest.hex()} is nowhere whole")
 
 
@@ -113,6 +75,7 @@ class Survey:
 
     Args:
         objects: The store.
+        progress: Told what is being looked at; of what is read, bytes.
 
     Raises:
         DamagedError: The newest root cannot be read.
@@ -133,10 +96,11 @@ class Survey:
 
     root: Root
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects, progress: Progress | None = None) -> None:
         self.objects = objects
         self._bad: dict[Record, str] = {}
         self.read_bytes = 0
+        self._tell = progress or (lambda what, done, total: None)
         try:
             root = objects.newest()
         except DamagedError as e:
@@ -160,32 +124,28 @@ class Survey:
         self._troubles: dict[Digest, list[Damage]] = {}
         self._of_pack: dict[PackId, Damage] = {}
         self._below: dict[bytes, list[tuple[str, Damage]]] = {}
+        self._lists: dict[tuple[object, ...], list[Damage]] = {}
+        self._commits: dict[str, bytes] = {}
         self._direct = _Direct(self)
         self.listing = Listing(self._segments())
 
-    def run(
-        self,
-        *,
-        share: float | None = None,
-        seed: int | None = None,
-        progress: Progress | None = None,
-    ) -> None:
+    def run(self, *, share: float | None = None, seed: int | None = None) -> None:
         """Look at everything.
 
         Args:
             share: The share of all chunks and nodes to read and verify; None for none of them.
             seed: What the choice follows from, if less than all are read.
-            progress: Told the bytes that were read and are to be read, or, where none are, packs.
         """
-        self._packs(progress if share is None else None)
+        self._packs()
         if share is not None:
-            self._read(share, random.Random(seed), progress)
+            self._read(share, random.Random(seed))
         self._snapshots()
         # What is missing may have been collected, or merged, since we began: look again.
         for _ in range(_LOOKS):
             if not self.damages or self.objects.newest() == self.root:
                 return
             self.again()
+        self._pass_over_what_went()
 
     def again(self) -> None:
         """Look at the newest root, in the light of what was read before."""
@@ -193,8 +153,28 @@ class Survey:
         for (digest, place), why in list(self._bad.items()):
             if place in self.listing.places(digest):
                 self.note_bad(digest, place, why)
-        self._packs(None)
+        self._packs()
         self._snapshots()
+
+    def _pass_over_what_went(self) -> None:
+        """Keep only the damages of what the newest root, which is younger than the look, has."""
+        view = self.objects.view()
+        if view.root == self.root:
+            return
+        keys = {pack_key(pack) for pack in view.packs}
+        keys |= {segment_key(ref.id) for ref in view.root.segments}
+        table = self.objects.tree(view.root.table, Row)
+
+        def is_there(hurt: Hurt) -> bool:
+            row = table.get(hurt.snapshot)
+            same = row is not None and row.commit == self._commits.get(hurt.snapshot)
+            return same or (hurt == ALL and view.root.table == self.root.table)
+
+        self.damages = [
+            damage
+            for damage in self.damages
+            if damage.object in keys or (not damage.object and any(map(is_there, damage.hurts)))
+        ]
 
     @property
     def hidden(self) -> bool:
@@ -214,10 +194,10 @@ class Survey:
     def note_bad(self, digest: Digest, place: Place, why: str) -> None:
         """Note that the bytes at a place are not what they were."""
         self._bad[digest, place] = why
-        kinds = {"missing": "missing", "cannot be read": "unreadable", "cut off": "cut off"}
-        kind = next((kind for text, kind in kinds.items() if text in why), "changed")
         pack = PackId(place.pack)
-        damage = self._damage(kind, pack_key(pack), f"at byte {place.offset:,}: {why}", digest)
+        damage = self._damage(
+            kind_of(why), pack_key(pack), f"at byte {place.offset:,}: {why}", digest
+        )
         self.hurt_packs.add(pack)
         self._blame.setdefault(digest, []).append(damage)
         self._troubles.pop(digest, None)
@@ -230,7 +210,9 @@ class Survey:
     # --- segments ---
 
     def _segments(self) -> Iterator[tuple[bytes, str]]:
-        for ref in self.root.segments:
+        segments = self.root.segments
+        for done, ref in enumerate(segments):
+            self._tell("reading the index", done, len(segments))
             key = segment_key(SegmentId(ref.id))
             kind, why = "changed", ""
             try:
@@ -254,11 +236,10 @@ class Survey:
 
     # --- packs ---
 
-    def _packs(self, progress: Progress | None) -> None:
+    def _packs(self) -> None:
         packs = self.listing.packs
         for done, pack in enumerate(packs):
-            if progress is not None:
-                progress(done, len(packs))
+            self._tell("looking at packs", done, len(packs))
             try:
                 self._pack(pack)
             except FileNotFoundError:
@@ -313,13 +294,12 @@ class Survey:
 
     # --- all bytes ---
 
-    def _read(self, share: float, chosen: random.Random, progress: Progress | None) -> None:
+    def _read(self, share: float, chosen: random.Random) -> None:
         total = int(self.listing.stored_bytes * share)
 
         def told(nbytes: int) -> None:
             self.read_bytes += nbytes
-            if progress is not None:
-                progress(min(self.read_bytes, total), total)
+            self._tell("reading", min(self.read_bytes, total), total)
 
         records = (r for r in self._to_read() if share >= 1 or chosen.random() < share)
         for digest, place, why in bad_records(self.objects, records, told):
@@ -351,14 +331,17 @@ class Survey:
         self._hurt(damages, ALL.snapshot, "")
         if table is None:
             return
+        total = sum(count for _, _, count in table.children)
         for first, leaf, count in table.children:
             rows, damages = self._asking(partial(table.leaf, Digest(leaf)), "the table")
             self._hurt(damages, _first_of(first, count), "")
             for name, row in rows or ():
+                self._tell("looking at snapshots", self.snapshots, total)
                 self._snapshot(name, row)
 
     def _snapshot(self, name: str, row: Row) -> None:
         self.snapshots += 1
+        self._commits[name] = row.commit
         contents = Contents(self._direct, name, row)
         manifest, damages = self._asking(lambda: contents.manifest, name)
         self._hurt(damages, name, "")
@@ -398,23 +381,36 @@ class Survey:
         items, damages = self._asking(partial(tree.leaf, Digest(leaf)), what)
         found = [(entries, damage) for damage in damages]
         for inner, entry in items or ():
-            path = key + inner
-            chunks, damages = self._asking(partial(contents.chunks, path, entry), path)
-            for digest, nbytes in chunks or ():
-                if self.needed.get(digest) != nbytes or digest in self._troubles:
-                    damages += self._chunk(digest, nbytes)
-            if damages and chunks and isinstance(entry, BoxedTensorEntry):
-                self.cuts.setdefault(entry.shape, set()).add(entry.boxes)
-            found += [(inner, damage) for damage in dict.fromkeys(damages)]
+            found += [(inner, damage) for damage in self._entry(contents, key + inner, entry)]
         return found
+
+    def _entry(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:
+        """Return what hurts an entry; lists of chunks that were seen are not looked at again."""
+        payload = payload_of(entry)
+        boxes = entry.boxes if isinstance(entry, BoxedTensorEntry) else ()
+        form = (entry.shape, boxes) if isinstance(entry, TensorEntry) else ()
+        same = (payload.digests, payload.depth, payload.nbytes, form)
+        if payload.depth and same in self._lists:
+            return self._lists[same]
+        chunks, damages = self._asking(partial(contents.chunks, path, entry), path)
+        for digest, nbytes in chunks or ():
+            if self.needed.get(digest) != nbytes or digest in self._troubles:
+                damages += self._chunk(digest, nbytes)
+        damages = list(dict.fromkeys(damages))
+        if damages and chunks and isinstance(entry, BoxedTensorEntry):
+            self.cuts.setdefault(entry.shape, set()).add(entry.boxes)
+        if payload.depth:
+            self._lists[same] = damages
+        return damages
 
     def _chunk(self, digest: Digest, nbytes: int) -> list[Damage]:
         self.needed[digest] = nbytes
-        raw = {place.raw for place in self.whole_places(digest)}
+        places = self.whole_places(digest)
+        raw = {place.raw for place in places}
         if raw - {nbytes}:
             message = f"a tensor takes it for {nbytes:,} bytes, the index for {min(raw):,}"
             return [self._damage("malformed", "", message, digest)]
-        return self.trouble(digest)
+        return self.trouble(digest, places)
 
     def _asking(self, ask: Callable[[], T], what: str) -> tuple[T | None, list[Damage]]:
         """Return what somebody reads of the trees, and the damages that were met on the way."""
@@ -429,11 +425,11 @@ class Survey:
             damages = [self._damage("malformed", "", f"{what}: {error}")]
         return answer, damages
 
-    def trouble(self, digest: Digest) -> list[Damage]:
+    def trouble(self, digest: Digest, places: list[Place] | None = None) -> list[Damage]:
         """Return the damages because of which a needed digest is not safe."""
         if digest in self._troubles:
             return self._troubles[digest]
-        places = self.whole_places(digest)
+        places = self.whole_places(digest) if places is None else places
         if any(place.pack not in self.root.condemned for place in places):
             return []
         if not places:
@@ -462,34 +458,3 @@ class Survey:
 
 def _first_of(first: str, count: int) -> str:
     return first if count == 1 else f"{first} and {count - 1:,} more"
-
-
-# --- what stands beside ------------------------------------------------------------------------
-
-
-def listed_roots(backend: Backend) -> list[int]:
-    """Return the numbers of all roots that are listed."""
-    return sorted(
-        int(name)
-        for folder in backend.names("roots")
-        for name in backend.names(f"roots/{folder}")
-        if name.isascii() and name.isdigit() and root_key(int(name)) == f"roots/{folder}/{name}"
-    )
-
-
-def damaged_roots(backend: Backend, newest: int) -> list[Damage]:
-    """Return what is wrong with the roots up to one."""
-    damages = []
-    for seq in range(newest + 1):
-        kind, why = "changed", ""
-        try:
-            read_root(backend, seq)
-            continue
-        except FileNotFoundError:
-            kind, why = "missing", "a root is missing"
-        except DamagedError as e:
-            why = str(e)
-        except BackendError as e:
-            kind, why = "unreadable", str(e)
-        damages.append(Damage(kind, root_key(seq), why))
-    return damages

@@ -15,7 +15,7 @@ import msgspec
 
 from casnap import pending as background
 from casnap.agreement import Agreed, Hashed, agree, alone
-from casnap.buffers import SLOT_BYTES
+from casnap.buffers import SLOT_BYTES, SLOTS
 from casnap.capture import Capture, random_states_first
 from casnap.codec import Codec
 from casnap.comm import Alone, Comm
@@ -318,7 +318,8 @@ class _Take:
         division: Division,
     ) -> None:
         """Hash with the other ranks: some threads wait for answers while others hash."""
-        threads = min(cores() + 2, 8)
+        # Each keeps a slot, part-filled, while it waits for all others: some must be left for them.
+        threads = min(cores() + 2, SLOTS - 2)
         edges = Edges(self._comm.size, division.keys, division.targets)
         exchange = Exchange(self._comm, crew, edges, threads)
         hashing = crew.start(

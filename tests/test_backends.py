@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import sys
 import threading
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+import casnap.backends.local
 from casnap.backends import Backend, LocalBackend, MemoryBackend
-from casnap.errors import BackendError
+from casnap.backends.base import translated
+from casnap.errors import BackendError, StorageFullError
 from casnap.testing import FaultyBackend
 from casnap.testing.backend_suite import (
     BackendSuite,
@@ -100,6 +105,33 @@ def test_what_is_left_is_tidied_away_by_age(local: LocalBackend) -> None:
     assert files(local.folder) == {"packs/ab/x", "tmp/somebody's"}
 
 
+def test_another_thread_that_syncs_in_between(
+    local: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has synced the folder before the name was in it, so the writer's sync does so again."""
+    seen: list[set[str]] = []
+    real = casnap.backends.local._sync_folder
+
+    def sync_folder(folder: Path) -> None:
+        if folder == local.folder / "packs/ab":
+            seen.append({path.name for path in folder.iterdir()})
+        real(folder)
+
+    monkeypatch.setattr(casnap.backends.local, "_sync_folder", sync_folder)
+    with system_faults(0, local.sync, ["fsync"]):
+        local.write("packs/ab/x", b"content")
+    local.sync()
+    assert seen == [set(), {"x"}]
+
+
+def test_a_full_disk_is_said_to_whoever_writes() -> None:
+    with (
+        pytest.raises(StorageFullError, match=r"whole\. Free some space, then try again"),
+        translated("roots/0/1"),
+    ):
+        raise OSError(errno.ENOSPC, "full")
+
+
 def test_a_key_that_exists_is_not_overwritten(local: LocalBackend) -> None:
     local.write("packs/ab/x", b"first")
     with pytest.raises(BackendError, match="packs/ab/x exists already"):
@@ -124,3 +156,30 @@ def test_a_marker_that_another_removed(local: LocalBackend) -> None:
     LocalBackend(local.folder).mark("run/step_1/marker", None)
     local.sync()
     assert local.put_if_absent("roots/0/0", b"root")
+
+
+def test_a_suite_that_fails_says_what_it_compared(tmp_path: Path) -> None:
+    """For those who write a backend: pytest rewrites the asserts of the suite as it does theirs."""
+    module = tmp_path / "test_mine.py"
+    module.write_text(
+        "import pytest\n"
+        "from casnap.backends import MemoryBackend\n"
+        "from casnap.testing.backend_suite import BackendSuite\n"
+        "class Mine(MemoryBackend):\n"
+        "    def size(self, key):\n"
+        "        return super().size(key) and 7\n"
+        "class TestMine(BackendSuite):\n"
+        "    @pytest.fixture\n"
+        "    def backend(self, tmp_path):\n"
+        "        return Mine(str(tmp_path))\n"
+    )
+    arguments = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", tmp_path, module]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments, "-k", "what_is_written_is_read and 4095"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).resolve().parent.parent,
+    )
+    assert done.returncode == 1, done.stdout
+    assert "assert 7 == 4095" in done.stdout

@@ -30,6 +30,7 @@ from tests.test_damage import (
     expected,
     flip,
     forget_cache,
+    forget_copies,
     make,
     newest,
     objects_of,
@@ -66,11 +67,13 @@ def test_a_whole_store(store: Path) -> None:
     assert (report.snapshots, report.packs, report.root) == (3, 6, 3)
     assert report.read_bytes == report.orphans == report.temporary == 0
     assert report.sample is None
-    told: list[tuple[int, int]] = []
+    told: list[tuple[str, int, int]] = []
     report = check(store, data=True, progress=lambda *call: told.append(call))
     assert report.ok
     assert report.read_bytes == report.stored_bytes > 500_000
-    assert told[-1] == (report.stored_bytes, report.stored_bytes)
+    assert ("reading", report.stored_bytes, report.stored_bytes) in told
+    phases = list(dict.fromkeys(what for what, _, _ in told))
+    assert phases == ["reading the index", "looking at packs", "reading", "looking at snapshots"]
     assert files(store) == before
 
 
@@ -177,12 +180,13 @@ def test_a_damaged_tree_is_found_though_it_is_cached(store: Path) -> None:
     opened = Store(store)
     row = opened.row("b")
     assert opened["b"].get_manifest()
-    place = listing_of(store).places(Digest(row.manifest.digest))[0]
-    change(store / pack_key(place.pack), flip(place.offset + 3))
-    assert opened["b"].get_manifest()
-    report = opened.check()
-    assert hurts_of(report) == {("b", "")}
-    assert [d.digest for d in report.damages] == [row.manifest.digest.hex()]
+    for copies, hurt in enumerate([set(), {("b", "")}], 1):
+        place = listing_of(store).places(Digest(row.manifest.digest))[copies - 1]
+        change(store / pack_key(place.pack), flip(place.offset + 3))
+        assert opened["b"].get_manifest()
+        report = opened.check()
+        assert hurts_of(report) == hurt
+        assert [d.digest for d in report.damages] == [row.manifest.digest.hex()] * copies
 
 
 def test_damages_of_one_copy_hurt_nobody(store: Path) -> None:
@@ -237,6 +241,23 @@ def test_what_the_storage_refuses(store: Path) -> None:
     assert (damage.kind, damage.digest) == ("unreadable", digest.hex())
 
 
+def test_what_goes_while_it_is_looked_at_is_no_damage(store: Path) -> None:
+    """At each look, what the root at hand needs is replaced and collected; yet all is whole."""
+    others = Store(store)
+
+    def go_on(what: str, done: int, _total: int) -> None:
+        if (what, done) == ("looking at packs", 0):
+            others.take({KEY: StateDict(x=torch.randn(CHUNK))}, "often", overwrite=True)
+            others.gc(grace=0)
+
+    go_on("looking at packs", 0, 0)
+    assert check(store, progress=go_on).ok
+    digest, place = record_of(store, FROZEN)
+    change(store / pack_key(place.pack), flip(place.offset))
+    [damage] = check(store, data=True, progress=go_on).damages
+    assert damage.digest == digest.hex()
+
+
 # --- segments and roots -----------------------------------------------------------------------
 
 
@@ -266,14 +287,18 @@ def test_older_roots(store: Path, seq: int) -> None:
     for damage, kind in ((flip(20), "changed"), (lambda _: None, "missing")):
         change(file, damage)
         report = check(store)
-        assert [(d.kind, d.object) for d in report.damages] == [(kind, f"roots/0/{seq}")]
-        assert hurts_of(report) == set()
+        assert report.ok
+        assert [(d.kind, d.object) for d in report.history] == [(kind, f"roots/0/{seq}")]
         file.write_bytes(kept)
 
 
 def test_the_newest_root(store: Path) -> None:
     opened = Store(store)
     change(newest(store), flip(30))
+    [damage] = opened.check().damages
+    assert (damage.kind, damage.object, damage.hurts) == ("changed", "roots/0/3", {})
+    assert "its copy stands in for it" in damage.message
+    forget_copies(store)
     [damage] = opened.check().damages
     assert (damage.kind, damage.object) == ("unreadable", "roots/0/3")
     assert "Restore this file from a backup; never delete it" in damage.message

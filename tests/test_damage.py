@@ -18,7 +18,7 @@ import torch
 from casnap import StateDict, Store
 from casnap.digest import Digest
 from casnap.errors import CasnapError, DamagedError
-from casnap.format import Place, SegmentId, decode_segment, pack_key, segment_key
+from casnap.format import Place, Record, SegmentId, decode_segment, pack_key, segment_key
 from tests.faults import CHUNK, assert_equal
 
 STEPS = {"a": 0, "b": 1, "run/c": 2}
@@ -175,6 +175,11 @@ def newest(store: Path) -> Path:
     return max((store / "roots" / "0").iterdir(), key=lambda p: int(p.name))
 
 
+def forget_copies(store: Path) -> None:
+    """Leave the newest root without a copy."""
+    shutil.rmtree(store / "roots" / "copies")
+
+
 def damages(file: Path, choose: random.Random) -> Iterator[Callable[[bytes], bytes | None]]:
     """Yield bits to flip, lengths to cut off at, and the deletion."""
     size = file.stat().st_size
@@ -208,15 +213,36 @@ def test_any_damage_to_any_object(store: Path, cache_dir: Path, cached: bool) ->
                 top = file.relative_to(store).parts[0]
                 hurt[top] = hurt.get(top, 0) + bool(failed(observe(store)))
     assert hurt.keys() == {"roots", "packs", "index", "casnap.json"}
+    # Each root and node is there twice: one damage to either hurts nobody.
+    assert not hurt["roots"]
     if not cached:
-        assert all(hurt.values())
+        assert all(count for top, count in hurt.items() if top != "roots")
     forget_cache(cache_dir)
     assert failed(observe(store)) == set()
 
 
+@pytest.mark.parametrize("damage", [*map(flip, range(0, 230, 23)), lambda raw: raw[:9], None])
+def test_the_copy_of_the_newest_root_stands_in_for_it(
+    store: Path, cache_dir: Path, damage: Callable[[bytes], bytes] | None
+) -> None:
+    """Damaged or lost: all is there, and what is committed then follows it."""
+    opened, lost = Store(store, create=False), newest(store)
+    with damaged(lost, damage or (lambda _: None)):
+        forget_cache(cache_dir)
+        assert failed(observe(store)) == set()
+        for where, name in ((Store(store), "d"), (opened, "e")):
+            where.take({KEY: StateDict(content(4))}, name)
+        assert int(newest(store).name) == int(lost.name) + 2
+        assert [s.name for s in Store(store).snapshots()] == [*STEPS, "d", "e"]
+        for name, step in {**STEPS, "d": 4, "e": 4}.items():
+            _check_restore(Store(store), name, step)
+        assert Store(store).gc(grace=0).snapshots == len(STEPS) + 2
+
+
 def test_a_damaged_newest_root_is_no_older_root(store: Path, cache_dir: Path) -> None:
-    """While the newest root cannot be read, nothing can be: an older one is never believed."""
+    """While neither it nor its copy can be read, nothing can be: older ones are never believed."""
     file = newest(store)
+    forget_copies(store)
     size = file.stat().st_size
     before = {p: p.read_bytes() for p in objects_of(store) if p != file}
     cuts = [lambda raw, n=n: raw[:n] for n in range(0, size, 23)]
@@ -238,10 +264,22 @@ def test_a_damaged_newest_root_is_no_older_root(store: Path, cache_dir: Path) ->
 # --- who is hurt ------------------------------------------------------------------------------
 
 
-def places_of(store: Path) -> dict[Digest, Place]:
+def all_places_of(store: Path) -> list[Record]:
     root = Store(store).objects.newest()
     keys = [segment_key(SegmentId(ref.id)) for ref in root.segments]
-    return {d: p for k in keys for d, p in decode_segment((store / k).read_bytes(), k).records}
+    return [r for k in keys for r in decode_segment((store / k).read_bytes(), k).records]
+
+
+def places_of(store: Path) -> dict[Digest, Place]:
+    return dict(all_places_of(store))
+
+
+def damage_everywhere(store: Path, digest: bytes) -> None:
+    """Flip a bit at all the places of a chunk or node."""
+    for other, place in all_places_of(store):
+        if other == digest:
+            file = store / pack_key(place.pack)
+            file.write_bytes(flip(place.offset)(file.read_bytes()))
 
 
 def users_of(store: Path) -> dict[Digest, dict[str, set[str]]]:
@@ -290,14 +328,30 @@ def test_damage_between_chunks_hurts_nobody(store: Path, cache_dir: Path) -> Non
 
 def test_a_damaged_list_of_digests_names_its_tensor(store: Path, cache_dir: Path) -> None:
     entry = Store(store)["a"].get_manifest()[f"0/{KEY}/frozen"]
-    place = places_of(store)[Digest(entry.data.digests)]
     forget_cache(cache_dir)
-    with damaged(store / pack_key(place.pack), flip(place.offset)):
-        for name in STEPS:
-            with pytest.raises(DamagedError) as caught:
-                Store(store)[name].restore({KEY: Spy(content(7))})
-            assert caught.value.paths == (f"{KEY}/frozen",)
-            assert Store(store)[name].read_object(f"{KEY}/notes") == expected(STEPS[name])["notes"]
+    damage_everywhere(store, entry.data.digests)
+    for name in STEPS:
+        with pytest.raises(DamagedError) as caught:
+            Store(store)[name].restore({KEY: Spy(content(7))})
+        assert caught.value.paths == (f"{KEY}/frozen",)
+        assert Store(store)[name].read_object(f"{KEY}/notes") == expected(STEPS[name])["notes"]
+
+
+def test_one_damage_to_a_node_hurts_nobody(store: Path, cache_dir: Path) -> None:
+    """Each stands twice in its pack, on different pages."""
+    records = all_places_of(store)
+    chunks = users_of(store).keys()
+    nodes = [(digest, place) for digest, place in records if digest not in chunks]
+    assert len(nodes) >= 2 * 10
+    for digest, place in nodes:
+        pages = {p.offset // 4096 for d, p in nodes if (d, p.pack) == (digest, place.pack)}
+        assert len(pages) == 2
+        page = place.offset // 4096 * 4096
+        wiped = lambda raw, at=page: raw[:at] + bytes(4096) + raw[at + 4096 :]  # noqa: E731
+        forget_cache(cache_dir)
+        with damaged(store / pack_key(place.pack), wiped):
+            for name, step in STEPS.items():
+                _check_restore(Store(store), name, step)
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut off", "deleted"])
@@ -322,8 +376,9 @@ def test_all_that_is_hurt_is_named(store: Path, how: str) -> None:
 # --- healing ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["flipped", "deleted"])
-@pytest.mark.parametrize("kind", ["chunk", "list"])
+@pytest.mark.parametrize(
+    ("kind", "how"), [("chunk", "flipped"), ("chunk", "deleted"), ("list", "flipped")]
+)
 def test_the_same_bytes_taken_again_heal(store: Path, how: str, kind: str, cache_dir: Path) -> None:
     """What a process saw damaged, a take of that process stores anew, for all that need it."""
     entry = Store(store)["a"].get_manifest()[f"0/{KEY}/frozen"]
@@ -332,15 +387,12 @@ def test_the_same_bytes_taken_again_heal(store: Path, how: str, kind: str, cache
         digest = next(d for d, names in users.items() if set(names) == set(STEPS))
     else:
         digest = Digest(entry.data.digests)
-    file, at = store / pack_key(places[digest].pack), places[digest].offset
+    file = store / pack_key(places[digest].pack)
     forget_cache(cache_dir)
-    if kind == "list" and how == "deleted":
-        # Its pack holds the trees too, without which the snapshot is gone.
-        file.write_bytes(file.read_bytes()[:at] + bytes(100))
-    elif how == "deleted":
-        file.unlink()
+    if how == "flipped":
+        damage_everywhere(store, digest)
     else:
-        file.write_bytes(flip(at)(file.read_bytes()))
+        file.unlink()
     opened = Store(store)
     with pytest.raises(DamagedError, match="take the same bytes again"):
         opened["run/c"].restore({KEY: Spy(content(3))})
@@ -368,9 +420,8 @@ def test_objects_that_stand_in_for_others(store: Path, cache_dir: Path, top: str
                 with damaged(file, lambda _, o=other: o.read_bytes()):
                     outcomes = observe(store)
                 hurt += bool(failed(outcomes))
-                if file == newest(store):
-                    assert failed(outcomes) == set(outcomes)
-    assert hurt
+    # The newest root has a copy.
+    assert bool(hurt) == (top != "roots")
     forget_cache(cache_dir)
     assert failed(observe(store)) == set()
 

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from casnap import StateDict, Store
 from casnap.backends import MemoryBackend
-from casnap.cli import check as check_command
-from casnap.cli import gc as gc_command
 from casnap.cli.durations import duration
+from casnap.cli.shares import share
 from casnap.codec import Codec, compress, decompress
 from casnap.digest import digest_of
 from casnap.errors import CasnapError
@@ -272,18 +271,14 @@ def decoders(folder: Path) -> dict[str, Decoder]:
         "config": Decoder([(folder / CONFIG_KEY).read_bytes()], config),
         "name": Decoder(["run/é/step_1".encode(), b"a/../b", b"x" * 255], checked_name),
         "duration": Decoder([b"1.5h", b"7d", b"0"], number(duration, 1e9 * 604_800)),
-        "share of gc": Decoder([b"50%", b"0.5%"], number(gc_command._share, 1)),
-        "share of check": Decoder(
-            [b"5%", b"0.05", b"1e-3"],
-            number(lambda text: check_command._share(None, None, text), 1),
-        ),
+        "share": Decoder([b"50%", b"0.5%", b"0.05"], number(share, 1)),
     }
 
 
 NAMES = [
     *("root", "segment", "footer", "manifest", "tree", "table", "list of depth 1"),
     *("list of depth 4", "entry", "containers", "zstd", "config", "name", "duration"),
-    *("share of gc", "share of check"),
+    "share",
 ]
 EXTREMES = [0, 1, 0x7F, 0x80, 0xC1, 0xDD, 0xDF, 0xFF]
 Change = tuple[str, int, int, bytes]

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
-from casnap.contents import Contents, split_digests
+from casnap.contents import Contents
 from casnap.diff import Change, diff
-from casnap.digest import Digest
+from casnap.digest import Digest, split_digests
 from casnap.errors import DamagedError, EntryNotFoundError, StoreError
 from casnap.format import Payload, TensorEntry, ValueEntry, payload_of
 from casnap.objects import Objects

@@ -21,8 +21,10 @@ from casnap.errors import (
     StoreError,
     UnsupportedFormatError,
 )
-from casnap.format import CONFIG_KEY, pack_key, segment_key
+from casnap.format import CONFIG_KEY, PackId, pack_key, segment_key
 from casnap.objects import Objects
+from casnap.roots import succeed
+from casnap.segments import rewritten
 from casnap.testing import Fault, FaultyBackend, flip, lose_answer, open_store
 from tests.cli_calls import failure
 from tests.faults import CHUNK, assert_store, files, take
@@ -125,6 +127,26 @@ def test_a_lost_answer_and_a_bad_read_do_not_undo_a_root(path: Path) -> None:
     assert_store(path, {3})
 
 
+def test_takes_that_go_on_do_not_keep_it_from_saying_what_is_damaged(path: Path) -> None:
+    """Each marking sees a newer root, which does not bring back what is lost."""
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    before = store.objects.view()
+    [(_, place), *_] = store.objects.index.segment(before.root.segments[0]).records
+    segments = rewritten(store.objects, before, {PackId(place.pack)})
+    assert succeed(store.objects.backend, before.root, segments=segments)
+    markings = []
+
+    def go_on(what: str, done: int, _total: int) -> None:
+        if (what, done) == ("reading the index", 0):
+            markings.append(what)
+            store.take({"s": StateDict(x=len(markings))}, f"other/{len(markings)}")
+
+    with pytest.raises(DamagedError):
+        Store(path).gc(progress=go_on)
+    assert len(markings) < 3
+
+
 def test_an_old_root_that_cannot_be_read_costs_patience_alone(path: Path) -> None:
     store = Store(path, chunk_size=CHUNK)
     take(store, 0)
@@ -158,6 +180,8 @@ def test_what_cannot_be_read_stops_it(path: Path, cache_dir: Path, what: str) ->
         "segment": next((path / "index").iterdir()),
         "tree": min(trees, key=lambda p: p.name),
     }[what.partition("-")[0]]
+    if what == "root":
+        next((path / "roots/copies").iterdir()).unlink()
     if what.endswith("gone"):
         hurt.unlink()
     else:
@@ -171,5 +195,7 @@ def test_what_cannot_be_read_stops_it(path: Path, cache_dir: Path, what: str) ->
         Store(path).gc(grace=0)
     assert str(path) in str(e.value)
     assert files(path) == before
-    assert "casnap" in failure("gc", path, "--grace", 0)
+    said = failure("gc", path, "--grace", 0)
+    assert "Nothing was deleted" in said
+    assert said.count(f"`casnap check {path}`") == said.count(f"`casnap repair {path}`") == 1
     assert files(path) == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import RNGState, Snapshot, StateDict, Store
-from casnap.errors import SnapshotExistsError, StateError
+import casnap.take
+from casnap import RNGState, Snapshot, StateDict, Store, buffers
+from casnap.errors import DamagedError, SnapshotExistsError, StateError
+from tests.test_damage import damage_everywhere
 
 MIB = 1 << 20
 
@@ -181,3 +184,42 @@ def test_sharded_tensors_of_a_few_bytes(world, tmp_path):
     expected = torch.arange(12, dtype=torch.float32).view(4, 3)
     assert torch.equal(got["tiny"], expected)
     assert torch.equal(got["few"], expected)
+
+
+def take_with_small_slots(path: str, cores: int) -> None:
+    """Take as on a machine of so many cores, where each buffer holds few chunks."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    state = {f"{i}": torch.randn(1 << 18, generator=generator) for i in range(12)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
+        for module in (buffers, casnap.take):
+            patch.setattr(module, "SLOT_BYTES", MIB)
+        patch.setattr(buffers, "_pools", {})
+        Store(path).take({"model": StateDict(state)}, "x", timeout=20)
+
+
+@pytest.mark.parametrize("cores", [2, 5, 16])
+def test_more_cores_than_buffers(world, tmp_path, cores):
+    """Threads that wait for other ranks must not keep all buffers from those who have work."""
+    Store(tmp_path / "store", chunk_size=1 << 16)
+    world(2).run(take_with_small_slots, str(tmp_path / "store"), cores)
+    assert Store(tmp_path / "store").check(data=True).ok
+
+
+def take_what_one_rank_saw_damaged(path: str) -> list[int]:
+    store = Store(path)
+    if dist.get_rank() == 1:
+        with pytest.raises(DamagedError):
+            store["a"].read_object("model/a")
+    takes = (store.take({"model": StateDict(weights(1))}, f"b/{i}") for i in range(3))
+    return [taken.stats.new_bytes for taken in takes]
+
+
+def test_what_any_rank_saw_damaged_is_stored_anew_once(world, tmp_path):
+    snapshot = Store(tmp_path).take({"model": StateDict(weights(1))}, "a")
+    digest, _ = snapshot.contents.chunks("model/a", snapshot.get_manifest()["0/model/a"])[0]
+    damage_everywhere(tmp_path, digest)
+    first, *later = world(2).run(take_what_one_rank_saw_damaged, str(tmp_path))[1]
+    assert first > MIB // 2
+    assert max(later) < 10_000
+    assert torch.equal(Store(tmp_path)["a"].read_object("model/a"), weights(1)["a"])

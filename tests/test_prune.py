@@ -14,7 +14,7 @@ import pytest
 
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.cli.durations import duration
+from casnap.cli.durations import duration, duration_or_none
 from casnap.errors import BackendError, FencedError, SnapshotNotFoundError
 from casnap.format import Row
 from tests.cli_calls import document, failure, fill, invoke
@@ -363,7 +363,7 @@ def test_prune_of_a_folder(own_store: Path) -> None:
         (["--keep-last", 0], "--keep-last is a whole number"),
         (["--keep-last", "x"], "--keep-last"),
         (["--keep-within", "7"], "write 30s, 15m, 24h, 7d"),
-        (["--keep-within", "0"], "--keep-within is a time"),
+        (["--keep-within", "0"], "write 30s, 15m, 24h, 7d, 2w or 1.5h"),
         (["--keep-best", "loss"], "write loss:3 or accuracy:3:max"),
         (["--keep-best", "loss:0"], "whole number"),
         (["--keep-best", "loss:1:\x1b"], "is no rule"),
@@ -413,8 +413,13 @@ def test_prune_prints_what_a_store_holds_escaped(tmp_path: Path) -> None:
 
 
 def test_durations() -> None:
-    written = ("30s", "15m", "24h", "7d", "2w", "1.5h", "0", "0s")
-    assert [duration(t) for t in written] == [30, 900, 86400, 604800, 1209600, 5400, 0, 0]
+    written = ("30s", "15m", "24h", "7d", "2w", "1.5h")
+    for read in (duration, duration_or_none):
+        assert [read(t) for t in written] == [30, 900, 86400, 604800, 1209600, 5400]
+    for nothing in ("0", "0s"):
+        assert duration_or_none(nothing) == 0
+        with pytest.raises(click.BadParameter, match=r"2w or 1\.5h"):
+            duration(nothing)
     for text in (
         "",
         "7",
@@ -430,8 +435,9 @@ def test_durations() -> None:
         "٣d",
         "9" * 400 + "s",
     ):
-        with pytest.raises(click.BadParameter, match="write 30s, 15m, 24h, 7d, 2w"):
-            duration(text)
+        for read in (duration, duration_or_none):
+            with pytest.raises(click.BadParameter, match="write 30s, 15m, 24h, 7d, 2w"):
+                read(text)
 
 
 def test_within_goes_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

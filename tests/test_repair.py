@@ -6,6 +6,8 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
+from inspect import stack
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,13 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.digest import Digest, digest_of
+from casnap.digest import digest_of
 from casnap.errors import BackendError, DamagedError
 from casnap.format import PackId, pack_key
 from casnap.gc import GcOptions, collect
 from casnap.roots import succeed
-from tests.checks import FROZEN, broken, change, listing_of, record_of
+from casnap.survey import Survey
+from tests.checks import FROZEN, broken, change, check, listing_of, record_of
 from tests.cli_calls import failure, invoke
 from tests.damaged import (
     WEIGHT,
@@ -36,10 +39,12 @@ from tests.test_damage import (
     KEY,
     STEPS,
     content,
+    damage_everywhere,
     damages,
     expected,
     flip,
     forget_cache,
+    forget_copies,
     newest,
     objects_of,
 )
@@ -64,7 +69,7 @@ def test_any_damage_to_any_object(
     store = tmp_path / "store"
     for file in objects_of(pristine):
         key = file.relative_to(pristine)
-        if file == newest(pristine) or key.parts[0] == "casnap.json":
+        if key.parts[0] == "casnap.json":
             continue
         for damage in choose.sample(list(damages(file, choose)), 2):
             shutil.rmtree(store, ignore_errors=True)
@@ -75,7 +80,8 @@ def test_any_damage_to_any_object(
             forget_cache(cache_dir)
             if key.parts[0] == "roots":
                 assert report.ok
-                assert [d.object for d in report.found] == [str(key)]
+                assert [str(key)] == [d.object for d in report.found] or "copies" in key.parts
+                assert Store(store).check(data=True).ok
                 continue
             if key.parts[0] == "index":
                 assert report.ok
@@ -188,8 +194,7 @@ def test_condemned_and_damaged(store: Path) -> None:
 def test_what_is_lost_can_be_deleted(store: Path) -> None:
     """A snapshot whose tree is lost stops a collector; without it all is well again."""
     opened = Store(store)
-    place = listing_of(store).places(Digest(opened.row("b").manifest.digest))[0]
-    change(store / pack_key(place.pack), flip(place.offset))
+    damage_everywhere(store, opened.row("b").manifest.digest)
     opened.objects.index.facts.delete()
     assert named(repair(store)) == {"b"}
     with pytest.raises(DamagedError):
@@ -257,11 +262,26 @@ def test_a_footer_and_a_segment(store: Path) -> None:
 
 def test_the_newest_root(store: Path) -> None:
     change(newest(store), flip(30))
+    forget_copies(store)
     before = files(store)
     with pytest.raises(DamagedError, match="Restore this file from a backup; never delete it"):
         repair(store)
     assert files(store) == before
     assert "Restore this file" in failure("repair", store, "--yes")
+
+
+@pytest.mark.parametrize("damage", [flip(30), lambda _: None])
+def test_a_newest_root_that_has_a_copy(
+    store: Path, damage: Callable[[bytes], bytes | None]
+) -> None:
+    """Another one is put behind it, and nothing needs it any more."""
+    change(newest(store), damage)
+    assert "its copy stands in for it" in invoke("check", store, status=1).stdout
+    assert "damaged or lost" in invoke("repair", store, "--yes").stdout
+    forget_copies(store)
+    assert check(store, data=True).ok
+    assert broken(store) == set()
+    assert Store(store).objects.newest().seq == 4
 
 
 def test_what_may_not_be_read_is_not_given_up(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +298,42 @@ def test_what_may_not_be_read_is_not_given_up(store: Path, monkeypatch: pytest.M
     with pytest.raises(BackendError, match="Make it readable"):
         repair(store)
     assert Store(store).objects.newest() == root
+
+
+def test_what_cannot_be_read_now_is_not_given_up(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many open files, a server that does not answer: that passes, and nothing was lost."""
+    real = LocalBackend.read_into
+    before = files(store)
+
+    def read_into(self: LocalBackend, key: str, at: int, target: memoryview, **how: bool) -> int:
+        if key.startswith("packs/") and any(f.function == "read_places" for f in stack()):
+            raise BackendError(f"{self.uri}/{key}: Too many open files")
+        return real(self, key, at, target, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "read_into", read_into)
+        with pytest.raises(BackendError, match=r"Too many open files.*Make it readable"):
+            repair(store)
+    assert files(store) == before
+    assert repair(store).ok
+
+
+def test_takes_meanwhile(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is lost to a take costs no second look at the store."""
+    looks: list[object] = []
+    again = Survey.again
+    monkeypatch.setattr(Survey, "again", lambda self: (looks.append(self), again(self))[1])
+    damage_chunk(store, FROZEN)
+
+    def take() -> None:
+        Store(store).take({KEY: StateDict(content(5))}, "other")
+
+    with backend_faults(0, take, ["put_if_absent"]):
+        report = repair(store)
+    assert len(report.remaining) == 1
+    assert len(looks) == 1
 
 
 def test_a_full_disk(store: Path) -> None:
@@ -336,18 +392,22 @@ def test_command(store: Path, tmp_path: Path) -> None:
     found = json.loads(invoke("repair", store, "-y", "--json", status=1).stdout)
     assert [d["kind"] for d in found["remaining"]] == ["lost"]
     source = safetensors(tmp_path / "x.safetensors", {"x": expected(0)["frozen"]})
-    absent = tmp_path / "absent"
-    result = invoke("repair", store, "--from", source, "--from", absent, "--yes")
+    unknown = tmp_path / "x.gguf"
+    unknown.touch()
+    result = invoke("repair", store, "--from", unknown, "--from", source, "--yes")
     assert "lost chunks found elsewhere: 1" in result.stdout
     assert "everything is whole" in result.stdout
-    assert f"skipped: {absent} does not exist" in result.stderr
+    assert f"skipped: {unknown} is none of .safetensors, " in result.stderr
     assert "no damage found" in invoke("repair", store, "--yes").stdout
 
 
 def test_command_on_old_roots(store: Path) -> None:
     (store / "roots/0/1").unlink()
-    printed = invoke("repair", store, "--yes").stdout
-    assert "older roots are damaged" in printed
+    before = files(store)
+    for command in (("repair", store, "--yes"), ("check", store)):
+        printed = invoke(*command).stdout
+        assert "damaged or lost" in printed
+    assert files(store) == before
 
 
 @pytest.mark.parametrize(("answer", "status"), [("y", 0), ("n", 1)])

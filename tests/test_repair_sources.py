@@ -14,7 +14,7 @@ import torch
 from casnap import StateDict, Store
 from casnap.digest import Digest
 from casnap.format import pack_key
-from tests.checks import FROZEN, broken, change, listing_of, record_of
+from tests.checks import FROZEN, broken, listing_of, record_of
 from tests.damaged import (
     WEIGHT,
     copied_store,  # noqa: F401 - a fixture
@@ -25,7 +25,15 @@ from tests.damaged import (
     repair,
     safetensors,
 )
-from tests.test_damage import KEY, STEPS, content, expected, flip, forget_cache, make
+from tests.test_damage import (
+    KEY,
+    STEPS,
+    content,
+    damage_everywhere,
+    expected,
+    forget_cache,
+    make,
+)
 
 
 def torch_file(file: Path, *, legacy: bool = False) -> Path:
@@ -98,8 +106,7 @@ def test_a_table_that_is_lost(store: Path, tmp_path: Path, cache_dir: Path) -> N
     backup = Path(shutil.copytree(store, tmp_path / "backup"))
     table = Store(store).objects.newest().table
     assert table is not None
-    place = listing_of(store).places(Digest(table.digest))[0]
-    change(store / pack_key(place.pack), flip(place.offset + 4))
+    damage_everywhere(store, table.digest)
     forget_cache(cache_dir)
     assert named(repair(store)) == {"*"}
     assert repair(store, backup).ok

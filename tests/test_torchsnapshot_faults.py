@@ -11,6 +11,7 @@ import torch
 from bitwise import assert_same, noise
 
 from casnap import Snapshot, StateDict, Store
+from casnap.digest import split_digests
 from casnap.errors import DamagedError, SnapshotExistsError
 
 
@@ -42,7 +43,6 @@ def place_of(snapshot, entry_path):
     """Return the pack of a tensor's first chunk, and where in it that begins."""
     entry = snapshot.get_manifest()[entry_path]
     objects = snapshot.store.objects
-    from casnap.contents import split_digests
     from casnap.grid import grid_of
 
     grid = grid_of(entry.shape, 4, snapshot.store.chunk_size)

@@ -100,8 +100,10 @@ def translated(what: str) -> Iterator[None]:
         if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StorageFullError(
                 f"no space left to write {what}; earlier snapshots are whole. "
-                "Free some space, then take again"
+                "Free some space, then try again"
             ) from e
+        if e.errno == errno.EISDIR:
+            raise BackendError(f"{what} is a folder, not a file") from e
         if e.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise BackendError(f"{what}: {e.strerror}; is the store writable for this user?") from e
         raise BackendError(f"{what}: {e.strerror or e}") from e

@@ -61,6 +61,7 @@ class LocalBackend(Backend):
         with translated(f"{self.uri}/{to}"):
             self._enter(target.parent)
             os.link(self.folder / key, target)
+            self._entered_name(target)
 
     def _link(self, key: str, content: memoryview | bytes) -> bool:
         target = self.folder / key
@@ -72,6 +73,7 @@ class LocalBackend(Backend):
                 fd = self._write_file(temporary, content)
                 try:
                     os.link(temporary, target)
+                    self._entered_name(target)
                     break
                 except FileExistsError:
                     return False
@@ -94,6 +96,11 @@ class LocalBackend(Backend):
                 self._entered.add(folder)
                 above = [self.folder / part for part in folder.relative_to(self.folder).parents]
                 self._unsynced.update(above)
+
+    def _entered_name(self, path: Path) -> None:
+        """Note that a name is new; whoever synced its folder until now may not have seen it."""
+        with self._lock:
+            self._unsynced.add(path.parent)
 
     def _make_folder(self, folder: Path, *, durable: bool = True) -> None:
         if folder.is_dir():

@@ -12,11 +12,16 @@ import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
 
-import click
+try:
+    import click
 
-import casnap
-from casnap.cli.output import Failure, quoted, safe
-from casnap.errors import CasnapError
+    import casnap
+    from casnap.cli.output import Failure, quoted, safe
+    from casnap.errors import CasnapError
+except KeyboardInterrupt:
+    # Nobody can catch it yet, and these imports take most of a short command's time.
+    sys.stderr.write("casnap: interrupted\n")
+    sys.exit(130)
 
 __all__ = ["cli", "main"]
 

@@ -9,30 +9,23 @@ import click
 
 from casnap.check import CheckReport
 from casnap.check import check as check_store
-from casnap.cli.output import counted, emit, json_option, progress, safe, size
-from casnap.cli.places import open_store
-from casnap.survey import ALL, Damage
+from casnap.cli.output import counted, emit, json_option, phases, safe, size
+from casnap.cli.places import open_whole
+from casnap.cli.shares import positive_share
+from casnap.damage import ALL, Damage
 
 MOST_DAMAGES = 20
 _MOST_HURT = 5
-
-
-def _share(_ctx: click.Context, _param: click.Parameter, text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = 0
-    if not 0 < share <= 1:
-        raise click.BadParameter(f"{text!r} is no share; write it like 5% or 0.05")
-    return share
+BEYOND_REPAIR = {"lost", "malformed"}
+"""What a repair has found, and could not mend without a copy of it."""
 
 
 @click.command()
 @click.argument("store", required=False)
 @click.option("--data", is_flag=True, help="Read and verify every byte.")
-@click.option("--sample", callback=_share, help="Read and verify a random share, like 5%.")
+@click.option(
+    "--sample", type=positive_share, metavar="SHARE", help="Read a random share, like 5%."
+)
 @click.option("--seed", type=int, help="Choose the share as an earlier check did.")
 @json_option
 def check(
@@ -43,11 +36,14 @@ def check(
     Every root, index segment and tree is read, and every pack is looked up. --data also reads
     every chunk, at each of its places. Nothing is changed, and takes may go on meanwhile.
     """
-    place = open_store(store)
+    if sample is None and seed is not None:
+        raise click.UsageError("--seed chooses what --sample reads; give both")
+    if sample is not None and data:
+        raise click.UsageError("--data reads everything, --sample a share; give one of them")
+    place = open_whole(store)
     if sample is not None and seed is None:
         seed = random.randrange(1 << 32)
-    reads = data or sample is not None
-    with progress("checking", of_bytes=reads) as report:
+    with phases() as report:
         found = check_store(place.objects, data=data, sample=sample, seed=seed, progress=report)
     uri = place.objects.backend.uri
     if as_json:
@@ -59,10 +55,9 @@ def check(
 
 
 def _document(uri: str, found: CheckReport) -> dict[str, Any]:
-    facts = {key: value for key, value in vars(found).items() if key != "damages"}
-    damages = [document_of(damage) for damage in found.damages]
+    lists = {key: list(map(document_of, getattr(found, key))) for key in ("damages", "history")}
     hurts = [vars(hurt) for hurt in found.hurts]
-    return {"store": uri, "ok": found.ok, "damages": damages, "hurt": hurts, **facts}
+    return {"store": uri, "ok": found.ok, "hurt": hurts, **vars(found), **lists}
 
 
 def document_of(damage: Damage) -> dict[str, Any]:
@@ -74,6 +69,9 @@ def _print(uri: str, found: CheckReport) -> None:
     print_damages(found.damages)
     if found.root >= 0:
         _print_counts(uri, found)
+    if found.history:
+        older = counted(len(found.history), "older root")
+        click.echo(f"{older} damaged or lost (--json): that hurts nobody")
     if found.ok:
         click.echo("no damage found")
         return
@@ -81,12 +79,25 @@ def _print(uri: str, found: CheckReport) -> None:
     what = "all snapshots" if ALL in hurt else counted(len({h.snapshot for h in hurt}), "snapshot")
     click.echo(f"{counted(len(found.damages), 'damage')}; hurt: {what}")
     if found.root >= 0:
-        click.echo(f"`casnap repair {safe(uri)}` saves what can be saved")
+        _print_advice(safe(uri), found)
+
+
+def _print_advice(uri: str, found: CheckReport) -> None:
+    kinds = {damage.kind for damage in found.damages}
+    if kinds - BEYOND_REPAIR:
+        click.echo(f"`casnap repair {uri}` saves what can be saved")
+    if "lost" in kinds:
+        click.echo(f"`casnap repair {uri} --from COPY` heals what is lost, where a copy has it")
+    if kinds & BEYOND_REPAIR and ALL not in found.hurts:
+        click.echo("`casnap rm` of the hurt snapshots gives up what nothing can save")
 
 
 def _print_counts(uri: str, found: CheckReport) -> None:
+    # Where the table cannot be read, nobody knows how many there are.
+    known = found.snapshots or ALL not in found.hurts
+    snapshots = f"{counted(found.snapshots, 'snapshot')}, " if known else ""
     click.echo(
-        f"{safe(uri)}, root {found.root}: {counted(found.snapshots, 'snapshot')}, "
+        f"{safe(uri)}, root {found.root}: {snapshots}"
         f"{counted(found.chunks, 'chunk')} in {counted(found.packs, 'pack')}, "
         f"{size(found.stored_bytes)}"
     )

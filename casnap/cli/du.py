@@ -40,4 +40,4 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
         header = ("NAME", "LOGICAL", "STORED", "UNIQUE")
         table(header, rows, numbers={"LOGICAL", "STORED", "UNIQUE"})
     what = f"{counted(len(found), 'snapshot')} of {size(logical)}"
-    click.echo(f"{what}; {safe(objects.backend.uri)} takes up {size(stored)} in all")
+    click.echo(f"{what}; {safe(objects.backend.uri)} takes up {size(stored)} in packs")

@@ -2,53 +2,53 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 
 import click
 
-from casnap.cli.durations import duration
-from casnap.cli.output import counted, emit, json_option, phases, quoted, size
-from casnap.cli.places import open_store, place_of
-from casnap.gc import GcReport
+from casnap.cli.durations import duration_or_none
+from casnap.cli.output import counted, emit, json_option, phases, safe, size
+from casnap.cli.places import open_whole, place_of
+from casnap.cli.shares import share
+from casnap.gc import GcOptions, GcReport, collect
 from casnap.store import Store
 
-_SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)%")
+EXAMPLES = """\
+\b
+Examples:
+  casnap gc /ckpts --dry-run
+  casnap gc /ckpts --grace 1h
+  casnap gc /ckpts --grace 0      free it all at once; takes that rely on it begin again
+"""
 
 grace_option = click.option(
     "--grace",
-    type=duration,
+    type=duration_or_none,
     default="24h",
     show_default=True,
     metavar="TIME",
     help="Keep for so long what nobody needs any more; 0 for not at all.",
 )
-
-
-def _share(text: str) -> float:
-    found = _SHARE.fullmatch(text)
-    if found is None or float(found[1]) > 100:
-        raise click.BadParameter(f"{quoted(text)} is no share; write 50%, or 0% for never")
-    return float(found[1]) / 100
-
-
-@click.command()
-@click.argument("store", required=False)
-@grace_option
-@click.option(
-    "--repack",
-    type=_share,
-    default="50%",
-    show_default=True,
-    metavar="SHARE",
-    help="Copy what is needed out of packs of which less than this is.",
-)
-@click.option("--dry-run", is_flag=True, help="Only show what would be done.")
-@click.option(
+exclusive_option = click.option(
     "--exclusive",
     is_flag=True,
     help="Nobody else writes to the store: for places that cannot keep writers apart.",
 )
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("store", required=False)
+@grace_option
+@click.option(
+    "--repack",
+    type=share,
+    default="50%",
+    show_default=True,
+    metavar="SHARE",
+    help="Copy what is needed out of packs of which less than this is; 0 for never.",
+)
+@click.option("--dry-run", is_flag=True, help="Only show what would be done.")
+@exclusive_option
 @json_option
 def gc(
     store: str | None,
@@ -58,41 +58,32 @@ def gc(
     exclusive: bool,
     as_json: bool,
 ) -> None:
-    r"""Collect garbage: delete what no snapshot needs.
+    """Collect garbage: delete what no snapshot of a store needs.
 
     Safe while runs take snapshots, and beside other collectors. What nobody needs is condemned
     first, and deleted by the first gc after the grace, so that whoever still reads it can end; so
     run it regularly. After an interruption, run it again.
-
-    \b
-    Examples:
-      casnap gc /ckpts --dry-run
-      casnap gc /ckpts --grace 1h
-      casnap gc /ckpts --grace 0      free it all at once; takes that rely on it begin again
     """
-    place = open_store(store)
-    report = collected(place, grace, repack, dry_run=dry_run, exclusive=exclusive)
+    place = open_whole(store)
+    report = collected(place, GcOptions(grace, repack, dry_run, exclusive))
     if as_json:
         emit({**place_of(place), **asdict(report)})
     else:
-        show(report)
+        show(place, report)
 
 
-def collected(
-    place: Store, grace: float, repack: float = 0.5, *, dry_run: bool, exclusive: bool = False
-) -> GcReport:
+def collected(place: Store, options: GcOptions) -> GcReport:
     """Collect the garbage of a store, with a progress bar on a terminal."""
     with phases() as report:
-        return place.gc(
-            grace=grace, repack=repack, dry_run=dry_run, exclusive=exclusive, progress=report
-        )
+        return collect(place.objects, options, report)
 
 
-def show(report: GcReport) -> None:
+def show(place: Store, report: GcReport) -> None:
     """Print what was done, or would be."""
     r, would = report, "would be " if report.dry_run else ""
     needed = f"{counted(r.live_chunks, 'chunk')} of {size(r.live_bytes)}"
-    click.echo(f"{counted(r.snapshots, 'snapshot')} marked: {needed} needed")
+    uri = safe(place.objects.backend.uri)
+    click.echo(f"{uri}: {counted(r.snapshots, 'snapshot')} marked, {needed} needed")
     if r.lost_chunks:
         click.echo(f"{counted(r.lost_chunks, 'chunk')} known to be lost; see `casnap check`")
     if r.repacked_packs:

@@ -77,8 +77,7 @@ def described(metadata: dict[str, Any], tags: Sequence[str] = ()) -> str:
     """Return metadata and tags in one line."""
     words = [f"#{tag}" for tag in tags]
     for key, value in metadata.items():
-        plain_value = plain(value)
-        text = f"{plain_value:.6g}" if isinstance(plain_value, float) else str(plain_value)
+        text = f"{value:.6g}" if isinstance(value, float) else str(plain(value, json=False))
         words.append(f"{key}={text}")
     return safe(" ".join(words))
 
@@ -128,16 +127,16 @@ def emit(document: dict[str, Any]) -> None:
     click.echo(msgspec.json.format(json.dumps(plain(document)), indent=2))
 
 
-def plain(value: Any) -> Any:
-    """Return a value as JSON can hold it, whatever a store has put there."""
+def plain(value: Any, *, json: bool = True) -> Any:
+    """Return a value as JSON can hold it, whatever a store has put there; or as print can."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) or not json else None
     if isinstance(value, dict):
-        return {str(key): plain(child) for key, child in value.items()}
+        return {str(key): plain(child, json=json) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(child) for child in value]
+        return [plain(child, json=json) for child in value]
     return value.hex() if isinstance(value, bytes) else repr(value)
 
 
@@ -171,7 +170,7 @@ def phases() -> Iterator[Callable[[str, int, int], None] | None]:
     def report(what: str, done: int, total: int) -> None:
         if what not in bars:
             close()
-            bars[what] = _Bar(what, of_bytes=what == "copying")
+            bars[what] = _Bar(what, of_bytes=what in ("copying", "reading"))
         bars[what](done, total)
 
     def close() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from casnap.cli.output import Failure, quoted
@@ -20,6 +21,20 @@ def open_store(store: str | None) -> Store:
         StoreError: There is none, or it cannot be used.
     """
     return Store(store or ".", create=False)
+
+
+def open_whole(store: str | None) -> Store:
+    """Return the store at or above a folder, for a command that is about all of it.
+
+    Raises:
+        StoreError: There is none, or it cannot be used.
+        Failure: The folder was named, but is not there.
+    """
+    place = open_store(store)
+    if store and place.prefix and not Path(store.removeprefix("file://")).exists():
+        uri = place.objects.backend.uri
+        raise Failure(f"{store} does not exist; if you mean all of the store above, name {uri}")
+    return place
 
 
 def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:

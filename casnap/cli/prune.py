@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import click
+from click.core import ParameterSource
 
 from casnap.cli.durations import duration
-from casnap.cli.gc import collected, grace_option, show
+from casnap.cli.gc import collected, exclusive_option, grace_option, show
 from casnap.cli.output import (
     Failure,
     counted,
@@ -22,6 +23,8 @@ from casnap.cli.output import (
     table,
 )
 from casnap.cli.places import open_store, place_of, snapshots_of
+from casnap.errors import CasnapError
+from casnap.gc import GcOptions, GcReport, check_allowed
 from casnap.retention import Best, PruneReport, Retention
 from casnap.store import Store
 
@@ -57,6 +60,7 @@ def _best_rule(text: str) -> tuple[str, int, str]:
 )
 @click.option("--gc", "collect", is_flag=True, help="Then collect garbage, as `casnap gc` does.")
 @grace_option
+@exclusive_option
 @click.option("--dry-run", is_flag=True, help="Only show what would be forgotten.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @json_option
@@ -69,6 +73,7 @@ def prune(
     keep_best: tuple[Best, ...],
     collect: bool,
     grace: float,
+    exclusive: bool,
     dry_run: bool,
     yes: bool,
     as_json: bool,
@@ -87,23 +92,49 @@ def prune(
             keep_best=keep_best,
         )
     except ValueError as e:
-        options = re.sub("keep_([a-z]+)", r"--keep-\1", str(e))
-        raise click.UsageError(safe(options)) from e
+        said = re.sub("keep_([a-z]+)", r"--keep-\1", str(e))
+        raise click.UsageError(safe(said)) from e
+    options = GcOptions(grace, dry_run=dry_run, exclusive=exclusive)
+    _check_usage(collect=collect, may_ask=not (dry_run or yes))
     place = open_store(store)
-    if not (dry_run or yes) and not sys.stdin.isatty():
-        raise click.UsageError("there is no terminal to ask on; pass --yes, or --dry-run to look")
+    if collect:
+        check_allowed(place.objects, options)
     _check_folder(place, prefix)
     if not (dry_run or yes):
         _ask(place.prune(retention, prefix=prefix, dry_run=True))
     report = place.prune(retention, prefix=prefix, dry_run=dry_run)
+    document = {**place_of(place), **_facts_of(report)}
+    if prefix:
+        document["prefix"] = place.outer_name(prefix.strip("/"))
     if not as_json:
         _show(report)
-    garbage = collected(place, grace, dry_run=dry_run) if collect else None
+    try:
+        garbage = _collected_after(report, place, options) if collect else None
+    except (CasnapError, OSError, KeyboardInterrupt) as e:
+        # What was forgotten is, and whoever reads JSON is to know as well.
+        if as_json:
+            emit({**document, "error": str(e) or "interrupted"})
+        raise
     if as_json:
-        found = {} if garbage is None else {"gc": asdict(garbage)}
-        emit({**place_of(place), **_facts_of(report), **found})
+        emit(document if garbage is None else {**document, "gc": asdict(garbage)})
     elif garbage is not None:
-        show(garbage)
+        show(place, garbage)
+
+
+def _check_usage(*, collect: bool, may_ask: bool) -> None:
+    source = click.get_current_context().get_parameter_source
+    for name in ("grace", "exclusive"):
+        if not collect and source(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"--{name} is for collecting garbage; it needs --gc")
+    if may_ask and not sys.stdin.isatty():
+        raise click.UsageError("there is no terminal to ask on; pass --yes, or --dry-run to look")
+
+
+def _collected_after(report: PruneReport, place: Store, options: GcOptions) -> GcReport:
+    if options.dry_run:
+        names = frozenset(place.outer_name(verdict.name) for verdict in report.forgotten)
+        options = replace(options, forgotten=names)
+    return collected(place, options)
 
 
 def _check_folder(place: Store, prefix: str | None) -> None:

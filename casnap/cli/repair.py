@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
 from casnap.cli.check import document_of, print_damages
-from casnap.cli.output import emit, json_option, progress, safe
-from casnap.cli.places import open_store
+from casnap.cli.output import emit, json_option, phases, quoted, safe
+from casnap.cli.places import open_whole
 from casnap.repair import RepairReport
+
+
+def _source(text: str) -> str:
+    path = text.removeprefix("file://")
+    if "://" not in path and not Path(path).exists():
+        raise click.BadParameter(f"{quoted(text)} does not exist")
+    return text
 
 
 @click.command()
 @click.argument("store", required=False)
-@click.option("--from", "sources", multiple=True, help="Where to look for what is lost.")
+@click.option(
+    "--from",
+    "sources",
+    type=_source,
+    multiple=True,
+    metavar="PATH",
+    help="Where to look for what is lost. May be repeated.",
+)
 @click.option("--dry-run", is_flag=True, help="Change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @json_option
@@ -29,14 +44,14 @@ def repair(
     casnap stores, and files or folders of .safetensors, .pt, .pth, .bin, .ckpt and .npy. Nothing
     is deleted: `casnap gc` does that later.
     """
-    place = open_store(store)
+    place = open_whole(store)
     uri = place.objects.backend.uri
     if not yes and not dry_run:
         if not sys.stdin.isatty():
             raise click.UsageError("there is no terminal to ask on; pass --yes to repair")
         if not click.confirm(f"Repair {safe(uri)}?", err=True):
             raise click.exceptions.Exit(1)
-    with progress("reading", of_bytes=True) as report:
+    with phases() as report:
         done = place.repair(sources=sources, progress=report, dry_run=dry_run)
     if as_json:
         emit({"store": uri, **_document(done)})
@@ -69,10 +84,11 @@ def _print(uri: str, done: RepairReport) -> None:
         if count:
             click.echo(f"{what}: {count:,}")
     if any(damage.object.startswith("roots/") for damage in done.found):
-        click.echo("older roots are damaged (see `casnap check`): that hurts nobody")
+        click.echo("roots are damaged or lost (see `casnap check`): nobody needs them any more")
     if done.ok:
         click.echo("nothing would stay lost" if done.dry_run else "everything is whole")
         return
     click.echo("what may stay lost:" if done.dry_run else "what stays lost:")
     print_damages(done.remaining)
-    click.echo("a take of the same bytes, or --from with a copy of them, heals what is lost")
+    click.echo("a take of the same bytes, or --from with a copy of them, heals what is lost;")
+    click.echo("`casnap rm` of the snapshots that are hurt gives it up")

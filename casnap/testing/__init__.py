@@ -1,11 +1,14 @@
 """For those who write a backend, or test against a failing one.
 
 - :class:`FaultyBackend` wraps any backend and makes it fail as it is told by :class:`Fault`.
-- ``casnap.testing.backend_suite`` has tests, for pytest, that every backend must pass.
+- ``casnap.testing.backend_suite`` has tests, for pytest, that every backend must pass; it says
+  how to run them on a backend of one's own.
 - :func:`open_store` opens a store on any backend, a faulty one too.
 """
 
 from __future__ import annotations
+
+import sys
 
 from casnap.backends import Backend, LocalBackend
 from casnap.codec import Codec
@@ -56,6 +59,11 @@ __all__ = [
     "stale",
     "tear",
 ]
+
+
+if "pytest" in sys.modules:
+    # So that a test of the suite that fails shows what it compared.
+    sys.modules["pytest"].register_assert_rewrite("casnap.testing.backend_suite")
 
 
 def open_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE) -> Store:

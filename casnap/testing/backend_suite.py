@@ -10,8 +10,17 @@ Subclass in a test module, and give the backend::
         def backend(self, tmp_path):
             return MyBackend(tmp_path)
 
-:class:`SharedBackendSuite` is for backends that several processes can use at once,
-:class:`BrokenBackendSuite` for those that can be made to fail from outside.
+The backend is empty for each test. :class:`SharedBackendSuite` is for backends that several
+processes can use at once; instead of ``backend`` it wants the fixture ``opener``, which returns
+what opens one and the same place each time that it is called, in whatever process::
+
+    class TestMine(SharedBackendSuite):
+        @pytest.fixture
+        def opener(self, tmp_path):
+            return functools.partial(MyBackend, tmp_path)
+
+:class:`BrokenBackendSuite` is for those that can be made to fail from outside: its fixture
+``broken`` returns a backend that cannot reach its objects.
 """
 
 from __future__ import annotations

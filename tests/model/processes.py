@@ -288,6 +288,12 @@ class Take(Writer):
         rebased: bool = False,
     ) -> Steps:
         """Draft root m + 1, unless something that was relied on is neither live nor condemned."""
+        copied = self._relying_on_copies(m, me) if self.rebases else []
+        if copied:
+            turn.model.happened.add("relied on a copy")
+            for other in copied:
+                yield from self._draft(turn, m, other, f"{said}, finds copies", changes)
+            return
         gone = self._gone(turn, m, me, rebased=rebased)
         if gone:
             turn.model.happened.add("relied on what is gone")
@@ -318,6 +324,15 @@ class Take(Writer):
             return ""
         listed = contents(m).digests
         return next((str(p) for p, _ in sorted(me.relied) if p not in listed), "")
+
+    def _relying_on_copies(self, m: Root, me: Process) -> list[Process]:
+        """Return the process as it relies on live places of what was in packs that are gone."""
+        c = contents(m)
+        gone = {(p, d) for p, d in me.relied if p not in c.digests}
+        choices = [[(p, d) for p in c.places(d, condemned=False)] for _, d in sorted(gone)]
+        if not gone or not all(choices):
+            return []
+        return [me._replace(relied=(me.relied - gone) | {*chosen}) for chosen in product(*choices)]
 
     def after_segment(self, turn: Turn) -> str:
         own = turn.me.own

@@ -137,6 +137,17 @@ HOLDS = {
         7,
         _RESCUES,
     ),
+    "a repack passes a take": Scenario(
+        _HALF_USED,
+        {
+            "R1": Take(copies="P"),
+            "T1": Take("ac", "t1", rebases=True),
+            "C1": Collector(rounds=2, sparse=True),
+            "D": _DELETE,
+        },
+        7,
+        _REBASES | {"relied on a copy"},
+    ),
     "subtrees taken over": Scenario(
         _HALF_USED,
         {

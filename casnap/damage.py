@@ -1,0 +1,93 @@
+"""What is wrong in a store, and whom it hurts; and what is wrong with its roots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from casnap.backends import Backend
+from casnap.errors import BackendError, DamagedError
+from casnap.format import root_key
+from casnap.roots import read_root
+
+
+@dataclass(frozen=True)
+class Hurt:
+    """A part of a snapshot that cannot be restored.
+
+    Attributes:
+        snapshot: Its name in the store; ``*`` for all of them.
+        path: The tensor, value or subtree; empty for all of the snapshot.
+    """
+
+    snapshot: str
+    path: str
+
+
+ALL = Hurt("*", "")
+
+
+@dataclass(eq=False)
+class Damage:
+    """Something in a store that is not as it was written.
+
+    Attributes:
+        kind: ``missing``, ``cut off``, ``changed`` or ``unreadable`` (the storage refuses) for an
+            object or a chunk; ``condemned`` for what is needed, but on its way out; ``lost`` for
+            what a repair could not find; ``malformed`` for what was written wrongly.
+        object: The key of the damaged object; empty where a digest has no place at all.
+        message: What is wrong, for people.
+        digest: The damaged chunk or node, in hex; empty where the object as a whole is damaged.
+        hurts: Everything that cannot be restored because of it.
+    """
+
+    kind: str
+    object: str
+    message: str
+    digest: str = ""
+    hurts: dict[Hurt, None] = field(default_factory=dict)
+
+
+def kind_of(why: str) -> str:
+    """Return the kind of a damage, given what reading said."""
+    kinds = {"missing": "missing", "its pack cannot be read": "unreadable", "cut off": "cut off"}
+    return next((kind for text, kind in kinds.items() if text in why), "changed")
+
+
+def roots_damaged(backend: Backend, newest: int) -> tuple[list[Damage], list[Damage]]:
+    """Return what is wrong with the newest root, which its copy stands in for, and with others.
+
+    Those are history, which nobody needs.
+    """
+    stood_in_for = damaged_roots(backend, [newest])
+    for damage in stood_in_for:
+        damage.message += "; its copy stands in for it until a repair puts another one"
+    return stood_in_for, damaged_roots(backend, range(newest))
+
+
+def listed_roots(backend: Backend) -> list[int]:
+    """Return the numbers of all roots that are listed."""
+    return sorted(
+        int(name)
+        for folder in backend.names("roots")
+        for name in backend.names(f"roots/{folder}")
+        if name.isascii() and name.isdigit() and root_key(int(name)) == f"roots/{folder}/{name}"
+    )
+
+
+def damaged_roots(backend: Backend, numbers: Iterable[int]) -> list[Damage]:
+    """Return what is wrong with some roots."""
+    damages = []
+    for seq in numbers:
+        kind, why = "changed", ""
+        try:
+            read_root(backend, seq)
+            continue
+        except FileNotFoundError:
+            kind, why = "missing", "a root is missing"
+        except DamagedError as e:
+            why = str(e)
+        except BackendError as e:
+            kind, why = "unreadable", str(e)
+        damages.append(Damage(kind, root_key(seq), why))
+    return damages
