@@ -241,6 +241,8 @@ class Transaction:
         self._chunks.finish()
         while True:
             root = self._objects.current(lambda newest: self._after(newest, change))
+            if root is None:
+                continue
             partners.check()
             # From here on a root may stand that names what was written.
             self.may_stand = True
@@ -256,14 +258,19 @@ class Transaction:
             self.may_stand = False
             self._delete_segment()
 
-    def _after(self, m: Root, change: Callable[[Tree[Row], int], Changes]) -> Root:
-        """Return the root to put after ``m``, all that it names being written."""
+    def _after(self, m: Root, change: Callable[[Tree[Row], int], Changes]) -> Root | None:
+        """Return the root to put after ``m``, all that it names being written.
+
+        None where another one is the newest by now, which has what ``m`` lacks.
+        """
         latest = self._objects.index.view(m)
         self._rely_anew(latest)
         self._partners.follow(m, latest.packs)
         # What is condemned is listed still, and comes back by this commit.
         relied = self._relied.keys() | self._partners.relied
         if not relied <= latest.packs:
+            if self._objects.newest() != m:
+                return None
             raise FencedError(PASSED)
         table = self._objects.tree(m.table, Row)
         new_table = table.edited(change(table, m.seq + 1), self._put_table_node)
@@ -289,14 +296,15 @@ class Transaction:
         Raises:
             FencedError: Some of it is in no live pack any more.
         """
-        gone = b"".join(self._relied.pop(pack) for pack in self._relied.keys() - latest.packs)
-        digests = list(dict.fromkeys(split_digests(gone)))
-        for digest, place in zip(
-            digests, self._objects.index.find(latest, digests, to_rely=True), strict=True
-        ):
+        gone = self._relied.keys() - latest.packs
+        digests = list(dict.fromkeys(split_digests(b"".join(self._relied[p] for p in gone))))
+        places = self._objects.index.find(latest, digests, to_rely=True)
+        for digest, place in zip(digests, places, strict=True):
             if place is None:
                 raise FencedError(PASSED)
             self._relied.setdefault(PackId(place.pack), bytearray()).extend(digest)
+        for pack in gone:
+            del self._relied[pack]
 
     def _move(self, seq: int) -> None:
         """Bring what was written under an older root than the fence to this side of it.

@@ -50,7 +50,12 @@ class Damage:
 
 def kind_of(why: str) -> str:
     """Return the kind of a damage, given what reading said."""
-    kinds = {"missing": "missing", "its pack cannot be read": "unreadable", "cut off": "cut off"}
+    # In this order, for what the storage says may name anything.
+    kinds = {
+        "its pack cannot be read": "unreadable",
+        "its pack is missing": "missing",
+        "cut off": "cut off",
+    }
     return next((kind for text, kind in kinds.items() if text in why), "changed")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 
 from casnap.backends.base import Backend
-from casnap.errors import DamagedError
+from casnap.errors import BackendError, DamagedError
 from casnap.format import Root, id_from_name, pack_key, segment_key
 from casnap.index import View
 from casnap.pipeline import Crew, Shared
@@ -85,14 +85,14 @@ class Inventory:
     def _time_of(self, seq: int) -> float | None:
         try:
             return read_root(self._backend, seq).time
-        except (FileNotFoundError, DamagedError):
+        except (FileNotFoundError, DamagedError, BackendError):
             return None
 
     def age_of(self, seq: int, newest: Root) -> float:
         """Return how long ago a root was put, in seconds, by its clock and ours.
 
         Args:
-            seq: Its number. If it is damaged or lost, which is history and harms nothing, the next
+            seq: Its number. If it cannot be read, which is history and harms nothing, the next
                 one counts: that it seems younger costs patience alone.
             newest: The newest root.
         """

@@ -130,7 +130,7 @@ class PackWriter:
 
     def _write(self, pack: _FullPack) -> None:
         fill, records = pack.fill, pack.records
-        if self.times == 2:
+        if self.times == 2 and _fits(2, pack.fill, len(records), pack.slot):
             fill, records = _repeated(pack)
         footer = pack_footer(self._kind, records)
         end = fill + len(footer)
@@ -244,7 +244,7 @@ class PackFiller:
                 if not self._has_room(most):
                     self.seal()
                     self._open()
-                if not self._has_room(most):
+                if not self._has_room(most, alone=True):
                     raise StateError(
                         f"a part of the state's description takes {len(raw):,} bytes, more than a "
                         "pack holds; use shorter keys and less metadata"
@@ -254,13 +254,14 @@ class PackFiller:
         if group:
             yield group
 
-    def _has_room(self, nbytes: int) -> bool:
+    def _has_room(self, nbytes: int, *, alone: bool = False) -> bool:
         if self._slot is None:
             return False
         if self._first and self._fill > _FIRST_BYTES:
             return False
-        most = self._fill + nbytes + len(self._records) * FOOTER_RECORD_SIZE + PAGE
-        return self._writer.times * most + PACK_TAIL_SIZE <= len(self._slot.view)
+        # What is too large to stand twice stands once, in a pack of its own.
+        times = 1 if alone else self._writer.times
+        return _fits(times, self._fill + nbytes, len(self._records), self._slot)
 
     def _open(self) -> None:
         slot = self._writer.pool.take()
@@ -315,6 +316,11 @@ class PackFiller:
             self._writer.hand_over(_FullPack(self._id, slot, self._fill, self._records))
         else:
             self._writer.pool.release(slot)
+
+
+def _fits(times: int, fill: int, count: int, slot: Slot) -> bool:
+    most = fill + count * FOOTER_RECORD_SIZE + PAGE
+    return times * most + PACK_TAIL_SIZE <= len(slot.view)
 
 
 def _repeated(pack: _FullPack) -> tuple[int, list[Record]]:

@@ -25,6 +25,7 @@ from casnap.format import (
     Root,
     decode,
     encode,
+    id_from_name,
     root_key,
     seal,
     unseal,
@@ -53,7 +54,7 @@ def newest_root(backend: Backend, known: Root | None = None) -> Root:
             it.
     """
     root = known if known is not None and _stands(backend, known) else _last_listed(backend)
-    while (following := _read_if_there(backend, root.seq + 1)) is not None:
+    while (following := _read_if_there(backend, root.seq + 1) or _lost(backend, root)) is not None:
         root = following
     return root
 
@@ -61,9 +62,25 @@ def newest_root(backend: Backend, known: Root | None = None) -> Root:
 def _stands(backend: Backend, root: Root) -> bool:
     try:
         return _read_if_there(backend, root.seq) == root
-    except DamagedError:
+    except (DamagedError, BackendError):
         # It may be history by now, and have no copy any more.
         return False
+
+
+def _lost(backend: Backend, root: Root) -> Root | None:
+    """Return the root that a copy says came after the last one that is there, if any did.
+
+    Who copies a store while it is written to may catch a copy of a root, but not what that names;
+    it is not believed then.
+    """
+    seq = max(_numbers(backend, COPIES), default=-1)
+    copy = _read_copy(backend, seq) if seq > root.seq else None
+    if copy is None:
+        return None
+    # It may have been put between the two looks.
+    found = _read_if_there(backend, seq)
+    there = {id_from_name(name) for name in backend.names("index")}
+    return found or (copy if all(ref.id in there for ref in copy.segments) else None)
 
 
 def _last_listed(backend: Backend) -> Root:
@@ -86,22 +103,15 @@ def _last_listed(backend: Backend) -> Root:
 
 
 def _read_if_there(backend: Backend, seq: int) -> Root | None:
-    """Return a root, or what its copy says if it is damaged or lost; None if there was none."""
+    """Return a root, or what its copy says where it is damaged; None where there is none."""
     try:
         return read_root(backend, seq)
     except FileNotFoundError:
-        copy = _read_copy(backend, seq)
-        if copy is None:
-            return None
+        return None
     except (DamagedError, BackendError):
         copy = _read_copy(backend, seq)
         if copy is None:
             raise
-    try:
-        # It may have been put between the two looks.
-        return read_root(backend, seq)
-    except (FileNotFoundError, DamagedError, BackendError) as e:
-        _log.debug("%s: the copy of root %d stands in for it: %s", backend.uri, seq, e)
         return copy
 
 

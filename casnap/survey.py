@@ -158,23 +158,26 @@ class Survey:
 
     def _pass_over_what_went(self) -> None:
         """Keep only the damages of what the newest root, which is younger than the look, has."""
-        view = self.objects.view()
-        if view.root == self.root:
+        try:
+            view = self.objects.view()
+            commits = {n: r.commit for n, r in self.objects.tree(view.root.table, Row).items()}
+        except DamagedError:
             return
         keys = {pack_key(pack) for pack in view.packs}
         keys |= {segment_key(ref.id) for ref in view.root.segments}
-        table = self.objects.tree(view.root.table, Row)
 
-        def is_there(hurt: Hurt) -> bool:
-            row = table.get(hurt.snapshot)
-            same = row is not None and row.commit == self._commits.get(hurt.snapshot)
-            return same or (hurt == ALL and view.root.table == self.root.table)
+        def went(hurt: Hurt) -> bool:
+            # The table as a whole can be read now, but of a part of it nothing is known.
+            before = self._commits.get(hurt.snapshot)
+            return hurt == ALL or (before is not None and commits.get(hurt.snapshot) != before)
 
-        self.damages = [
-            damage
-            for damage in self.damages
-            if damage.object in keys or (not damage.object and any(map(is_there, damage.hurts)))
-        ]
+        if view.root != self.root:
+            self.damages = [
+                damage
+                for damage in self.damages
+                if damage.object in keys
+                or (not damage.object and not (damage.hurts and all(map(went, damage.hurts))))
+            ]
 
     @property
     def hidden(self) -> bool:

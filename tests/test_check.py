@@ -19,6 +19,7 @@ from casnap.errors import BackendError
 from casnap.format import PACK_TAIL_SIZE, PackId, pack_key
 from casnap.pipeline import undisturbed
 from casnap.roots import succeed
+from casnap.segments import rewritten
 from tests.checks import FROZEN, broken, change, check, listing_of, record_of
 from tests.cli_calls import invoke
 from tests.faults import CHUNK, files
@@ -258,6 +259,22 @@ def test_what_goes_while_it_is_looked_at_is_no_damage(store: Path) -> None:
     assert damage.digest == digest.hex()
 
 
+def test_what_is_missing_is_missing_though_others_go_on(store: Path) -> None:
+    """A chunk that no pack of the index holds: no file can be named, but who is hurt."""
+    opened = Store(store)
+    _, place = record_of(store, FROZEN)
+    view = opened.objects.view()
+    segments = rewritten(opened.objects, view, {PackId(place.pack)})
+    assert succeed(opened.objects.backend, view.root, segments=segments)
+
+    def go_on(what: str, _done: int, _total: int) -> None:
+        if what == "looking at snapshots":
+            opened.take({KEY: StateDict(x=1)}, "often", overwrite=True)
+
+    found = check(store, progress=go_on)
+    assert everywhere(f"{KEY}/frozen") <= hurts_of(found)
+
+
 # --- segments and roots -----------------------------------------------------------------------
 
 
@@ -322,8 +339,6 @@ def test_needed_but_condemned(store: Path) -> None:
 
 def test_known_to_be_lost_and_not_listed(store: Path) -> None:
     """A pack that left the index: what was in it is missing, or lost if the root says so."""
-    from casnap.segments import rewritten
-
     opened = Store(store)
     digest, place = record_of(store, FROZEN)
     view = opened.objects.view()

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
+from casnap.commit import Transaction
 from casnap.digest import Digest
 from casnap.errors import CasnapError, DamagedError
 from casnap.format import Place, Record, SegmentId, decode_segment, pack_key, segment_key
+from casnap.pipeline import Crew
 from tests.faults import CHUNK, assert_equal
 
 STEPS = {"a": 0, "b": 1, "run/c": 2}
@@ -239,6 +241,41 @@ def test_the_copy_of_the_newest_root_stands_in_for_it(
         assert Store(store).gc(grace=0).snapshots == len(STEPS) + 2
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_several_roots_that_are_lost(store: Path, cache_dir: Path, known: bool) -> None:
+    """The copy of the last one says that they were there: no number is put again."""
+    opened = Store(store, create=False)
+    seq = int(newest(store).name)
+    if known:
+        opened.snapshots()
+    for step in (5, 6):
+        Store(store).take({KEY: StateDict(content(step))}, f"lost/{step}")
+        newest(store).rename(store / f"away-{step}")
+        forget_cache(cache_dir)
+    opened.take({KEY: StateDict(content(7))}, "d")
+    assert int(newest(store).name) == seq + 3
+    opened.take({KEY: StateDict(content(8))}, "e")
+    assert [s.name for s in Store(store).snapshots()] == [*STEPS, "lost/5", "lost/6", "d", "e"]
+    _check_restore(Store(store), "lost/5", 5)
+    assert Store(store).check(data=True).ok
+
+
+def test_a_store_that_was_copied_while_it_was_written_to(store: Path, tmp_path: Path) -> None:
+    """It is what it was when its roots were copied, though the copy of a later one came along."""
+    backup = tmp_path / "backup"
+    shutil.copytree(store, backup)
+    for step in (5, 6):
+        Store(store).take({KEY: StateDict(content(step))}, f"later/{step}")
+    forget_copies(backup)
+    shutil.copytree(store / "roots/copies", backup / "roots/copies")
+    for step in (7, 8, 9):
+        Store(backup).take({KEY: StateDict(content(step))}, f"own/{step}")
+    names = [s.name for s in Store(backup).snapshots()]
+    assert names == [*STEPS, "own/7", "own/8", "own/9"]
+    _check_restore(Store(backup), "own/7", 7)
+    assert Store(backup).check(data=True).ok
+
+
 def test_a_damaged_newest_root_is_no_older_root(store: Path, cache_dir: Path) -> None:
     """While neither it nor its copy can be read, nothing can be: older ones are never believed."""
     file = newest(store)
@@ -352,6 +389,20 @@ def test_one_damage_to_a_node_hurts_nobody(store: Path, cache_dir: Path) -> None
         with damaged(store / pack_key(place.pack), wiped):
             for name, step in STEPS.items():
                 _check_restore(Store(store), name, step)
+
+
+def test_a_node_that_is_too_large_to_stand_twice_stands_once(store: Path) -> None:
+    nodes = [bytes([i]) * nbytes for i, nbytes in enumerate([100, 30 << 20, 200, 20 << 20, 300])]
+    objects = Store(store).objects
+    with Crew() as crew:
+        transaction = Transaction(objects, crew)
+        digests = [transaction.put_node(node) for node in nodes]
+        transaction.publish(lambda table, seq: {})
+        transaction.close()
+    found = [digest for digest, _ in all_places_of(store)]
+    assert [found.count(digest) for digest in digests] == [2, 1, 2, 2, 2]
+    assert [Store(store).objects.node(digest) for digest in digests] == nodes
+    assert Store(store).check(data=True).ok
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut off", "deleted"])

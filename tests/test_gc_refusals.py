@@ -156,6 +156,9 @@ def test_an_old_root_that_cannot_be_read_costs_patience_alone(path: Path) -> Non
     condemning = newest_root(path)
     take(store, 2)
     condemning.write_bytes(condemning.read_bytes()[:-1] + b"?")
+    older = path / "roots/0/1"
+    older.unlink()
+    older.mkdir()
     Store(path).gc()
     assert Store(path).gc(grace=0).deleted_packs > 0
     assert_tidy(path)

@@ -309,7 +309,7 @@ def test_what_cannot_be_read_now_is_not_given_up(
 
     def read_into(self: LocalBackend, key: str, at: int, target: memoryview, **how: bool) -> int:
         if key.startswith("packs/") and any(f.function == "read_places" for f in stack()):
-            raise BackendError(f"{self.uri}/{key}: Too many open files")
+            raise BackendError(f"/missing/cut off/{key}: Too many open files")
         return real(self, key, at, target, **how)
 
     with monkeypatch.context() as patch:
