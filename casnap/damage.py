@@ -59,6 +59,17 @@ def kind_of(why: str) -> str:
     return next((kind for text, kind in kinds.items() if text in why), "changed")
 
 
+UNREAD = (FileNotFoundError, DamagedError, BackendError)
+"""What is raised where an object of a store cannot be read."""
+
+
+def why_unread(error: Exception, what: str) -> tuple[str, str]:
+    """Return the kind of a damage and its message, given why an object could not be read."""
+    if isinstance(error, FileNotFoundError):
+        return "missing", f"{what} is missing"
+    return "unreadable" if isinstance(error, BackendError) else "changed", str(error)
+
+
 def roots_damaged(backend: Backend, newest: int) -> tuple[list[Damage], list[Damage]]:
     """Return what is wrong with the newest root, which its copy stands in for, and with others.
 
@@ -84,15 +95,9 @@ def damaged_roots(backend: Backend, numbers: Iterable[int]) -> list[Damage]:
     """Return what is wrong with some roots."""
     damages = []
     for seq in numbers:
-        kind, why = "changed", ""
         try:
             read_root(backend, seq)
-            continue
-        except FileNotFoundError:
-            kind, why = "missing", "a root is missing"
-        except DamagedError as e:
-            why = str(e)
-        except BackendError as e:
-            kind, why = "unreadable", str(e)
-        damages.append(Damage(kind, root_key(seq), why))
+        except UNREAD as e:
+            kind, why = why_unread(e, "a root")
+            damages.append(Damage(kind, root_key(seq), why))
     return damages

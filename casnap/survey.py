@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from casnap.contents import Contents
-from casnap.damage import ALL, Damage, Hurt, kind_of
+from casnap.damage import ALL, UNREAD, Damage, Hurt, kind_of, why_unread
 from casnap.digest import Digest, split_digests
 from casnap.errors import BackendError, DamagedError
 from casnap.format import (
@@ -217,19 +217,13 @@ class Survey:
         for done, ref in enumerate(segments):
             self._tell("reading the index", done, len(segments))
             key = segment_key(SegmentId(ref.id))
-            kind, why = "changed", ""
             try:
                 yield self._read_segment(ref, key), key
-                continue
-            except FileNotFoundError:
-                kind, why = "missing", "an index segment is missing"
-            except DamagedError as e:
-                why = str(e)
-            except BackendError as e:
-                kind, why = "unreadable", str(e)
-            damage = self.unreadable[ref] = self._damage(kind, key, why)
-            # Until it is replaced no index can be read, though most of what it lists may be whole.
-            damage.hurts[ALL] = None
+            except UNREAD as e:
+                kind, why = why_unread(e, "an index segment")
+                damage = self.unreadable[ref] = self._damage(kind, key, why)
+                # Until it is replaced no index can be read, though what it lists may be whole.
+                damage.hurts[ALL] = None
 
     def _read_segment(self, ref: SegmentRef, key: str) -> bytes:
         content = self.objects.backend.read(key)

@@ -11,8 +11,10 @@ from casnap import StateDict, Store
 from casnap.check import CheckReport
 from casnap.digest import digest_of
 from casnap.errors import CasnapError
-from casnap.format import Record
+from casnap.format import PackId, Record
 from casnap.listing import Listing
+from casnap.roots import succeed
+from casnap.segments import rewritten
 from casnap.survey import Survey
 from tests.faults import CHUNK
 from tests.test_damage import KEY, STEPS, content, expected
@@ -33,6 +35,13 @@ def record_of(path: Path, raw: torch.Tensor | bytes) -> Record:
     """Return where the bytes of a chunk lie."""
     digest = digest_of(raw if isinstance(raw, bytes) else raw.numpy().tobytes())
     return digest, listing_of(path).places(digest)[0]
+
+
+def drop_from_index(store: Store, pack: bytes, **changes: object) -> None:
+    """Put a root whose index lists a pack no more, though it is there and may be needed."""
+    view = store.objects.view()
+    segments = rewritten(store.objects, view, {PackId(pack)})
+    assert succeed(store.objects.backend, view.root, segments=segments, **changes)
 
 
 def change(file: Path, damage: Callable[[bytes], bytes | None]) -> None:

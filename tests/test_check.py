@@ -19,8 +19,7 @@ from casnap.errors import BackendError
 from casnap.format import PACK_TAIL_SIZE, PackId, pack_key
 from casnap.pipeline import undisturbed
 from casnap.roots import succeed
-from casnap.segments import rewritten
-from tests.checks import FROZEN, broken, change, check, listing_of, record_of
+from tests.checks import FROZEN, broken, change, check, drop_from_index, listing_of, record_of
 from tests.cli_calls import invoke
 from tests.faults import CHUNK, files
 from tests.forger import Forger
@@ -263,9 +262,7 @@ def test_what_is_missing_is_missing_though_others_go_on(store: Path) -> None:
     """A chunk that no pack of the index holds: no file can be named, but who is hurt."""
     opened = Store(store)
     _, place = record_of(store, FROZEN)
-    view = opened.objects.view()
-    segments = rewritten(opened.objects, view, {PackId(place.pack)})
-    assert succeed(opened.objects.backend, view.root, segments=segments)
+    drop_from_index(opened, place.pack)
 
     def go_on(what: str, _done: int, _total: int) -> None:
         if what == "looking at snapshots":
@@ -341,9 +338,7 @@ def test_known_to_be_lost_and_not_listed(store: Path) -> None:
     """A pack that left the index: what was in it is missing, or lost if the root says so."""
     opened = Store(store)
     digest, place = record_of(store, FROZEN)
-    view = opened.objects.view()
-    segments = rewritten(opened.objects, view, {PackId(place.pack)})
-    assert succeed(opened.objects.backend, view.root, segments=segments, lost=digest)
+    drop_from_index(opened, place.pack, lost=digest)
     report = opened.check()
     kinds = {d.digest: d.kind for d in report.damages}
     assert kinds.pop(digest.hex()) == "lost"

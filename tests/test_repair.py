@@ -21,7 +21,7 @@ from casnap.format import PackId, pack_key
 from casnap.gc import GcOptions, collect
 from casnap.roots import succeed
 from casnap.survey import Survey
-from tests.checks import FROZEN, broken, change, check, listing_of, record_of
+from tests.checks import FROZEN, broken, change, check, drop_from_index, listing_of, record_of
 from tests.cli_calls import failure, invoke
 from tests.damaged import (
     WEIGHT,
@@ -222,13 +222,10 @@ def test_the_whole_index(store: Path) -> None:
 
 def test_a_pack_that_left_the_index(store: Path) -> None:
     """What is needed is looked for in packs that no segment lists."""
-    from casnap.segments import rewritten
 
     opened = Store(store)
     _, place = record_of(store, FROZEN)
-    view = opened.objects.view()
-    segments = rewritten(opened.objects, view, {PackId(place.pack)})
-    assert succeed(opened.objects.backend, view.root, segments=segments)
+    drop_from_index(opened, place.pack)
     report = opened.repair()
     assert report.ok
     assert report.adopted_packs == 1
