@@ -1,18 +1,20 @@
-"""The Merkle tree: sorted keys in leaves, and one list of leaves on top.
+"""The Merkle tree: sorted keys in leaves, and lists of nodes above them.
 
 A leaf ends after a key whose hash says so, so a tree depends on what it holds alone, not on the
 order of the changes that led there: equal content has equal digests, and a change rewrites one
-leaf and the list. Trees hold digests, never places. A tree of one leaf is that leaf.
+leaf and the lists above it. Trees hold digests, never places. A tree of one leaf is that leaf.
+The idea is that of prolly trees, as in Noms and Dolt.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from itertools import islice, zip_longest
-from operator import ge
-from typing import Any, Generic, TypeVar
+from itertools import islice
+from operator import ge, itemgetter
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -23,13 +25,14 @@ from casnap.format import encode
 
 V = TypeVar("V")
 
-_MOST_ITEMS = 4096
 _MOST_KEY_CHARS = 1 << 20
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""
 Load = Callable[[Digest], bytes]
 """Returns the verified bytes of a node."""
+Child = tuple[str, bytes, int]
+"""A node in a list: its first key, its digest, and the number of items below it."""
 
 
 class Leaf(Struct, Generic[V], frozen=True, array_like=True, tag="l"):
@@ -39,9 +42,62 @@ class Leaf(Struct, Generic[V], frozen=True, array_like=True, tag="l"):
 
 
 class Branch(Struct, frozen=True, array_like=True, tag="b"):
-    """The leaves in order: first key, digest, number of items."""
+    """The nodes of the level below, in order."""
 
-    children: list[tuple[str, bytes, int]]
+    children: list[Child]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Where the nodes of a tree end.
+
+    Attributes:
+        leaf_mask: A leaf ends after a key whose hash has none of these bits in its first byte.
+        most_items: It ends after so many items in any case.
+        list_mask: A list at level n ends after a child whose first key's hash has none of these
+            bits in byte n; None where there is one list alone, of all leaves.
+        most_children: A list ends after so many children in any case.
+    """
+
+    leaf_mask: int
+    most_items: int
+    list_mask: int | None = None
+    most_children: int = 0
+
+    @property
+    def levels(self) -> int:
+        """The most levels of lists."""
+        return 1 if self.list_mask is None else DIGEST_SIZE - 1
+
+    @property
+    def most_below(self) -> int:
+        """The most items below a node that is listed."""
+        return self.most_items if self.list_mask is None else 1 << 32
+
+    def ends_leaf(self, run: list[tuple[str, Any]], key_chars: int) -> bool:
+        """Whether a leaf ends after these items."""
+        key = run[-1][0]
+        return (
+            len(run) == self.most_items
+            or key_chars >= _MOST_KEY_CHARS
+            or not _hash(key)[0] & self.leaf_mask
+        )
+
+    def ends_list(self, run: list[Child], level: int) -> bool:
+        """Whether a list ends after these children."""
+        if self.list_mask is None or level >= self.levels:
+            return False
+        return len(run) == self.most_children or not _hash(run[-1][0])[level] & self.list_mask
+
+
+FLAT = Shape(leaf_mask=0xFF, most_items=4096)
+"""Large leaves, one list: read whole, and written anew in small part."""
+DEEP = Shape(leaf_mask=0x07, most_items=64, list_mask=0x0F, most_children=256)
+"""Small leaves, lists of lists: a change of one item rewrites little, however many there are."""
+
+
+def _hash(key: str) -> bytes:
+    return digest_of(key.encode("utf-8", "surrogatepass"))
 
 
 @cache
@@ -49,36 +105,102 @@ def _decoder(value_type: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(Leaf[value_type] | Branch)
 
 
-def _ends_leaf(key: str) -> bool:
-    return digest_of(key.encode("utf-8", "surrogatepass"))[0] == 0
+class _Claim(NamedTuple):
+    """What a list says of a node below it, and how far below the top that is."""
+
+    first: str
+    size: int
+    end: str | None
+    depth: int
 
 
-def _cut(items: Iterable[tuple[str, V]]) -> Iterator[tuple[list[tuple[str, V]], bool]]:
-    """Yield the items of each leaf, and whether it ended by itself or for want of more."""
-    run: list[tuple[str, V]] = []
-    key_chars = 0
-    for item in items:
-        run.append(item)
-        key_chars += len(item[0])
-        if len(run) == _MOST_ITEMS or key_chars >= _MOST_KEY_CHARS or _ends_leaf(item[0]):
-            yield run, True
-            run, key_chars = [], 0
-    if run:
-        yield run, False
+def _entries(node: Leaf[Any] | Branch) -> Sequence[tuple[Any, ...]]:
+    return node.children if isinstance(node, Branch) else node.items
 
 
-def _close(children: Sequence[tuple[str, bytes, int]], put: Put) -> Digest:
-    if len(children) == 1:
-        return Digest(children[0][1])
-    return put(encode(Branch(list(children))))
+_first = itemgetter(0)
+_Change = tuple[str, V | None]
 
 
-def build(items: Mapping[str, V], put: Put) -> Digest:
+def build(items: Mapping[str, V], put: Put, shape: Shape = FLAT) -> Digest:
     """Store a tree of these items and return the digest of its top."""
-    children = [
-        (run[0][0], put(encode(Leaf(run))), len(run)) for run, _ in _cut(sorted(items.items()))
-    ]
-    return _close(children, put) if children else put(encode(Leaf([])))
+    levels: _Levels[V] = _Levels(shape, put)
+    for item in sorted(items.items()):
+        levels.add_item(item)
+    top = levels.top()
+    return Digest(top[1]) if top else put(encode(Leaf([])))
+
+
+class _Levels(Generic[V]):
+    """What a tree is written with: at each level the node that is still open.
+
+    A node that is full is stored only when more follows, since the top has no list above it.
+    """
+
+    def __init__(self, shape: Shape, put: Put) -> None:
+        self._shape = shape
+        self._put = put
+        self._runs: list[list[Any]] = [[]]
+        self._full = [False]
+        self._key_chars = 0
+
+    def add_item(self, item: tuple[str, V]) -> None:
+        """Add the next item."""
+        if self._full[0]:
+            self._close(0)
+        run = self._runs[0]
+        run.append(item)
+        self._key_chars += len(item[0])
+        self._full[0] = self._shape.ends_leaf(run, self._key_chars)
+
+    def add_node(self, child: Child, level: int) -> None:
+        """Add a stored node of some level (0 for a leaf); the levels up to it are closed."""
+        above = level + 1
+        self._reach(above)
+        if self._full[above]:
+            self._close(above)
+        self._runs[above].append(child)
+        self._full[above] = self._shape.ends_list(self._runs[above], above)
+
+    def closed_to(self, level: int) -> bool:
+        """Whether a stored node of this level can follow as it is; closes what is full."""
+        self._reach(level)
+        for i in range(level + 1):
+            if self._full[i]:
+                self._close(i)
+            if self._runs[i]:
+                return False
+        return True
+
+    def _reach(self, level: int) -> None:
+        while level >= len(self._runs):
+            self._runs.append([])
+            self._full.append(False)
+
+    def _close(self, level: int) -> None:
+        run = self._runs[level]
+        self._runs[level], self._full[level] = [], False
+        if level == 0:
+            self._key_chars = 0
+            child = (run[0][0], self._put(encode(Leaf(run))), len(run))
+        else:
+            node = self._put(encode(Branch(run)))
+            child = (run[0][0], node, sum(map(itemgetter(2), run)))
+        self.add_node(child, level)
+
+    def top(self) -> Child | None:
+        """Close what is open; return the top, or the only node there is; None if there is none."""
+        level = 0
+        while True:
+            alone = not any(self._runs[level + 1 :])
+            if alone and level > 0 and len(self._runs[level]) == 1:
+                child: Child = self._runs[level][0]
+                return child
+            if self._runs[level]:
+                self._close(level)
+            elif alone:
+                return None
+            level += 1
 
 
 class Tree(Generic[V]):
@@ -88,31 +210,28 @@ class Tree(Generic[V]):
         top: The digest of its top node; None for a tree without items.
         load: Gives the verified bytes of a node.
         value_type: What the leaves hold.
+        shape: Where its nodes end.
+
+    Attributes:
+        children: The nodes below the top; the top itself, where that is a leaf.
     """
 
-    def __init__(self, top: Digest | None, load: Load, value_type: Any) -> None:
+    def __init__(
+        self, top: Digest | None, load: Load, value_type: Any, shape: Shape = FLAT
+    ) -> None:
         self._load = load
         self._decoder = _decoder(value_type)
-        self._leaves: dict[Digest, list[tuple[str, V]]] = {}
-        self._claims: dict[bytes, tuple[str, int, str | None]] = {}
-        self.children: list[tuple[str, bytes, int]] = []
+        self._shape = shape
+        self._last: tuple[Digest, Leaf[V]] | None = None
+        self._claims: dict[bytes, _Claim] = {}
+        self.children: list[Child] = []
         if top is None:
             return
         node = self._node(top)
         if isinstance(node, Branch):
             self.children = node.children
-            if any(
-                len(digest) != DIGEST_SIZE or not 0 < count <= _MOST_ITEMS
-                for _, digest, count in self.children
-            ):
-                raise DamagedError(f"tree node {top.hex()} lists what is no leaf")
-            ends = [first for first, _, _ in self.children[1:]]
-            self._claims = {
-                digest: (first, count, end)
-                for (first, digest, count), end in zip_longest(self.children, ends)
-            }
         elif node.items:
-            self._leaves[top] = node.items
+            self._last = (top, node)
             self.children = [(node.items[0][0], top, len(node.items))]
 
     def _node(self, digest: Digest) -> Leaf[V] | Branch:
@@ -120,49 +239,78 @@ class Tree(Generic[V]):
             node: Leaf[V] | Branch = self._decoder.decode(self._load(digest))
         except (msgspec.DecodeError, RecursionError, ValueError) as e:
             raise DamagedError(f"tree node {digest.hex()} cannot be decoded: {e}") from e
-        keys = [item[0] for item in (node.children if isinstance(node, Branch) else node.items)]
+        keys = [item[0] for item in _entries(node)]
         if any(map(ge, keys, islice(keys, 1, None))):
             raise DamagedError(f"tree node {digest.hex()} is out of order")
+        if isinstance(node, Branch):
+            self._note_claims(digest, node.children)
         return node
 
-    def leaf(self, digest: Digest) -> list[tuple[str, V]]:
-        """Return the items of one leaf; the last one read is kept."""
-        items = self._leaves.get(digest)
-        if items is None:
-            node = self._node(digest)
-            if isinstance(node, Branch):
-                raise DamagedError(f"tree node {digest.hex()} is a list where a leaf should be")
-            items = node.items
-            self._check_claim(digest, items)
-            self._leaves = {digest: items}
-        return items
+    def _note_claims(self, digest: Digest, children: list[Child]) -> None:
+        most = self._shape.most_below
+        if any(len(d) != DIGEST_SIZE or not 0 < count <= most for _, d, count in children):
+            raise DamagedError(f"tree node {digest.hex()} lists what is no node")
+        above = self._claims.get(digest)
+        level, end = (1, None) if above is None else (above.depth + 1, above.end)
+        if level > self._shape.levels:
+            raise DamagedError(f"tree node {digest.hex()} is a list where a leaf should be")
+        ends = [*(first for first, _, _ in children[1:]), end]
+        self._claims.update(
+            (d, _Claim(first, count, end, level))
+            for (first, d, count), end in zip(children, ends, strict=True)
+        )
 
-    def _check_claim(self, digest: Digest, items: list[tuple[str, V]]) -> None:
-        """Check that a leaf is what the list says: else an edit would write what nobody reads."""
-        first, count, end = self._claims[digest]
-        fits = len(items) == count and items[0][0] == first
-        if not fits or (end is not None and items[-1][0] >= end):
-            raise DamagedError(f"tree node {digest.hex()} is not the leaf that it is listed as")
+    def node(self, digest: Digest) -> Leaf[V] | Branch:
+        """Return a node that a list has named; the last leaf is kept.
+
+        Raises:
+            DamagedError: It is missing or damaged, or not what the list says.
+        """
+        if self._last is not None and self._last[0] == digest:
+            return self._last[1]
+        node = self._node(digest)
+        self._check_claim(digest, node)
+        if isinstance(node, Leaf):
+            self._last = (digest, node)
+        return node
+
+    def _check_claim(self, digest: Digest, node: Leaf[V] | Branch) -> None:
+        """Check that a node is what the list says: else an edit would write what nobody reads."""
+        claim, entries = self._claims[digest], _entries(node)
+        count = sum(c for _, _, c in node.children) if isinstance(node, Branch) else len(entries)
+        fits = count == claim.size and entries[0][0] == claim.first
+        if not fits or (claim.end is not None and entries[-1][0] >= claim.end):
+            raise DamagedError(f"tree node {digest.hex()} is not the one that it is listed as")
+
+    def leaf(self, digest: Digest) -> list[tuple[str, V]]:
+        """Return the items of one leaf."""
+        node = self.node(digest)
+        if isinstance(node, Branch):
+            raise DamagedError(f"tree node {digest.hex()} is a list where a leaf should be")
+        return node.items
 
     def __len__(self) -> int:
         return sum(count for _, _, count in self.children)
 
-    def _child(self, key: str) -> int:
-        return max(bisect_right(self.children, key, key=lambda c: c[0]) - 1, 0)
-
     def get(self, key: str) -> V | None:
         """Return the value of a key, or None."""
-        if not self.children:
-            return None
-        items = self.leaf(Digest(self.children[self._child(key)][1]))
-        at = bisect_left(items, key, key=lambda item: item[0])
+        items = next(self._leaves(self.children, key), [])
+        at = bisect_left(items, key, key=_first)
         return items[at][1] if at < len(items) and items[at][0] == key else None
 
     def items(self, start: str = "") -> Iterator[tuple[str, V]]:
         """Yield the items in order of their keys, from ``start`` on."""
-        for _, digest, _ in self.children[self._child(start) :]:
-            items = self.leaf(Digest(digest))
-            yield from items[bisect_left(items, start, key=lambda item: item[0]) :]
+        for items in self._leaves(self.children, start):
+            yield from items[bisect_left(items, start, key=_first) :]
+
+    def _leaves(self, children: list[Child], start: str) -> Iterator[list[tuple[str, V]]]:
+        """Yield the items of each leaf, from the one on that would hold ``start``."""
+        for child in children[max(bisect_right(children, start, key=_first) - 1, 0) :]:
+            node = self.node(Digest(child[1]))
+            if isinstance(node, Branch):
+                yield from self._leaves(node.children, start)
+            else:
+                yield node.items
 
     def below(self, prefix: str) -> Iterator[tuple[str, V]]:
         """Yield the items whose key begins with ``prefix``."""
@@ -174,25 +322,53 @@ class Tree(Generic[V]):
     def edited(self, changes: Mapping[str, V | None], put: Put) -> Digest | None:
         """Store this tree with some items set, or (None) removed; return the digest of its top.
 
-        Only leaves that change are stored.
+        Only nodes that change are stored.
         """
-        todo: dict[int, dict[str, V | None]] = {}
-        for key, value in changes.items():
-            todo.setdefault(self._child(key), {})[key] = value
-        children: list[tuple[str, bytes, int]] = []
-        open_run: list[tuple[str, V]] = []
-        for i, child in enumerate(self.children or [("", b"", 0)]):
-            if i not in todo and not open_run and child[1]:
-                children.append(child)
+        levels: _Levels[V] = _Levels(self._shape, put)
+        self._edit(levels, self.children, self._height(), sorted(changes.items(), key=_first))
+        top = levels.top()
+        if top is None:
+            return None
+        digest = Digest(top[1])
+        # What is left of a larger tree may be a list of one.
+        while digest in self._claims:
+            node = self.node(digest)
+            if isinstance(node, Leaf) or len(node.children) > 1:
+                break
+            digest = Digest(node.children[0][1])
+        return digest
+
+    def _height(self) -> int:
+        """Return the level of the nodes below the top: 0 for leaves."""
+        height, children = 0, self.children
+        while children and isinstance(node := self.node(Digest(children[0][1])), Branch):
+            height, children = height + 1, node.children
+        return height
+
+    def _edit(
+        self, levels: _Levels[V], children: list[Child], level: int, todo: list[_Change[V]]
+    ) -> None:
+        """Write some nodes of a level with changes to what is below them."""
+        if not children:
+            self._merge(levels, [], todo)
+        for i, child in enumerate(children):
+            last = i == len(children) - 1
+            stop = len(todo) if last else bisect_left(todo, children[i + 1][0], key=_first)
+            own, todo = todo[:stop], todo[stop:]
+            if not own and levels.closed_to(level):
+                levels.add_node(child, level)
                 continue
-            merged = dict(self.leaf(Digest(child[1]))) if child[1] else {}
-            for key, value in todo.get(i, {}).items():
-                merged.pop(key, None) if value is None else merged.update({key: value})
-            last = i >= len(self.children) - 1
-            run, open_run = open_run + sorted(merged.items()), []
-            for items, ended in _cut(run):
-                if ended or last:
-                    children.append((items[0][0], put(encode(Leaf(items))), len(items)))
-                else:
-                    open_run = items
-        return _close(children, put) if children else None
+            node = self.node(Digest(child[1]))
+            if isinstance(node, Branch) != (level > 0):
+                raise DamagedError(f"tree node {child[1].hex()} is at another level than others")
+            if isinstance(node, Branch):
+                self._edit(levels, node.children, level - 1, own)
+            else:
+                self._merge(levels, node.items, own)
+
+    @staticmethod
+    def _merge(levels: _Levels[V], items: list[tuple[str, V]], todo: list[_Change[V]]) -> None:
+        merged: dict[str, V | None] = {**dict(items), **dict(todo)}
+        for key, value in sorted(merged.items(), key=_first):
+            if value is not None:
+                levels.add_item((key, value))

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from casnap.digest import Digest, digest_of
 from casnap.errors import DamagedError
 from casnap.format import encode
-from casnap.manifest import Branch, Leaf, Tree, build
+from casnap.manifest import DEEP, FLAT, Branch, Leaf, Shape, Tree, build
 
 
 class Nodes(dict[Digest, bytes]):
     """Nodes in memory; keeps what was put in turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape = FLAT) -> None:
         super().__init__()
+        self.shape = shape
         self.order: list[Digest] = []
 
     def put(self, node: bytes) -> Digest:
@@ -30,10 +31,25 @@ class Nodes(dict[Digest, bytes]):
         return digest
 
     def tree(self, top: Digest | None) -> Tree[int]:
-        return Tree(top, self.__getitem__, int)
+        return Tree(top, self.__getitem__, int, self.shape)
 
     def built(self, items: Mapping[str, int]) -> Digest:
-        return build(items, self.put)
+        return build(items, self.put, self.shape)
+
+    def nodes_of(self, top: Digest | None) -> set[Digest]:
+        """Return the digests of all nodes of a tree."""
+        found: set[Digest] = set()
+        pending = [] if top is None else [top]
+        while pending:
+            found.add(digest := pending.pop())
+            sort, entries = msgspec.msgpack.decode(self[digest])
+            pending += [Digest(child) for _, child, _ in entries] if sort == "b" else []
+        return found
+
+
+# Lists and leaves that are cut at every second key: small trees of many levels.
+FINE = Shape(leaf_mask=1, most_items=5, list_mask=1, most_children=6)
+shapes = st.sampled_from([FLAT, DEEP, FINE])
 
 
 def ends_leaf(key: str) -> bool:
@@ -57,42 +73,44 @@ def apply(model: dict[str, int], changes: Mapping[str, int | None]) -> dict[str,
     return {key: value for key, value in new.items() if value is not None}
 
 
-@given(models)
-def test_a_tree_holds_what_it_was_built_from(model: dict[str, int]) -> None:
-    nodes = Nodes()
+@given(models, shapes)
+def test_a_tree_holds_what_it_was_built_from(model: dict[str, int], shape: Shape) -> None:
+    nodes = Nodes(shape)
     tree = nodes.tree(nodes.built(model))
     assert list(tree.items()) == sorted(model.items())
     assert len(tree) == len(model)
 
 
-@given(models, keys)
-def test_get(model: dict[str, int], key: str) -> None:
-    nodes = Nodes()
+@given(models, keys, shapes)
+def test_get(model: dict[str, int], key: str, shape: Shape) -> None:
+    nodes = Nodes(shape)
     tree = nodes.tree(nodes.built(model))
     assert tree.get(key) == model.get(key)
     for own, value in model.items():
         assert tree.get(own) == value
 
 
-@given(models, keys)
-def test_items_from_a_key_on(model: dict[str, int], start: str) -> None:
-    nodes = Nodes()
+@given(models, keys, shapes)
+def test_items_from_a_key_on(model: dict[str, int], start: str, shape: Shape) -> None:
+    nodes = Nodes(shape)
     tree = nodes.tree(nodes.built(model))
     assert list(tree.items(start)) == sorted(i for i in model.items() if i[0] >= start)
 
 
-@given(models, st.text(st.characters(codec="utf-8"), max_size=2) | st.sampled_from(["k", "k1"]))
-def test_items_below_a_prefix(model: dict[str, int], prefix: str) -> None:
-    nodes = Nodes()
+@given(
+    models, st.text(st.characters(codec="utf-8"), max_size=2) | st.sampled_from(["k", "k1"]), shapes
+)
+def test_items_below_a_prefix(model: dict[str, int], prefix: str, shape: Shape) -> None:
+    nodes = Nodes(shape)
     tree = nodes.tree(nodes.built(model))
     assert list(tree.below(prefix)) == sorted(i for i in model.items() if i[0].startswith(prefix))
 
 
-@given(models, st.lists(edits, max_size=4))
+@given(models, st.lists(edits, max_size=4), shapes)
 def test_a_tree_does_not_show_its_history(
-    model: dict[str, int], changes: list[dict[str, int | None]]
+    model: dict[str, int], changes: list[dict[str, int | None]], shape: Shape
 ) -> None:
-    nodes = Nodes()
+    nodes = Nodes(shape)
     top: Digest | None = nodes.built(model) if model else None
     for change in changes:
         model = apply(model, change)
@@ -101,23 +119,19 @@ def test_a_tree_does_not_show_its_history(
         assert top == (nodes.built(model) if model else None)
 
 
-@given(models, edits)
-def test_an_edit_stores_only_leaves_that_change(
-    model: dict[str, int], change: dict[str, int | None]
+@given(models, edits, shapes)
+def test_an_edit_stores_only_what_is_new_or_was_touched(
+    model: dict[str, int], change: dict[str, int | None], shape: Shape
 ) -> None:
-    nodes = Nodes()
-    tree = nodes.tree(nodes.built(model))
-    before = {digest for _, digest, _ in tree.children}
+    nodes = Nodes(shape)
+    before = nodes.built(model)
     nodes.order.clear()
-    top = tree.edited(change, nodes.put)
-    after = [digest for _, digest, _ in nodes.tree(top).children]
-    stored = [d for d in nodes.order if d != top or d in after]
-    # A leaf that a change leaves as it is may be put again, where the change touched it.
-    assert set(after) - before <= set(stored)
-    touched = {tree._child(key) for key in change} if tree.children else set()
-    merged = sum(ends_leaf(key) for key, value in change.items() if value is None)
-    added = sum(ends_leaf(key) for key, value in change.items() if value is not None)
-    assert len(stored) <= len(touched) + merged + added + 1
+    after = nodes.tree(before).edited(change, nodes.put)
+    new = nodes.nodes_of(after) - nodes.nodes_of(before)
+    assert new <= set(nodes.order)
+    # A node that a change touched, and that stays as it is, may be put again, as is the top.
+    touched = len(change) * (1 + len(nodes.nodes_of(before)))
+    assert len(nodes.order) <= len(new) + touched + 1
 
 
 def test_leaves_are_bounded() -> None:
@@ -145,6 +159,45 @@ def test_one_change_in_many_items() -> None:
     tree.edited({"model/layer.31415/weight": 0}, nodes.put)
     assert len(nodes.order) == 2
     assert sum(len(nodes[d]) for d in nodes.order) < 80_000
+
+
+def test_one_change_of_a_deep_tree_writes_little() -> None:
+    """However many items there are: that is what the table of snapshots is made of."""
+    dice = random.Random(1)
+    for items, most in ((100, 2_500), (20_000, 4_500), (100_000, 5_500)):
+        nodes = Nodes(DEEP)
+        model = {f"run/step_{i}": i for i in range(items)}
+        top = nodes.built(model)
+        written = []
+        for _ in range(100):
+            nodes.order.clear()
+            key = f"run/step_{dice.randrange(items)}"
+            nodes.tree(top).edited({key: -1}, nodes.put)
+            written.append(sum(len(nodes[d]) for d in nodes.order))
+        assert sum(written) / len(written) < most, items
+
+
+def test_the_levels_of_a_tree_are_bounded() -> None:
+    """A chain of lists, each of one list, ends in an error, not in a stack overflow."""
+    nodes = Nodes(DEEP)
+    top = nodes.put(encode(Leaf([("a", 1)])))
+    for _ in range(DEEP.levels):
+        top = nodes.put(encode(Branch([("a", top, 1)])))
+    assert nodes.tree(top).get("a") == 1
+    assert nodes.tree(nodes.tree(top).edited({"b": 2}, nodes.put)).get("a") == 1
+    top = nodes.put(encode(Branch([("a", top, 1)])))
+    with pytest.raises(DamagedError, match="list where a leaf"):
+        nodes.tree(top).get("a")
+
+
+def test_leaves_at_two_levels() -> None:
+    nodes = Nodes(DEEP)
+    leaves = [nodes.put(encode(Leaf([(key, 1)]))) for key in "ab"]
+    inner = nodes.put(encode(Branch([("b", leaves[1], 1)])))
+    tree = nodes.tree(nodes.put(encode(Branch([("a", leaves[0], 1), ("b", inner, 1)]))))
+    assert list(tree.items()) == [("a", 1), ("b", 1)]
+    with pytest.raises(DamagedError, match="another level"):
+        tree.edited({"b": 2}, nodes.put)
 
 
 def test_reading_one_item_reads_two_nodes() -> None:
