@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -20,6 +20,7 @@ from casnap.digest import Digest, digest_of, split_digests
 from casnap.errors import FencedError, StorageFullError
 from casnap.format import (
     ID_SIZE,
+    INLINE_METADATA_BYTES,
     NodeRef,
     PackId,
     Place,
@@ -28,15 +29,16 @@ from casnap.format import (
     Segment,
     SegmentRef,
     decode_segment,
+    encode,
     encode_segment,
     segment_key,
 )
 from casnap.index import View
-from casnap.manifest import Tree
+from casnap.manifest import DEEP, Tree, table_shape
 from casnap.objects import Objects
 from casnap.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, moved_place
 from casnap.pipeline import Crew
-from casnap.roots import put_root
+from casnap.roots import check_writable, following, put_root
 from casnap.segments import added, written
 
 PASSED = (
@@ -210,6 +212,13 @@ class Transaction:
             self._add_node(digest, node)
         return digest
 
+    def put_metadata(self, metadata: dict[str, Any]) -> bytes:
+        """Store the metadata of a row as a node, if they are large; return its digest, or b""."""
+        content = encode(metadata)
+        if len(content) <= INLINE_METADATA_BYTES or table_shape(self.base.root) is not DEEP:
+            return b""
+        return self.put_node(content)
+
     def _put_table_node(self, node: bytes) -> Digest:
         """Store a node of the table, whatever the base holds: the table follows the newest root."""
         digest = digest_of(node)
@@ -272,22 +281,20 @@ class Transaction:
             if self._objects.newest() != m:
                 return None
             raise FencedError(PASSED)
-        table = self._objects.tree(m.table, Row)
+        check_writable(self._objects.backend.uri, self._objects.config, m)
+        table = self._objects.table(m)
         new_table = table.edited(change(table, m.seq + 1), self._put_table_node)
         self._node_filler.seal()
         self._nodes.finish()
         if m.fence > self._written_under:
             self._move(m.seq)
-        return Root(
-            seq=m.seq + 1,
-            commit=self.commit,
-            time=time.time(),
-            fence=m.fence,
+        return following(
+            m,
+            self.commit,
             table=None if new_table is None else self.ref(new_table, m.table),
             segments=self._segments(latest),
             # What was condemned meanwhile, and is relied on, is rescued: whole packs, always.
             condemned={p: seq for p, seq in m.condemned.items() if p not in relied},
-            lost=m.lost,
         )
 
     def _rely_anew(self, latest: View) -> None:

@@ -9,6 +9,7 @@ from heapq import merge
 from itertools import takewhile
 from math import prod
 from operator import itemgetter
+from typing import Any
 
 from casnap.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.errors import DamagedError, EntryNotFoundError, SnapshotNotFoundError
@@ -107,6 +108,14 @@ class Contents:
             )
         return manifest
 
+    @cached_property
+    def metadata(self) -> dict[str, Any]:
+        """The user's own metadata."""
+        if not self.row.metadata_node:
+            return self.row.metadata
+        node = self.objects.node(Digest(self.row.metadata_node))
+        return decode(node, dict[str, Any], f"the metadata of {self.where}")
+
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Read something; if it was collected meanwhile, say that instead of "damaged".
@@ -117,9 +126,7 @@ class Contents:
         try:
             yield
         except DamagedError as e:
-            row = self.objects.current(
-                lambda root: self.objects.tree(root.table, Row).get(self.name)
-            )
+            row = self.objects.current(lambda root: self.objects.table(root).get(self.name))
             if row is not None and row.commit == self.row.commit:
                 raise
             raise SnapshotNotFoundError(

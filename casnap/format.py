@@ -16,15 +16,18 @@ import msgspec
 from msgspec import Struct
 
 from casnap.digest import DIGEST_SIZE, Digest, digest_of
-from casnap.errors import DamagedError, InvalidNameError, UnsupportedFormatError
+from casnap.errors import DamagedError, UnsupportedFormatError
 
-FORMAT = 1
-KNOWN_FEATURES: frozenset[str] = frozenset()
+FORMAT = 2
+DEEP_TABLE = "deep-table"
+"""The table has small leaves and lists of lists; large metadata stand in nodes of their own."""
+KNOWN_FEATURES = frozenset({DEEP_TABLE})
 
 DEFAULT_CHUNK_SIZE = 1 << 20
 MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 64 << 10, 64 << 20
 MAX_NODE_BYTES = MAX_ROOT_BYTES = 64 << 20
 MAX_METADATA_BYTES, MAX_PATH_CHARS = 64 << 10, 1 << 20
+INLINE_METADATA_BYTES = 256
 INLINE_BYTES, INLINE_DIGESTS = 64, 4
 LIST_DIGESTS = 1 << 15
 MAX_DEPTH, ID_SIZE = 4, 16
@@ -201,8 +204,20 @@ class Stats(Struct, frozen=True, array_like=True):
     seconds: float = 0.0
 
 
-class Row(Struct, frozen=True):
-    """One snapshot in the table of a root."""
+class Row(Struct, frozen=True, omit_defaults=True):
+    """One snapshot in the table of a root.
+
+    Attributes:
+        commit: The id of the commit that made it.
+        manifest: The top of its tree.
+        seq: The root that it was committed by.
+        time: Seconds since the epoch, by the writer's clock.
+        world_size: How many ranks took it.
+        stats: What the take did.
+        metadata: The user's own, where they are small.
+        tags: Sorted.
+        metadata_node: The digest of the node that holds the user's own, where they are not.
+    """
 
     commit: bytes
     manifest: NodeRef
@@ -212,10 +227,14 @@ class Row(Struct, frozen=True):
     stats: Stats
     metadata: dict[str, Any] = {}
     tags: tuple[str, ...] = ()
+    metadata_node: bytes = b""
 
 
 class Root(Struct, frozen=True):
     """What the store holds since root ``seq`` was put.
+
+    A field that a later version adds comes with a write feature: a writer makes the next root
+    of what it knows of this one.
 
     Attributes:
         seq: Its number.
@@ -226,6 +245,10 @@ class Root(Struct, frozen=True):
         segments: The live index segments.
         condemned: Pack → the root that condemned it.
         lost: Digests of chunks and nodes that were found to be nowhere whole, one behind the other.
+        format: 1, or 2 where the fields below may say something.
+        read_features: A reader refuses a store with one that it does not know.
+        write_features: A writer does.
+        settings: What was set for the store; kept as it is by writers that do not know it.
     """
 
     seq: int
@@ -236,6 +259,10 @@ class Root(Struct, frozen=True):
     segments: tuple[SegmentRef, ...] = ()
     condemned: dict[bytes, int] = {}
     lost: bytes = b""
+    format: int = 1
+    read_features: tuple[str, ...] = ()
+    write_features: tuple[str, ...] = ()
+    settings: dict[str, Any] = {}
 
 
 class StoreConfig(Struct, frozen=True):
@@ -256,10 +283,6 @@ class StoreConfig(Struct, frozen=True):
     read_features: tuple[str, ...] = ()
     write_features: tuple[str, ...] = ()
     put_if_absent: bool = True
-
-    def unknown_to_writers(self) -> set[str]:
-        """Return the features that forbid this version to write."""
-        return set(self.write_features) - KNOWN_FEATURES
 
 
 # --- records as bytes -------------------------------------------------------------------------
@@ -283,14 +306,20 @@ def decode(data: bytes | memoryview, as_type: type[T], what: str) -> T:
 _MAGIC = b"CASNAP"
 
 
-def seal(kind: bytes, body: bytes) -> bytes:
+def seal(kind: bytes, body: bytes, version: int = 1) -> bytes:
     """Frame a record: magic, kind, version, body, then the digest of all that."""
-    head = _MAGIC + kind + b"%d" % FORMAT
+    head = _MAGIC + kind + b"%d" % version
     return b"".join((head, body, digest_of(head + body)))
 
 
-def unseal(kind: bytes, data: bytes, what: str) -> memoryview:
+def unseal(kind: bytes, data: bytes, what: str, versions: bytes = b"1") -> memoryview:
     """Return the body of a sealed record.
+
+    Args:
+        kind: The kind of record.
+        data: Its bytes.
+        what: Its name, for messages.
+        versions: The versions that are understood, a digit each.
 
     Raises:
         DamagedError: It is not what was written.
@@ -301,7 +330,7 @@ def unseal(kind: bytes, data: bytes, what: str) -> memoryview:
         raise DamagedError(f"{what} is not a casnap record ({len(data)} bytes)")
     if data[-DIGEST_SIZE:] != digest_of(memoryview(data)[:-DIGEST_SIZE]):
         raise DamagedError(f"{what} is damaged: its checksum does not match")
-    if data[7:8] != b"%d" % FORMAT:
+    if data[7] not in versions:
         raise UnsupportedFormatError(f"{what} is of a newer format; update casnap")
     return memoryview(data)[8:-DIGEST_SIZE]
 
@@ -314,7 +343,7 @@ PACK_TAIL_SIZE, FOOTER_RECORD_SIZE = _PACK_TAIL.size, _PACKED.size
 def pack_footer(kind: bytes, chunks: Iterable[tuple[Digest, Place]]) -> bytes:
     """Return what ends a pack: a record a chunk, their count, magic, digest of the footer."""
     records = b"".join(_PACKED.pack(d, p.offset, p.stored, p.raw, p.codec) for d, p in chunks)
-    magic = _MAGIC + kind + b"%d" % FORMAT
+    magic = _MAGIC + kind + b"1"
     head = records + struct.pack("<I8s", len(records) // _PACKED.size, magic)
     return head + digest_of(head)
 
@@ -443,8 +472,7 @@ def merged_segment(
 
 # --- names ------------------------------------------------------------------------------------
 
-RESERVED = frozenset({"roots", "packs", "index", "tmp", "casnap.json"})
-CONFIG_KEY, MARKER = "casnap.json", "casnap-snapshot.json"
+CONFIG_KEY = "casnap.json"
 
 
 def root_key(seq: int) -> str:
@@ -466,35 +494,3 @@ def segment_key(segment: SegmentId | bytes) -> str:
 def id_from_name(name: str) -> bytes | None:
     """Return the id that a file is named by, or None where it is not ours."""
     return bytes.fromhex(name) if re.fullmatch("[0-9a-f]{32}", name) else None
-
-
-def check_name(name: str) -> str:
-    """Return a snapshot name as it is kept, without a slash at its ends.
-
-    Raises:
-        InvalidNameError: Empty, too long, climbing out, reserved, or with control characters.
-    """
-    clean = name.strip("/")
-    parts = clean.split("/")
-    problem = None
-    if not clean:
-        problem = "is empty"
-    elif len(clean.encode("utf-8", "surrogatepass")) > 1024:
-        problem = "is longer than 1,024 bytes"
-    elif any(len(p.encode("utf-8", "surrogatepass")) > 255 for p in parts):
-        problem = "has a component longer than 255 bytes"
-    elif any(p in ("", ".", "..") for p in parts):
-        problem = "has an empty, '.' or '..' component"
-    elif any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in clean):
-        problem = "has control characters"
-    elif "\\" in clean:
-        problem = "has a backslash"
-    elif parts[0] in RESERVED:
-        problem = f"begins with {parts[0]!r}, which the store uses itself"
-    elif MARKER in parts:
-        problem = f"has the component {MARKER!r}, which the store uses itself"
-    if problem:
-        raise InvalidNameError(
-            f"the snapshot name {name!r:.200} {problem}; choose another, like 'run1/step_100'"
-        )
-    return clean

@@ -22,17 +22,18 @@ from casnap.errors import (
 )
 from casnap.format import (
     CONFIG_KEY,
+    DEEP_TABLE,
     DEFAULT_CHUNK_SIZE,
+    FORMAT,
     MAX_CHUNK_SIZE,
     MIN_CHUNK_SIZE,
     Root,
     StoreConfig,
-    check_name,
-    encode,
     root_key,
-    seal,
 )
+from casnap.names import check_name
 from casnap.objects import headless, read_config
+from casnap.roots import sealed_root
 
 
 class Location(NamedTuple):
@@ -174,13 +175,20 @@ def trust(store: Path) -> None:
         f.write(f"{store}\n")
 
 
-def create_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE, asked: bool) -> None:
+def create_store(
+    backend: Backend,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    asked: bool,
+    version: int = FORMAT,
+) -> None:
     """Make a store, or finish making one; harmless where it is there.
 
     Args:
         backend: Where to.
         chunk_size: Bytes; a power of two from 64 KiB to 64 MiB.
         asked: Whether the user named this very place as a store.
+        version: The format of a new store.
 
     Raises:
         StoreError: This is no place for a store.
@@ -201,17 +209,19 @@ def create_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE, aske
                 f"{backend.uri} holds {', '.join(sorted(foreign))}, but no {CONFIG_KEY}: part of "
                 "something else, or of a damaged store. Choose another folder"
             )
-        config = StoreConfig(os.urandom(16).hex(), chunk_size)
+        config = StoreConfig(os.urandom(16).hex(), chunk_size, version)
         content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
         backend.put_if_absent(CONFIG_KEY, content)
         backend.sync()
     config = read_config(backend)  # a newer format is not ours to finish
-    if config.unknown_to_writers():
+    if config.write_features:
         return
     # Folders may be there already, where a creation was cut off.
     if not any(map(backend.names, ("roots/0", "packs", "index"))):
         root = Root(seq=0, commit=os.urandom(16), time=0.0)
-        backend.put_if_absent(root_key(0), seal(b"r", encode(root)))
+        if config.format > 1:
+            root = msgspec.structs.replace(root, format=2, read_features=(DEEP_TABLE,))
+        backend.put_if_absent(root_key(0), sealed_root(root))
     backend.sync()
 
 

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from casnap.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.errors import DamagedError
-from casnap.format import encode
+from casnap.format import DEEP_TABLE, Root, encode
 
 V = TypeVar("V")
 
@@ -94,6 +94,11 @@ FLAT = Shape(leaf_mask=0xFF, most_items=4096)
 """Large leaves, one list: read whole, and written anew in small part."""
 DEEP = Shape(leaf_mask=0x07, most_items=64, list_mask=0x0F, most_children=256)
 """Small leaves, lists of lists: a change of one item rewrites little, however many there are."""
+
+
+def table_shape(root: Root) -> Shape:
+    """Return the shape of a root's table of snapshots."""
+    return DEEP if DEEP_TABLE in root.read_features else FLAT
 
 
 def _hash(key: str) -> bytes:

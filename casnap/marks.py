@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from casnap.format import PackId, RawRecord, Root, Row, segment_records
+from casnap.format import PackId, RawRecord, Root, segment_records
 from casnap.objects import Objects
-from casnap.references import MANIFEST, TABLE, digest_in, is_node, walk
+from casnap.references import MANIFEST, TABLE, digest_in, is_node, of_row, walk
 
 _PART = 2 << 20
 """So many records are marked at a time, in some 700 MB."""
@@ -97,11 +97,11 @@ class Marks:
         self._sweep(needed, part)
 
     def _of_forgotten(self) -> set[bytes]:
-        """Return the manifests that only snapshots to be passed over have."""
+        """Return what only snapshots to be passed over refer to."""
         rows: dict[bool, set[bytes]] = {True: set(), False: set()}
         if self._forgotten:
-            for name, row in self._objects.tree(self.root.table, Row).items():
-                rows[name in self._forgotten].add(MANIFEST + row.manifest.digest)
+            for name, row in self._objects.table(self.root).items():
+                rows[name in self._forgotten].update(of_row(row))
         return rows[True] - rows[False]
 
     def _of_part(self, references: Iterable[bytes], part: int) -> Iterator[bytes]:
@@ -112,7 +112,7 @@ class Marks:
         """Yield each node that was not seen yet, and what it refers to."""
         if self.root.table is None:
             return
-        self.snapshots = len(self._objects.tree(self.root.table, Row)) - len(self._forgotten)
+        self.snapshots = len(self._objects.table(self.root)) - len(self._forgotten)
         done = 0
         for node, below in walk(self._objects, [TABLE + self.root.table.digest], self._seen):
             done += node[:1] == MANIFEST

@@ -24,17 +24,17 @@ from casnap.format import (
     MAX_CHUNK_SIZE,
     MAX_NODE_BYTES,
     MIN_CHUNK_SIZE,
-    NodeRef,
     Place,
     Root,
+    Row,
     StoreConfig,
     id_from_name,
     pack_key,
 )
 from casnap.index import Index, View
-from casnap.manifest import Tree
+from casnap.manifest import Tree, table_shape
 from casnap.pipeline import Crew, Shared, cores
-from casnap.roots import newest_root
+from casnap.roots import check_writable, newest_root
 
 V = TypeVar("V")
 
@@ -119,12 +119,7 @@ class Objects:
         Raises:
             UnsupportedFormatError: The store uses a feature that its writers have to know.
         """
-        unknown = self.config.unknown_to_writers()
-        if unknown:
-            raise UnsupportedFormatError(
-                f"to {doing} {self.backend.uri} needs features that this casnap lacks: "
-                f"{', '.join(sorted(unknown))}; update casnap"
-            )
+        check_writable(self.backend.uri, self.config, self.newest(), doing)
 
     def newest(self) -> Root:
         """Return the newest root, which says what the store holds."""
@@ -195,12 +190,12 @@ class Objects:
             self.fetch([Want(d, -1, partial(_keep_copy, found, d), "") for d in found])
             self.index.keep_nodes(list(found.items()))
 
-    def tree(self, ref: NodeRef | None, value_type: type[V]) -> Tree[V]:
-        """Return the tree of a reference; an empty one for None."""
-        if ref is None:
-            return Tree(None, self.node, value_type)
-        self.node(Digest(ref.digest), ref.hint)
-        return Tree(Digest(ref.digest), self.node, value_type)
+    def table(self, root: Root) -> Tree[Row]:
+        """Return the table of snapshots that a root has."""
+        top = None if root.table is None else Digest(root.table.digest)
+        if root.table is not None and top is not None:
+            self.node(top, root.table.hint)
+        return Tree(top, self.node, Row, table_shape(root))
 
     def _keep(self, digest: Digest, node: bytes) -> bytes:
         self.index.keep_nodes([(digest, node)])

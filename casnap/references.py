@@ -12,10 +12,10 @@ from typing import Any
 from casnap.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.errors import DamagedError
 from casnap.format import LIST_DIGESTS, MAX_DEPTH, Entry, Manifest, Row, decode, payload_of
-from casnap.manifest import Load, Tree
+from casnap.manifest import DEEP, Load, Tree
 from casnap.objects import Objects
 
-TABLE, MANIFEST, TREE = b"T", b"m", b"t"
+TABLE, MANIFEST, TREE, DATA = b"T", b"m", b"t", b"d"
 _TOGETHER = 64
 
 
@@ -40,6 +40,8 @@ def references(load: Load, node: bytes) -> list[bytes]:
         DamagedError: It is missing or damaged, or no such node.
     """
     kind, digest = node[:1], digest_in(node)
+    if kind == DATA:
+        return []
     if kind == MANIFEST:
         manifest = decode(load(digest), Manifest, f"manifest {digest.hex()}")
         subtrees = chain(manifest.shared.values(), *(k.values() for k in manifest.ranks.values()))
@@ -60,11 +62,18 @@ def _below_tree(load: Load, digest: Digest) -> list[bytes]:
 
 
 def _below_table(load: Load, digest: Digest) -> list[bytes]:
-    tree: Tree[Row] = Tree(digest, load, Row)
+    tree: Tree[Row] = Tree(digest, load, Row, DEEP)
     children = _children(tree, TABLE, digest)
     if children is not None:
         return children
-    return [_checked(MANIFEST + row.manifest.digest, digest) for _, row in tree.leaf(digest)]
+    rows = [row for _, row in tree.leaf(digest)]
+    return [_checked(reference, digest) for row in rows for reference in of_row(row)]
+
+
+def of_row(row: Row) -> list[bytes]:
+    """Return what a row of the table refers to: its manifest, and metadata that stand apart."""
+    data = [DATA + row.metadata_node] if row.metadata_node else []
+    return [MANIFEST + row.manifest.digest, *data]
 
 
 def _children(tree: Tree[Any], kind: bytes, digest: Digest) -> list[bytes] | None:
@@ -109,7 +118,7 @@ def walk(
         # Some at once, so that what is not cached is read together.
         group = pending[-_TOGETHER:]
         del pending[-_TOGETHER:]
-        objects.cache_nodes([digest_in(node) for node in group])
+        objects.cache_nodes([digest_in(node) for node in group if node[:1] != DATA])
         for node in group:
             below = references(objects.node, node)
             yield node, below

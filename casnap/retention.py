@@ -15,6 +15,9 @@ from datetime import timedelta
 from heapq import nsmallest
 from typing import Literal, TypeAlias
 
+import msgspec
+
+from casnap.contents import Contents
 from casnap.format import Row
 from casnap.objects import Objects
 from casnap.table import Table, publish, unmark
@@ -274,6 +277,7 @@ class Pruning:
     replaced since somebody looked is judged as it is then.
 
     Args:
+        objects: The store.
         retention: The rules.
         folder: Where the runs are; "" for the whole store.
         taken: The commit of a snapshot right in the folder that was just taken: it is kept, and
@@ -283,8 +287,11 @@ class Pruning:
         verdicts: What was said last.
     """
 
-    def __init__(self, retention: Retention, folder: str, taken: bytes | None = None) -> None:
+    def __init__(
+        self, objects: Objects, retention: Retention, folder: str, taken: bytes | None = None
+    ) -> None:
         check_retention(retention)
+        self._objects = objects
         self.verdicts: list[Verdict] = []
         self._retention = retention
         self._prefix = f"{folder}/" if folder else ""
@@ -292,10 +299,14 @@ class Pruning:
 
     def judge(self, table: Table) -> list[Verdict]:
         """Return what the retention says of the snapshots of a table."""
-        rows = table.below(self._prefix)
+        rows = ((n, self._with_metadata(n, row)) for n, row in table.below(self._prefix))
         if self._taken is not None:
             rows = ((n, row) for n, row in rows if "/" not in n[len(self._prefix) :])
         return judged(rows, self._retention, time.time(), self._taken)
+
+    def _with_metadata(self, name: str, row: Row) -> Row:
+        metadata = Contents(self._objects, name, row).metadata
+        return msgspec.structs.replace(row, metadata=metadata)
 
     def __call__(self, table: Table, _seq: int) -> dict[str, Row | None]:
         """Return the rows to remove."""

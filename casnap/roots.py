@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -18,11 +19,14 @@ from casnap.errors import (
     NotAStoreError,
     StorageFullError,
     StoreError,
+    UnsupportedFormatError,
 )
 from casnap.format import (
     ID_SIZE,
+    KNOWN_FEATURES,
     MAX_ROOT_BYTES,
     Root,
+    StoreConfig,
     decode,
     encode,
     id_from_name,
@@ -52,11 +56,39 @@ def newest_root(backend: Backend, known: Root | None = None) -> Root:
         NotAStoreError: There is no root.
         DamagedError: The newest root cannot be read, nor can its copy; nothing older is taken for
             it.
+        UnsupportedFormatError: It has a feature that readers have to know.
     """
     root = known if known is not None and _stands(backend, known) else _last_listed(backend)
-    while (following := _read_if_there(backend, root.seq + 1) or _lost(backend, root)) is not None:
-        root = following
+    while (newer := _read_if_there(backend, root.seq + 1) or _lost(backend, root)) is not None:
+        root = newer
+    unknown = set(root.read_features) - KNOWN_FEATURES
+    if unknown:
+        raise UnsupportedFormatError(_lacks(f"to read {backend.uri}", unknown))
     return root
+
+
+def _lacks(doing: str, features: Collection[str]) -> str:
+    return (
+        f"{doing} needs features that this casnap lacks: {', '.join(sorted(features)):.500}; "
+        "update casnap"
+    )
+
+
+def check_writable(uri: str, config: StoreConfig, root: Root, doing: str = "write to") -> None:
+    """Check that this version may put the root after this one.
+
+    Args:
+        uri: The store.
+        config: What was said of it when it was made.
+        root: Its newest root.
+        doing: What is to be done, for the message.
+
+    Raises:
+        UnsupportedFormatError: It has a feature that writers have to know.
+    """
+    unknown = {*config.write_features, *root.write_features} - KNOWN_FEATURES
+    if unknown:
+        raise UnsupportedFormatError(_lacks(f"to {doing} {uri}", unknown))
 
 
 def _stands(backend: Backend, root: Root) -> bool:
@@ -153,15 +185,30 @@ def _read(backend: Backend, key: str, seq: int) -> Root:
     what = f"{backend.uri}/{key}"
     if len(data) > MAX_ROOT_BYTES:
         raise DamagedError(f"{what} has {len(data)} bytes, more than a root may")
-    root = decode(unseal(b"r", data, what), Root, what)
-    problem = _problem(root, seq)
+    body = unseal(b"r", data, what, b"12")
+    root = decode(body, Root, what)
+    problem = _problem(root, seq, data[7:8])
     if problem:
         raise DamagedError(f"{what} {problem}")
-    return root
+    # A writer would drop what it does not know.
+    more = decode(body, dict[str, msgspec.Raw], what).keys() - set(Root.__struct_fields__)
+    known = root.write_features
+    return msgspec.structs.replace(root, write_features=(*known, *sorted(more))) if more else root
 
 
-def _problem(root: Root, seq: int) -> str | None:
+def sealed_root(root: Root) -> bytes:
+    """Return the bytes of a root."""
+    fields = msgspec.structs.asdict(root)
+    if root.format == 1:
+        for name in ("format", "read_features", "write_features", "settings"):
+            del fields[name]
+    return seal(b"r", encode(fields), root.format)
+
+
+def _problem(root: Root, seq: int, version: bytes) -> str | None:
     """Return what cannot be true of a root, if anything."""
+    if b"%d" % root.format != version:
+        return f"says that it is of format {root.format}"
     if root.seq != seq or seq >= 1 << 48:
         return f"says that it is root {root.seq}"
     if any(len(ref.id) != ID_SIZE or not 0 <= ref.count < 1 << 32 for ref in root.segments):
@@ -175,21 +222,26 @@ def _problem(root: Root, seq: int) -> str | None:
     return None
 
 
+def following(root: Root, commit: bytes, **changes: Any) -> Root:
+    """Return the root after this one: all that it says, but for some fields."""
+    return msgspec.structs.replace(
+        root, seq=root.seq + 1, commit=commit, time=time.time(), **changes
+    )
+
+
 def succeed(backend: Backend, root: Root, **changes: Any) -> Root | None:
     """Put the root after this one, with some fields changed.
 
     Args:
         backend: Where the store lives.
-        root: What it follows.
+        root: What it follows, which this version may.
         changes: The fields that differ.
 
     Returns:
         The new root, or None where another commit took its number: look again.
     """
-    following = msgspec.structs.replace(
-        root, seq=root.seq + 1, commit=os.urandom(16), time=time.time(), **changes
-    )
-    return following if put_root(backend, following) else None
+    new = following(root, os.urandom(16), **changes)
+    return new if put_root(backend, new) else None
 
 
 def put_root(backend: Backend, root: Root) -> bool:
@@ -198,7 +250,7 @@ def put_root(backend: Backend, root: Root) -> bool:
     Whatever the backend answers, or if it fails, the root that stands there decides: an answer
     that was lost looks like a conflict with oneself.
     """
-    content = seal(b"r", encode(root))
+    content = sealed_root(root)
     stands = _put(backend, root, content)
     if stands:
         _keep_copy(backend, root.seq, content)

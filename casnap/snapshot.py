@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from casnap.contents import Contents
-from casnap.format import Entry, Row, Stats, check_name
+from casnap.format import Entry, Row, Stats
+from casnap.names import check_name
 
 if TYPE_CHECKING:
     from casnap.comm import Comm
@@ -36,7 +37,8 @@ class SnapshotMetadata:
         self._snapshot = snapshot
         self.version = version
         self.world_size = snapshot.world_size
-        self.user: dict[str, Any] = dict(snapshot.row.metadata)
+        with snapshot.contents.reading():
+            self.user: dict[str, Any] = dict(snapshot.contents.metadata)
 
     @property
     def manifest(self) -> dict[str, Entry]:

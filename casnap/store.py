@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from casnap.codec import Codec
 from casnap.errors import NotAStoreError, SnapshotNotFoundError
-from casnap.format import DEFAULT_CHUNK_SIZE, Row, check_name
+from casnap.format import DEFAULT_CHUNK_SIZE, Row
 from casnap.location import Location, create_store, locate_snapshot, locate_store
+from casnap.names import check_name
 from casnap.objects import Objects
 from casnap.retention import PruneReport, Pruning, Retention, prune
 from casnap.snapshot import PendingSnapshot, Progress, Snapshot
@@ -241,7 +242,7 @@ class Store:
     def _read(self, read: Callable[[Table], V]) -> V:
         """Return what something makes of the table as it is now."""
         objects = self.objects
-        return objects.current(lambda root: read(objects.tree(root.table, Row)))
+        return objects.current(lambda root: read(objects.table(root)))
 
     def _folder(self, prefix: str | None) -> str:
         return "/".join(p for p in (self.prefix, (prefix or "").strip("/")) if p)
@@ -306,7 +307,7 @@ class Store:
         Returns:
             Each snapshot, whether it is kept, and by which rules.
         """
-        pruning = Pruning(retention, self._folder(prefix))
+        pruning = Pruning(self.objects, retention, self._folder(prefix))
         verdicts = self._read(pruning.judge) if dry_run else prune(self.objects, pruning)
         own = [replace(v, name=self._inner_name(v.name)) for v in verdicts]
         return PruneReport(own, dry_run)

@@ -34,7 +34,7 @@ from casnap.format import (
     segment_key,
 )
 from casnap.listing import Listing, bad_records, can_lie_at, read_footer
-from casnap.manifest import Tree
+from casnap.manifest import Branch, Child, Leaf, Tree
 from casnap.marks import Progress
 from casnap.objects import Objects, Want
 
@@ -160,7 +160,7 @@ class Survey:
         """Keep only the damages of what the newest root, which is younger than the look, has."""
         try:
             view = self.objects.view()
-            commits = {n: r.commit for n, r in self.objects.tree(view.root.table, Row).items()}
+            commits = {n: r.commit for n, r in self.objects.table(view.root).items()}
         except DamagedError:
             return
         keys = {pack_key(pack) for pack in view.packs}
@@ -320,19 +320,20 @@ class Survey:
                     damage.message += "; nothing needs it"
 
     def _walk(self) -> None:
-        ref = self.root.table
-        if ref is None:
-            return
-        top = Digest(ref.digest)
-        table, damages = self._asking(partial(Tree[Row], top, self._direct.node, Row), "the table")
+        table, damages = self._asking(partial(self._direct.table, self.root), "the table")
         self._hurt(damages, ALL.snapshot, "")
         if table is None:
             return
-        total = sum(count for _, _, count in table.children)
-        for first, leaf, count in table.children:
-            rows, damages = self._asking(partial(table.leaf, Digest(leaf)), "the table")
+        self._rows(table, table.children, len(table))
+
+    def _rows(self, table: Tree[Row], children: list[Child], total: int) -> None:
+        """Look at all snapshots below some nodes of the table."""
+        for first, digest, count in children:
+            node, damages = self._asking(partial(table.node, Digest(digest)), "the table")
             self._hurt(damages, _first_of(first, count), "")
-            for name, row in rows or ():
+            if isinstance(node, Branch):
+                self._rows(table, node.children, total)
+            for name, row in node.items if isinstance(node, Leaf) else ():
                 self._tell("looking at snapshots", self.snapshots, total)
                 self._snapshot(name, row)
 
@@ -342,6 +343,7 @@ class Survey:
         contents = Contents(self._direct, name, row)
         manifest, damages = self._asking(lambda: contents.manifest, name)
         self._hurt(damages, name, "")
+        self._hurt(self._asking(lambda: contents.metadata, name)[1], name, "")
         if manifest is None:
             return
         groups = [("", manifest.shared), *((f"{r}/", k) for r, k in manifest.ranks.items())]

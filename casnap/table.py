@@ -18,8 +18,9 @@ from casnap.errors import (
     SnapshotNotFoundError,
     StateError,
 )
-from casnap.format import MARKER, MAX_METADATA_BYTES, Row, check_name
+from casnap.format import MAX_METADATA_BYTES, Row
 from casnap.manifest import Tree
+from casnap.names import MARKER, check_name
 from casnap.objects import Objects
 from casnap.pipeline import Crew, undisturbed
 

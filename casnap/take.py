@@ -24,8 +24,9 @@ from casnap.digest import DIGEST_SIZE, Digest
 from casnap.edges import Edges
 from casnap.errors import FencedError, StoreError
 from casnap.exchange import Exchange
-from casnap.format import INLINE_BYTES, MARKER, Root, Row, Stats, encode, payload_of
+from casnap.format import INLINE_BYTES, Root, Row, Stats, encode, payload_of
 from casnap.handover import follow, lead
+from casnap.names import MARKER
 from casnap.objects import Objects
 from casnap.pack import Choose
 from casnap.pending import PendingTake
@@ -196,7 +197,7 @@ def _agreed_state(
 
 def _check(objects: Objects, name: str, options: TakeOptions) -> None:
     def check(root: Root) -> None:
-        table = objects.tree(root.table, Row)
+        table = objects.table(root)
         check_free(table, name, overwrite=options.overwrite, uri=objects.backend.uri)
 
     objects.current(check)
@@ -386,13 +387,13 @@ class _Take:
 
     def _row_of(self, commit: bytes) -> Row | None:
         """Return the row of this take if it was committed, whatever was heard of that."""
-        row = self._objects.current(
-            lambda root: self._objects.tree(root.table, Row).get(self._name)
-        )
+        row = self._objects.current(lambda root: self._objects.table(root).get(self._name))
         return row if row is not None and row.commit == commit else None
 
     def _publish(self, transaction: Transaction, agreed: Agreed, partners: Partners) -> Row:
         digest = transaction.put_node(encode(agreed.manifest))
+        metadata = dict(self._options.metadata or {})
+        node = transaction.put_metadata(metadata)
         made: list[Row] = []
 
         def row(seq: int) -> Row:
@@ -410,7 +411,8 @@ class _Take:
                     time=time.time(),
                     world_size=self._comm.size,
                     stats=stats,
-                    metadata=dict(self._options.metadata or {}),
+                    metadata={} if node else metadata,
+                    metadata_node=node,
                 )
             )
             return made[-1]
@@ -436,7 +438,7 @@ class _Take:
         """Forget what is not to be kept of the run."""
         folder = self._name.rpartition("/")[0]
         try:
-            prune(self._objects, Pruning(retention, folder, row.commit))
+            prune(self._objects, Pruning(self._objects, retention, folder, row.commit))
         except Exception as e:  # noqa: BLE001 - the take is committed, whatever it was
             _log.warning(
                 "%s is committed, but its run was not pruned: %s: %s",

@@ -119,7 +119,7 @@ def shared_bytes(
 
 
 def _snapshots(objects: Objects, view: View) -> list[Contents]:
-    table = objects.tree(view.root.table, Row)
+    table = objects.table(view.root)
     return [Contents(objects, name, row) for name, row in table.items()]
 
 

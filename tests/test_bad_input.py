@@ -158,7 +158,7 @@ def change_configuration(store: Path, **changes: Any) -> None:
     (store / "casnap.json").write_text(json.dumps({**config, **changes}))
 
 
-@pytest.mark.parametrize("change", [{"format": 2}, {"read_features": ["holograms"]}])
+@pytest.mark.parametrize("change", [{"format": 3}, {"read_features": ["holograms"]}])
 @pytest.mark.parametrize("empty", [False, True])
 def test_a_store_of_a_newer_casnap(base: Path, change: dict[str, Any], empty: bool) -> None:
     change_configuration(base, **change)

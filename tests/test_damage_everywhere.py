@@ -24,7 +24,8 @@ from casnap import StateDict, Store
 from casnap.digest import DIGEST_SIZE
 from casnap.errors import CasnapError
 from casnap.facts import MemoryFacts
-from casnap.format import MARKER, PackId, SegmentId, pack_key, root_key, segment_key
+from casnap.format import PackId, SegmentId, pack_key, root_key, segment_key
+from casnap.names import MARKER
 from casnap.roots import COPIES
 from casnap.survey import Survey
 from tests.faults import CHUNK, assert_equal, files, memory_folder

@@ -35,7 +35,6 @@ from casnap.format import (
     Row,
     StoreConfig,
     TensorEntry,
-    check_name,
     decode,
     encode,
     merged_segment,
@@ -47,6 +46,7 @@ from casnap.format import (
 )
 from casnap.listing import Listing, read_footer
 from casnap.manifest import Tree
+from casnap.names import check_name
 from casnap.objects import read_config
 from casnap.references import MANIFEST, TABLE, TREE, references
 from casnap.roots import read_root

@@ -412,7 +412,7 @@ CONFIG = {
         {"chunk_size": -CHUNK},
         {"chunk_size": CHUNK + 1},
         {"chunk_size": 1 << 60},
-        {"format": 2},
+        {"format": 3},
         {"format": 1 << 80},
         {"format": "1"},
         {"read_features": ["evil"]},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from casnap.cli.output import described, emit, json_option, moment, safe, size, table
-from casnap.cli.places import facts_of, open_store, place_of, snapshots_of
+from casnap.cli.places import facts_of, metadata_of, open_store, place_of, snapshots_of
 
 
 @click.command()
@@ -33,7 +33,7 @@ def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
             size(s.stats.logical_bytes),
             size(s.stats.new_bytes),
             f"{s.stats.entries:,}",
-            described(s.row.metadata, s.tags),
+            described(metadata_of(s), s.tags),
         )
         for s in found
     ]

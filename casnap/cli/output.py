@@ -73,10 +73,12 @@ def counted(count: int, thing: str) -> str:
     return f"{count:,} {thing}"
 
 
-def described(metadata: dict[str, Any], tags: Sequence[str] = ()) -> str:
-    """Return metadata and tags in one line."""
+def described(metadata: dict[str, Any] | None, tags: Sequence[str] = ()) -> str:
+    """Return metadata (None: they are damaged) and tags in one line."""
     words = [f"#{tag}" for tag in tags]
-    for key, value in metadata.items():
+    if metadata is None:
+        words.append("(metadata damaged)")
+    for key, value in (metadata or {}).items():
         text = f"{value:.6g}" if isinstance(value, float) else str(plain(value, json=False))
         words.append(f"{key}={text}")
     return safe(" ".join(words))

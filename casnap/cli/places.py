@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from casnap.cli.output import Failure, quoted
-from casnap.errors import CasnapError, SnapshotNotFoundError
+from casnap.errors import CasnapError, DamagedError, SnapshotNotFoundError
 from casnap.snapshot import Snapshot
 from casnap.store import Store
 
@@ -86,6 +86,14 @@ def place_of(store: Store) -> dict[str, Any]:
     return {"store": store.objects.backend.uri, "prefix": store.prefix}
 
 
+def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:
+    """Return the user's metadata, or None where they are damaged."""
+    try:
+        return snapshot.metadata.user
+    except DamagedError:
+        return None
+
+
 def facts_of(snapshot: Snapshot) -> dict[str, Any]:
     """Return, for JSON, what is known of a snapshot beside its tree."""
     return {
@@ -99,6 +107,6 @@ def facts_of(snapshot: Snapshot) -> dict[str, Any]:
         "new_bytes": snapshot.stats.new_bytes,
         "entries": snapshot.stats.entries,
         "seconds": snapshot.stats.seconds,
-        "metadata": snapshot.row.metadata,
+        "metadata": metadata_of(snapshot),
         "tags": list(snapshot.tags),
     }

@@ -19,7 +19,7 @@ from casnap.cli.output import (
     size,
     table,
 )
-from casnap.cli.places import facts_of
+from casnap.cli.places import facts_of, metadata_of
 from casnap.contents import Contents, Entries
 from casnap.format import BoxedTensorEntry, ContainerEntry, Entry, TensorEntry, payload_of
 from casnap.snapshot import Snapshot
@@ -129,7 +129,7 @@ def _print_snapshot(snapshot: Snapshot, document: Facts) -> None:
             "ranks": f"{snapshot.world_size}",
             "logical": f"{size(stats.logical_bytes)} in {counted(stats.entries, 'entry')}",
             "new": size(stats.new_bytes),
-            "metadata": described(snapshot.row.metadata, snapshot.tags),
+            "metadata": described(metadata_of(snapshot), snapshot.tags),
         }
     )
     click.echo()

@@ -1,0 +1,40 @@
+"""The names of snapshots: which can be used."""
+
+from __future__ import annotations
+
+from casnap.errors import InvalidNameError
+
+MARKER = "casnap-snapshot.json"
+RESERVED = frozenset({"roots", "packs", "index", "tmp", "casnap.json"})
+
+
+def check_name(name: str) -> str:
+    """Return a snapshot name as it is kept, without a slash at its ends.
+
+    Raises:
+        InvalidNameError: Empty, too long, climbing out, reserved, or with control characters.
+    """
+    clean = name.strip("/")
+    parts = clean.split("/")
+    problem = None
+    if not clean:
+        problem = "is empty"
+    elif len(clean.encode("utf-8", "surrogatepass")) > 1024:
+        problem = "is longer than 1,024 bytes"
+    elif any(len(p.encode("utf-8", "surrogatepass")) > 255 for p in parts):
+        problem = "has a component longer than 255 bytes"
+    elif any(p in ("", ".", "..") for p in parts):
+        problem = "has an empty, '.' or '..' component"
+    elif any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in clean):
+        problem = "has control characters"
+    elif "\\" in clean:
+        problem = "has a backslash"
+    elif parts[0] in RESERVED:
+        problem = f"begins with {parts[0]!r}, which the store uses itself"
+    elif MARKER in parts:
+        problem = f"has the component {MARKER!r}, which the store uses itself"
+    if problem:
+        raise InvalidNameError(
+            f"the snapshot name {name!r:.200} {problem}; choose another, like 'run1/step_100'"
+        )
+    return clean
