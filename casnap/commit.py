@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from casnap.buffers import shared_pool
@@ -34,11 +34,11 @@ from casnap.format import (
     segment_key,
 )
 from casnap.index import View
-from casnap.manifest import DEEP, Tree, table_shape
+from casnap.manifest import DEEP, Shape, Tree, table_shape
 from casnap.objects import Objects
 from casnap.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, moved_place
 from casnap.pipeline import Crew
-from casnap.roots import check_writable, following, put_root
+from casnap.roots import following, put_root
 from casnap.segments import added, written
 
 PASSED = (
@@ -212,13 +212,6 @@ class Transaction:
             self._add_node(digest, node)
         return digest
 
-    def put_metadata(self, metadata: dict[str, Any]) -> bytes:
-        """Store the metadata of a row as a node, if they are large; return its digest, or b""."""
-        content = encode(metadata)
-        if len(content) <= INLINE_METADATA_BYTES or table_shape(self.base.root) is not DEEP:
-            return b""
-        return self.put_node(content)
-
     def _put_table_node(self, node: bytes) -> Digest:
         """Store a node of the table, whatever the base holds: the table follows the newest root."""
         digest = digest_of(node)
@@ -232,7 +225,10 @@ class Transaction:
         self._fresh[digest] = (node, self._node_filler.last())
 
     def publish(
-        self, change: Callable[[Tree[Row], int], Changes], partners: Partners = _NOBODY
+        self,
+        change: Callable[[Tree[Row], int], Changes],
+        partners: Partners = _NOBODY,
+        become: Callable[[Root], Root] = lambda root: root,
     ) -> Root:
         """Commit: write what is left, then put the root; on a lost race look again and repeat.
 
@@ -240,6 +236,7 @@ class Transaction:
             change: Says which rows to set or remove, given the table as it is now and the number
                 of the root to be; raises to give up.
             partners: The other ranks, if this process commits for them too.
+            become: Says what the new root differs in from the one before, beside what it holds.
 
         Raises:
             FencedError: What was relied on has been collected.
@@ -249,7 +246,7 @@ class Transaction:
             filler.seal()
         self._chunks.finish()
         while True:
-            root = self._objects.current(lambda newest: self._after(newest, change))
+            root = self._objects.current(lambda newest: self._after(newest, change, become))
             if root is None:
                 continue
             partners.check()
@@ -267,7 +264,12 @@ class Transaction:
             self.may_stand = False
             self._delete_segment()
 
-    def _after(self, m: Root, change: Callable[[Tree[Row], int], Changes]) -> Root | None:
+    def _after(
+        self,
+        m: Root,
+        change: Callable[[Tree[Row], int], Changes],
+        become: Callable[[Root], Root],
+    ) -> Root | None:
         """Return the root to put after ``m``, all that it names being written.
 
         None where another one is the newest by now, which has what ``m`` lacks.
@@ -281,21 +283,42 @@ class Transaction:
             if self._objects.newest() != m:
                 return None
             raise FencedError(PASSED)
-        check_writable(self._objects.backend.uri, self._objects.config, m)
-        table = self._objects.table(m)
-        new_table = table.edited(change(table, m.seq + 1), self._put_table_node)
+        like = become(m)
+        new_table = self._table(m, change, table_shape(like))
         self._node_filler.seal()
         self._nodes.finish()
         if m.fence > self._written_under:
             self._move(m.seq)
         return following(
-            m,
+            self._objects.backend.uri,
+            like,
             self.commit,
             table=None if new_table is None else self.ref(new_table, m.table),
             segments=self._segments(latest),
             # What was condemned meanwhile, and is relied on, is rescued: whole packs, always.
             condemned={p: seq for p, seq in m.condemned.items() if p not in relied},
         )
+
+    def _table(
+        self, m: Root, change: Callable[[Tree[Row], int], Changes], shape: Shape
+    ) -> Digest | None:
+        """Write the table of the root after ``m``; return its digest."""
+        table = self._objects.table(m)
+        changes = change(table, m.seq + 1)
+        if shape is not table_shape(m):
+            changes = {**dict(table.items()), **changes}
+            table = Tree(None, self._objects.node, Row, shape)
+        if shape is DEEP:
+            changes = {name: row and self._slim(row) for name, row in changes.items()}
+        return table.edited(changes, self._put_table_node)
+
+    def _slim(self, row: Row) -> Row:
+        """Put large metadata into a node of their own, which is not written again with the leaf."""
+        content = encode(row.metadata)
+        if len(content) <= INLINE_METADATA_BYTES:
+            return row
+        node = self._put_table_node(content)
+        return msgspec.structs.replace(row, metadata={}, metadata_node=node)
 
     def _rely_anew(self, latest: View) -> None:
         """Where a pack is gone that was relied on, rely on what was copied out of it before.

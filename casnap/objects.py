@@ -119,7 +119,8 @@ class Objects:
         Raises:
             UnsupportedFormatError: The store uses a feature that its writers have to know.
         """
-        check_writable(self.backend.uri, self.config, self.newest(), doing)
+        features = (*self.config.write_features, *self.newest().write_features)
+        check_writable(self.backend.uri, features, doing)
 
     def newest(self) -> Root:
         """Return the newest root, which says what the store holds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -26,7 +26,6 @@ from casnap.format import (
     KNOWN_FEATURES,
     MAX_ROOT_BYTES,
     Root,
-    StoreConfig,
     decode,
     encode,
     id_from_name,
@@ -74,19 +73,13 @@ def _lacks(doing: str, features: Collection[str]) -> str:
     )
 
 
-def check_writable(uri: str, config: StoreConfig, root: Root, doing: str = "write to") -> None:
-    """Check that this version may put the root after this one.
-
-    Args:
-        uri: The store.
-        config: What was said of it when it was made.
-        root: Its newest root.
-        doing: What is to be done, for the message.
+def check_writable(uri: str, features: Iterable[str], doing: str = "write to") -> None:
+    """Check that this version may write to a store of these write features.
 
     Raises:
-        UnsupportedFormatError: It has a feature that writers have to know.
+        UnsupportedFormatError: It does not know one of them.
     """
-    unknown = {*config.write_features, *root.write_features} - KNOWN_FEATURES
+    unknown = set(features) - KNOWN_FEATURES
     if unknown:
         raise UnsupportedFormatError(_lacks(f"to {doing} {uri}", unknown))
 
@@ -222,8 +215,13 @@ def _problem(root: Root, seq: int, version: bytes) -> str | None:
     return None
 
 
-def following(root: Root, commit: bytes, **changes: Any) -> Root:
-    """Return the root after this one: all that it says, but for some fields."""
+def following(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
+    """Return the root after this one: all that it says, but for some fields.
+
+    Raises:
+        UnsupportedFormatError: It has a feature that writers have to know.
+    """
+    check_writable(uri, root.write_features)
     return msgspec.structs.replace(
         root, seq=root.seq + 1, commit=commit, time=time.time(), **changes
     )
@@ -234,13 +232,13 @@ def succeed(backend: Backend, root: Root, **changes: Any) -> Root | None:
 
     Args:
         backend: Where the store lives.
-        root: What it follows, which this version may.
+        root: What it follows.
         changes: The fields that differ.
 
     Returns:
         The new root, or None where another commit took its number: look again.
     """
-    new = following(root, os.urandom(16), **changes)
+    new = following(backend.uri, root, os.urandom(16), **changes)
     return new if put_root(backend, new) else None
 
 

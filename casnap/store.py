@@ -16,7 +16,7 @@ from casnap.names import check_name
 from casnap.objects import Objects
 from casnap.retention import PruneReport, Pruning, Retention, prune
 from casnap.snapshot import PendingSnapshot, Progress, Snapshot
-from casnap.table import Table, editing, publish, tagged, unmark, untagged
+from casnap.table import Table, editing, publish, tagged, unmark, untagged, upgrade
 
 if TYPE_CHECKING:
     from casnap.check import CheckReport
@@ -341,6 +341,20 @@ class Store:
             commit_id = self.row(name).commit.hex()
         publish(self.objects, editing(full, commit_id, edit, self.objects.backend.uri))
         return full
+
+    def upgrade(self) -> bool:
+        """Bring the store to the newest format, in one commit; return whether it was older.
+
+        A store is read and written on in the format that it has. The newest one keeps takes quick
+        and small however many snapshots there are. Versions of casnap that do not know it refuse
+        the store from then on.
+        """
+        return upgrade(self.objects)
+
+    @property
+    def format(self) -> int:
+        """The number of the format that the store has."""
+        return self.objects.newest().format
 
     def gc(
         self,

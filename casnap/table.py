@@ -18,7 +18,7 @@ from casnap.errors import (
     SnapshotNotFoundError,
     StateError,
 )
-from casnap.format import MAX_METADATA_BYTES, Row
+from casnap.format import DEEP_TABLE, MAX_METADATA_BYTES, Root, Row
 from casnap.manifest import Tree
 from casnap.names import MARKER, check_name
 from casnap.objects import Objects
@@ -95,19 +95,28 @@ class _UnchangedError(Exception):
     """Ends a transaction that has nothing to say."""
 
 
-def publish(objects: Objects, change: Change) -> bool:
-    """Commit a change of the table alone; return whether there was one, else no root is written."""
+def publish(
+    objects: Objects, change: Change, become: Callable[[Root], Root] = lambda root: root
+) -> bool:
+    """Commit a change of the table alone; return whether there was one, else no root is written.
+
+    Args:
+        objects: The store.
+        change: Says which rows to set or remove.
+        become: Says what else the new root differs in from the one before.
+    """
 
     def some(table: Table, seq: int) -> dict[str, Row | None]:
         changes = change(table, seq)
-        if not changes:
+        newest = objects.newest()
+        if not changes and become(newest) == newest:
             raise _UnchangedError
         return changes
 
     def commit(crew: Crew) -> bool:
         transaction = Transaction(objects, crew)
         try:
-            transaction.publish(some)
+            transaction.publish(some, become=become)
         except _UnchangedError:
             return False
         finally:
@@ -120,6 +129,19 @@ def publish(objects: Objects, change: Change) -> bool:
         except FencedError:
             _log.info("%s: a collector went past a change, which starts again", objects.backend.uri)
     return undisturbed(commit)
+
+
+def upgrade(objects: Objects) -> bool:
+    """Bring a store to the newest format; return whether it was of an older one.
+
+    What was stored stays as it is; the table of snapshots is written anew.
+    """
+
+    def become(root: Root) -> Root:
+        features = tuple(sorted({*root.read_features, DEEP_TABLE}))
+        return msgspec.structs.replace(root, format=2, read_features=features)
+
+    return publish(objects, lambda _table, _seq: {}, become)
 
 
 def unmark(objects: Objects, names: Iterable[str]) -> None:

@@ -392,8 +392,6 @@ class _Take:
 
     def _publish(self, transaction: Transaction, agreed: Agreed, partners: Partners) -> Row:
         digest = transaction.put_node(encode(agreed.manifest))
-        metadata = dict(self._options.metadata or {})
-        node = transaction.put_metadata(metadata)
         made: list[Row] = []
 
         def row(seq: int) -> Row:
@@ -411,8 +409,7 @@ class _Take:
                     time=time.time(),
                     world_size=self._comm.size,
                     stats=stats,
-                    metadata={} if node else metadata,
-                    metadata_node=node,
+                    metadata=dict(self._options.metadata or {}),
                 )
             )
             return made[-1]

@@ -182,7 +182,7 @@ def test_a_store_of_a_newer_casnap(base: Path, change: dict[str, Any], empty: bo
 def test_a_root_of_a_newer_format(base: Path) -> None:
     newest = max((base / "roots/0").iterdir(), key=lambda p: int(p.name))
     record = newest.read_bytes()
-    body = record[:7] + b"2" + record[8:-32]
+    body = record[:7] + b"3" + record[8:-32]
     newest.with_name("3").write_bytes(body + digest_of(body))
     store = Store(base)
     for use in (store.snapshots, lambda: take(store, 2), lambda: store.delete("step_0")):

@@ -37,6 +37,7 @@ COMMANDS = {
     "gc": ("casnap.cli.gc", "Collect garbage: delete what no snapshot needs."),
     "check": ("casnap.cli.check", "Check that a store is whole."),
     "repair": ("casnap.cli.repair", "Save what can be saved of a damaged store."),
+    "upgrade": ("casnap.cli.upgrade", "Bring a store to the newest format."),
     "trust": ("casnap.cli.trust", "Let another user's store be found by walking up from a path."),
     "demo": ("casnap.cli.demo", "Train a small GPT, kill it, and resume it, on this machine."),
 }

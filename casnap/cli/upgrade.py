@@ -1,0 +1,29 @@
+"""``casnap upgrade``."""
+
+from __future__ import annotations
+
+import click
+
+from casnap.cli.output import emit, json_option, safe
+from casnap.cli.places import open_store
+
+
+@click.command()
+@click.argument("store", default=".")
+@json_option
+def upgrade(store: str, as_json: bool) -> None:
+    """Bring a store to the newest format.
+
+    Takes then stay quick and small, however many snapshots STORE holds. Snapshots, chunks and
+    packs stay as they are. Versions of casnap that do not know the format refuse the store from
+    then on, so update all of its users first.
+    """
+    place = open_store(store)
+    was = place.format
+    upgraded = place.upgrade()
+    if as_json:
+        emit({"store": place.objects.backend.uri, "upgraded": upgraded, "format": place.format})
+    elif upgraded:
+        click.echo(f"{safe(place.objects.backend.uri)}: format {was} -> {place.format}")
+    else:
+        click.echo(f"{safe(place.objects.backend.uri)} has the newest format already: {was}")
