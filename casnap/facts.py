@@ -1,8 +1,9 @@
 """What is remembered of a store on this host: places of digests, and tree nodes; in LMDB.
 
 A fact (this digest lies at this place of this pack) is true for ever: packs never change and ids
-are never used again. So the cache may be stale, shared between processes, between copies of a
-store and between its branches after a roll-back, or be deleted, and nothing but time is lost.
+are never used again. So the cache may be stale, shared between processes and between the branches
+of a store after a roll-back, or be deleted, and nothing but time is lost. It is true where it was
+learned: another place may hold what others wrote under the same ids, so it has another cache.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import struct
 import threading
 import time
@@ -32,6 +34,10 @@ _log = logging.getLogger("casnap")
 _BARE_FACT = struct.Struct("<16sQIIB")
 _FACT = struct.Struct("<16sQIIBI")
 _WRITING = "writing-"
+# Caches of a store id and a place, and those that casnap had before, of a store id alone.
+_FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")
+MOST_FOLDERS = 64
+"""So many caches are kept; a host that uses more stores loses time."""
 _MAP_SIZES = (64 << 30, 1 << 30)
 _LOCK_BYTES = 8192
 # Seconds to wait for other writers: what has to be remembered, and what only saves time.
@@ -306,6 +312,8 @@ def _open_environment(folder: Path) -> lmdb.Environment:
     with contextlib.suppress(OSError):
         if boot.read_bytes() != boot_id().encode() or _cut_off(folder):
             _remove(folder)
+        else:
+            os.utime(boot)
     for attempt in range(2):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -401,18 +409,45 @@ def _forget_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_after_fork)
 
 
-def facts_for(store_id: str) -> Facts:
-    """Return the cache of a store: one for all of this process; in memory if there is no other."""
+def _make_room(base: Path) -> None:
+    """Remove caches that cannot be used any more, and where there are many, the least used.
+
+    Whoever has one open goes on with it.
+    """
+    ours = boot_id().encode()
+    used: list[tuple[float, Path]] = []
+    for folder in base.iterdir():
+        with contextlib.suppress(OSError):
+            # One without this file is being made.
+            boot = folder / "boot"
+            if _FOLDER.fullmatch(folder.name) and (at := boot.stat().st_mtime):
+                if boot.read_bytes() == ours:
+                    used.append((at, folder))
+                else:
+                    _remove(folder)
+    used.sort()
+    for _, folder in used[: max(0, len(used) - MOST_FOLDERS + 1)]:
+        _remove(folder)
+
+
+def facts_for(name: str) -> Facts:
+    """Return a cache by name: one for all of this process; in memory if there is no other.
+
+    Args:
+        name: Tells stores, and the places where they lie, from each other.
+    """
     base = cache_folder()
     if base is None:
         _log.warning("no folder for the cache can be written; the index is kept in memory")
         return MemoryFacts()
-    folder = base / store_id
+    folder = base / name
     with _open_lock:
         facts = _open.get(folder)
         # One whose files were deleted is left open, since others may be using it.
         if facts is None or not (folder / "data.mdb").exists():
             try:
+                if not folder.exists():
+                    _make_room(base)
                 facts = LmdbFacts(folder)
             except (lmdb.Error, OSError) as e:
                 _log.warning(

@@ -17,7 +17,7 @@ from typing import TypeVar
 import lmdb
 
 from casnap.backends.base import Backend
-from casnap.digest import Digest
+from casnap.digest import Digest, digest_of
 from casnap.errors import DamagedError
 from casnap.facts import BusyError, Facts, LmdbFacts, MemoryFacts, facts_for
 from casnap.format import (
@@ -67,6 +67,7 @@ class Index:
     def __init__(self, backend: Backend, store_id: str) -> None:
         self._backend = backend
         self._store_id = store_id
+        self._place = ""
         self._facts: Facts | None = None
         self._replacing = threading.Lock()
         self._looked_at_size = False
@@ -76,8 +77,16 @@ class Index:
         """The cache, opened at the first use."""
         facts = self._facts
         if facts is None or (isinstance(facts, LmdbFacts) and not facts.usable()):
-            facts = self._facts = facts_for(self._store_id)
+            place = self._place or self._look_where_it_is()
+            facts = self._facts = facts_for(f"{self._store_id}-{place}")
         return facts
+
+    def _look_where_it_is(self) -> str:
+        """Let go of a cache that was learned elsewhere: what lies at our URI may be changed."""
+        place = digest_of(self._backend.identity.encode()).hex()[:32]
+        if place != self._place:
+            self._place, self._facts, self._looked_at_size = place, None, False
+        return place
 
     @property
     def distrusted(self) -> set[Digest]:
@@ -89,7 +98,9 @@ class Index:
 
         Raises:
             DamagedError: A segment is missing or damaged.
+            BackendError: The store is not there any more.
         """
+        self._look_where_it_is()
         facts, segments = self._asked(self.facts, root, lambda facts: self._learn_all(facts, root))
         self._shed(facts, root)
         packs = frozenset(chain.from_iterable(segments.values()))

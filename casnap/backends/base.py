@@ -25,6 +25,17 @@ class Backend(ABC):
 
     uri: str
 
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """What tells this place from every other, and from what was at this URI before.
+
+        What is remembered of a store counts only where it was learned: others may say that they
+        are that store. For a local store this is its folder and its record as the file system
+        knows them, for a remote one its URI and endpoint. Where one place has several, only time
+        is lost.
+        """
+
     @abstractmethod
     def write(self, key: str, content: memoryview | bytes) -> None:
         """Create an object under a key that nobody else writes."""
