@@ -77,6 +77,18 @@ class Facts(ABC):
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
         """Remember tree nodes."""
 
+    # What is damaged each process remembers itself; some tell others.
+
+    def distrusted(self, digests: Iterable[Digest]) -> set[Record]:
+        """Return the places of some digests that somebody found damaged."""
+        return set()
+
+    def distrust(self, records: Iterable[Record], packs: frozenset[PackId]) -> None:  # noqa: B027
+        """Remember places that are damaged, and forget those that are in none of these packs."""
+
+    def trust(self, records: Iterable[Record]) -> None:  # noqa: B027
+        """Forget that places were damaged."""
+
     @abstractmethod
     def note(self, key: bytes) -> bytes | None:
         """Return a note, or None."""
@@ -158,6 +170,7 @@ class LmdbFacts(Facts):
             self._places = self._env.open_db(b"places", dupsort=True)
             self._nodes = self._env.open_db(b"nodes")
             self._notes = self._env.open_db(b"notes")
+            self._damaged = self._env.open_db(b"damaged", dupsort=True)
 
     def usable(self) -> bool:
         """Whether this is the process that opened it: LMDB does not survive a fork."""
@@ -221,6 +234,28 @@ class LmdbFacts(Facts):
         """Keep nodes."""
         with self._writing(_LITTLE) as txn, txn.cursor(self._nodes) as cursor:
             cursor.putmulti(sorted(nodes))
+
+    def distrusted(self, digests: Iterable[Digest]) -> set[Record]:
+        """Return the places of some digests that are kept as damaged: nearly always none."""
+        with self._env.begin(db=self._damaged) as txn:
+            if not txn.stat(self._damaged)["entries"]:
+                return set()
+            return {(d, place) for d in digests for place in _all_places(txn, d)}
+
+    def distrust(self, records: Iterable[Record], packs: frozenset[PackId]) -> None:
+        """Keep damaged places."""
+        with self._writing(_PATIENCE) as txn, txn.cursor(self._damaged) as cursor:
+            for digest, fact in list(cursor):
+                place = _place(Digest(bytes(digest)), bytes(fact))
+                if place is None or place.pack not in packs:
+                    txn.delete(digest, fact, db=self._damaged)
+            cursor.putmulti(sorted((d, _fact(d, p)) for d, p in records), dupdata=False)
+
+    def trust(self, records: Iterable[Record]) -> None:
+        """Delete places from the damaged ones."""
+        with self._writing(_LITTLE) as txn:
+            for digest, place in records:
+                txn.delete(digest, _fact(digest, place), db=self._damaged)
 
     def note(self, key: bytes) -> bytes | None:
         """Return a kept note, if it is what was written."""
@@ -349,7 +384,7 @@ def _map_environment(folder: Path) -> lmdb.Environment:
     for size in _MAP_SIZES:
         try:
             env = lmdb.open(
-                str(folder), map_size=size, max_dbs=4, sync=False, metasync=False, mode=0o600
+                str(folder), map_size=size, max_dbs=5, sync=False, metasync=False, mode=0o600
             )
         except (lmdb.MemoryError, MemoryError):
             continue
