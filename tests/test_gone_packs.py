@@ -13,15 +13,19 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
+from casnap.commit import Transaction
 from casnap.errors import BackendError, DamagedError, ExhaustedError, FencedError
-from casnap.format import pack_key, segment_key
+from casnap.format import PackId, id_from_name, pack_key, segment_key
+from casnap.pipeline import Crew
+from casnap.roots import succeed
 from casnap.testing import Call, Fault, FaultyBackend, open_store
 from tests.checks import change, record_of
 from tests.faults import CHUNK, app_state, assert_holds, content, files, in_child, take
 from tests.test_damage import flip
 
 FROZEN = content(0)["frozen"][: CHUNK // 4]
-"""A chunk of all steps."""
+ALONE = FROZEN * 7 + 1
+"""A chunk of all steps, and one of none."""
 
 
 @pytest.fixture
@@ -245,3 +249,53 @@ def test_what_cannot_be_read_is_no_damage(path: Path, error: type[BackendError])
         open_store(backend)["step_0"].restore({"state": StateDict(content(1))})
     take(path, 2)
     assert places(path) == 1
+
+
+# --- a reader beside commits ------------------------------------------------------------------
+
+
+def test_damage_is_told_though_commits_come_with_every_look(path: Path) -> None:
+    pack, _ = harm(path)
+    writer, most = Store(path), 60
+
+    def act(call: Call) -> object:
+        writer.tag("step_1", f"tag{fault.struck}")
+        return call.go()
+
+    fault = Fault(act, "read_into", str(pack.relative_to(path)), times=most)
+    snapshot = open_store(FaultyBackend(LocalBackend(path), fault))["step_0"]
+    with pytest.raises(DamagedError, match="differ"):
+        snapshot.restore({"state": StateDict(content(1))})
+    assert 0 < fault.struck < most
+
+
+def test_what_moves_with_every_look_is_read(path: Path) -> None:
+    """Each look comes too late: what it finds was copied elsewhere, and deleted, meanwhile."""
+    moves, store = 15, Store(path)
+    store.take({"s": StateDict(alone=ALONE)}, "alone")
+    digest = record_of(path, ALONE)[0]
+
+    def move(pack: bytes) -> None:
+        with Crew() as crew:
+            transaction = Transaction(store.objects, crew)
+            raw = memoryview(bytearray(ALONE.numpy().tobytes()))
+            transaction.copy(digest, raw, is_node=False)
+            root = transaction.publish(lambda table, seq: {})
+            transaction.close()
+        assert succeed(store.objects.backend, root, condemned={PackId(pack): root.seq})
+        assert store.gc(grace=0).deleted_packs
+
+    def act(call: Call) -> object:
+        pack = id_from_name(call.key.rpartition("/")[2])
+        view = store.objects.view()
+        if pack in {p.pack for p in store.objects.index.find_all(view, digest)}:
+            looks.append(pack)
+            if len(looks) <= moves:
+                move(pack)
+        return call.go()
+
+    looks: list[bytes] = []
+    fault = Fault(act, "read_into", "packs/*", times=None)
+    snapshot = open_store(FaultyBackend(LocalBackend(path), fault))["alone"]
+    assert torch.equal(snapshot.read_object("s/alone"), ALONE)
+    assert len(looks) == moves + 1
