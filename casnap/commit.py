@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
 
 from casnap.buffers import shared_pool
 from casnap.codec import Codec
-from casnap.digest import Digest, digest_of, split_digests
+from casnap.digest import Digest, digest_of
 from casnap.errors import FencedError, StorageFullError
 from casnap.format import (
     ID_SIZE,
@@ -37,14 +37,11 @@ from casnap.index import View
 from casnap.manifest import DEEP, Shape, Tree, table_shape
 from casnap.objects import Objects
 from casnap.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, moved_place
+from casnap.packset import PackSet
 from casnap.pipeline import Crew
+from casnap.reliance import PASSED, Reliance
 from casnap.roots import following, put_root
 from casnap.segments import added, written
-
-PASSED = (
-    "a garbage collector whose grace was shorter than this has deleted what was written or relied "
-    "on; take again, and give `casnap gc` a longer --grace"
-)
 
 Changes = Mapping[str, Row | None]
 """Rows of the table to set, or (None) to remove."""
@@ -60,7 +57,7 @@ class Handover(Struct, array_like=True):
         records: Where what it wrote lies, as a sealed segment that nobody has written yet; empty
             where there is nothing, or so much that it wrote the segment itself.
         segments: The segments that it wrote.
-        fenced: That all of it is gone: a collector went past it.
+        fenced: Where some of it is gone, why; a collector went past it, say.
     """
 
     relied: bytes
@@ -68,7 +65,7 @@ class Handover(Struct, array_like=True):
     new_bytes: int
     records: bytes = b""
     segments: tuple[SegmentRef, ...] = ()
-    fenced: bool = False
+    fenced: str = ""
 
 
 class Partners:
@@ -104,14 +101,14 @@ class Partners:
         self.packs = tuple(pack for segment in given for pack in segment.packs)
         self.records = [record for segment in given for record in segment.records]
 
-    def follow(self, root: Root, packs: Collection[PackId]) -> None:
+    def follow(self, root: Root, packs: PackSet) -> None:
         """Have them move, if a root has a fence past their names, or lacks what they rely on.
 
         Args:
             root: The root.
             packs: The packs that it names.
         """
-        if root.fence > self.base or not self.relied.issubset(packs):
+        if root.fence > self.base or not packs.issuperset(self.relied):
             self._look_at(self._move(root.seq))
 
 
@@ -150,8 +147,7 @@ class Transaction:
         self._node_filler = self._nodes.filler()
         self._copies: dict[PackWriter, PackFiller] = {}
         self._fresh: dict[Digest, tuple[bytes, Place]] = {}
-        # Pack → the digests that are relied on there, one behind the other.
-        self._relied: dict[PackId, bytearray] = {}
+        self._relied = Reliance(objects, self.base)
         self._claimed: set[Digest] = set()
         self._lock = threading.Lock()
         self.may_stand = False
@@ -176,15 +172,11 @@ class Transaction:
 
     def unknown(self, digests: list[Digest]) -> list[bool]:
         """Rely on what is there; claim, and tell, what nobody wrote yet."""
-        found = self._objects.index.find(self.base, digests, to_rely=True)
-        distrusted = self._objects.index.distrusted
         new = []
+        lacking = self._relied.rely(digests)
         with self._lock:
-            for digest, place in zip(digests, found, strict=True):
-                rely = place is not None and digest not in distrusted
-                if rely and place is not None:
-                    self._relied.setdefault(PackId(place.pack), bytearray()).extend(digest)
-                new.append(not rely and digest not in self._claimed)
+            for digest, lacks in zip(digests, lacking, strict=True):
+                new.append(lacks and digest not in self._claimed)
                 if new[-1]:
                     self._claimed.add(digest)
         return new
@@ -239,7 +231,7 @@ class Transaction:
             become: Says what the new root differs in from the one before, beside what it holds.
 
         Raises:
-            FencedError: What was relied on has been collected.
+            FencedError: What was relied on has been collected, or is gone.
         """
         self._partners = partners
         for filler in self._copies.values():
@@ -254,7 +246,6 @@ class Transaction:
             self.may_stand = True
             try:
                 if put_root(self._objects.backend, root):
-                    self.stored()
                     return root
             except StorageFullError:
                 # Nothing can have been put.
@@ -275,14 +266,9 @@ class Transaction:
         None where another one is the newest by now, which has what ``m`` lacks.
         """
         latest = self._objects.index.view(m)
-        self._rely_anew(latest)
-        self._partners.follow(m, latest.packs)
-        # What is condemned is listed still, and comes back by this commit.
-        relied = self._relied.keys() | self._partners.relied
-        if not relied <= latest.packs:
-            if self._objects.newest() != m:
-                return None
-            raise FencedError(PASSED)
+        relied = self._all_relied(m, latest)
+        if relied is None:
+            return None
         like = become(m)
         new_table = self._table(m, change, table_shape(like))
         self._node_filler.seal()
@@ -320,21 +306,26 @@ class Transaction:
         node = self._put_table_node(content)
         return msgspec.structs.replace(row, metadata={}, metadata_node=node)
 
-    def _rely_anew(self, latest: View) -> None:
-        """Where a pack is gone that was relied on, rely on what was copied out of it before.
+    def _all_relied(self, m: Root, latest: View) -> set[PackId] | None:
+        """Return the packs that all ranks rely on; None where another root is the newest by now.
 
         Raises:
-            FencedError: Some of it is in no live pack any more.
+            FencedError: Something is nowhere any more.
         """
-        gone = self._relied.keys() - latest.packs
-        digests = list(dict.fromkeys(split_digests(b"".join(self._relied[p] for p in gone))))
-        places = self._objects.index.find(latest, digests, to_rely=True)
-        for digest, place in zip(digests, places, strict=True):
-            if place is None:
-                raise FencedError(PASSED)
-            self._relied.setdefault(PackId(place.pack), bytearray()).extend(digest)
-        for pack in gone:
-            del self._relied[pack]
+        try:
+            self._relied.confirm(latest)
+        except FencedError:
+            if self._objects.newest() == m:
+                raise
+            return None
+        self._partners.follow(m, latest.packs)
+        # What is condemned is listed still, and comes back by this commit.
+        relied = self._relied.packs | self._partners.relied
+        if latest.packs.issuperset(relied):
+            return relied
+        if self._objects.newest() == m:
+            raise FencedError(PASSED)
+        return None
 
     def _move(self, seq: int) -> None:
         """Bring what was written under an older root than the fence to this side of it.
@@ -383,7 +374,11 @@ class Transaction:
 
         Args:
             world: How many ranks hand something over.
+
+        Raises:
+            FencedError: What it relied on is gone.
         """
+        self._relied.confirm(self._objects.view())
         self._chunks.finish()
         self._node_filler.seal()
         self._nodes.finish()
@@ -393,7 +388,9 @@ class Transaction:
         return handover
 
     def _handover(self, world: int) -> Handover:
-        handover = Handover(b"".join(sorted(self._relied)), self._written_under, self.new_bytes)
+        handover = Handover(
+            b"".join(sorted(self._relied.packs)), self._written_under, self.new_bytes
+        )
         segment = Segment(
             (*self._chunks.packs, *self._nodes.packs),
             [*self._chunks.records, *self._nodes.records],
@@ -414,14 +411,10 @@ class Transaction:
         Raises:
             FencedError: It is gone.
         """
-        self._rely_anew(self._objects.view())
+        self._relied.confirm(self._objects.view())
         if seq > self._written_under:
             self._move(seq)
         return self._handover(world)
-
-    def stored(self) -> None:
-        """Note that it is committed: what a failed take stored anew would be gone again."""
-        self._objects.index.distrusted.difference_update(self._claimed)
 
     def withdraw(self) -> None:
         """Note that no root was put, nor will be, that names what was handed over."""

@@ -8,7 +8,8 @@
     │   ├── UnsupportedFormatError  written by a newer casnap
     │   ├── UntrustedStoreError     found by walking up, owned by somebody else
     │   └── BackendError            the place where objects live failed (OSError and the like)
-    │       └── StorageFullError    no space, or a quota, left
+    │       ├── StorageFullError    no space, or a quota, left
+    │       └── ExhaustedError      this process or host is out of open files, or of memory
     ├── SnapshotError               a name in a store
     │   ├── InvalidNameError        (ValueError) a name that cannot be used
     │   ├── SnapshotExistsError     (FileExistsError) the name is taken
@@ -56,6 +57,10 @@ class BackendError(StoreError):
 
 class StorageFullError(BackendError):
     """No space, or no quota, is left where the store lives."""
+
+
+class ExhaustedError(BackendError):
+    """This process or host may open no more files, or has no memory left to read them."""
 
 
 class SnapshotError(CasnapError):

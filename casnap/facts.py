@@ -1,8 +1,9 @@
 """What is remembered of a store on this host: places of digests, and tree nodes; in LMDB.
 
 A fact (this digest lies at this place of this pack) is true for ever: packs never change and ids
-are never used again. So the cache may be stale, shared between processes, between copies of a
-store and between its branches after a roll-back, or be deleted, and nothing but time is lost.
+are never used again. So the cache may be stale, shared between processes and between the branches
+of a store after a roll-back, or be deleted, and nothing but time is lost. It is true where it was
+learned: another place may hold what others wrote under the same ids, so it has another cache.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import struct
 import threading
 import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -32,6 +34,10 @@ _log = logging.getLogger("casnap")
 _BARE_FACT = struct.Struct("<16sQIIB")
 _FACT = struct.Struct("<16sQIIBI")
 _WRITING = "writing-"
+# Caches of a store id and a place, and those that casnap had before, of a store id alone.
+_FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")
+MOST_FOLDERS = 64
+"""So many caches are kept; a host that uses more stores loses time."""
 _MAP_SIZES = (64 << 30, 1 << 30)
 _LOCK_BYTES = 8192
 # Seconds to wait for other writers: what has to be remembered, and what only saves time.
@@ -45,7 +51,14 @@ class BusyError(OSError):
 
 
 class Facts(ABC):
-    """Remembered records and tree nodes."""
+    """Remembered records and tree nodes.
+
+    Attributes:
+        listed: The packs of the segments of the root that was looked at last.
+    """
+
+    def __init__(self) -> None:
+        self.listed: dict[SegmentId, frozenset[PackId]] = {}
 
     @abstractmethod
     def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
@@ -56,7 +69,7 @@ class Facts(ABC):
         """Remember a segment."""
 
     @abstractmethod
-    def place(self, digests: Iterable[Digest], live: frozenset[PackId]) -> list[Place | None]:
+    def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
         """Return, for each digest, a place in a live pack, or None."""
 
     @abstractmethod
@@ -71,6 +84,18 @@ class Facts(ABC):
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
         """Remember tree nodes."""
 
+    # What is damaged each process remembers itself; some tell others.
+
+    def distrusted(self, digests: Iterable[Digest]) -> set[Record]:
+        """Return the places of some digests that somebody found damaged."""
+        return set()
+
+    def distrust(self, records: Iterable[Record], packs: Container[PackId]) -> None:  # noqa: B027
+        """Remember places that are damaged, and forget those that are in none of these packs."""
+
+    def trust(self, records: Iterable[Record]) -> None:  # noqa: B027
+        """Forget that places were damaged."""
+
     @abstractmethod
     def note(self, key: bytes) -> bytes | None:
         """Return a note, or None."""
@@ -84,6 +109,7 @@ class MemoryFacts(Facts):
     """Facts in dicts, where there is no place for LMDB."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._segments: dict[SegmentId, tuple[PackId, ...]] = {}
         self._places: dict[Digest, list[Place]] = {}
         self._nodes: dict[Digest, bytes] = {}
@@ -102,7 +128,7 @@ class MemoryFacts(Facts):
                 known.append(place)
         self._segments[segment] = tuple(packs)
 
-    def place(self, digests: Iterable[Digest], live: frozenset[PackId]) -> list[Place | None]:
+    def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
         """Return a live place of each digest."""
         return [next((p for p in self.places(d) if p.pack in live), None) for d in digests]
 
@@ -142,6 +168,7 @@ class LmdbFacts(Facts):
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self._pid = os.getpid()
         self._busy = False
@@ -152,6 +179,7 @@ class LmdbFacts(Facts):
             self._places = self._env.open_db(b"places", dupsort=True)
             self._nodes = self._env.open_db(b"nodes")
             self._notes = self._env.open_db(b"notes")
+            self._damaged = self._env.open_db(b"damaged", dupsort=True)
 
     def usable(self) -> bool:
         """Whether this is the process that opened it: LMDB does not survive a fork."""
@@ -188,14 +216,17 @@ class LmdbFacts(Facts):
                 segment, struct.pack("<I", zlib.crc32(segment + joined)) + joined, db=self._segments
             )
 
-    def place(self, digests: Iterable[Digest], live: frozenset[PackId]) -> list[Place | None]:
+    def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
         """Return a live place of each digest: nearly always the first that is known."""
         found: list[Place | None] = []
+        known: dict[bytes, bool] = {}
         with self._env.begin(db=self._places) as txn:
             for digest in digests:
                 fact = txn.get(digest)
                 place = None if fact is None else _place(digest, bytes(fact))
-                if fact is not None and (place is None or place.pack not in live):
+                if place is not None and place.pack not in known:
+                    known[place.pack] = place.pack in live
+                if fact is not None and (place is None or not known[place.pack]):
                     place = next((p for p in _all_places(txn, digest) if p.pack in live), None)
                 found.append(place)
         return found
@@ -215,6 +246,28 @@ class LmdbFacts(Facts):
         """Keep nodes."""
         with self._writing(_LITTLE) as txn, txn.cursor(self._nodes) as cursor:
             cursor.putmulti(sorted(nodes))
+
+    def distrusted(self, digests: Iterable[Digest]) -> set[Record]:
+        """Return the places of some digests that are kept as damaged: nearly always none."""
+        with self._env.begin(db=self._damaged) as txn:
+            if not txn.stat(self._damaged)["entries"]:
+                return set()
+            return {(d, place) for d in digests for place in _all_places(txn, d)}
+
+    def distrust(self, records: Iterable[Record], packs: Container[PackId]) -> None:
+        """Keep damaged places."""
+        with self._writing(_PATIENCE) as txn, txn.cursor(self._damaged) as cursor:
+            for digest, fact in list(cursor):
+                place = _place(Digest(bytes(digest)), bytes(fact))
+                if place is None or place.pack not in packs:
+                    txn.delete(digest, fact, db=self._damaged)
+            cursor.putmulti(sorted((d, _fact(d, p)) for d, p in records), dupdata=False)
+
+    def trust(self, records: Iterable[Record]) -> None:
+        """Delete places from the damaged ones."""
+        with self._writing(_LITTLE) as txn:
+            for digest, place in records:
+                txn.delete(digest, _fact(digest, place), db=self._damaged)
 
     def note(self, key: bytes) -> bytes | None:
         """Return a kept note, if it is what was written."""
@@ -306,6 +359,8 @@ def _open_environment(folder: Path) -> lmdb.Environment:
     with contextlib.suppress(OSError):
         if boot.read_bytes() != boot_id().encode() or _cut_off(folder):
             _remove(folder)
+        else:
+            os.utime(boot)
     for attempt in range(2):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -341,7 +396,7 @@ def _map_environment(folder: Path) -> lmdb.Environment:
     for size in _MAP_SIZES:
         try:
             env = lmdb.open(
-                str(folder), map_size=size, max_dbs=4, sync=False, metasync=False, mode=0o600
+                str(folder), map_size=size, max_dbs=5, sync=False, metasync=False, mode=0o600
             )
         except (lmdb.MemoryError, MemoryError):
             continue
@@ -401,18 +456,45 @@ def _forget_after_fork() -> None:
 os.register_at_fork(after_in_child=_forget_after_fork)
 
 
-def facts_for(store_id: str) -> Facts:
-    """Return the cache of a store: one for all of this process; in memory if there is no other."""
+def _make_room(base: Path) -> None:
+    """Remove caches that cannot be used any more, and where there are many, the least used.
+
+    Whoever has one open goes on with it.
+    """
+    ours = boot_id().encode()
+    used: list[tuple[float, Path]] = []
+    for folder in base.iterdir():
+        with contextlib.suppress(OSError):
+            # One without this file is being made.
+            boot = folder / "boot"
+            if _FOLDER.fullmatch(folder.name) and (at := boot.stat().st_mtime):
+                if boot.read_bytes() == ours:
+                    used.append((at, folder))
+                else:
+                    _remove(folder)
+    used.sort()
+    for _, folder in used[: max(0, len(used) - MOST_FOLDERS + 1)]:
+        _remove(folder)
+
+
+def facts_for(name: str) -> Facts:
+    """Return a cache by name: one for all of this process; in memory if there is no other.
+
+    Args:
+        name: Tells stores, and the places where they lie, from each other.
+    """
     base = cache_folder()
     if base is None:
         _log.warning("no folder for the cache can be written; the index is kept in memory")
         return MemoryFacts()
-    folder = base / store_id
+    folder = base / name
     with _open_lock:
         facts = _open.get(folder)
         # One whose files were deleted is left open, since others may be using it.
         if facts is None or not (folder / "data.mdb").exists():
             try:
+                if not folder.exists():
+                    _make_room(base)
                 facts = LmdbFacts(folder)
             except (lmdb.Error, OSError) as e:
                 _log.warning(

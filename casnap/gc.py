@@ -330,7 +330,7 @@ class _Collector:
             root = self._objects.newest()
             view = self._objects.index.view(root)
             fresh = marks.advance(root) if root != marks.root else set()
-            doomed &= view.live
+            doomed = {pack for pack in doomed if pack in view.live}
             if not contents and (sparse or fresh):
                 for digest, pack, _ in marks.contents_of(doomed):
                     contents.setdefault(digest, []).append(pack)

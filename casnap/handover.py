@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from casnap.comm import Comm, as_error, told
-from casnap.commit import PASSED, Handover, Partners, Transaction
+from casnap.commit import Handover, Partners, Transaction
 from casnap.errors import FencedError, RankError
 from casnap.format import Row, encode
 from casnap.links import Said
@@ -38,9 +39,8 @@ def lead(comm: Comm, transaction: Transaction, publish: Callable[[Partners], Row
         comm.broadcast(encode(_Order(move=seq)))
         return _handovers(comm)
 
-    partners = Partners(_handovers(comm), move, comm.check_awaited)
     try:
-        row = publish(partners)
+        row = publish(Partners(_handovers(comm), move, comm.check_awaited))
     except Exception as e:
         if not comm.over and not transaction.may_stand:
             comm.broadcast(encode(_Order(error=told(e))))
@@ -56,11 +56,12 @@ def _handovers(comm: Comm) -> list[Handover]:
     """Return what the other ranks hand over.
 
     Raises:
-        FencedError: What one wrote is gone; all take again.
+        FencedError: What one wrote, or relied on, is gone; all take again.
     """
     handovers = [msgspec.msgpack.decode(part, type=Handover) for part in comm.gather(b"")[1:]]
-    if any(handover.fenced for handover in handovers):
-        raise FencedError(PASSED)
+    for handover in handovers:
+        if handover.fenced:
+            raise FencedError(handover.fenced)
     return handovers
 
 
@@ -73,19 +74,18 @@ def follow(comm: Comm, transaction: Transaction, look: Callable[[bytes], Row | N
         look: Returns the row in the store of a take, given its commit id, if it is there.
     """
     commit = bytes(comm.broadcast())
-    handover = transaction.hand_over(comm.size)
+    handover = _unless_fenced(partial(transaction.hand_over, comm.size))
     try:
         while True:
             comm.gather(encode(handover))
             order = msgspec.msgpack.decode(comm.broadcast(), type=_Order)
             if order.move is None:
                 break
-            handover = _moved(transaction, order.move, comm.size)
+            handover = _unless_fenced(partial(transaction.move, order.move, comm.size))
     except RankError as e:
         ended = 0 not in e.ranks and comm.await_end(0)
         row = look(commit)
         if row is not None:
-            transaction.stored()
             return row
         if ended:
             raise
@@ -98,12 +98,11 @@ def follow(comm: Comm, transaction: Transaction, look: Callable[[bytes], Row | N
         transaction.withdraw()
         raise as_error(comm.doing, {0: order.error})
     assert order.row is not None
-    transaction.stored()
     return order.row
 
 
-def _moved(transaction: Transaction, seq: int, world: int) -> Handover:
+def _unless_fenced(hand_over: Callable[[], Handover]) -> Handover:
     try:
-        return transaction.move(seq, world)
-    except FencedError:
-        return Handover(b"", seq, 0, fenced=True)
+        return hand_over()
+    except FencedError as e:
+        return Handover(b"", 0, 0, fenced=str(e))

@@ -9,17 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from itertools import chain
 from typing import TypeVar
 
 import lmdb
 
-from casnap.backends.base import Backend
-from casnap.digest import Digest
+from casnap.backends.base import EXHAUSTED, Backend
+from casnap.digest import Digest, digest_of
 from casnap.errors import DamagedError
-from casnap.facts import BusyError, Facts, LmdbFacts, MemoryFacts, facts_for
+from casnap.facts import Facts, LmdbFacts, MemoryFacts, facts_for
 from casnap.format import (
     PackId,
     Place,
@@ -32,6 +31,7 @@ from casnap.format import (
     segment_count,
     segment_key,
 )
+from casnap.packset import PackSet
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")
@@ -52,13 +52,14 @@ class View:
     """
 
     root: Root
-    segments: dict[SegmentId, tuple[PackId, ...]]
-    packs: frozenset[PackId]
-    live: frozenset[PackId]
+    segments: dict[SegmentId, frozenset[PackId]]
+    packs: PackSet
+    live: PackSet
     facts: Facts
 
 
-_distrusted: defaultdict[str, set[Digest]] = defaultdict(set)
+# What this process found damaged, by cache, also where that is kept in memory, or was deleted.
+_distrusted: defaultdict[str, set[Record]] = defaultdict(set)
 
 
 class Index:
@@ -67,6 +68,8 @@ class Index:
     def __init__(self, backend: Backend, store_id: str) -> None:
         self._backend = backend
         self._store_id = store_id
+        # Of the cache, by store and place.
+        self._name = ""
         self._facts: Facts | None = None
         self._replacing = threading.Lock()
         self._looked_at_size = False
@@ -76,27 +79,47 @@ class Index:
         """The cache, opened at the first use."""
         facts = self._facts
         if facts is None or (isinstance(facts, LmdbFacts) and not facts.usable()):
-            facts = self._facts = facts_for(self._store_id)
+            if not self._name:
+                self._look_where_it_is()
+            facts = self._facts = facts_for(self._name)
         return facts
 
-    @property
-    def distrusted(self) -> set[Digest]:
-        """Chunks that this process found damaged at all their places; a take writes them anew."""
-        return _distrusted[self._store_id]
+    def _look_where_it_is(self) -> None:
+        """Let go of a cache that was learned elsewhere: what lies at our URI may be changed."""
+        place = digest_of(self._backend.identity.encode()).hex()[:32]
+        name = f"{self._store_id}-{place}"
+        if name != self._name:
+            self._name, self._facts, self._looked_at_size = name, None, False
 
     def view(self, root: Root) -> View:
         """Return the index as ``root`` sees it, reading the segments that are new.
 
         Raises:
             DamagedError: A segment is missing or damaged.
+            BackendError: The store is not there any more.
         """
+        self._look_where_it_is()
         facts, segments = self._asked(self.facts, root, lambda facts: self._learn_all(facts, root))
         self._shed(facts, root)
-        packs = frozenset(chain.from_iterable(segments.values()))
-        return View(root, segments, packs, packs - root.condemned.keys(), facts)
+        packs = PackSet(segments.values())
+        return View(root, segments, packs, packs.without(root.condemned.keys()), facts)
 
-    def refreshed(self, view: View, root: Root) -> View:
-        """Return a view that believes nothing but the store: what the cache said was not so."""
+    def refreshed(self, view: View, root: Root, digests: Collection[Digest]) -> View:
+        """Return a view that believes nothing but the store, if the cache says what is not so.
+
+        Args:
+            view: A view of this or an older root.
+            root: The root that counts.
+            digests: What was not found where the cache says that it is.
+        """
+        told = MemoryFacts()
+        self._learn_all(told, root, only=frozenset(digests))
+        view = self.view(root)
+        if all(
+            {p for p in told.places(d) if p.pack in view.packs} == set(self.find_all(view, d))
+            for d in digests
+        ):
+            return view
         if isinstance(view.facts, LmdbFacts):
             view.facts.delete()
         self._replaced(view.facts, root)
@@ -117,17 +140,30 @@ class Index:
             _log.info("the cache %s has outgrown its store, and is made anew", facts.folder)
             facts.delete()
 
-    def _learn_all(self, facts: Facts, root: Root) -> dict[SegmentId, tuple[PackId, ...]]:
-        segments: dict[SegmentId, tuple[PackId, ...]] = {}
+    def _learn_all(
+        self, facts: Facts, root: Root, only: frozenset[Digest] | None = None
+    ) -> dict[SegmentId, frozenset[PackId]]:
+        """Learn all segments of a root, and return their packs; of some digests alone, if named."""
+        segments: dict[SegmentId, frozenset[PackId]] = {}
         for ref in root.segments:
             ident = SegmentId(ref.id)
-            known = facts.packs_of(ident)
-            if known is None:
-                content = self.segment(ref)
-                known = content.packs
-                facts.learn(ident, known, content.records)
-            segments[ident] = known
+            segments[ident] = facts.listed.get(ident) or self._learn(facts, ref, only)
+        # For the next view, which differs in few of them.
+        facts.listed = segments
         return segments
+
+    def _learn(
+        self, facts: Facts, ref: SegmentRef, only: frozenset[Digest] | None
+    ) -> frozenset[PackId]:
+        ident = SegmentId(ref.id)
+        known = facts.packs_of(ident)
+        if known is None:
+            content = self.segment(ref)
+            known, records = content.packs, content.records
+            if only is not None:
+                records = [record for record in records if record[0] in only]
+            facts.learn(ident, known, records)
+        return frozenset(known)
 
     def _asked(self, facts: Facts, root: Root, ask: Callable[[Facts], T]) -> tuple[Facts, T]:
         """Ask these facts, or, where the cache fails, ask what the store itself says."""
@@ -137,7 +173,8 @@ class Index:
             if not isinstance(facts, LmdbFacts):
                 raise
             _log.warning("the cache %s failed (%s); the index is kept in memory", facts.folder, e)
-            if not isinstance(e, BusyError):
+            # Where we may open no more files, the cache is as good as ever.
+            if isinstance(e, lmdb.Error) or e.errno not in EXHAUSTED | {None}:
                 facts.delete()
         facts = self._replaced(facts, root)
         return facts, ask(facts)
@@ -189,18 +226,51 @@ class Index:
         Args:
             view: Which packs count.
             digests: What to find.
-            to_rely: Whether only live packs count, which a take may rely on; a condemned one is
-                readable for some time, but on its way out.
+            to_rely: Whether only that counts which a take may rely on: live packs, since a
+                condemned one is readable for some time, but on its way out; and no place that was
+                found damaged.
         """
         packs = view.live if to_rely else view.packs
         if not packs:
             return [None] * len(digests)
-        return self._asked(view.facts, view.root, lambda facts: facts.place(digests, packs))[1]
+        found = self._asked(view.facts, view.root, lambda facts: facts.place(digests, packs))[1]
+        bad = self.distrusted(view, digests) if to_rely else set()
+        if bad:
+            for i, digest in enumerate(digests):
+                if (digest, found[i]) in bad:
+                    others = [(digest, p) for p in self.find_all(view, digest) if p.pack in packs]
+                    found[i] = next((r[1] for r in others if r not in bad), None)
+        return found
 
     def find_all(self, view: View, digest: Digest) -> list[Place]:
         """Return all places where a digest can be read."""
         places = self._asked(view.facts, view.root, lambda facts: facts.places(digest))[1]
         return [place for place in places if place.pack in view.packs]
+
+    # --- what was found damaged ---
+
+    def distrusted(self, view: View, digests: list[Digest]) -> set[Record]:
+        """Return those places of some digests that were found damaged on this host."""
+        ours = _distrusted[self._name]
+        theirs = self._if_possible(view.facts, lambda facts: facts.distrusted(digests)) or set()
+        return theirs | ours if ours else theirs
+
+    def distrust(self, view: View, records: Iterable[Record]) -> None:
+        """Note places where something was found damaged: a take stores it anew.
+
+        So do other processes of this host. Places in packs that are gone are forgotten, and so
+        there is never more to be noted than the index has records.
+        """
+        ours = _distrusted[self._name]
+        ours.update(records)
+        ours -= {record for record in ours if record[1].pack not in view.packs}
+        self._if_possible(view.facts, lambda facts: facts.distrust(ours, view.packs))
+
+    def trust(self, view: View, records: Iterable[Record]) -> None:
+        """Note that these places are whole, since somebody has put back what was there."""
+        whole = set(records)
+        _distrusted[self._name] -= whole
+        self._if_possible(view.facts, lambda facts: facts.trust(whole))
 
     # --- what is only remembered to save time ---
 

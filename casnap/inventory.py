@@ -9,7 +9,7 @@ from functools import cache
 
 from casnap.backends.base import Backend
 from casnap.errors import BackendError, DamagedError
-from casnap.format import Root, id_from_name, pack_key, segment_key
+from casnap.format import PackId, Root, id_from_name, pack_key, segment_key
 from casnap.index import View
 from casnap.pipeline import Crew, Shared
 from casnap.roots import read_root
@@ -48,7 +48,7 @@ class Inventory:
 
     def unnamed(self, view: View) -> dict[str, bytes]:
         """Return what the root of a view does not name: the keys, and the ids that they have."""
-        packs = {pack_key(ident): ident for ident in self.packs - view.packs}
+        packs = {pack_key(ident): ident for ident in view.packs.lacking(map(PackId, self.packs))}
         return packs | {segment_key(i): i for i in self.segments - view.segments.keys()}
 
     def size_of(self, keys: Iterable[str]) -> int:

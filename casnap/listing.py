@@ -20,7 +20,8 @@ from casnap.format import (
     read_pack_footer,
     segment_records,
 )
-from casnap.objects import Objects, Want, is_possible
+from casnap.objects import Objects, Want
+from casnap.runs import is_possible
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count, islice
 from typing import NamedTuple, TypeVar
@@ -15,16 +14,23 @@ from casnap.backends import Backend
 from casnap.buffers import PAGE, SLOTS, Slot, shared_pool
 from casnap.codec import decompress
 from casnap.digest import DIGEST_SIZE, Digest, digest_of
-from casnap.errors import BackendError, DamagedError, NotAStoreError, UnsupportedFormatError
+from casnap.errors import (
+    BackendError,
+    CasnapError,
+    DamagedError,
+    ExhaustedError,
+    NotAStoreError,
+    UnsupportedFormatError,
+)
 from casnap.format import (
     CONFIG_KEY,
     FORMAT,
-    ID_SIZE,
     KNOWN_FEATURES,
     MAX_CHUNK_SIZE,
     MAX_NODE_BYTES,
     MIN_CHUNK_SIZE,
     Place,
+    Record,
     Root,
     Row,
     StoreConfig,
@@ -35,6 +41,7 @@ from casnap.index import Index, View
 from casnap.manifest import Tree, table_shape
 from casnap.pipeline import Crew, Shared, cores
 from casnap.roots import check_writable, newest_root
+from casnap.runs import Run, coalesced, is_possible
 
 V = TypeVar("V")
 
@@ -42,13 +49,15 @@ _log = logging.getLogger("casnap")
 _WINDOW = 1 << 15
 # So often is something read of a newer root, where a collector went past the one before.
 _LOOKS = 10
-_GAP = 64 << 10
 _READ_BYTES = 16 << 20
 _BULK_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20
 _NODES_BYTES = 32 << 20
-_MAX_OFFSET = 1 << 62
 _NOWHERE = "is in no pack of the index"
+_MISSING, UNREADABLE = "its pack is missing", "its pack cannot be read"
+_CUT_OFF, _IMPOSSIBLE = "its pack is cut off", "has an impossible place in the index"
+# Files that are gone or too short a take sees by itself; and what cannot be read may be whole.
+_NO_DAMAGED_BYTES = (_NOWHERE, _MISSING, UNREADABLE, _CUT_OFF)
 
 Sink = Callable[[memoryview], None]
 """Takes the verified bytes of a chunk; called from any thread, must copy what it keeps."""
@@ -87,14 +96,12 @@ def _readers() -> int:
     return min(cores() + 2, SLOTS)
 
 
-@dataclass
-class _Read:
-    """One run of a pack that is read at once, and the chunks in it."""
+class _Failed(NamedTuple):
+    """A chunk that could not be read: why, and at which places."""
 
-    pack: bytes
-    start: int
-    stop: int
-    chunks: list[tuple[Place, list[Want]]]
+    want: Want
+    why: str
+    places: list[tuple[Place, str]]
 
 
 class Objects:
@@ -226,49 +233,85 @@ class Objects:
         Raises:
             DamagedError: Some chunks are missing or damaged, everywhere; all others were handed
                 over.
+            BackendError: Some could not be read, and may be whole.
         """
         view = self.view()
         pending = iter(wants)
-        damaged: list[tuple[Want, str]] = []
+        failed: list[_Failed] = []
         while window := list(islice(pending, _WINDOW)):
-            failed = self._fetch(view, window, how)
-            while failed and self.newest() != view.root:
-                # A collector may have moved things; as long as it does, we look again.
-                view = self.view()
-                failed = self._fetch(view, [w for w, _ in failed], how)
-            if failed and not damaged:
-                # What we know of places may be wrong: ask the store itself, once.
-                view = self.index.refreshed(view, self.newest())
-                failed = self._fetch(view, [w for w, _ in failed], how)
-            damaged += failed
-        if damaged:
-            # What lies nowhere will be stored anew in any case.
-            self.index.distrusted.update(w.digest for w, why in damaged if why != _NOWHERE)
-            raise _damaged(self.backend.uri, damaged)
+            view, bad = self._fetch_window(view, window, how, ask_store=not failed)
+            failed += bad
+        if failed:
+            self.index.distrust(view, _damaged_records(failed))
+            raise _error(self.backend.uri, failed)
 
-    def _fetch(self, view: View, wants: list[Want], how: ReadOptions) -> list[tuple[Want, str]]:
+    def _fetch_window(
+        self, view: View, window: list[Want], how: ReadOptions, *, ask_store: bool
+    ) -> tuple[View, list[_Failed]]:
+        """Read some chunks; return the view that was the last, and what is in no place of it."""
+        failed = self._fetch(view, window, how)
+        while failed and self.newest() != view.root:
+            # A collector may have moved things. Where it did, they have other places by now; those
+            # that failed and that the newest root still names are damaged.
+            view = self.view()
+            moved = [f.want for f in failed if self._has_moved(view, f)]
+            if not moved:
+                break
+            failed = [f for f in failed if not self._has_moved(view, f)]
+            failed += self._fetch(view, moved, how)
+        if failed and ask_store:
+            # What we know of places may be wrong: ask the store itself, once.
+            digests = [f.want.digest for f in failed]
+            view = self.index.refreshed(view, self.newest(), digests)
+            failed = self._fetch(view, [f.want for f in failed], how)
+        return view, failed
+
+    def _has_moved(self, view: View, failed: _Failed) -> bool:
+        tried = {place for place, _ in failed.places}
+        return not tried.issuperset(self.index.find_all(view, failed.want.digest))
+
+    def _fetch(self, view: View, wants: list[Want], how: ReadOptions) -> list[_Failed]:
         by_digest: dict[Digest, list[Want]] = {}
         for want in wants:
             by_digest.setdefault(want.digest, []).append(want)
-        failed: list[tuple[Want, str]] = []
+        failed: list[_Failed] = []
         found: list[tuple[Place, list[Want]]] = []
+        bad: list[tuple[Place, list[Want], str]] = []
         places = self.index.find(view, list(by_digest))
         for same, place in zip(by_digest.values(), places, strict=True):
             if place is None:
-                failed += [(w, _NOWHERE) for w in same]
+                failed += [_Failed(w, _NOWHERE, []) for w in same]
             elif not _plausible(place, same[0], self.config.chunk_size):
-                failed += [(w, "has an impossible place in the index") for w in same]
+                bad.append((place, same, _IMPOSSIBLE))
             else:
                 found.append((place, same))
-        for place, same, why in self.read_places(found, how):
-            others = [
-                p
-                for p in self.index.find_all(view, same[0].digest)
-                if p != place and _plausible(p, same[0], self.config.chunk_size)
-            ]
-            if not any(self._read_one(p, same) for p in others):
-                failed += [(w, f"{why} (pack {place.pack.hex()})") for w in same]
+        for place, same, why in bad + self.read_places(found, how):
+            failed += self._fetch_elsewhere(view, place, same, why)
+        self._trust_again(view, found, failed)
         return failed
+
+    def _fetch_elsewhere(
+        self, view: View, place: Place, wants: list[Want], why: str
+    ) -> list[_Failed]:
+        """Read a chunk at its other places, until one is whole."""
+        tried = [(place, why)]
+        for other in self.index.find_all(view, wants[0].digest):
+            if other != place:
+                reason = self._why_not(other, wants)
+                if reason is None:
+                    return []
+                tried.append((other, reason))
+        return [_Failed(w, f"{why} (pack {place.pack.hex()})", tried) for w in wants]
+
+    def _trust_again(
+        self, view: View, found: list[tuple[Place, list[Want]]], failed: list[_Failed]
+    ) -> None:
+        """Forget that places were damaged that are whole again, out of a backup perhaps."""
+        bad = self.index.distrusted(view, [wants[0].digest for _, wants in found])
+        if bad:
+            still = {f.want.digest for f in failed}
+            read = {(wants[0].digest, place) for place, wants in found}
+            self.index.trust(view, {record for record in bad & read if record[0] not in still})
 
     def read_places(
         self, found: list[tuple[Place, list[Want]]], how: ReadOptions = DEFAULT_READ
@@ -278,7 +321,7 @@ class Objects:
         largest = max((place.stored for place, _ in found), default=0)
         share = max(_SMALL_BYTES, total // _readers())
         unit = min(_READ_BYTES, share, _READ_BYTES if how.budget is None else how.budget)
-        reads = list(_coalesced(found, max(largest + 2 * PAGE, unit)))
+        reads = list(coalesced(found, max(largest + 2 * PAGE, unit)))
         most = max((read.stop - read.start for read in reads), default=0) + PAGE
         if total <= _SMALL_BYTES:
             buffer = memoryview(bytearray(most))
@@ -301,15 +344,17 @@ class Objects:
         return failed
 
     def _read_run(
-        self, read: _Read, buffer: memoryview, *, bulk: bool = False
+        self, read: Run[list[Want]], buffer: memoryview, *, bulk: bool = False
     ) -> list[tuple[Place, list[Want], str]]:
         target = buffer[: -(-(read.stop - read.start) // PAGE) * PAGE]
         try:
             n = self.backend.read_into(pack_key(read.pack), read.start, target, bulk=bulk)
         except FileNotFoundError:
-            return [(place, wants, "its pack is missing") for place, wants in read.chunks]
+            return [(place, wants, _MISSING) for place, wants in read.chunks]
+        except ExhaustedError:
+            raise
         except BackendError as e:
-            return [(place, wants, f"its pack cannot be read: {e}") for place, wants in read.chunks]
+            return [(place, wants, f"{UNREADABLE}: {e}") for place, wants in read.chunks]
         failed = []
         for place, wants in read.chunks:
             start = place.offset - read.start
@@ -325,41 +370,20 @@ class Objects:
 
     def holds(self, place: Place, digest: Digest) -> bool:
         """Whether a chunk or node can be read, and proven, at this very place."""
-        want = Want(digest, -1, lambda raw: None, "")
-        return _plausible(place, want, self.config.chunk_size) and self._read_one(place, [want])
+        return self._why_not(place, [Want(digest, -1, lambda raw: None, "")]) is None
 
-    def _read_one(self, place: Place, wants: list[Want]) -> bool:
-        """Whether a chunk could be handed over from this place."""
+    def _why_not(self, place: Place, wants: list[Want]) -> str | None:
+        """Hand a chunk over from this place, or return why it cannot be."""
+        if not _plausible(place, wants[0], self.config.chunk_size):
+            return _IMPOSSIBLE
         buffer = memoryview(bytearray(place.stored + 2 * PAGE))
         start = place.offset // PAGE * PAGE
-        read = _Read(place.pack, start, place.offset + place.stored, [(place, wants)])
-        return not self._read_run(read, buffer)
+        read = Run(place.pack, start, place.offset + place.stored, [(place, wants)])
+        return next((why for _, _, why in self._read_run(read, buffer)), None)
 
 
 def _keep_copy(found: dict[Digest, bytes], digest: Digest, raw: memoryview) -> None:
     found[digest] = bytes(raw)
-
-
-def _coalesced(found: list[tuple[Place, list[Want]]], most: int) -> Iterator[_Read]:
-    """Join places that are neighbours in a pack into reads of at most ``most`` bytes."""
-    read: _Read | None = None
-    for place, wants in sorted(found, key=lambda f: (f[0].pack, f[0].offset)):
-        stop = place.offset + place.stored
-        if (
-            read is not None
-            and read.pack == place.pack
-            and place.offset - read.stop <= _GAP
-            and stop - read.start <= most - PAGE
-        ):
-            read.stop = max(read.stop, stop)
-            read.chunks.append((place, wants))
-            continue
-        if read is not None:
-            yield read
-        # From a page on, so that the backend may read around the page cache.
-        read = _Read(place.pack, place.offset // PAGE * PAGE, stop, [(place, wants)])
-    if read is not None:
-        yield read
 
 
 def _plausible(place: Place, want: Want, chunk_size: int) -> bool:
@@ -368,28 +392,35 @@ def _plausible(place: Place, want: Want, chunk_size: int) -> bool:
     return (want.nbytes in (-1, place.raw)) and is_possible(place, max(limit, 1 << 16))
 
 
-def is_possible(place: Place, limit: int = MAX_NODE_BYTES) -> bool:
-    """Whether anything can lie at a place, before memory is taken for it."""
-    sizes_fit = 0 <= place.stored <= limit and 0 <= place.raw <= limit
-    return sizes_fit and 0 <= place.offset < _MAX_OFFSET and len(place.pack) == ID_SIZE
-
-
 def _proven(digest: Digest, place: Place, stored: memoryview) -> memoryview:
     """Return the raw bytes of what was read, if they have this digest."""
     if len(stored) != place.stored:
-        raise DamagedError("its pack is cut off")
+        raise DamagedError(_CUT_OFF)
     raw = decompress(place.codec, stored, place.raw)
     if len(raw) != place.raw or digest_of(raw) != digest:
         raise DamagedError("its bytes differ from what was written")
     return raw
 
 
-def _damaged(uri: str, failed: list[tuple[Want, str]]) -> DamagedError:
-    paths = tuple(sorted({w.path for w, _ in failed if w.path}))
-    lines = [f"chunk {w.digest.hex()} {why}" for w, why in failed[:3]]
+def _damaged_records(failed: list[_Failed]) -> list[Record]:
+    return [
+        (f.want.digest, place)
+        for f in failed
+        for place, why in f.places
+        if not why.startswith(_NO_DAMAGED_BYTES)
+    ]
+
+
+def _error(uri: str, failed: list[_Failed]) -> CasnapError:
+    wants = [f.want for f in failed]
+    paths = tuple(sorted({w.path for w in wants if w.path}))
+    lines = [f"chunk {f.want.digest.hex()} {f.why}" for f in failed[:3]]
     more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
     hurt = f"; hurt: {', '.join(paths[:10])}{' …' if len(paths) > 10 else ''}" if paths else ""
-    return DamagedError(f"{uri}: {'; '.join(lines)}{more}{hurt}{take_again(uri)}", paths)
+    message = f"{uri}: {'; '.join(lines)}{more}{hurt}"
+    if all(any(why.startswith(UNREADABLE) for _, why in f.places) for f in failed):
+        return BackendError(f"{message}. It may be whole: make it readable, then try again")
+    return DamagedError(f"{message}{take_again(uri)}", paths)
 
 
 def take_again(uri: str) -> str:

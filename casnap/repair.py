@@ -350,7 +350,7 @@ class _Repair:
         return (
             (newer.condemned, newer.lost) == (root.condemned, root.lost)
             and set(self._survey.unreadable) <= set(newer.segments)
-            and damaged <= self._readable(newer).packs
+            and self._readable(newer).packs.issuperset(damaged)
         )
 
     def _foresee(self, lost: set[Digest]) -> None:

@@ -281,7 +281,7 @@ def test_a_cache_folder_that_cannot_be_written(
 
 
 def test_copies_of_a_store_used_in_turn(store: Path, tmp_path: Path) -> None:
-    """Copies have one id, so one cache serves both, though each goes its own way."""
+    """Copies have one id, but each goes its own way."""
     copy = tmp_path / "copy"
     shutil.copytree(store, copy)
     steps = {store: {0, 1, 2}, copy: {0, 1, 2}}

@@ -7,7 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from casnap.errors import BackendError, CasnapError, StorageFullError
+from casnap.errors import BackendError, CasnapError, ExhaustedError, StorageFullError
+
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+"""What the operating system says where it has no more to give: nothing about what was asked for."""
 
 
 class Backend(ABC):
@@ -17,13 +20,26 @@ class Backend(ABC):
     - An object is whole or absent: a reader never sees part of one that is being written.
     - ``write`` and ``put_if_absent`` are durable once :meth:`sync` has returned.
     - Nothing is retried here; what the backend calls transient is raised as any failure.
-    - A missing object raises ``FileNotFoundError``; all else a :class:`BackendError`.
+    - A missing object raises ``FileNotFoundError``; all else a :class:`BackendError`, and where
+      that says nothing about the object, but that this host has no more to give, an
+      :class:`ExhaustedError`.
 
     Attributes:
         uri: Where this is, as the user would write it.
     """
 
     uri: str
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """What tells this place from every other, and from what was at this URI before.
+
+        What is remembered of a store counts only where it was learned: others may say that they
+        are that store. For a local store this is its folder and its record as the file system
+        knows them, for a remote one its URI and endpoint. Where one place has several, only time
+        is lost.
+        """
 
     @abstractmethod
     def write(self, key: str, content: memoryview | bytes) -> None:
@@ -101,6 +117,11 @@ def translated(what: str) -> Iterator[None]:
             raise StorageFullError(
                 f"no space left to write {what}; earlier snapshots are whole. "
                 "Free some space, then try again"
+            ) from e
+        if e.errno in EXHAUSTED:
+            raise ExhaustedError(
+                f"{what}: {e.strerror}; nothing is known to be wrong with it. This process or host "
+                "has too many files open (`ulimit -n`), or no memory left; then try again"
             ) from e
         if e.errno == errno.EISDIR:
             raise BackendError(f"{what} is a folder, not a file") from e

@@ -14,6 +14,7 @@ from pathlib import Path
 from casnap.backends.base import Backend, translated
 from casnap.buffers import PAGE, address_of
 from casnap.errors import BackendError
+from casnap.format import CONFIG_KEY
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 # Below this, going through the page cache costs less than going around it.
@@ -45,6 +46,23 @@ class LocalBackend(Backend):
             self.folder.mkdir(parents=True, exist_ok=True)
         with self._lock:
             self._unsynced.update(folder.parent for folder in missing)
+
+    @property
+    def identity(self) -> str:
+        """The real path, and what the file system calls the folder and the store's record.
+
+        Inodes are used again; when one changed last, nobody chooses.
+        """
+        real = os.path.realpath(self.folder)
+        with translated(self.uri):
+            try:
+                folder, record = os.stat(real), os.stat(f"{real}/{CONFIG_KEY}")  # noqa: PTH116
+            except FileNotFoundError as e:
+                raise BackendError(f"{self.uri} is gone, or was moved; open it anew") from e
+        return (
+            f"{real} {folder.st_dev} {folder.st_ino} "
+            f"{record.st_dev} {record.st_ino} {record.st_ctime_ns}"
+        )
 
     def write(self, key: str, content: memoryview | bytes) -> None:
         """Write a file of its own name: under ``tmp/``, synced, then linked into place."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from casnap.backends.base import Backend
 
 _stores: dict[str, dict[str, bytes]] = {}
 _lock = threading.Lock()
+# Of this process, and of its forks, which have inherited what it holds.
+_process = os.urandom(16).hex()
 
 
 class MemoryBackend(Backend):
@@ -17,6 +20,11 @@ class MemoryBackend(Backend):
         self.uri = f"memory://{name}"
         with _lock:
             self._objects = _stores.setdefault(name, {})
+
+    @property
+    def identity(self) -> str:
+        """The name, in this process."""
+        return f"{self.uri} {_process}"
 
     def write(self, key: str, content: memoryview | bytes) -> None:
         """Keep a copy."""

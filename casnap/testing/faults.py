@@ -167,6 +167,11 @@ class FaultyBackend(Backend):
         self._held: list[_Held] = []
         self._lock = threading.Lock()
 
+    @property
+    def identity(self) -> str:
+        """That of the inner backend."""
+        return self.inner.identity
+
     @contextmanager
     def during(self, *faults: Fault) -> Iterator[tuple[Fault, ...]]:
         """Have more faults for a while."""

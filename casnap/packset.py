@@ -1,0 +1,49 @@
+"""The packs that some segments list, without making one set of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from casnap.format import PackId
+
+
+class PackSet:
+    """The packs of some sets, but for a few.
+
+    A store may have very many packs, and each commit adds few: their sets are shared between the
+    views of an index, and what is asked of them here does not grow with what they hold.
+
+    Args:
+        parts: The sets.
+        without: Packs that do not count.
+    """
+
+    __slots__ = ("_parts", "_without")
+
+    def __init__(
+        self, parts: Iterable[frozenset[PackId]], without: Collection[PackId | bytes] = ()
+    ) -> None:
+        # The largest first: most packs are in it.
+        self._parts = sorted(parts, key=len, reverse=True)
+        self._without = frozenset(without)
+
+    def __contains__(self, pack: object) -> bool:
+        return pack not in self._without and any(pack in part for part in self._parts)
+
+    def __iter__(self) -> Iterator[PackId]:
+        return iter(frozenset[PackId]().union(*self._parts) - self._without)
+
+    def __bool__(self) -> bool:
+        return any(pack not in self._without for part in self._parts for pack in part)
+
+    def issuperset(self, packs: Iterable[PackId]) -> bool:
+        """Whether all of these are in it."""
+        return all(pack in self for pack in packs)
+
+    def lacking(self, packs: Iterable[PackId]) -> set[PackId]:
+        """Return those that are not in it."""
+        return {pack for pack in packs if pack not in self}
+
+    def without(self, packs: Collection[PackId | bytes]) -> PackSet:
+        """Return the set without some packs."""
+        return PackSet(self._parts, self._without.union(packs))

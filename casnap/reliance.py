@@ -1,0 +1,149 @@
+"""What a change relies on in packs that others wrote, each of which is looked at: is it there?
+
+The index says what was written, not what is there still: a file may have been deleted by hand, or
+cut off by a backup that was restored in part. So each pack is looked at when it is first relied on,
+where what it lacks can still be stored anew, and once more before the root is put.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, KeysView
+from dataclasses import replace
+
+from casnap.digest import Digest, split_digests
+from casnap.errors import DamagedError, FencedError
+from casnap.format import (
+    FOOTER_RECORD_SIZE,
+    ID_SIZE,
+    PackId,
+    Place,
+    Segment,
+    SegmentId,
+    encode_segment,
+    pack_key,
+    segment_key,
+)
+from casnap.index import View
+from casnap.objects import Objects
+
+_log = logging.getLogger("casnap")
+PASSED = (
+    "a garbage collector whose grace was shorter than this has deleted what was written or relied "
+    "on; take again, and give `casnap gc` a longer --grace"
+)
+_GONE = (
+    "packs that this relied on are gone or cut off, such as {key}, though the store names them; "
+    "take again, which stores anew what they held of this. `casnap check` says what else that hurts"
+)
+_EMPTY_SEGMENT = len(encode_segment(Segment((), [])))
+_SEGMENT_RECORD = FOOTER_RECORD_SIZE + 4
+
+
+class Reliance:
+    """The packs that one change relies on, for what, and up to where.
+
+    Args:
+        objects: The store.
+        view: The index as the change sees it.
+    """
+
+    def __init__(self, objects: Objects, view: View) -> None:
+        self._objects = objects
+        self._view = view
+        self._lock = threading.Lock()
+        # Pack → the digests that are relied on there, one behind the other, and where they end.
+        self._digests: dict[PackId, bytearray] = {}
+        self._ends: dict[PackId, int] = {}
+        self._sizes: dict[PackId, int] = {}
+
+    @property
+    def packs(self) -> KeysView[PackId]:
+        """The packs."""
+        return self._digests.keys()
+
+    def rely(self, digests: list[Digest]) -> list[bool]:
+        """Rely on what is in live packs that are there; return which of the digests are not."""
+        found = self._find(digests)
+        with self._lock:
+            for digest, place in zip(digests, found, strict=True):
+                if place is not None:
+                    pack, end = PackId(place.pack), place.offset + place.stored
+                    self._digests.setdefault(pack, bytearray()).extend(digest)
+                    self._ends[pack] = max(end, self._ends.get(pack, 0))
+        return [place is None for place in found]
+
+    def _find(self, digests: list[Digest]) -> list[Place | None]:
+        """Find digests in packs that are there; those that are not leave the view."""
+        while True:
+            view = self._view
+            found = self._objects.index.find(view, digests, to_rely=True)
+            bad = self._bad(found)
+            if not bad:
+                return found
+            if self._objects.newest() == view.root:
+                _log.warning(
+                    "%s: %d packs are gone or cut off, such as %s; what is needed of them is "
+                    "stored anew; `casnap check` says what else that hurts",
+                    self._objects.backend.uri,
+                    len(bad),
+                    pack_key(min(bad)),
+                )
+            with self._lock:
+                self._view = replace(self._view, live=self._view.live.without(bad))
+
+    def _bad(self, found: Iterable[Place | None]) -> set[PackId]:
+        """Return the packs that end before what should be there, looking at each only once."""
+        bad = set()
+        for place in found:
+            if place is not None:
+                pack = PackId(place.pack)
+                size = self._sizes.get(pack)
+                if size is None:
+                    size = self._sizes[pack] = self._size(pack_key(pack))
+                if size < place.offset + place.stored:
+                    bad.add(pack)
+        return bad
+
+    def _size(self, key: str) -> int:
+        """Return how long an object is, -1 where there is none; what else fails is no answer."""
+        try:
+            return self._objects.backend.size(key)
+        except FileNotFoundError:
+            return -1
+
+    def confirm(self, latest: View) -> None:
+        """Look once more, as a newer root has it; rely on other places of what is gone.
+
+        Raises:
+            FencedError: Some of it is in no live pack any more.
+            DamagedError: A segment of the root is gone.
+        """
+        self._sizes = {pack: self._size(pack_key(pack)) for pack in self._ends}
+        bad = {pack for pack, end in self._ends.items() if self._sizes[pack] < end}
+        self._view = replace(latest, live=latest.live.without(bad))
+        gone = latest.packs.lacking(self._digests) | bad
+        lacking = self.rely(
+            list(dict.fromkeys(split_digests(b"".join(self._digests[p] for p in gone))))
+        )
+        if any(lacking):
+            bad = {pack for pack in bad if pack in latest.packs}
+            raise FencedError(_GONE.format(key=pack_key(min(bad))) if bad else PASSED)
+        for pack in gone:
+            del self._digests[pack], self._ends[pack]
+        self._confirm_segments(latest)
+
+    def _confirm_segments(self, latest: View) -> None:
+        """Check that others can read the index too, who have not cached it."""
+        for ref in latest.root.segments:
+            ident = SegmentId(ref.id)
+            packs = len(latest.segments[ident])
+            whole = _EMPTY_SEGMENT + packs * ID_SIZE + ref.count * _SEGMENT_RECORD
+            key = segment_key(ident)
+            if self._size(key) != whole:
+                raise DamagedError(
+                    f"the index segment {self._objects.backend.uri}/{key} is missing, or has "
+                    f"another length than the {whole:,} bytes that it was written with; "
+                    "`casnap repair` makes the index anew"
+                )

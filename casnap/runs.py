@@ -1,0 +1,52 @@
+"""Runs of a pack that are read at once, for chunks that lie side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from casnap.buffers import PAGE
+from casnap.format import ID_SIZE, MAX_NODE_BYTES, Place
+
+T = TypeVar("T")
+_GAP = 64 << 10
+_MAX_OFFSET = 1 << 62
+
+
+@dataclass
+class Run(Generic[T]):
+    """One run of a pack, and what lies in it."""
+
+    pack: bytes
+    start: int
+    stop: int
+    chunks: list[tuple[Place, T]]
+
+
+def coalesced(found: list[tuple[Place, T]], most: int) -> Iterator[Run[T]]:
+    """Join places that are neighbours in a pack into runs of at most ``most`` bytes."""
+    run: Run[T] | None = None
+    for place, wants in sorted(found, key=lambda f: (f[0].pack, f[0].offset)):
+        stop = place.offset + place.stored
+        if (
+            run is not None
+            and run.pack == place.pack
+            and place.offset - run.stop <= _GAP
+            and stop - run.start <= most - PAGE
+        ):
+            run.stop = max(run.stop, stop)
+            run.chunks.append((place, wants))
+            continue
+        if run is not None:
+            yield run
+        # From a page on, so that the backend may read around the page cache.
+        run = Run(place.pack, place.offset // PAGE * PAGE, stop, [(place, wants)])
+    if run is not None:
+        yield run
+
+
+def is_possible(place: Place, limit: int = MAX_NODE_BYTES) -> bool:
+    """Whether anything can lie at a place, before memory is taken for it."""
+    sizes_fit = 0 <= place.stored <= limit and 0 <= place.raw <= limit
+    return sizes_fit and 0 <= place.offset < _MAX_OFFSET and len(place.pack) == ID_SIZE
