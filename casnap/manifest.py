@@ -262,7 +262,7 @@ class Tree(Generic[V]):
         ends = [*(first for first, _, _ in children[1:]), end]
         self._claims.update(
             (d, _Claim(first, count, end, level))
-            for (first, d, count), end in zip(children, ends, strict=True)
+            for (first, d, count), end in zip(children, ends, strict=False)
         )
 
     def node(self, digest: Digest) -> Leaf[V] | Branch:

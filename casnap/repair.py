@@ -108,7 +108,6 @@ def repair(
         DamagedError: The newest root cannot be read.
         BackendError: Something can neither be read nor be called damaged.
     """
-    objects.check_writable("repair")
     with one_at_a_time():
         return undisturbed(lambda crew: _Repair(objects, sources, dry_run, crew).run(progress))
 
@@ -177,6 +176,7 @@ class _Repair:
 
     def run(self, progress: Progress | None) -> RepairReport:
         self._survey = survey = Survey(self._objects, progress)
+        self._objects.check_writable("repair")
         survey.run(share=1.0)
         self._refuse_unreadable()
         stood_in_for, history = roots_damaged(self._objects.backend, survey.root.seq)
