@@ -124,8 +124,8 @@ class Snapshot:
             app_state: Key → module, optimizer, :class:`StateDict`, … ; the same keys on all ranks.
             pg: The ranks that take part; by default all of them, or this process alone.
             replicated: Globs (``*`` crosses ``/``) of paths like ``model/**`` that are the same on
-                all ranks, which nobody checks: each rank hashes and writes a part. Parameters of
-                DDP modules are known to be.
+                all ranks: each rank hashes and writes a part. Samples are compared first; what
+                differs is refused. Parameters of DDP modules are known to be.
             storage_options: Must be empty in this version.
             store: The store, or its URI, that ``path`` is then a name in.
             metadata: What JSON holds, up to 64 KiB, kept beside the snapshot; rank 0's.
