@@ -26,7 +26,7 @@ from casnap.edges import Edges
 from casnap.errors import FencedError, StoreError
 from casnap.exchange import Exchange
 from casnap.format import INLINE_BYTES, MARKER, Root, Row, Stats, encode, payload_of
-from casnap.handover import follow, lead
+from casnap.handover import check_written, follow, lead
 from casnap.objects import Objects
 from casnap.pack import Choose
 from casnap.pending import PendingTake
@@ -434,6 +434,7 @@ class _Take:
             )
             return made[-1]
 
+        check_written(self._objects.backend, partners)
         uri, overwrite = self._objects.backend.uri, self._options.overwrite
         transaction.publish(setting(self._name, row, overwrite=overwrite, uri=uri), partners)
         self._mark(made[-1])
