@@ -138,9 +138,9 @@ def _print_snapshot(snapshot: Snapshot, document: Facts) -> None:
 
 
 def _print_entry(facts: Facts, entry: Entry, limit: int) -> None:
-    rank = facts["rank"]
-    scope = "global" if rank is None else f"rank {rank}'s own"
-    lines = {"path": safe(facts["path"]), "kind": safe(entry.kind), "scope": scope}
+    lines = {"path": safe(facts["path"]), "kind": safe(entry.kind)}
+    if facts["rank"] is not None:
+        lines["scope"] = f"rank {facts['rank']}'s own"
     if isinstance(entry, TensorEntry):
         lines["dtype"] = safe(entry.dtype)
         lines["shape"] = str(list(entry.shape))
