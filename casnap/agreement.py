@@ -34,7 +34,8 @@ from casnap.format import (
     with_payload,
 )
 from casnap.manifest import build
-from casnap.sharing import OWN_NAMES, Division, Scope, owner_of, path_part, said_by_all
+from casnap.scopes import Scope
+from casnap.sharing import OWN_NAMES, Division, owner_of, path_part, said_by_all
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from casnap import errors
+from casnap.digest import digest_of
 from casnap.errors import CasnapError, RankError, StateError
 from casnap.format import encode
 from casnap.links import PATIENCE, Link, LostError, Said, ranks_named
@@ -55,15 +56,19 @@ class Comm(ABC):
     over = False
 
     @abstractmethod
-    def all_to_all(self, parts: Sequence[Part], room: memoryview | None = None) -> list[memoryview]:
+    def all_to_all(
+        self, parts: Sequence[Part], room: memoryview | None = None, *, proven: bool = False
+    ) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each. Sizes may differ, or be 0.
 
         Args:
             parts: The same object may go to several ranks; it is not copied.
             room: Warm memory for what comes from others, used if all of that fits.
+            proven: Whoever receives it proves it by itself, so it needs no checksum.
 
         Raises:
-            RankError: Another rank failed, is gone, or was not heard of within the deadline.
+            RankError: Another rank failed, is gone, or was not heard of within the deadline; or
+                what came from it is not what it sent.
         """
 
     @abstractmethod
@@ -150,7 +155,9 @@ class Alone(Comm):
 
     rank, size, ranks = 0, 1, (0,)
 
-    def all_to_all(self, parts: Sequence[Part], room: memoryview | None = None) -> list[memoryview]:
+    def all_to_all(
+        self, parts: Sequence[Part], room: memoryview | None = None, *, proven: bool = False
+    ) -> list[memoryview]:
         """Return the one part."""
         return [memoryview(parts[0])]
 
@@ -205,15 +212,43 @@ class Group(Comm):
             self._link.close()
             raise RankError(f"{self.doing}: {lost.why}", lost.ranks)
 
-    def all_to_all(self, parts: Sequence[Part], room: memoryview | None = None) -> list[memoryview]:
+    def all_to_all(
+        self, parts: Sequence[Part], room: memoryview | None = None, *, proven: bool = False
+    ) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each."""
         if self.over:
             raise StateError(f"{self.doing}: it has ended already")
-        sizes = self._sizes([len(part) for part in parts])
+        sums = [0] * self.size if proven else self._checksums(parts)
+        sizes, expected = self._sizes([len(part) for part in parts], sums)
         if _FAILED in sizes:
             self.over = True
             raise as_error(self.doing, self._errors(sizes, b""))
-        return self._carry(parts, sizes, room)
+        came = self._carry(parts, sizes, room)
+        if not proven:
+            self._check(came, expected)
+        return came
+
+    def _checksums(self, parts: Sequence[Part]) -> list[int]:
+        """Return a number for each part that goes to, or came from, another rank."""
+        sums, known = [0] * self.size, dict[int, int]()
+        for rank, part in enumerate(parts):
+            if rank == self.rank:
+                continue
+            # The same object may go to several ranks.
+            if id(part) not in known:
+                known[id(part)] = int.from_bytes(digest_of(part)[:8], "little", signed=True)
+            sums[rank] = known[id(part)]
+        return sums
+
+    def _check(self, came: Sequence[memoryview], expected: list[int]) -> None:
+        """Check that what came is what was sent."""
+        bad = [rank for rank, s in enumerate(self._checksums(came)) if s != expected[rank]]
+        if bad:
+            raise RankError(
+                f"{self.doing}: what {ranks_named(bad)} sent came damaged to rank {self.rank}, so "
+                "it was not used; a network card or some memory may be at fault",
+                tuple(bad),
+            )
 
     def fail(self, error: BaseException) -> None:
         """Tell all others, at their next collective, that this rank has failed."""
@@ -224,7 +259,7 @@ class Group(Comm):
             self.timeout = min(self.timeout, PATIENCE)
         said = told(error)
         with suppress(CasnapError):  # the own error is raised, whether or not all hear of it
-            sizes = self._sizes([_FAILED] * self.size, said)
+            sizes, _ = self._sizes([_FAILED] * self.size, [0] * self.size, said)
             self._errors(sizes, encode(said))
         self.over = True
 
@@ -235,9 +270,15 @@ class Group(Comm):
 
     # --- talking ---
 
-    def _sizes(self, sizes: list[int], told: Said | None = None) -> list[int]:
-        """Tell each rank how much follows, or that nothing will; return what they tell."""
-        told_sizes, steps = self._exchange(sizes, told)
+    def _sizes(
+        self, sizes: list[int], sums: list[int], told: Said | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Tell each rank how much follows, or that nothing will, and its checksum.
+
+        Returns:
+            What they tell.
+        """
+        told_sizes, told_sums, steps = self._exchange(sizes, sums, told)
         astray = [rank for rank, step in enumerate(steps) if step != steps[self.rank]]
         if astray:
             # Everybody sees that, so all say what they do.
@@ -247,14 +288,17 @@ class Group(Comm):
                 f"{self.doing}: {ranks_named(astray)} came to {what} meanwhile; all ranks of a "
                 "process group must call the same operations in the same order"
             )
-        return told_sizes
+        return told_sizes, told_sums
 
-    def _exchange(self, sizes: list[int], told: Said | None = None) -> tuple[list[int], list[int]]:
-        """Tell each rank a number, and where this one is; return what they tell."""
+    def _exchange(
+        self, sizes: list[int], sums: list[int], told: Said | None = None
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Tell each rank two numbers, and where this one is; return what they tell."""
         self._calls += 1
         # Who does something else would take what comes for what it is not.
         step = (crc32(self.doing.partition(" of ")[0].encode()) << 24) + self._calls
-        mine = torch.tensor([[size, step] for size in sizes], device="cpu")
+        said = [[*numbers, step] for numbers in zip(sizes, sums, strict=True)]
+        mine = torch.tensor(said, device="cpu")
         theirs = torch.empty_like(mine)
 
         def exchange(seconds: float) -> None:
@@ -266,11 +310,11 @@ class Group(Comm):
             self._talk(lambda: self._meet(exchange), told)
         else:
             self._talk(lambda: exchange(self.timeout), told)
-        return theirs[:, 0].tolist(), theirs[:, 1].tolist()
+        return theirs[:, 0].tolist(), theirs[:, 1].tolist(), theirs[:, 2].tolist()
 
     def _texts(self, mine: bytes) -> list[bytes]:
         """Return what each rank says."""
-        lengths, _ = self._exchange([len(mine)] * self.size)
+        lengths, _, _ = self._exchange([len(mine)] * self.size, [0] * self.size)
         return [bytes(text) for text in self._carry([mine] * self.size, lengths)]
 
     def _meet(self, exchange: Callable[[float], None]) -> None:

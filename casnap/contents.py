@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from heapq import merge
@@ -36,16 +36,23 @@ class Entries:
 
     Args:
         contents: The snapshot.
-        digests: The trees, the one that wins first.
+        owners: The trees, the one that wins first, each with the rank whose own it is; None for
+            what is global.
     """
 
-    def __init__(self, contents: Contents, digests: Sequence[bytes]) -> None:
+    def __init__(self, contents: Contents, owners: Mapping[bytes, int | None]) -> None:
         self._contents = contents
-        self._digests = digests
+        self._digests = list(owners)
+        self._owners = owners
 
     @property
     def _trees(self) -> Iterator[Tree[Entry]]:
         return map(self._contents.tree, self._digests)
+
+    def owner(self, path: str) -> int | None:
+        """Return the rank whose own the entry of a path is; None for one that is global."""
+        trees = zip(self._trees, self._owners.values(), strict=True)
+        return next((owner for tree, owner in trees if tree.get(path) is not None), None)
 
     def get(self, path: str) -> Entry | None:
         """Return the entry of a path below the key, or None."""
@@ -142,9 +149,11 @@ class Contents:
                 None for what paths without a rank mean: what is global wins, then rank 0's.
         """
         shared, own = self.manifest.shared, self.manifest.ranks.get(str(rank or 0), {})
-        layers = (shared, own) if rank is None else (own, shared)
+        layers = [(own, rank or 0), (shared, None)]
+        if rank is None:
+            layers.reverse()
         return {
-            key: Entries(self, list(dict.fromkeys(t[key] for t in layers if key in t)))
+            key: Entries(self, {trees[key]: owner for trees, owner in layers if key in trees})
             for key in shared | own
         }
 
@@ -161,6 +170,11 @@ class Contents:
         for key, entries in sorted(self.trees(rank).items()):
             for inner, entry in entries.items():
                 yield key + inner, entry
+
+    def own_paths(self, rank: int) -> Iterator[str]:
+        """Yield ``<key>/<path>`` of all that belongs to one rank alone."""
+        for key, digest in self.manifest.ranks[str(rank)].items():
+            yield from (key + inner for inner, _ in self.tree(digest).items())
 
     def ranks(self) -> Iterator[int]:
         """Yield the ranks of the world that took this snapshot."""

@@ -8,10 +8,11 @@ from functools import partial
 
 import msgspec
 
+from casnap.backends import Backend
 from casnap.comm import Comm, as_error, told
 from casnap.commit import Handover, Partners, Transaction
-from casnap.errors import FencedError, RankError
-from casnap.format import Row, encode
+from casnap.errors import FencedError, RankError, StoreError
+from casnap.format import Row, SegmentId, encode, pack_key, segment_key
 from casnap.links import Said
 
 _log = logging.getLogger("casnap")
@@ -99,6 +100,30 @@ def follow(comm: Comm, transaction: Transaction, look: Callable[[bytes], Row | N
         raise as_error(comm.doing, {0: order.error})
     assert order.row is not None
     return order.row
+
+
+def check_written(backend: Backend, partners: Partners) -> None:
+    """Check that what the other ranks say that they wrote is there, for this rank as well.
+
+    Raises:
+        StoreError: It is not: they write somewhere else, to a copy of the store for example.
+    """
+    ends = {pack_key(pack): 0 for pack in partners.packs}
+    ends |= {segment_key(SegmentId(ref.id)): 0 for ref in partners.segments}
+    for _, place in partners.records:
+        key = pack_key(place.pack)
+        ends[key] = max(ends[key], place.offset + place.stored)
+    for key, end in ends.items():
+        try:
+            size = backend.size(key)
+        except FileNotFoundError:
+            size = -1
+        if size < end:
+            raise StoreError(
+                f"{backend.uri}/{key}, which another rank has written, is not there, or not whole, "
+                "where rank 0 looks; all ranks must see one storage (a copy of a store, on a disk "
+                "of each host, is another one)"
+            )
 
 
 def _unless_fenced(hand_over: Callable[[], Handover]) -> Handover:

@@ -1,4 +1,6 @@
-"""Reading by many ranks: each stored byte is read and proven by one, and passed on to the others.
+"""Reading by many ranks: each stored byte is read by one, and passed on to the others.
+
+Whoever receives a chunk proves it once more: it may have changed in memory, or on its way.
 
 What is dealt out are *units*, runs of a pack, so that nobody needs to know every chunk: rank 0
 hears which units are wanted, and says who reads each, and when. A reader is one of those who want
@@ -8,6 +10,7 @@ next to nothing. The rest goes in windows: while one is passed on, the next one 
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +33,7 @@ from casnap.format import encode
 from casnap.objects import DEFAULT_READ, Objects, ReadOptions, Want
 from casnap.pipeline import Crew, Shared, cores
 
+_log = logging.getLogger("casnap")
 _LEAST_WINDOW, _LARGEST_WINDOW = 64 << 20, 256 << 20
 _WINDOW_PER_RANK = 4 << 20
 _UNIT_BYTES = 16 << 20
@@ -165,7 +169,8 @@ class _Passing:
                 crew.join(reading)
                 if i + 1 < deal.windows:
                     reading = crew.start(partial(read, i + 1))
-                self._receive(self._comm.all_to_all(parts.pop(0), room), asking[i])
+                came = self._comm.all_to_all(parts.pop(0), room, proven=True)
+                self._receive(came, asking[i])
 
     # --- who reads what ---
 
@@ -306,7 +311,10 @@ class _Passing:
         return sum(self._nbytes(digest) + 1 for digest in theirs)
 
     def _receive(self, came: list[memoryview], asking: list[list[Digest]]) -> None:
-        """Hand over what other ranks have read, laid out as we asked for it."""
+        """Prove what other ranks have read, laid out as we asked for it, and hand it over.
+
+        What does not fit its digest is left to be read alone.
+        """
         chunks: list[tuple[Digest, memoryview]] = []
         for reader, digests in enumerate(asking):
             if reader == self._comm.rank or not digests:
@@ -324,7 +332,14 @@ class _Passing:
 
             def work() -> None:
                 for digest, raw in source:
-                    self._hand_over(digest, True, (), raw)
+                    if digest_of(raw) == digest:
+                        self._hand_over(digest, True, (), raw)
+                    else:
+                        _log.warning(
+                            "chunk %s came damaged from another rank and is read anew: a network "
+                            "card or some memory may be at fault",
+                            digest.hex(),
+                        )
 
             crew.start(work, threads - 1)
             work()

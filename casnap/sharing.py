@@ -7,71 +7,47 @@ ranks have about as much to plan.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from itertools import chain
-from typing import Any, NamedTuple
+from math import prod
+from typing import NamedTuple
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from casnap.capture import Assignment, Capture, grid_for
 from casnap.comm import Comm
-from casnap.containers import segment_of
 from casnap.digest import digest_of
 from casnap.edges import Target
 from casnap.errors import StateError
 from casnap.format import (
     BoxedTensorEntry,
     Boxes,
-    ContainerEntry,
     Entry,
     TensorEntry,
     encode,
 )
 from casnap.grid import Grid, grid_of
+from casnap.links import ranks_named
 from casnap.plan import RankPlan, TensorPlan, own_runs, part_region, plan_tensor
 from casnap.region import Region
+from casnap.sampling import Sampler
+from casnap.scopes import Rules, Scope, scopes_of
 from casnap.sharding import Shards, holders_of
 from casnap.staging import Part
-from casnap.tensors import Leaf, is_numpy, itemsize_of
+from casnap.tensors import itemsize_of
 from casnap.tiling import MAX_BOXES, Tiling
 
+_log = logging.getLogger("casnap")
 _KEY_BYTES, _GROUP_BYTES = 16, 8
 
 OWN_NAMES = (
     "Give different tensors different names; for optimizers, get_optimizer_state_dict() of "
     "torch.distributed.checkpoint.state_dict has the names of the parameters"
 )
-
-
-class Scope(Enum):
-    """Whose a leaf is, as far as its own rank can tell."""
-
-    OPEN = "everyone's if all ranks turn out to hold the same, else its rank's"
-    PRIVATE = "its rank's"
-    SHARDED = "everyone's; ranks hold pieces"
-    REPLICATED = "everyone's; all ranks are said to hold the same, and share the work"
-    PINNED = "everyone's; that of rank 0 counts"
-
-
-class Rules(NamedTuple):
-    """What is declared about the leaves.
-
-    Attributes:
-        replicated: Globs of paths that all ranks hold alike.
-        alike: Paths that they do: the parameters of DDP modules.
-        per_rank: Globs of paths that belong to their rank.
-        pinned: Paths of which rank 0's is the truth: the buffers of DDP modules.
-    """
-
-    replicated: tuple[str, ...] = ()
-    per_rank: tuple[str, ...] = ()
-    pinned: frozenset[str] = frozenset()
-    alike: frozenset[str] = frozenset()
 
 
 class Owned(NamedTuple):
@@ -108,19 +84,35 @@ class Division(NamedTuple):
 
 
 class _Claim(msgspec.Struct, array_like=True):
-    """A sharded leaf, as one of its holders describes it."""
+    """A sharded leaf, as one of its holders describes it, with a sample of each box."""
 
     key: bytes
     path: str
     entry: Entry
     boxes: Boxes
+    samples: list[bytes]
 
 
 class _Claims(msgspec.Struct, array_like=True):
-    """All that a rank tells one owner: sharded leaves, and key and look of replicated ones."""
+    """All that a rank tells one owner.
+
+    Attributes:
+        sharded: Leaves of which it holds pieces.
+        replicated: Key and look of those that all ranks are said to hold alike.
+        samples: A sample of each of the latter; empty where it need not be the same.
+    """
 
     sharded: list[_Claim]
     replicated: list[tuple[bytes, bytes]]
+    samples: list[bytes]
+
+
+class _Replica(IntEnum):
+    """What the owner finds of a leaf that all ranks are said to hold alike."""
+
+    UNLIKE = 0  # it is there on some ranks alone, or looks otherwise
+    ALIKE = 1
+    DIFFERENT = 2  # it looks alike, but its bytes are not the same
 
 
 class _Verdict(msgspec.Struct, array_like=True):
@@ -145,58 +137,55 @@ def owner_of(key: bytes, size: int) -> int:
     return int.from_bytes(key[:8], "big") % size
 
 
-def rules_for(
-    app_state: Mapping[str, Any],
-    replicated: Iterable[str],
-    per_rank: Iterable[str],
-    ranks: Sequence[int],
-) -> Rules:
-    """Return what is declared, by globs and by DDP modules of the ranks that take part.
-
-    DDP keeps parameters equal, and gives all ranks the buffers of rank 0 at the next step.
-    """
-    alike, pinned = set[str](), set[str]()
-    for key, value in app_state.items():
-        if not isinstance(value, torch.nn.parallel.DistributedDataParallel):
-            continue
-        if set(dist.get_process_group_ranks(value.process_group)) != set(ranks):
-            # Others may hold another module under this name.
-            continue
-        ignored = {f"module.{name}" for name in getattr(value, "parameters_to_ignore", ())}
-        names = value.state_dict().keys() - ignored
-        buffers = {name for name, _ in value.named_buffers()} - ignored
-        segment = segment_of(key)
-        alike |= {f"{segment}/{segment_of(name)}" for name in names - buffers}
-        pinned |= {f"{segment}/{segment_of(name)}" for name in buffers}
-    return Rules(tuple(replicated), tuple(per_rank), frozenset(pinned), frozenset(alike))
-
-
-def divide(comm: Comm, capture: Capture, rules: Rules, chunk_size: int) -> Division:
+def divide(comm: Comm, capture: Capture, rules: Rules, chunk_size: int, seed: int = 0) -> Division:
     """Find out what ranks hold in common, and assign to this one what it hashes of that.
+
+    What ranks share out is compared by samples first: each hashes but a part of it.
+
+    Args:
+        comm: The ranks.
+        capture: What this one holds.
+        rules: What is declared of it.
+        chunk_size: The store's, in bytes.
+        seed: Chooses what is compared; the same on all ranks.
 
     Raises:
         StateError: Ranks contradict each other.
     """
-    scopes, keys = _scopes(capture, rules), _keys(capture)
+    scopes, keys = scopes_of(capture, rules), _keys(capture)
     asked: list[list[int]] = [[] for _ in range(comm.size)]
     for i, scope in enumerate(scopes):
         if scope in (Scope.SHARDED, Scope.REPLICATED, Scope.PINNED):
             asked[owner_of(keys[i], comm.size)].append(i)
-    claims = comm.all_to_all([encode(_claims(capture, scopes, keys, own)) for own in asked])
+    samples = _samples(capture, scopes, rules, Sampler(seed, chunk_size))
+    claims = comm.all_to_all(
+        [encode(_claims(capture, scopes, keys, own, samples)) for own in asked]
+    )
     heard = [msgspec.msgpack.decode(claim, type=_Claims) for claim in claims]
     owned, plans = _planned(heard, chunk_size)
-    answers = comm.all_to_all([encode(v) for v in _verdicts(heard, plans)])
+    found = _compared(heard)
+    mine = {keys[i]: capture.leaves[i].path for i in asked[comm.rank]}
+    _check_said(heard, found, mine, rules)
+    answers = comm.all_to_all([encode(v) for v in _verdicts(heard, plans, found)])
     division = Division(scopes, keys, owned, {})
+    different = []
     for own, answer in zip(asked, answers, strict=True):
         verdict = msgspec.msgpack.decode(answer, type=_Verdict)
         sharded = iter(verdict.sharded)
-        agreed = iter(verdict.replicated)
+        replicated = iter(verdict.replicated)
         for i in own:
             if scopes[i] is Scope.SHARDED:
                 _assign_sharded(capture, i, next(sharded), comm.rank, chunk_size)
-            elif not next(agreed):
-                # TorchSnapshot's rule: it is there on some ranks alone, or looks otherwise.
+            elif (replica := next(replicated)) != _Replica.ALIKE:
+                # As if nobody had declared it; that is TorchSnapshot's rule, too.
                 scopes[i] = Scope.OPEN
+                different += [capture.leaves[i].path] if replica == _Replica.DIFFERENT else []
+    if different and comm.rank == 0:
+        _log.warning(
+            "%s: DDP does not keep %s equal on all ranks; each rank's own is stored",
+            comm.doing,
+            _some(different),
+        )
     _assign_replicated(capture, scopes, comm, chunk_size)
     for i, assignment in capture.assigned.items():
         division.targets[keys[i]] = Target(i, assignment.grid)
@@ -222,50 +211,87 @@ def _keys(capture: Capture) -> list[bytes]:
     return keys
 
 
-def _scopes(capture: Capture, rules: Rules) -> list[Scope]:
-    return [
-        Scope.PRIVATE if span.private else _scope(leaf, rules)
-        for span in capture.spans
-        for leaf in capture.leaves[span.start : span.stop]
-    ]
-
-
-def _scope(leaf: Leaf, rules: Rules) -> Scope:
-    path = leaf.path
-    if isinstance(leaf.content, Shards):
-        return Scope.SHARDED
-    if _matches(path, rules.per_rank):
-        return Scope.PRIVATE
-    if path in rules.pinned:
-        return Scope.PINNED
-    # A container that is said to be equal may have other elements all the same.
-    if isinstance(leaf.entry, ContainerEntry):
-        return Scope.OPEN
-    if path not in rules.alike and not _matches(path, rules.replicated):
-        return Scope.OPEN
-    splits = isinstance(leaf.entry, TensorEntry) and not is_numpy(leaf.entry)
-    return Scope.REPLICATED if splits else Scope.PINNED
-
-
-def _matches(path: str, globs: Sequence[str]) -> bool:
-    return any(fnmatchcase(path, glob) for glob in globs)
+def _some(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
+    return ", ".join(sorted(paths)[:3]) + more
 
 
 # --- what is asked, and answered --------------------------------------------------------------
 
 
-def _claims(capture: Capture, scopes: list[Scope], keys: list[bytes], leaves: list[int]) -> _Claims:
-    claims = _Claims([], [])
+def _samples(
+    capture: Capture, scopes: list[Scope], rules: Rules, sampler: Sampler
+) -> dict[int, list[bytes]]:
+    """Return samples of all that has to be the same on several ranks, by leaf."""
+    contents: dict[int, Sequence[torch.Tensor | bytes]] = {}
+    for i, (path, _, content) in enumerate(capture.leaves):
+        if isinstance(content, Shards):
+            contents[i] = content.tensors
+        elif scopes[i] in (Scope.REPLICATED, Scope.PINNED) and path not in rules.pinned:
+            contents[i] = [content]
+    drawn = iter(sampler.samples(list(chain.from_iterable(contents.values()))))
+    return {i: [next(drawn) for _ in several] for i, several in contents.items()}
+
+
+def _claims(
+    capture: Capture,
+    scopes: list[Scope],
+    keys: list[bytes],
+    leaves: list[int],
+    samples: Mapping[int, list[bytes]],
+) -> _Claims:
+    claims = _Claims([], [], [])
     for i in leaves:
         path, entry, content = capture.leaves[i]
         if isinstance(content, Shards):
             boxes = tuple((box.offsets, box.sizes) for box in content.boxes)
-            claims.sharded.append(_Claim(keys[i], path, entry, boxes))
+            claims.sharded.append(_Claim(keys[i], path, entry, boxes, samples[i]))
         else:
             tensor = isinstance(entry, TensorEntry)
             look = encode((scopes[i].name, entry if tensor else None))
             claims.replicated.append((keys[i], digest_of(look)[:_KEY_BYTES]))
+            claims.samples += samples.get(i, [b""])
     return claims
+
+
+def _compared(heard: list[_Claims]) -> dict[bytes, _Replica]:
+    """Return what ranks that are said to hold the same really hold, by key."""
+    looks = said_by_all([claims.replicated for claims in heard])
+    bytes_ = said_by_all([_sampled(claims) for claims in heard])
+    return {
+        key: (_Replica.ALIKE if bytes_[key] else _Replica.DIFFERENT) if same else _Replica.UNLIKE
+        for key, same in looks.items()
+    }
+
+
+def _sampled(claims: _Claims) -> list[tuple[bytes, bytes]]:
+    return [(key, s) for (key, _), s in zip(claims.replicated, claims.samples, strict=True)]
+
+
+def _check_said(
+    heard: list[_Claims], found: Mapping[bytes, _Replica], paths: Mapping[bytes, str], rules: Rules
+) -> None:
+    """Check that what ``replicated=`` says is true, of the paths that this rank is the owner of.
+
+    Raises:
+        StateError: It is not.
+    """
+    wrong = {
+        path: key
+        for key, path in paths.items()
+        if found.get(key) is _Replica.DIFFERENT and rules.is_said(path)
+    }
+    if not wrong:
+        return
+    path = min(wrong)
+    samples = [dict(_sampled(claims))[wrong[path]] for claims in heard]
+    others = [rank for rank, sample in enumerate(samples) if sample != samples[0]]
+    more = f" (nor are {_some([*wrong.keys() - {path}])})" if len(wrong) > 1 else ""
+    raise StateError(
+        f"{path} is named by replicated=, but is not the same on all ranks{more}: on "
+        f"{ranks_named(others)} it is not what it is on rank 0. Make it equal, leave it out of "
+        "replicated= (what is equal is found out), or have per_rank= name it"
+    )
 
 
 def _planned(
@@ -289,6 +315,7 @@ def _planned(
     for key, held in holders.items():
         path, entry = held[0][1].path, held[0][1].entry
         assert isinstance(entry, TensorEntry)
+        _check_replicas(path, entry.shape, held)
         itemsize = itemsize_of(entry)
         boxes = [(rank, Region(*box)) for rank, claim in held for box in claim.boxes]
         turn = int.from_bytes(key[8:], "big")
@@ -299,6 +326,31 @@ def _planned(
         stored, cells = _stored(path, entry, itemsize, plan, chunk_size)
         owned[key] = Owned(path, stored, cells, [rank for rank, _ in held])
     return owned, plans
+
+
+def _check_replicas(path: str, shape: tuple[int, ...], held: Sequence[tuple[int, _Claim]]) -> None:
+    """Check that ranks that hold the same box of a tensor hold the same in it.
+
+    Raises:
+        StateError: They do not, or boxes overlap without being the same, which nobody compares.
+    """
+    first: dict[Region, tuple[int, bytes]] = {}
+    for rank, claim in held:
+        for at, sample in zip(claim.boxes, claim.samples, strict=True):
+            box = Region(*at)
+            before, known = first.setdefault(box, (rank, sample))
+            if known != sample:
+                raise StateError(
+                    f"{path}: ranks {before} and {rank} hold replicas of one part of it (offsets "
+                    f"{box.offsets}, sizes {box.sizes}), which are not the same. Make them equal, "
+                    "as by a broadcast over that dimension of the mesh, or store value.to_local() "
+                    "under a name of its own that per_rank= has"
+                )
+    if sum(box.numel for box in first) > prod(shape):
+        raise StateError(
+            f"{path}: its shards overlap without being the same, so that nobody can tell whose "
+            "elements count; make it anew with shards that do not"
+        )
 
 
 def _stored(
@@ -339,12 +391,13 @@ def said_by_all(said: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[bytes, bo
     return {key: looks == [looks[0]] * len(said) for key, looks in found.items()}
 
 
-def _verdicts(heard: list[_Claims], plans: dict[bytes, TensorPlan]) -> list[_Verdict]:
-    agreed = said_by_all([claims.replicated for claims in heard])
+def _verdicts(
+    heard: list[_Claims], plans: dict[bytes, TensorPlan], found: Mapping[bytes, _Replica]
+) -> list[_Verdict]:
     return [
         _Verdict(
             [plans[claim.key].ranks.get(rank, RankPlan()) for claim in claims.sharded],
-            bytes(agreed[key] for key, _ in claims.replicated),
+            bytes(found[key] for key, _ in claims.replicated),
         )
         for rank, claims in enumerate(heard)
     ]

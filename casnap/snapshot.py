@@ -24,6 +24,33 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 
 
+class EntriesByPath(dict[str, Entry]):
+    """All entries of a snapshot by path, ``<rank>/<key>/<path>``, and whose each of them is.
+
+    What is global stands under each rank's prefix.
+
+    Args:
+        entries: The entries.
+        own: The paths of those that belong to their rank.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], own: frozenset[str]) -> None:
+        super().__init__(entries)
+        self._own = own
+
+    def is_global(self, path: str) -> bool:
+        """Whether an entry is everyone's, to be restored on any number of ranks.
+
+        Otherwise it belongs to the rank that its path begins with, and only that one restores it.
+
+        Raises:
+            KeyError: There is no such path.
+        """
+        if path not in self:
+            raise KeyError(path)
+        return path not in self._own
+
+
 class SnapshotMetadata:
     """What is known of a snapshot beside its tensors.
 
@@ -41,7 +68,7 @@ class SnapshotMetadata:
             self.user: dict[str, Any] = dict(snapshot.contents.metadata)
 
     @property
-    def manifest(self) -> dict[str, Entry]:
+    def manifest(self) -> EntriesByPath:
         """All entries by path, with ranks."""
         return self._snapshot.get_manifest()
 
@@ -126,8 +153,8 @@ class Snapshot:
             app_state: Key → module, optimizer, :class:`StateDict`, … ; the same keys on all ranks.
             pg: The ranks that take part; by default all of them, or this process alone.
             replicated: Globs (``*`` crosses ``/``) of paths like ``model/**`` that are the same on
-                all ranks, which nobody checks: each rank hashes and writes a part. Parameters of
-                DDP modules are known to be.
+                all ranks: each rank hashes and writes a part. Samples are compared first; what
+                differs is refused. Parameters of DDP modules are known to be.
             storage_options: Must be empty in this version.
             store: The store, or its URI, that ``path`` is then a name in.
             metadata: What JSON holds, up to 64 KiB, kept beside the snapshot; rank 0's.
@@ -296,14 +323,17 @@ class Snapshot:
                 self.contents, path, obj_out, memory_budget_bytes, index, allow_pickle=allow_pickle
             )
 
-    def get_manifest(self) -> dict[str, Entry]:
-        """Return all entries by path: ``<rank>/<key>/<path>``."""
-        with self.contents.reading():
-            return {
-                f"{rank}/{path}": entry
-                for rank in self.contents.ranks()
-                for path, entry in self.contents.entries(rank)
-            }
+    def get_manifest(self) -> EntriesByPath:
+        """Return all entries by path, ``<rank>/<key>/<path>``: a dict that knows whose each is.
+
+        ``get_manifest().is_global(path)`` says whether an entry is everyone's, or its rank's own.
+        """
+        contents = self.contents
+        with contents.reading():
+            ranks = list(contents.ranks())
+            entries = {f"{r}/{path}": e for r in ranks for path, e in contents.entries(r)}
+            own = frozenset(f"{r}/{path}" for r in ranks for path in contents.own_paths(r))
+            return EntriesByPath(entries, own)
 
     def get_state_dict_for_key(self, key: str, *, allow_pickle: bool = False) -> dict[str, Any]:
         """Return the state that was taken under a key of the app state, in new memory.

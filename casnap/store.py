@@ -40,7 +40,8 @@ class Store:
             names all begin with the rest of the path.
         create: Make the store if there is none.
         chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
-        compress: Compress new chunks with zstd, where that makes them smaller.
+        compress: Compress new chunks with zstd, where that makes them smaller. Of several ranks
+            that take together, rank 0's choice is everyone's.
         storage_options: Must be empty in this version.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,14 +26,15 @@ from casnap.edges import Edges
 from casnap.errors import FencedError, StoreError
 from casnap.exchange import Exchange
 from casnap.format import INLINE_BYTES, Root, Row, Stats, encode, payload_of
-from casnap.handover import follow, lead
+from casnap.handover import check_written, follow, lead
 from casnap.names import MARKER
 from casnap.objects import Objects
 from casnap.pack import Choose
 from casnap.pending import PendingTake
 from casnap.pipeline import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.retention import Pruning, Retention, check_retention, prune
-from casnap.sharing import Division, divide, rules_for
+from casnap.scopes import rules_for
+from casnap.sharing import Division, divide
 from casnap.staging import PIECE_BYTES, Held, Piece, batched
 from casnap.state import RNGState, Stateful
 from casnap.table import check_free, checked_metadata, setting
@@ -67,12 +69,23 @@ class TakeOptions:
 
 
 class _Asked(msgspec.Struct, array_like=True):
-    """What a rank was asked to take; that has to be the same on all."""
+    """What a rank was asked to take; that has to be the same on all.
+
+    Attributes:
+        store: The store's id.
+        name: The name of the snapshot.
+        keys: The keys of the app state.
+        options: Those that have to be the same.
+        codec: How chunks are stored; rank 0's counts.
+        seed: Any number; rank 0's chooses which bytes of replicas are compared.
+    """
 
     store: str
     name: str
     keys: list[str]
     options: dict[str, str]
+    codec: Codec
+    seed: int
 
 
 def take(
@@ -94,10 +107,11 @@ def take(
     with background.turn:
         background.wait_for_last()
         options = replace(options, metadata=checked_metadata(options.metadata or {}))
-        state = _agreed_state(objects, name, app_state, options, comm)
+        state, asked = _agreed_state(objects, name, app_state, options, comm)
+        options = replace(options, codec=asked.codec)
         with _capture(objects, state, options) as capture:
             work = _Take(objects, name, capture, options, comm, started)
-            work.divide(state)
+            work.divide(state, asked.seed)
             for tries in count(1):
                 try:
                     pieces = capture.pieces(comm.rank / comm.size)
@@ -127,11 +141,12 @@ def async_take(
         with background.turn:
             background.wait_for_last()
             options = replace(options, metadata=checked_metadata(options.metadata or {}))
-            state = _agreed_state(objects, name, app_state, options, comm)
+            state, asked = _agreed_state(objects, name, app_state, options, comm)
+            options = replace(options, codec=asked.codec)
             with _capture(objects, state, options) as capture:
                 held = Held(options.max_staging_bytes)
                 work = _Take(objects, name, capture, options, comm, started)
-                work.divide(state)
+                work.divide(state, asked.seed)
                 pending = PendingTake(name, lambda: _run_held(work, held, comm))
                 try:
                     held.fill(capture.pieces(comm.rank / comm.size), when_full=pending.start)
@@ -169,10 +184,13 @@ def _agreed_state(
     app_state: Mapping[str, Stateful],
     options: TakeOptions,
     comm: Comm,
-) -> dict[str, Stateful]:
-    """Check that the name is free and all ranks were asked the same; return the state in order.
+) -> tuple[dict[str, Stateful], _Asked]:
+    """Check that the name is free and all ranks were asked the same.
 
-    To read states may be a collective of their own, so all ranks do it in the order of rank 0.
+    Returns:
+        The state in the order of rank 0, and what that one was asked.
+
+    To read states may be a collective of their own, so all ranks do it in one order.
     """
     comm.at("beginning a take")
     keys = random_states_first(app_state)
@@ -183,7 +201,8 @@ def _agreed_state(
         "allow_pickle": str(options.allow_pickle),
         "retention": repr(options.retention),
     }
-    mine = _Asked(objects.config.store_id, name, keys, said)
+    seed = int.from_bytes(os.urandom(7), "big")
+    mine = _Asked(objects.config.store_id, name, keys, said, options.codec, seed)
     asked = msgspec.msgpack.decode(comm.broadcast(encode(mine)), type=_Asked)
     for what, here, there in (
         ("the store", mine.store, asked.store),
@@ -192,7 +211,7 @@ def _agreed_state(
         *((f"the option {key}=", value, asked.options[key]) for key, value in said.items()),
     ):
         comm.check_same(what, here, there)
-    return {key: app_state[key] for key in asked.keys}
+    return {key: app_state[key] for key in asked.keys}, asked
 
 
 def _check(objects: Objects, name: str, options: TakeOptions) -> None:
@@ -245,7 +264,7 @@ class _Take:
         self._done_bytes = 0
         self._lock = threading.Lock()
 
-    def divide(self, app_state: Mapping[str, Stateful]) -> None:
+    def divide(self, app_state: Mapping[str, Stateful], seed: int) -> None:
         """Share out the work among the ranks; alone, there is nothing to share out."""
         if isinstance(self._comm, Alone) and not self._capture.sharded:
             return
@@ -253,7 +272,7 @@ class _Take:
         declared = self._options.replicated or (), self._options.per_rank or ()
         rules = rules_for(app_state, *declared, self._comm.ranks)
         chunk_size = self._objects.config.chunk_size
-        self._division = divide(self._comm, self._capture, rules, chunk_size)
+        self._division = divide(self._comm, self._capture, rules, chunk_size, seed)
         self._total = self._capture.bytes_to_hash()
 
     def run(self, batches: Iterable[list[Piece]]) -> Row:
@@ -414,6 +433,7 @@ class _Take:
             )
             return made[-1]
 
+        check_written(self._objects.backend, partners)
         uri, overwrite = self._objects.backend.uri, self._options.overwrite
         transaction.publish(setting(self._name, row, overwrite=overwrite, uri=uri), partners)
         self._mark(made[-1])

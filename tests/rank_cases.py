@@ -204,9 +204,9 @@ class _Arms:
             self._now = phase
             at(group, phase)
 
-        def calling(group: Group, *args: Any) -> Any:
+        def calling(group: Group, *args: Any, **options: Any) -> Any:
             self._reach("call")
-            return all_to_all(group, *args)
+            return all_to_all(group, *args, **options)
 
         def carrying(group: Group, *args: Any) -> Any:
             group._talk(lambda: self._reach("inside"))

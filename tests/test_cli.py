@@ -178,6 +178,7 @@ def test_show_a_tensor(store: Path, path: str) -> None:
         "store": str(store),
         "name": "run1/step_1",
         "path": path,
+        "rank": None,
         "type": "tensor",
         "kind": "tensor",
         "nbytes": 6 * CHUNK,
@@ -188,6 +189,14 @@ def test_show_a_tensor(store: Path, path: str) -> None:
         "chunks": 6,
         "shared_bytes": 5 * CHUNK,
     }
+
+
+def test_show_whose_an_entry_is(store: Path) -> None:
+    assert document("show", store / "run1/step_1", "model/weight")["rank"] is None
+    assert "scope" not in invoke("show", store / "run1/step_1", "model/weight").stdout
+    assert document("show", store / "run1/step_1", "rng/torch")["rank"] == 0
+    text = invoke("show", store / "run1/step_1", "rng/torch").stdout
+    assert re.search(r"^scope +rank 0's own$", text, re.MULTILINE)
 
 
 def test_what_is_shared_with_later_snapshots_does_not_count(store: Path) -> None:
@@ -214,7 +223,7 @@ def test_show_a_small_tensor(store: Path) -> None:
 )
 def test_show_a_value(store: Path, path: str, kind: str, value: object) -> None:
     found = document("show", store / "run1/step_1", f"0/progress/{path}")
-    assert set(found) == {"store", "name", "path", "type", "kind", "nbytes", "value"}
+    assert set(found) == {"store", "name", "path", "rank", "type", "kind", "nbytes", "value"}
     assert (found["type"], found["kind"]) == ("value", kind)
     assert found["value"] == (value.hex() if isinstance(value, bytes) else value)
     assert repr(value) in invoke("show", store / "run1/step_1", f"progress/{path}").stdout

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import casnap.take
 from casnap import RNGState, Snapshot, StateDict, Store, buffers
+from casnap.codec import Codec
 from casnap.errors import DamagedError, SnapshotExistsError, StateError
 from tests.test_damage import damage_everywhere
 
@@ -163,6 +164,30 @@ def test_a_group_without_rank_0_takes(world, tmp_path):
     none, one, two = world(3).run(take_in_group, str(tmp_path))
     assert none is None
     assert one == two == Snapshot(tmp_path / "x").commit_id
+
+
+def take_compressed(folder: str, how: str) -> None:
+    rank = dist.get_rank()
+    store = Store(folder, compress=rank == 0)
+    state = {"model": StateDict(x=torch.full((200_000,), rank))}
+    if how == "Snapshot.take":
+        Snapshot.take("s", state, store=store)
+    elif how == "Store.take":
+        store.take(state, "s")
+    else:
+        store.async_take(state, "s").wait()
+
+
+@pytest.mark.parametrize("how", ["Snapshot.take", "Store.take", "Store.async_take"])
+def test_the_codec_of_rank_0_counts(world, tmp_path, how):
+    Store(tmp_path)
+    world(2).run(take_compressed, str(tmp_path), how)
+    contents = Store(tmp_path)["s"].contents
+    for rank in range(2):
+        path, entry, _ = contents.entry(f"{rank}/model/x")
+        digests = [digest for digest, _ in contents.chunks(path, entry)]
+        places = contents.objects.index.find(contents.objects.view(), digests)
+        assert {place.codec for place in places} == {Codec.ZSTD}
 
 
 def take_tiny_columns(path: str) -> None:

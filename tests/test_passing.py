@@ -49,7 +49,11 @@ class Thread(Comm):
         self.sent = self.most_kept = self.most_got = 0
 
     def all_to_all(
-        self, parts: Sequence[bytes | memoryview], room: memoryview | None = None
+        self,
+        parts: Sequence[bytes | memoryview],
+        room: memoryview | None = None,
+        *,
+        proven: bool = False,
     ) -> list[memoryview]:
         assert len(parts) == self.size
         for box, part in zip(self._boxes[self.rank], parts, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from casnap import Retention, Snapshot, StateDict, Store, buffers, staging
-from casnap.errors import StateError
+from casnap.errors import StateError, StoreError
 
 
 def take_ddp_over_halves(path: str) -> list[float]:
@@ -40,8 +41,8 @@ def take_containers_that_differ(path: str) -> dict[str, Any]:
     state = StateDict(
         common=torch.arange(100.0),
         names={"a": 1, f"only{rank}": torch.full((100,), float(rank))},
-        several=[torch.full((100,), float(rank))] * (rank + 1),
-        number=rank,
+        several=[torch.ones(100)] * (rank + 1),
+        number=5,
     )
     snapshot = Snapshot.take(path, {"a": state}, replicated=["**"])
     restored = StateDict()
@@ -59,7 +60,7 @@ def test_containers_that_are_said_to_be_equal_may_differ(world, tmp_path):
         assert got == {
             "names": ["a", f"only{rank}"],
             "several": rank + 1,
-            "number": 0,  # values, as said, are those of rank 0
+            "number": 5,
             "common": 4950.0,
         }
 
@@ -93,6 +94,24 @@ def restore_by_the_group_that_took(path: str) -> bool | None:
 
 def test_a_snapshot_is_restored_by_the_group_that_took_it(world, tmp_path):
     assert world(3).run(restore_by_the_group_that_took, str(tmp_path / "x")) == [None, True, True]
+
+
+def take_into_a_copy(folder: str) -> None:
+    rank = dist.get_rank()
+    store = Store(f"{folder}/{'copy' if rank else 'store'}")
+    store.take({"a": StateDict(x=torch.full((50_000,), float(rank)))}, "s")
+
+
+def test_ranks_that_write_to_a_copy_of_the_store_are_told_so(world, tmp_path):
+    Store(tmp_path / "store")
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    for outcome in world(2).run(take_into_a_copy, str(tmp_path), expect_errors=True):
+        assert isinstance(outcome, StoreError)
+        assert "all ranks must see one storage" in str(outcome)
+    for name in ("store", "copy"):
+        store = Store(tmp_path / name)
+        assert store.snapshots() == []
+        assert not [path for path in (tmp_path / name / "packs").rglob("*") if path.is_file()]
 
 
 def restore_in_disagreement(path: str) -> None:

@@ -114,6 +114,19 @@ def test_what_not_all_ranks_declare_or_have_is_known_by_its_content(
     assert ranks == [{"model", "model/other", f"model/only {rank}"} for rank in range(3)]
 
 
+def test_a_manifest_says_whose_each_entry_is(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "store/s")
+    world(2).run(take_and_restore, path, weights_and_step, {})
+    manifest = Snapshot(path).get_manifest()
+    assert isinstance(manifest, dict)
+    own = {path for path in manifest if not manifest.is_global(path)}
+    assert own == {f"{rank}/{path}" for rank in range(2) for path in DIFFERENT}
+    assert manifest.keys() - own == {f"{rank}/{path}" for rank in range(2) for path in EQUAL}
+    with pytest.raises(KeyError, match="2/model"):
+        manifest.is_global("2/model")
+    assert Snapshot(path).metadata.manifest.is_global("1/model/head")
+
+
 # --- DDP -----------------------------------------------------------------------------------------
 
 

@@ -77,13 +77,13 @@ def _keys(contents: Contents) -> Iterator[Facts]:
 
 def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
     bare, entry, entries = contents.entry(path)
-    facts: Facts = {"path": path, **facts_of_entry(entry)}
+    inner = bare[len(bare.partition("/")[0]) :]
+    facts: Facts = {"path": path, "rank": entries.owner(inner), **facts_of_entry(entry)}
     if isinstance(entry, TensorEntry):
         facts["chunks"] = len(contents.chunks(bare, entry))
         with progress("looking through earlier snapshots") as report:
             facts["shared_bytes"] = shared_bytes(contents, bare, entry, report)
     elif isinstance(entry, ContainerEntry):
-        inner = bare[len(bare.partition("/")[0]) :]
         facts["children"] = _children(entries, inner, path)
     else:
         known, value = small_value(contents, bare, entry)
@@ -139,6 +139,8 @@ def _print_snapshot(snapshot: Snapshot, document: Facts) -> None:
 
 def _print_entry(facts: Facts, entry: Entry, limit: int) -> None:
     lines = {"path": safe(facts["path"]), "kind": safe(entry.kind)}
+    if facts["rank"] is not None:
+        lines["scope"] = f"rank {facts['rank']}'s own"
     if isinstance(entry, TensorEntry):
         lines["dtype"] = safe(entry.dtype)
         lines["shape"] = str(list(entry.shape))

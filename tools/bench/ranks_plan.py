@@ -99,11 +99,11 @@ def _memory(work: Callable[[], Any]) -> int:
 
 def _claims(tensors: list[tuple[bytes, str, TensorEntry]], rank: int, ranks: int) -> bytes:
     """Return what a rank tells the owner of some tensors."""
-    claims = sharing._Claims([], [])
+    claims = sharing._Claims([], [], [])
     for key, path, entry in tensors:
         start, count = _shard(entry.shape[0], rank, ranks)
         boxes = (((start, 0), (count, _COLUMNS)),) if count else ()
-        claims.sharded.append(sharing._Claim(key, path, entry, boxes))
+        claims.sharded.append(sharing._Claim(key, path, entry, boxes, [b""] * len(boxes)))
     return encode(claims)
 
 
@@ -119,22 +119,22 @@ def _sharded(ranks: int) -> _Cost:
     planning, for_one = [], []
     for tensors in by_owner.values():
         told = [_claims(tensors, rank, ranks) for rank in range(ranks)]
-        verdicts, took = _seconds(lambda told=told: _planned(told, ranks))
+        verdicts, took = _seconds(lambda told=told: _planned(told))
         planning.append(took)
         for_one.append(([key for key, _, _ in tensors], verdicts[ranks // 2]))
     most = max(by_owner.values(), key=len)
     told = [_claims(most, rank, ranks) for rank in range(ranks)]
-    memory = _memory(lambda: _planned(told, ranks))
+    memory = _memory(lambda: _planned(told))
     _, following = _seconds(lambda: [_followed(keys, v, entries) for keys, v in for_one])
     own = asking + following
     return _Cost(own + max(planning), ranks * own + sum(planning), memory)
 
 
-def _planned(told: list[bytes], ranks: int) -> list[bytes]:
+def _planned(told: list[bytes]) -> list[bytes]:
     """Do what the owner of some tensors does."""
     heard = [msgspec.msgpack.decode(claims, type=sharing._Claims) for claims in told]
     _, plans = sharing._planned(heard, _CHUNK)
-    return [encode(verdict) for verdict in sharing._verdicts(heard, plans, ranks)]
+    return [encode(verdict) for verdict in sharing._verdicts(heard, plans, {})]
 
 
 def _followed(keys: list[bytes], answer: bytes, entries: dict[bytes, TensorEntry]) -> None:
