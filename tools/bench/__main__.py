@@ -24,6 +24,7 @@ from tools.bench import (
     read_object,
     restore,
     save,
+    tiny,
 )
 from tools.bench.fresh import call
 from tools.bench.limits import calibrated
@@ -43,6 +44,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "ranks": (ranks.measure, ranks.WORLDS),
     "gc": (gc.measure, ("garbage", "take meanwhile")),
     "long": (long_run.measure, ("incremental take of 64 MiB, 1 % changed each step",)),
+    "tiny": (tiny.measure, ("take of two numbers",)),
     "plan": (ranks_plan.measure, ranks_plan.WORKLOADS),
 }
 _QUICK_NAMES = {"10 GB": "1 GB", "50,000": "5,000"}
