@@ -454,6 +454,8 @@ def read_config(backend: Backend) -> StoreConfig:
     where = f"{backend.uri}/{CONFIG_KEY}"
     try:
         raw = backend.read(CONFIG_KEY)
+    except ExhaustedError:
+        raise
     except (FileNotFoundError, BackendError):
         if backend.names("roots/0"):
             raise headless(backend.uri) from None

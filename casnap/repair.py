@@ -24,6 +24,7 @@ from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
+    ExhaustedError,
 )
 from casnap.format import (
     CONFIG_KEY,
@@ -267,6 +268,8 @@ class _Repair:
             footer = read_footer(backend, pack, size)
         except FileNotFoundError:  # collected meanwhile
             return []
+        except ExhaustedError:
+            raise
         except (DamagedError, BackendError) as e:
             if self._survey.unreadable:
                 self._skip(f"{pack_key(pack)} is in no segment: {e}")

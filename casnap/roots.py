@@ -15,6 +15,7 @@ from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
+    ExhaustedError,
     NotAStoreError,
     StorageFullError,
     StoreError,
@@ -62,6 +63,8 @@ def newest_root(backend: Backend, known: Root | None = None) -> Root:
 def _stands(backend: Backend, root: Root) -> bool:
     try:
         return _read_if_there(backend, root.seq) == root
+    except ExhaustedError:
+        raise
     except (DamagedError, BackendError):
         # It may be history by now, and have no copy any more.
         return False
@@ -108,6 +111,8 @@ def _read_if_there(backend: Backend, seq: int) -> Root | None:
         return read_root(backend, seq)
     except FileNotFoundError:
         return None
+    except ExhaustedError:
+        raise
     except (DamagedError, BackendError):
         copy = _read_copy(backend, seq)
         if copy is None:
@@ -118,6 +123,8 @@ def _read_if_there(backend: Backend, seq: int) -> Root | None:
 def _read_copy(backend: Backend, seq: int) -> Root | None:
     try:
         return _read(backend, f"{COPIES}/{seq}", seq)
+    except ExhaustedError:
+        raise
     except (FileNotFoundError, CasnapError):
         return None
 
