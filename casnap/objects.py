@@ -434,7 +434,7 @@ def take_again(uri: str) -> str:
     """Return what a message of damaged chunks ends in: advice for those who read a snapshot."""
     return (
         f". `casnap check {uri}` says what is hurt; where they are at hand, to take the same bytes "
-        "again in this process stores them anew"
+        "again on this host stores them anew"
     )
 
 
