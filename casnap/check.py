@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from casnap.backends import Backend
 from casnap.damage import ALL, Damage, Hurt, damaged_roots, listed_roots, roots_damaged
-from casnap.errors import CasnapError, DamagedError
+from casnap.errors import CasnapError, DamagedError, ExhaustedError
 from casnap.format import CONFIG_KEY, pack_key, root_key, segment_key
 from casnap.inventory import Inventory
 from casnap.marks import Progress
@@ -120,6 +120,8 @@ def _damaged_config(objects: Objects) -> list[Damage]:
         if read_config(objects.backend) == objects.config:
             return []
         why = "it has changed since this store was opened; restore it from a backup"
+    except ExhaustedError:
+        raise
     except CasnapError as e:
         why = str(e)
     return [Damage("changed", CONFIG_KEY, why, hurts={ALL: None})]

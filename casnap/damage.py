@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from casnap.backends import Backend
-from casnap.errors import BackendError, DamagedError
+from casnap.errors import BackendError, DamagedError, ExhaustedError
 from casnap.format import root_key
 from casnap.roots import read_root
 
@@ -64,7 +64,13 @@ UNREAD = (FileNotFoundError, DamagedError, BackendError)
 
 
 def why_unread(error: Exception, what: str) -> tuple[str, str]:
-    """Return the kind of a damage and its message, given why an object could not be read."""
+    """Return the kind of a damage and its message, given why an object could not be read.
+
+    Raises:
+        ExhaustedError: That was it, which says nothing about the object.
+    """
+    if isinstance(error, ExhaustedError):
+        raise error
     if isinstance(error, FileNotFoundError):
         return "missing", f"{what} is missing"
     return "unreadable" if isinstance(error, BackendError) else "changed", str(error)

@@ -269,8 +269,9 @@ class Index:
     def trust(self, view: View, records: Iterable[Record]) -> None:
         """Note that these places are whole, since somebody has put back what was there."""
         whole = set(records)
-        _distrusted[self._name] -= whole
-        self._if_possible(view.facts, lambda facts: facts.trust(whole))
+        if whole:
+            _distrusted[self._name] -= whole
+            self._if_possible(view.facts, lambda facts: facts.trust(whole))
 
     # --- what is only remembered to save time ---
 

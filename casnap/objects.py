@@ -285,9 +285,10 @@ class Objects:
                 bad.append((place, same, _IMPOSSIBLE))
             else:
                 found.append((place, same))
-        for place, same, why in bad + self.read_places(found, how):
+        bad += self.read_places(found, how)
+        self._trust_again(view, found, bad)
+        for place, same, why in bad:
             failed += self._fetch_elsewhere(view, place, same, why)
-        self._trust_again(view, found, failed)
         return failed
 
     def _fetch_elsewhere(
@@ -304,14 +305,16 @@ class Objects:
         return [_Failed(w, f"{why} (pack {place.pack.hex()})", tried) for w in wants]
 
     def _trust_again(
-        self, view: View, found: list[tuple[Place, list[Want]]], failed: list[_Failed]
+        self,
+        view: View,
+        read: list[tuple[Place, list[Want]]],
+        bad: list[tuple[Place, list[Want], str]],
     ) -> None:
         """Forget that places were damaged that are whole again, out of a backup perhaps."""
-        bad = self.index.distrusted(view, [wants[0].digest for _, wants in found])
-        if bad:
-            still = {f.want.digest for f in failed}
-            read = {(wants[0].digest, place) for place, wants in found}
-            self.index.trust(view, {record for record in bad & read if record[0] not in still})
+        noted = self.index.distrusted(view, [wants[0].digest for _, wants in read])
+        if noted:
+            noted -= {(wants[0].digest, place) for place, wants, _ in bad}
+            self.index.trust(view, noted & {(wants[0].digest, place) for place, wants in read})
 
     def read_places(
         self, found: list[tuple[Place, list[Want]]], how: ReadOptions = DEFAULT_READ
@@ -427,7 +430,7 @@ def take_again(uri: str) -> str:
     """Return what a message of damaged chunks ends in: advice for those who read a snapshot."""
     return (
         f". `casnap check {uri}` says what is hurt; where they are at hand, to take the same bytes "
-        "again in this process stores them anew"
+        "again on this host stores them anew"
     )
 
 
@@ -450,6 +453,8 @@ def read_config(backend: Backend) -> StoreConfig:
     where = f"{backend.uri}/{CONFIG_KEY}"
     try:
         raw = backend.read(CONFIG_KEY)
+    except ExhaustedError:
+        raise
     except (FileNotFoundError, BackendError):
         if backend.names("roots/0"):
             raise headless(backend.uri) from None

@@ -24,6 +24,7 @@ from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
+    ExhaustedError,
 )
 from casnap.format import (
     CONFIG_KEY,
@@ -50,6 +51,8 @@ from casnap.survey import Survey
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
 _READ = ReadOptions(readers=1)
+# So often a collector may go past what is about to be changed.
+_LOOKS = 10
 
 
 @dataclass
@@ -172,6 +175,7 @@ class _Repair:
         self._foreseen: set[Digest] = set()
         # Roots that must not stay the newest one.
         self._followed: set[int] = set()
+        self._looks = 0
         self.report = RepairReport(dry_run=dry_run)
 
     def run(self, progress: Progress | None) -> RepairReport:
@@ -187,7 +191,7 @@ class _Repair:
                 self._adopt()
                 self._mend()
             else:
-                while self._adopt() or self._mend():
+                while self._change():
                     survey.again()
                     self._refuse_unreadable()
                 self.report.remaining = survey.damages
@@ -198,6 +202,18 @@ class _Repair:
             self._let_go()
         self.report.root = survey.root.seq
         return self.report
+
+    def _change(self) -> bool:
+        """Change something for the better; whether to look again."""
+        try:
+            return self._adopt() or self._mend()
+        except DamagedError:
+            # A collector removes segments that the root at hand names, and the newest does not.
+            self._looks += 1
+            if self._looks == _LOOKS or self._objects.newest() == self._survey.root:
+                raise
+            self._let_go()
+            return True
 
     def _refuse_unreadable(self) -> None:
         """Refuse to give up what may be readable again tomorrow."""
@@ -227,13 +243,13 @@ class _Repair:
         packs = {pack: records for pack, records in self._orphans() if records}
         if not packs:
             return False
-        self.report.adopted_packs += len(packs)
         if self.report.dry_run:
             self._foreseen = {digest for records in packs.values() for digest, _ in records}
-            return True
-        self.report.dropped_segments += len(survey.unreadable)
-        while not self._enter(packs):
-            pass
+        else:
+            while not self._enter(packs):
+                pass
+            self.report.dropped_segments += len(survey.unreadable)
+        self.report.adopted_packs += len(packs)
         return True
 
     def _orphans(self) -> Iterator[tuple[PackId, list[Record]]]:
@@ -267,6 +283,8 @@ class _Repair:
             footer = read_footer(backend, pack, size)
         except FileNotFoundError:  # collected meanwhile
             return []
+        except ExhaustedError:
+            raise
         except (DamagedError, BackendError) as e:
             if self._survey.unreadable:
                 self._skip(f"{pack_key(pack)} is in no segment: {e}")

@@ -16,6 +16,7 @@ from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
+    ExhaustedError,
     NotAStoreError,
     StorageFullError,
     StoreError,
@@ -87,6 +88,8 @@ def check_writable(uri: str, features: Iterable[str], doing: str = "write to") -
 def _stands(backend: Backend, root: Root) -> bool:
     try:
         return _read_if_there(backend, root.seq) == root
+    except ExhaustedError:
+        raise
     except (DamagedError, BackendError):
         # It may be history by now, and have no copy any more.
         return False
@@ -133,6 +136,8 @@ def _read_if_there(backend: Backend, seq: int) -> Root | None:
         return read_root(backend, seq)
     except FileNotFoundError:
         return None
+    except ExhaustedError:
+        raise
     except (DamagedError, BackendError):
         copy = _read_copy(backend, seq)
         if copy is None:
@@ -143,6 +148,8 @@ def _read_if_there(backend: Backend, seq: int) -> Root | None:
 def _read_copy(backend: Backend, seq: int) -> Root | None:
     try:
         return _read(backend, f"{COPIES}/{seq}", seq)
+    except ExhaustedError:
+        raise
     except (FileNotFoundError, CasnapError):
         return None
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from casnap.contents import Contents
 from casnap.damage import ALL, UNREAD, Damage, Hurt, kind_of, why_unread
 from casnap.digest import Digest, split_digests
-from casnap.errors import BackendError, DamagedError
+from casnap.errors import BackendError, DamagedError, ExhaustedError
 from casnap.format import (
     FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
@@ -241,6 +241,8 @@ class Survey:
                 self._pack(pack)
             except FileNotFoundError:
                 self._lose_pack(pack, "missing", "the pack is missing")
+            except ExhaustedError:
+                raise
             except BackendError as e:
                 self._lose_pack(pack, "unreadable", f"the pack cannot be read: {e}")
 
@@ -267,7 +269,7 @@ class Survey:
         try:
             footer = read_footer(backend, pack, size, len(records))
         except (DamagedError, BackendError) as e:
-            if isinstance(e.__cause__, PermissionError):
+            if isinstance(e, ExhaustedError) or isinstance(e.__cause__, PermissionError):
                 raise
             self._hurt_pack(pack, "changed", f"{e}; its chunks may be whole")
             return

@@ -216,6 +216,9 @@ def test_others_on_the_host_learn_of_damage(path: Path) -> None:
     on_host(path, lambda: take(path, 4))
     assert places(path) == 2
     whole_elsewhere(path, 4)
+    # Read elsewhere, it is not yet whole where it was damaged.
+    on_host(path, lambda: assert_holds(Store(path)["step_0"], 0))
+    assert_noted(path, 1)
 
 
 def test_damage_that_was_undone_is_forgotten(path: Path) -> None:

@@ -9,11 +9,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from casnap import Retention, Snapshot, StateDict, Store, buffers, staging
-from casnap.errors import StateError, StoreError
+from casnap.backends import LocalBackend
+from casnap.errors import FencedError, StateError, StoreError
+from casnap.format import pack_key
+from casnap.testing import Fault, FaultyBackend, before, open_store
+from tests.checks import record_of
+from tests.faults import CHUNK
 
 
 def take_ddp_over_halves(path: str) -> list[float]:
@@ -112,6 +118,55 @@ def test_ranks_that_write_to_a_copy_of_the_store_are_told_so(world, tmp_path):
         store = Store(tmp_path / name)
         assert store.snapshots() == []
         assert not [path for path in (tmp_path / name / "packs").rglob("*") if path.is_file()]
+
+
+def of_rank(rank: int) -> torch.Tensor:
+    return torch.arange(CHUNK // 4, dtype=torch.int32) + 1000 * rank
+
+
+def lose_a_pack(path: str, hurt: int, late: bool, background: bool) -> str | None:
+    """Take what is there already, while a rank's pack is deleted, early or late; return errors."""
+    rank = dist.get_rank()
+    store = Store(path, chunk_size=CHUNK)
+    state = {"a": StateDict(x=of_rank(rank))}
+    store.take(state, "base")
+    if rank == hurt:
+        pack = Path(path, pack_key(record_of(Path(path), of_rank(rank))[1].pack))
+        act = after_call(pack.unlink)
+        fault = Fault(act if late else before(pack.unlink), "size", str(pack.relative_to(path)))
+        store = open_store(FaultyBackend(LocalBackend(Path(path)), fault))
+    try:
+        if background:
+            store.async_take(state, "again").wait()
+        else:
+            store.take(state, "again")
+    except FencedError as e:
+        return str(e)
+    return None
+
+
+def after_call(do):
+    def act(call):
+        answer = call.go()
+        do()
+        return answer
+
+    return act
+
+
+@pytest.mark.parametrize("hurt", [0, 1])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_finds_a_pack_gone(world, tmp_path, hurt, late, background):
+    told = world(2).run(lose_a_pack, str(tmp_path / "x"), hurt, late, background)
+    store = Store(tmp_path / "x")
+    if late and background:
+        assert all("gone or cut off" in each for each in told)
+        assert "again" not in store
+        return
+    assert told == [None, None]
+    for rank in range(2):
+        assert torch.equal(store["again"].read_object(f"{rank}/a/x"), of_rank(rank))
 
 
 def restore_in_disagreement(path: str) -> None:

@@ -441,18 +441,22 @@ class Reader:
                 yield turn.to(f"finds {self.commit} deleted", DONE)
             return
         once = turn.drops(Rule.READER_PERSISTS) and me.rounds == 2
-        if again and (m == me.view or once):
+        # What it did not find the newest root names still: that is damage, not a collector.
+        places = [p for p in contents(m).places(self.digest, condemned=True) if p not in me.tried]
+        if again and (not places or once):
             yield turn.to(f"gives up: {self.commit} is still there", Process("failed"))
             return
         if again:
             turn.model.happened.add("looked a chunk up again")
         rounds = me.rounds + 1 if turn.drops(Rule.READER_PERSISTS) else 0
-        for place in contents(m).places(self.digest, condemned=True):
+        for place in places:
             said = f"looks {self.digest} up {again}in root {m.seq}: in {place}"
-            yield turn.to(said, Process("fetch", view=m, place=place, rounds=rounds))
+            yield turn.to(said, me._replace(at="fetch", place=place, rounds=rounds))
 
     def _fetch(self, turn: Turn) -> Steps:
         if turn.me.place in turn.state.files:
             yield turn.to("reads it", DONE)
         else:
-            yield turn.to("finds no such pack", turn.me._replace(at="refresh", place=None))
+            tried = turn.me.tried | {turn.me.place}
+            missed = turn.me._replace(at="refresh", place=None, tried=tried)
+            yield turn.to("finds no such pack", missed)

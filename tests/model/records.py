@@ -127,6 +127,8 @@ class Process(NamedTuple):
     """What a collector goes by that it should look up again: empty unless a rule is dropped."""
     place: Id | None = None
     """Where a reader means to read."""
+    tried: frozenset[Id] = frozenset()
+    """Where it found nothing."""
     then: str = ""
     """Its next step if the root that it puts stands."""
     rounds: int = 0
