@@ -16,6 +16,7 @@ import torch
 from casnap.containers import Build, Node, open_container, open_sparse, reopen, segment_of
 from casnap.errors import CasnapError, DamagedError, UnsupportedTypeError
 from casnap.format import ContainerEntry, Payload, TensorEntry, ValueEntry, encode
+from casnap.overlap import overlaps_itself
 from casnap.sharding import Shards, shards_of
 from casnap.tensors import Leaf, assemble, describe, is_fillable
 from casnap.values import MALFORMED, decode_value, encode_value
@@ -142,8 +143,12 @@ def shard_targets(value: Any, path: str) -> dict[str, Shards]:
     return {
         where: shards
         for where, shards in found
-        if shards is not None and all(is_fillable(part) for part in shards.tensors)
+        if shards is not None and all(map(_is_fillable_part, shards.tensors))
     }
+
+
+def _is_fillable_part(part: torch.Tensor) -> bool:
+    return is_fillable(part) and not overlaps_itself(part)
 
 
 # --- inflate ----------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Tensors of a live state that share memory: which they are, and whether a state agrees with that.
 
 A snapshot holds tied weights and views as tensors like any others. To fill two of them in place
-is right only where their new contents agree on what they share.
+is right only where their new contents agree on what they share. The same goes for one tensor whose
+elements share memory, as after ``unfold``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def overlapping(
             (t.data_ptr(), t.dtype, t.shape, t.stride(), content(n))
             for n, t in ((n, tensors[n]) for n in group)
         }
-        if len(looks) > 1:
+        if len(looks) > 1 or any(overlaps_itself(tensors[n]) for n in group):
             groups.append(group)
         group, device, stop = [name], where, end
     return groups
@@ -47,6 +48,18 @@ def end_of(tensor: torch.Tensor) -> int:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((n - 1) * stride for n, stride in steps)
     return tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Tell whether two elements of a strided tensor may share memory; if in doubt, they may."""
+    if not tensor.numel():
+        return False
+    reach = 0
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1 and stride <= reach:
+            return True
+        reach += (n - 1) * stride
+    return False
 
 
 def filled_in_place(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
@@ -61,11 +74,16 @@ def filled_in_place(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
         if isinstance(content, torch.Tensor)
     ]
     for target, content in both:
-        target.copy_(content)
+        # Torch refuses to write an expanded element more than once.
+        once = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
+        target[once].copy_(content[once])
     return all(_same_bytes(target, content) for target, content in both)
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     # Bytes, since NaNs are not equal to themselves.
-    flat_a, flat_b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b.to(a.device)))
+    flat_a, flat_b = (
+        t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        for t in (a, b.to(a.device))
+    )
     return torch.equal(flat_a, flat_b)

@@ -23,6 +23,7 @@ from casnap.loading import (
     with_item_axis,
 )
 from casnap.objects import ReadOptions, Want
+from casnap.overlap import filled_in_place, overlaps_itself
 from casnap.region import Region
 from casnap.staging import pin
 from casnap.tensors import Leaf, allocate, assemble, is_fillable, itemsize_of
@@ -68,14 +69,16 @@ def _read_tensor(
 ) -> Any:
     if index is not None and entry.quantization is not None:
         whole: Any = _read_tensor(contents, path, entry, None, budget, None)
-        return whole[index] if obj_out is None else obj_out.copy_(whole[index])
+        return whole[index] if obj_out is None else _copied(contents, path, whole[index], obj_out)
     with naming(contents, path):
         check_entry(entry, contents.objects.config.chunk_size)
     selection = select(entry.shape, index)
     if obj_out is not None:
         _check_out(contents, path, selection.shape, obj_out)
     fits = entry.kind in ("tensor", "parameter", "buffer") and entry.quantization is None
-    in_place = obj_out is not None and fits and is_fillable(obj_out)
+    in_place = (
+        obj_out is not None and fits and is_fillable(obj_out) and not overlaps_itself(obj_out)
+    )
     part = TensorEntry(
         entry.dtype,
         selection.shape,
@@ -96,12 +99,22 @@ def _read_tensor(
     if in_place:
         return obj_out
     value: Any = assemble(Leaf(path, part, carrier))
-    if obj_out is None:
-        return value
+    return value if obj_out is None else _copied(contents, path, value, obj_out)
+
+
+def _copied(contents: Contents, path: str, value: Any, out: torch.Tensor) -> torch.Tensor:
     try:
-        return obj_out.copy_(torch.as_tensor(value))
+        new = torch.as_tensor(value)
     except (TypeError, ValueError) as e:
         raise MismatchError(f"{contents.where}: {path} cannot be read into a tensor: {e}") from e
+    if out.layout is not torch.strided or not overlaps_itself(out):
+        return out.copy_(new)
+    if not filled_in_place([(out, new)]):
+        raise MismatchError(
+            f"{contents.where}: {path} cannot be held by obj_out, which overlaps itself and holds "
+            "only some of the values now; pass obj_out.contiguous(), or none"
+        )
+    return out
 
 
 _PLAIN = {"parameter": "tensor", "buffer": "tensor", "numpy_scalar": "ndarray"}

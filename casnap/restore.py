@@ -17,7 +17,7 @@ from casnap.containers import reopen, segment_of
 from casnap.contents import Contents, rank_names
 from casnap.errors import MismatchError
 from casnap.flatten import flatten, inflate, shard_targets, tensor_targets
-from casnap.format import ContainerEntry, Entry, TensorEntry, encode, payload_of
+from casnap.format import ContainerEntry, Entry, TensorEntry, encode
 from casnap.loading import Loading, Progress
 from casnap.overlap import end_of, filled_in_place, overlapping
 from casnap.passing import fetch_once
@@ -176,7 +176,7 @@ def _loaded(
     loading = Loading(contents, options.progress)
     memory = targets.memory()
     # Each could overwrite a part of the other, so these are read apart at first.
-    groups = overlapping(memory, lambda path: payload_of(entries[path.partition("\0")[0]]))
+    groups = overlapping(memory, lambda path: _meaning(entries[path.partition("\0")[0]]))
     apart = {path for group in groups for path in group}
     for path in apart:
         if "\0" in path:
@@ -201,6 +201,12 @@ def _loaded(
         if filled_in_place((memory[p], leaves[p].content) for p in group):
             leaves |= {p: leaves[p]._replace(content=memory[p]) for p in group}
     return leaves
+
+
+def _meaning(entry: Entry) -> object:
+    """Return what tells apart the values of tensors of one shape: equal bytes may mean others."""
+    assert isinstance(entry, TensorEntry)
+    return entry.dtype, getattr(entry, "boxes", None), entry.data
 
 
 def _part(
