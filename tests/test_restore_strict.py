@@ -149,6 +149,17 @@ def test_a_module_on_the_meta_device_holds_nothing_to_restore_into(store):
     assert_same(dict(hollow.state_dict()), dict(snapshot.get_state_dict_for_key("m")))
 
 
+def test_a_state_dict_keeps_a_field_that_the_snapshot_lacks(store):
+    """So a newer program can go on; what is nested is replaced as a whole, as in TorchSnapshot."""
+    old = StateDict(step=7, nested={"a": 1}, t=torch.ones(30_000))
+    snapshot = store.take({"s": old}, "step")
+    new = StateDict(step=0, nested={"a": 0, "b": 2}, t=torch.zeros(30_000), best=0.5)
+    held = new.data
+    assert not snapshot.restore({"s": new})
+    assert_same(dict(new), {**old.data, "best": 0.5})
+    assert new.data is held
+
+
 # --- modules that change the state on its way -------------------------------------------------
 
 
