@@ -350,9 +350,9 @@ def test_state_dicts():
     assert isinstance(state, Stateful)
     assert state.state_dict() == {"step": 1}
     state.load_state_dict({"epoch": 2})
-    assert dict(state) == {"epoch": 2}
+    assert dict(state) == {"step": 1, "epoch": 2}
     state.load_state_dict(state.state_dict())
-    assert dict(state) == {"epoch": 2}
+    assert dict(state) == {"step": 1, "epoch": 2}
     assert isinstance(torch.nn.Linear(1, 1), Stateful)
     assert not isinstance({}, Stateful)
 
