@@ -385,7 +385,14 @@ def _namedtuple_class(spec: _Named) -> Any:
 @lru_cache(maxsize=256)
 def _fresh_namedtuple(spec: _Named) -> Any:
     name = spec.name.rpartition(".")[2]
-    return namedtuple(name, spec.fields, module=spec.module)
+    # Renamed fields, as "_1" is, get the same names again.
+    made = namedtuple(name, spec.fields, module=spec.module, rename=True)  # type: ignore[misc]
+    if made._fields != spec.fields:
+        raise UnsupportedTypeError(
+            f"a namedtuple has the fields {spec.fields[:20]}, which only its own class "
+            f"{spec.module}.{spec.name} can have; import {spec.module} first"
+        )
+    return made
 
 
 def _read_sparse(what: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:

@@ -8,13 +8,18 @@ elements share memory, as after ``unfold``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import torch
 
+from casnap.tensors import elements
+
+Name = TypeVar("Name", bound=tuple[str, int])
+
 
 def overlapping(
-    tensors: Mapping[str, torch.Tensor], content: Callable[[str], object]
-) -> list[list[str]]:
+    tensors: Mapping[Name, torch.Tensor], content: Callable[[Name], object]
+) -> list[list[Name]]:
     """Return the groups of tensors that share memory and may not agree on it.
 
     Args:
@@ -25,22 +30,24 @@ def overlapping(
     for name, t in tensors.items():
         if t.numel():
             spans.append((str(t.device), t.data_ptr(), end_of(t), name))
-    groups: list[list[str]] = []
-    group: list[str] = []
+    groups: list[list[Name]] = []
     device, stop = "", 0
-    for where, start, end, name in [*sorted(spans), ("", 0, 0, "")]:
-        if group and where == device and start < stop:
-            group.append(name)
+    for where, start, end, name in sorted(spans):
+        if groups and where == device and start < stop:
+            groups[-1].append(name)
             stop = max(stop, end)
-            continue
+        else:
+            groups.append([name])
+            device, stop = where, end
+
+    def agrees(group: list[Name]) -> bool:
         looks = {
             (t.data_ptr(), t.dtype, t.shape, t.stride(), content(n))
             for n, t in ((n, tensors[n]) for n in group)
         }
-        if len(looks) > 1 or any(overlaps_itself(tensors[n]) for n in group):
-            groups.append(group)
-        group, device, stop = [name], where, end
-    return groups
+        return len(looks) == 1 and not overlaps_itself(tensors[group[0]])
+
+    return [group for group in groups if not agrees(group)]
 
 
 def end_of(tensor: torch.Tensor) -> int:
@@ -69,7 +76,7 @@ def filled_in_place(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
         pairs: Tensors, each with its new content.
     """
     both = [
-        (target.detach(), content.to(target.dtype))
+        (elements(target.detach()), elements(content.to(target.dtype)))
         for target, content in pairs
         if isinstance(content, torch.Tensor)
     ]

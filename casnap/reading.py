@@ -26,7 +26,7 @@ from casnap.objects import ReadOptions, Want
 from casnap.overlap import filled_in_place, overlaps_itself
 from casnap.region import Region
 from casnap.staging import pin
-from casnap.tensors import Leaf, allocate, assemble, is_fillable, itemsize_of
+from casnap.tensors import Leaf, allocate, assemble, is_fillable, is_float4, itemsize_of
 
 
 def read_object(
@@ -74,7 +74,7 @@ def _read_tensor(
         check_entry(entry, contents.objects.config.chunk_size)
     selection = select(entry.shape, index)
     if obj_out is not None:
-        _check_out(contents, path, selection.shape, obj_out)
+        _check_out(contents, path, entry, selection.shape, obj_out)
     fits = entry.kind in ("tensor", "parameter", "buffer") and entry.quantization is None
     in_place = (
         obj_out is not None and fits and is_fillable(obj_out) and not overlaps_itself(obj_out)
@@ -120,7 +120,9 @@ def _copied(contents: Contents, path: str, value: Any, out: torch.Tensor) -> tor
 _PLAIN = {"parameter": "tensor", "buffer": "tensor", "numpy_scalar": "ndarray"}
 
 
-def _check_out(contents: Contents, path: str, shape: tuple[int, ...], out: Any) -> None:
+def _check_out(
+    contents: Contents, path: str, entry: TensorEntry, shape: tuple[int, ...], out: Any
+) -> None:
     if not isinstance(out, torch.Tensor):
         raise MismatchError(
             f"{contents.where}: {path} is a tensor; obj_out is a {type(out).__name__}"
@@ -128,6 +130,11 @@ def _check_out(contents: Contents, path: str, shape: tuple[int, ...], out: Any) 
     if tuple(out.shape) != shape:
         raise MismatchError(
             f"{contents.where}: {path} is read with shape {shape}; obj_out has {tuple(out.shape)}"
+        )
+    if is_float4(entry) != is_float4(out):
+        raise MismatchError(
+            f"{contents.where}: {path} is of {entry.dtype}, obj_out of {out.dtype}; there is no "
+            "cast to or from float4"
         )
 
 

@@ -24,7 +24,7 @@ from casnap.passing import fetch_once
 from casnap.sharding import Shards, quietly, shards_of
 from casnap.staging import settle
 from casnap.state import RNGState, Stateful
-from casnap.tensors import Leaf, carrier_dtype
+from casnap.tensors import Leaf, carrier_dtype, is_float4
 
 
 @dataclass
@@ -83,14 +83,14 @@ class _Targets:
         self.tensors: dict[str, torch.Tensor] = {}
         self.shards: dict[str, Shards] = {}
 
-    def memory(self) -> dict[str, torch.Tensor]:
-        """Return all that is filled, by path; parts have a number behind it."""
+    def memory(self) -> dict[tuple[str, int], torch.Tensor]:
+        """Return all that is filled, by path and number of the part."""
         parts = {
-            f"{path}\0{i}": tensor
+            (path, i): tensor
             for path, shards in self.shards.items()
             for i, tensor in enumerate(_extents(shards.tensors))
         }
-        return self.tensors | parts
+        return {(path, 0): tensor for path, tensor in self.tensors.items()} | parts
 
 
 def _extents(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -180,15 +180,14 @@ def _loaded(
     loading = Loading(contents, options.progress)
     memory = targets.memory()
     # Each could overwrite a part of the other, so these are read apart at first.
-    groups = overlapping(memory, lambda path: _meaning(entries[path.partition("\0")[0]]))
-    apart = {path for group in groups for path in group}
-    for path in apart:
-        if "\0" in path:
-            raise MismatchError(
-                f"{contents.where}: {path.partition(chr(0))[0]} shares its memory with another "
-                "tensor here, but differs from it in the snapshot; nothing was restored. Untie "
-                "them, or restore into plain tensors"
-            )
+    groups = overlapping(memory, lambda part: _meaning(entries[part[0]]))
+    apart = {path for group in groups for path, _ in group}
+    for path in sorted(apart & targets.shards.keys()):
+        raise MismatchError(
+            f"{contents.where}: {path} shares its memory with another tensor here, but differs "
+            "from it in the snapshot; nothing was restored. Untie them, or restore into plain "
+            "tensors"
+        )
     settle(memory.values())
     for path, entry in entries.items():
         shards = targets.shards.get(path)
@@ -202,8 +201,8 @@ def _loaded(
     together = comm.size > 1 and options.read_once
     leaves = loading.load(fetch=partial(fetch_once, comm, contents.objects) if together else None)
     for group in groups:
-        if filled_in_place((memory[p], leaves[p].content) for p in group):
-            leaves |= {p: leaves[p]._replace(content=memory[p]) for p in group}
+        if filled_in_place((memory[part], leaves[part[0]].content) for part in group):
+            leaves |= {part[0]: leaves[part[0]]._replace(content=memory[part]) for part in group}
     return leaves
 
 
@@ -344,6 +343,7 @@ def _fits(entry: Entry, current: torch.Tensor) -> bool:
             and entry.kind in ("tensor", "parameter", "buffer")
             and entry.quantization is None
             and tuple(current.shape) == entry.shape
+            and is_float4(entry) == is_float4(current)
             and torch.can_cast(carrier_dtype(entry), current.dtype)
         )
 
