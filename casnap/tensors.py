@@ -102,7 +102,6 @@ def describe(path: str, value: Any) -> Leaf:
         content = content.resolve_conj().resolve_neg()
     elif nbytes and not value.data_ptr():
         content = content.clone()  # autograd's zeros, which have no memory
-    content = elements(content)
     if getattr(value, "_is_buffer", False):
         kind = "buffer"
     entry = TensorEntry(name, tuple(value.shape), Payload(nbytes), kind, requires_grad)
