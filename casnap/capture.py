@@ -25,7 +25,7 @@ from casnap.staging import (
     settle,
 )
 from casnap.state import RNGState, Stateful
-from casnap.tensors import Leaf, is_numpy, itemsize_of
+from casnap.tensors import Leaf, elements, is_numpy, itemsize_of
 from casnap.tiling import Tiling
 
 
@@ -212,9 +212,12 @@ class Capture:
     def _sources(self, leaf: int) -> list[Source]:
         content = self.leaves[leaf].content
         if isinstance(content, Shards):
-            return [Source(*pair) for pair in zip(content.boxes, content.tensors, strict=True)]
+            parts = zip(content.boxes, map(elements, content.tensors), strict=True)
+            return [Source(*part) for part in parts]
         grid = self.assigned[leaf].grid if leaf in self.assigned else self.grids[leaf]
         assert grid is not None
+        if isinstance(content, torch.Tensor):
+            content = elements(content)
         return [Source(Region.whole(grid.shape), content)]
 
 
@@ -247,7 +250,7 @@ def _small_bytes(content: torch.Tensor | bytes) -> bytes:
         return content
     if content.nbytes == 0:
         return b""
-    host = content.cpu().contiguous()
+    host = elements(content).cpu().contiguous()
     return bytes_at(host.data_ptr(), host.nbytes)
 
 

@@ -273,8 +273,13 @@ def _is_namedtuple(value: object) -> bool:
         isinstance(value, tuple)
         and type(fields) is tuple
         and len(fields) == len(value)
-        and all(type(f) is str and f.isidentifier() for f in fields)
+        and _are_fields(fields)
     )
+
+
+def _are_fields(fields: Sequence[object]) -> bool:
+    plain = all(type(f) is str and f.isidentifier() for f in fields)
+    return plain and len(set(fields)) == len(fields)
 
 
 def open_container(path: str, value: Any) -> Node | None:
@@ -385,7 +390,16 @@ def _namedtuple_class(spec: _Named) -> Any:
 @lru_cache(maxsize=256)
 def _fresh_namedtuple(spec: _Named) -> Any:
     name = spec.name.rpartition(".")[2]
-    return namedtuple(name, spec.fields, module=spec.module)
+    if not _are_fields(spec.fields):
+        raise ValueError(f"{spec.fields[:20]} are no fields of a namedtuple")
+    # Renamed fields, as "_1" is, get the same names again.
+    made = namedtuple(name, spec.fields, module=spec.module, rename=True)  # type: ignore[misc]
+    if made._fields != spec.fields:
+        raise UnsupportedTypeError(
+            f"a namedtuple has the fields {spec.fields[:20]}, which only its own class "
+            f"{spec.module}.{spec.name} can have; import {spec.module} first"
+        )
+    return made
 
 
 def _read_sparse(what: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:

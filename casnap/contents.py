@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from casnap.digest import DIGEST_SIZE, Digest, split_digests
-from casnap.errors import DamagedError, EntryNotFoundError, SnapshotNotFoundError
+from casnap.errors import DamagedError, EntryNotFoundError, SnapshotNotFoundError, nearest
 from casnap.format import (
     INLINE_BYTES,
     LIST_DIGESTS,
@@ -224,8 +224,6 @@ class Contents:
         return key + inner, entry, entries
 
     def _absent(self, path: str) -> EntryNotFoundError:
-        import difflib
-
         first, _, rest = path.partition("/")
         bare = rest if first.isdigit() else path
         asking = int(first) if first in self.manifest.ranks else 0
@@ -235,9 +233,9 @@ class Contents:
                 f"{self.where} has no entry {path!r}: it is kept for {rank_names(keepers)} alone; "
                 f"read it as '{keepers[0]}/{bare}'"
             )
-        near = difflib.get_close_matches(bare, self._paths(), 3, 0.5)
-        hint = f"; nearest: {', '.join(near)}" if near else ""
-        return EntryNotFoundError(f"{self.where} has no entry {path!r}{hint}")
+        return EntryNotFoundError(
+            f"{self.where} has no entry {path!r}{nearest(bare, self._paths())}"
+        )
 
     def _paths(self) -> list[str]:
         """Return all paths without their ranks, each once; none where they are many."""

@@ -26,6 +26,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from heapq import nlargest
+from itertools import islice
+from os.path import commonprefix
+
 
 class CasnapError(Exception):
     """The base of all errors that casnap raises on purpose."""
@@ -125,3 +130,22 @@ class RankError(CasnapError):
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the end of a message: which names are like one that is not there, if any are.
+
+    To compare two names takes long; so of many only those are compared that begin and end alike.
+    """
+    from difflib import get_close_matches
+
+    def ends_alike(other: str) -> int:
+        pairs = (name, other), (name[::-1], other[::-1])
+        return sum(len(commonprefix(pair)) for pair in pairs)  # noqa: RUF071 - of characters
+
+    likely = nlargest(_MOST_COMPARED, islice(names, _MOST_NAMES), ends_alike)
+    near = get_close_matches(name[:_LONGEST], [n for n in likely if len(n) <= _LONGEST], 3, 0.5)
+    return f"; nearest: {', '.join(near)}" if near else ""
+
+
+_MOST_COMPARED, _MOST_NAMES, _LONGEST = 100, 100_000, 1000

@@ -16,8 +16,9 @@ import torch
 from casnap.containers import Build, Node, open_container, open_sparse, reopen, segment_of
 from casnap.errors import CasnapError, DamagedError, UnsupportedTypeError
 from casnap.format import ContainerEntry, Payload, TensorEntry, ValueEntry, encode
+from casnap.overlap import overlaps_itself
 from casnap.sharding import Shards, shards_of
-from casnap.tensors import Leaf, assemble, describe, is_fillable
+from casnap.tensors import HollowTensorError, Leaf, assemble, describe, is_fillable
 from casnap.values import MALFORMED, decode_value, encode_value
 
 __all__ = ["Leaf", "flatten", "inflate", "segment_of", "shard_targets", "tensor_targets"]
@@ -85,9 +86,9 @@ def flatten(value: Any, path: str, *, allow_pickle: bool = False) -> Iterator[Le
                 spec = encode(node.spec()) if node.spec is not None else b""
                 entry = ContainerEntry(node.kind, len(node.children), Payload(len(spec)))
                 yield Leaf(where, entry, spec)
-            elif type(child) in _TENSORS or isinstance(child, torch.Tensor):
+            elif type(child) in _TENSORS:
                 yield describe(where, child)
-            elif isinstance(child, arrays):
+            elif isinstance(child, (torch.Tensor, *arrays)):
                 yield _array_leaf(where, child, allow_pickle)
             else:
                 yield _value_leaf(where, child, allow_pickle)
@@ -105,6 +106,8 @@ def _value_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:
 def _array_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:
     try:
         return describe(path, value)
+    except HollowTensorError:
+        raise
     except UnsupportedTypeError:
         if not allow_pickle:
             raise
@@ -142,8 +145,12 @@ def shard_targets(value: Any, path: str) -> dict[str, Shards]:
     return {
         where: shards
         for where, shards in found
-        if shards is not None and all(is_fillable(part) for part in shards.tensors)
+        if shards is not None and all(map(_is_fillable_part, shards.tensors))
     }
+
+
+def _is_fillable_part(part: torch.Tensor) -> bool:
+    return is_fillable(part) and not overlaps_itself(part)
 
 
 # --- inflate ----------------------------------------------------------------------------------

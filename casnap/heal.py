@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -106,9 +105,13 @@ def _cut_boxes(
 
 def _safetensors(file: Path) -> Iterator[Found]:
     with file.open("rb") as stream:
-        # Unmapped when the last view of it is gone. Nobody writes to it, but torch wants to.
-        whole = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY))
+        whole = _mapped(stream)
     yield from _described(whole)
+
+
+def _mapped(stream: BinaryIO) -> memoryview:
+    # Unmapped when the last view of it is gone. Nobody writes to it, but torch wants to.
+    return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
 def _described(whole: memoryview) -> Iterator[Found]:
@@ -139,32 +142,13 @@ def _numpy(file: Path) -> Iterator[Found]:
 
 
 def _torch(file: Path) -> Iterator[Found]:
-    import torch
+    from casnap.saved import tensors_in
 
-    load = partial(torch.load, map_location="cpu", weights_only=True)  # noqa: TID251
-    try:
-        try:
-            state = load(file, mmap=True)
-        except RuntimeError:  # the format of before torch 1.6 cannot be mapped
-            state = load(file)
-    except Exception as e:
-        # What torch says is long, and how to load it unsafely.
-        raise DamagedError("torch.load refuses it: damaged, or more than tensors") from e
-    pending, seen = [state], set()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            if value.layout == torch.strided and not value.is_quantized and value.numel():
-                tensor = value.detach().resolve_conj().resolve_neg().contiguous()
-                raw = view_at(tensor.data_ptr(), tensor.nbytes)
-                yield Found(tuple(tensor.shape), tensor.element_size(), raw)
-        elif isinstance(value, dict):
-            pending += value.values()
-        elif isinstance(value, list | tuple | set):
-            pending += value
+    with file.open("rb") as stream:
+        for tensor in tensors_in(_mapped(stream), stream):
+            whole = tensor.contiguous()
+            raw = view_at(whole.data_ptr(), whole.nbytes)
+            yield Found(tuple(whole.shape), whole.element_size(), raw)
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Found]]] = {

@@ -28,7 +28,15 @@ from casnap.objects import ReadOptions, Want
 from casnap.pipeline import collector_paused
 from casnap.region import Region
 from casnap.staging import pin
-from casnap.tensors import Leaf, allocate, carrier_dtype, check_shape, is_numpy, itemsize_of
+from casnap.tensors import (
+    Leaf,
+    allocate,
+    carrier_dtype,
+    check_shape,
+    elements,
+    is_numpy,
+    itemsize_of,
+)
 from casnap.tiling import tiling_of
 
 Progress = Callable[[int, int], None]
@@ -128,7 +136,7 @@ class Loading:
         with naming(self._contents, path):
             check_entry(entry, self._contents.objects.config.chunk_size)
             self._total += sum(region.numel for region, _ in parts) * itemsize_of(entry)
-        parts = [(region, tensor.detach()) for region, tensor in parts if region.numel]
+        parts = [(region, elements(tensor.detach())) for region, tensor in parts if region.numel]
         self._items.append(_Item(path, entry, content, parts))
 
     def load(self, budget: int | None = None, fetch: Fetch | None = None) -> dict[str, Leaf]:
@@ -239,7 +247,9 @@ def inline_bytes(contents: Contents, path: str, payload: Payload) -> bytes:
 
 def with_item_axis(entry: TensorEntry, carrier: torch.Tensor) -> torch.Tensor:
     """Return a carrier in the shape of its entry; numpy has one more axis: the bytes of an item."""
-    return carrier.reshape(*entry.shape, itemsize_of(entry)) if is_numpy(entry) else carrier
+    if is_numpy(entry):
+        return carrier.reshape(*entry.shape, itemsize_of(entry))
+    return elements(carrier)
 
 
 def elements_of(entry: TensorEntry, raw: memoryview, region: Region) -> torch.Tensor:

@@ -1,19 +1,25 @@
 """Tensors of a live state that share memory: which they are, and whether a state agrees with that.
 
 A snapshot holds tied weights and views as tensors like any others. To fill two of them in place
-is right only where their new contents agree on what they share.
+is right only where their new contents agree on what they share. The same goes for one tensor whose
+elements share memory, as after ``unfold``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import torch
 
+from casnap.tensors import elements
+
+Name = TypeVar("Name", bound=tuple[str, int])
+
 
 def overlapping(
-    tensors: Mapping[str, torch.Tensor], content: Callable[[str], object]
-) -> list[list[str]]:
+    tensors: Mapping[Name, torch.Tensor], content: Callable[[Name], object]
+) -> list[list[Name]]:
     """Return the groups of tensors that share memory and may not agree on it.
 
     Args:
@@ -24,22 +30,24 @@ def overlapping(
     for name, t in tensors.items():
         if t.numel():
             spans.append((str(t.device), t.data_ptr(), end_of(t), name))
-    groups: list[list[str]] = []
-    group: list[str] = []
+    groups: list[list[Name]] = []
     device, stop = "", 0
-    for where, start, end, name in [*sorted(spans), ("", 0, 0, "")]:
-        if group and where == device and start < stop:
-            group.append(name)
+    for where, start, end, name in sorted(spans):
+        if groups and where == device and start < stop:
+            groups[-1].append(name)
             stop = max(stop, end)
-            continue
+        else:
+            groups.append([name])
+            device, stop = where, end
+
+    def agrees(group: list[Name]) -> bool:
         looks = {
             (t.data_ptr(), t.dtype, t.shape, t.stride(), content(n))
             for n, t in ((n, tensors[n]) for n in group)
         }
-        if len(looks) > 1:
-            groups.append(group)
-        group, device, stop = [name], where, end
-    return groups
+        return len(looks) == 1 and not overlaps_itself(tensors[group[0]])
+
+    return [group for group in groups if not agrees(group)]
 
 
 def end_of(tensor: torch.Tensor) -> int:
@@ -49,6 +57,18 @@ def end_of(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Tell whether two elements of a strided tensor may share memory; if in doubt, they may."""
+    if not tensor.numel():
+        return False
+    reach = 0
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1 and stride <= reach:
+            return True
+        reach += (n - 1) * stride
+    return False
+
+
 def filled_in_place(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
     """Copy new contents into tensors that share memory; return whether all agree with that.
 
@@ -56,16 +76,21 @@ def filled_in_place(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
         pairs: Tensors, each with its new content.
     """
     both = [
-        (target.detach(), content.to(target.dtype))
+        (elements(target.detach()), elements(content.to(target.dtype)))
         for target, content in pairs
         if isinstance(content, torch.Tensor)
     ]
     for target, content in both:
-        target.copy_(content)
+        # Torch refuses to write an expanded element more than once.
+        once = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
+        target[once].copy_(content[once])
     return all(_same_bytes(target, content) for target, content in both)
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     # Bytes, since NaNs are not equal to themselves.
-    flat_a, flat_b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b.to(a.device)))
+    flat_a, flat_b = (
+        t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        for t in (a, b.to(a.device))
+    )
     return torch.equal(flat_a, flat_b)

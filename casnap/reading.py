@@ -23,9 +23,10 @@ from casnap.loading import (
     with_item_axis,
 )
 from casnap.objects import ReadOptions, Want
+from casnap.overlap import filled_in_place, overlaps_itself
 from casnap.region import Region
 from casnap.staging import pin
-from casnap.tensors import Leaf, allocate, assemble, is_fillable, itemsize_of
+from casnap.tensors import Leaf, allocate, assemble, is_fillable, is_float4, itemsize_of
 
 
 def read_object(
@@ -68,14 +69,16 @@ def _read_tensor(
 ) -> Any:
     if index is not None and entry.quantization is not None:
         whole: Any = _read_tensor(contents, path, entry, None, budget, None)
-        return whole[index] if obj_out is None else obj_out.copy_(whole[index])
+        return whole[index] if obj_out is None else _copied(contents, path, whole[index], obj_out)
     with naming(contents, path):
         check_entry(entry, contents.objects.config.chunk_size)
     selection = select(entry.shape, index)
     if obj_out is not None:
-        _check_out(contents, path, selection.shape, obj_out)
+        _check_out(contents, path, entry, selection.shape, obj_out)
     fits = entry.kind in ("tensor", "parameter", "buffer") and entry.quantization is None
-    in_place = obj_out is not None and fits and is_fillable(obj_out)
+    in_place = (
+        obj_out is not None and fits and is_fillable(obj_out) and not overlaps_itself(obj_out)
+    )
     part = TensorEntry(
         entry.dtype,
         selection.shape,
@@ -96,18 +99,30 @@ def _read_tensor(
     if in_place:
         return obj_out
     value: Any = assemble(Leaf(path, part, carrier))
-    if obj_out is None:
-        return value
+    return value if obj_out is None else _copied(contents, path, value, obj_out)
+
+
+def _copied(contents: Contents, path: str, value: Any, out: torch.Tensor) -> torch.Tensor:
     try:
-        return obj_out.copy_(torch.as_tensor(value))
+        new = torch.as_tensor(value)
     except (TypeError, ValueError) as e:
         raise MismatchError(f"{contents.where}: {path} cannot be read into a tensor: {e}") from e
+    if out.layout is not torch.strided or not overlaps_itself(out):
+        return out.copy_(new)
+    if not filled_in_place([(out, new)]):
+        raise MismatchError(
+            f"{contents.where}: {path} cannot be held by obj_out, which overlaps itself and holds "
+            "only some of the values now; pass obj_out.contiguous(), or none"
+        )
+    return out
 
 
 _PLAIN = {"parameter": "tensor", "buffer": "tensor", "numpy_scalar": "ndarray"}
 
 
-def _check_out(contents: Contents, path: str, shape: tuple[int, ...], out: Any) -> None:
+def _check_out(
+    contents: Contents, path: str, entry: TensorEntry, shape: tuple[int, ...], out: Any
+) -> None:
     if not isinstance(out, torch.Tensor):
         raise MismatchError(
             f"{contents.where}: {path} is a tensor; obj_out is a {type(out).__name__}"
@@ -115,6 +130,11 @@ def _check_out(contents: Contents, path: str, shape: tuple[int, ...], out: Any) 
     if tuple(out.shape) != shape:
         raise MismatchError(
             f"{contents.where}: {path} is read with shape {shape}; obj_out has {tuple(out.shape)}"
+        )
+    if is_float4(entry) != is_float4(out):
+        raise MismatchError(
+            f"{contents.where}: {path} is of {entry.dtype}, obj_out of {out.dtype}; there is no "
+            "cast to or from float4"
         )
 
 

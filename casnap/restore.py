@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
@@ -17,14 +17,14 @@ from casnap.containers import reopen, segment_of
 from casnap.contents import Contents, rank_names
 from casnap.errors import MismatchError
 from casnap.flatten import flatten, inflate, shard_targets, tensor_targets
-from casnap.format import ContainerEntry, Entry, TensorEntry, encode, payload_of
+from casnap.format import ContainerEntry, Entry, TensorEntry, encode
 from casnap.loading import Loading, Progress
 from casnap.overlap import end_of, filled_in_place, overlapping
 from casnap.passing import fetch_once
 from casnap.sharding import Shards, quietly, shards_of
 from casnap.staging import settle
 from casnap.state import RNGState, Stateful
-from casnap.tensors import Leaf, carrier_dtype
+from casnap.tensors import Leaf, carrier_dtype, is_float4
 
 
 @dataclass
@@ -61,7 +61,10 @@ class RestoreOptions:
 
 @dataclass
 class _Part:
-    """One key of the app state to be restored; what is ``given`` is not read."""
+    """One key of the app state to be restored; what is ``given`` is not read.
+
+    Whether names below the prefixes ``unchecked`` fit is known to the module alone.
+    """
 
     key: str
     segment: str
@@ -70,6 +73,7 @@ class _Part:
     entries: dict[str, Entry]
     given: dict[str, Leaf] = field(default_factory=dict)
     skipped: set[str] = field(default_factory=set)
+    unchecked: tuple[str, ...] = ()
 
 
 class _Targets:
@@ -79,14 +83,14 @@ class _Targets:
         self.tensors: dict[str, torch.Tensor] = {}
         self.shards: dict[str, Shards] = {}
 
-    def memory(self) -> dict[str, torch.Tensor]:
-        """Return all that is filled, by path; parts have a number behind it."""
+    def memory(self) -> dict[tuple[str, int], torch.Tensor]:
+        """Return all that is filled, by path and number of the part."""
         parts = {
-            f"{path}\0{i}": tensor
+            (path, i): tensor
             for path, shards in self.shards.items()
             for i, tensor in enumerate(_extents(shards.tensors))
         }
-        return self.tensors | parts
+        return {(path, 0): tensor for path, tensor in self.tensors.items()} | parts
 
 
 def _extents(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -176,15 +180,14 @@ def _loaded(
     loading = Loading(contents, options.progress)
     memory = targets.memory()
     # Each could overwrite a part of the other, so these are read apart at first.
-    groups = overlapping(memory, lambda path: payload_of(entries[path.partition("\0")[0]]))
-    apart = {path for group in groups for path in group}
-    for path in apart:
-        if "\0" in path:
-            raise MismatchError(
-                f"{contents.where}: {path.partition(chr(0))[0]} shares its memory with another "
-                "tensor here, but differs from it in the snapshot; nothing was restored. Untie "
-                "them, or restore into plain tensors"
-            )
+    groups = overlapping(memory, lambda part: _meaning(entries[part[0]]))
+    apart = {path for group in groups for path, _ in group}
+    for path in sorted(apart & targets.shards.keys()):
+        raise MismatchError(
+            f"{contents.where}: {path} shares its memory with another tensor here, but differs "
+            "from it in the snapshot; nothing was restored. Untie them, or restore into plain "
+            "tensors"
+        )
     settle(memory.values())
     for path, entry in entries.items():
         shards = targets.shards.get(path)
@@ -198,9 +201,15 @@ def _loaded(
     together = comm.size > 1 and options.read_once
     leaves = loading.load(fetch=partial(fetch_once, comm, contents.objects) if together else None)
     for group in groups:
-        if filled_in_place((memory[p], leaves[p].content) for p in group):
-            leaves |= {p: leaves[p]._replace(content=memory[p]) for p in group}
+        if filled_in_place((memory[part], leaves[part[0]].content) for part in group):
+            leaves |= {part[0]: leaves[part[0]]._replace(content=memory[part]) for part in group}
     return leaves
+
+
+def _meaning(entry: Entry) -> object:
+    """Return what tells apart the values of tensors of one shape: equal bytes may mean others."""
+    assert isinstance(entry, TensorEntry)
+    return entry.dtype, getattr(entry, "boxes", None), entry.data
 
 
 def _part(
@@ -288,15 +297,15 @@ def _add_targets(targets: _Targets, part: _Part, report: RestoreReport) -> None:
     shards = shard_targets(part.current, part.segment)
     if isinstance(part.stateful, torch.optim.Optimizer):
         shards |= _moments(part.stateful, part.segment, part.entries)
-    rewritten: list[str] = []
+    rewritten: tuple[str, ...] = ()
     if isinstance(part.stateful, torch.nn.Module):
-        rewritten = [f"{part.segment}/{segment_of(name)}" for name in _rewritten(part.stateful)]
-        if not rewritten:
-            part.skipped = _compare(part, report)
+        rewritten = _prefixes(part, _rewrites)
+        part.unchecked = rewritten + _prefixes(part, _forgives)
+        part.skipped = _compare(part, rewritten, report)
 
     def fits(path: str, current: torch.Tensor) -> bool:
         # Filled in place, what is renamed on its way could be overwritten before it is read.
-        renamed = path.startswith(tuple(rewritten))
+        renamed = path.startswith(rewritten)
         return path in part.entries and not renamed and _fits(part.entries[path], current)
 
     targets.tensors |= {p: t for p, t in tensors.items() if fits(p, t)}
@@ -334,61 +343,101 @@ def _fits(entry: Entry, current: torch.Tensor) -> bool:
             and entry.kind in ("tensor", "parameter", "buffer")
             and entry.quantization is None
             and tuple(current.shape) == entry.shape
+            and is_float4(entry) == is_float4(current)
             and torch.can_cast(carrier_dtype(entry), current.dtype)
         )
 
 
-def _rewritten(module: torch.nn.Module) -> list[str]:
-    """Return the prefixes of a module's keys that may be renamed or changed on their way in.
-
-    Where there are any, keys cannot be compared beforehand.
-    """
+def _prefixes(part: _Part, does: Callable[[torch.nn.Module], bool]) -> tuple[str, ...]:
+    """Return what the paths of those children of a module begin with that do something."""
+    module = part.stateful
+    assert isinstance(module, torch.nn.Module)
     if _has_own_loader(module):
-        return [""]
-    return [
-        f"{name}." if name else ""
+        return (f"{part.segment}/",)
+    return tuple(
+        f"{part.segment}/{segment_of(f'{name}.' if name else '')}"
         for name, child in module.named_modules(remove_duplicate=False)
-        if child._load_state_dict_pre_hooks
-        or not type(child)._load_from_state_dict.__module__.startswith("torch.nn.")
-    ]
+        if does(child)
+    )
+
+
+def _rewrites(module: torch.nn.Module) -> bool:
+    """Whether keys or values of a module may be changed on their way in."""
+    loader = module._load_from_state_dict
+    return bool(module._load_state_dict_pre_hooks) or not loader.__module__.startswith("torch.nn.")
+
+
+def _forgives(module: torch.nn.Module) -> bool:
+    """Whether a module may allow names to differ."""
+    return bool(module._load_state_dict_post_hooks)
 
 
 def _has_own_loader(module: torch.nn.Module) -> bool:
-    return type(module).load_state_dict is not torch.nn.Module.load_state_dict
+    loader = getattr(module.load_state_dict, "__func__", None)
+    return loader is not torch.nn.Module.load_state_dict
 
 
 def _load_what_fits(
     part: _Part, module: torch.nn.Module, state: dict[str, Any], report: RestoreReport
 ) -> None:
-    for key in [k for k in state if f"{part.segment}/{segment_of(k)}" in part.skipped]:
+    def path_of(key: str) -> str:
+        return f"{part.segment}/{segment_of(key)}"
+
+    for key in [k for k in state if path_of(k) in part.skipped]:
         del state[key]
     if _has_own_loader(module) and "strict" not in signature(module.load_state_dict).parameters:
         module.load_state_dict(state)
         return
-    left: Any = module.load_state_dict(state, strict=False)
-    if _rewritten(module) and left is not None:
-        report.missing += [f"{part.segment}/{segment_of(k)}" for k in left.missing_keys]
-        report.unexpected += [f"{part.segment}/{segment_of(k)}" for k in left.unexpected_keys]
+    shapes: dict[str, str] = {}
+    try:
+        left: Any = module.load_state_dict(state, strict=False)
+    except RuntimeError:
+        shapes = _other_shapes(part)
+        unfit = [key for key in state if path_of(key) in shapes]
+        if not unfit:
+            raise
+        for key in unfit:
+            del state[key]
+        left = module.load_state_dict(state, strict=False)
+    report.mismatched += [shapes[p] for p in sorted(shapes)]
+    for keys, paths in (
+        (getattr(left, "missing_keys", ()), report.missing),
+        (getattr(left, "unexpected_keys", ()), report.unexpected),
+    ):
+        unchecked = [p for p in map(path_of, keys) if p.startswith(part.unchecked)]
+        paths += [p for p in unchecked if p not in shapes and p not in part.skipped]
 
 
-def _compare(part: _Part, report: RestoreReport) -> set[str]:
-    """Note what differs between a module and the snapshot; return what must not be loaded."""
-    there = {p for p in part.entries if p.count("/") == 1}
+def _compare(part: _Part, rewritten: tuple[str, ...], report: RestoreReport) -> set[str]:
+    """Note what differs between a module and the snapshot; return what must not be loaded.
+
+    What is rewritten on its way in is left to the module; what it may forgive, too, but for shapes.
+    """
+    there = {p for p in part.entries if p.count("/") == 1 and not p.startswith(part.unchecked)}
     here = {f"{part.segment}/{segment_of(k)}" for k in part.current}
+    here = {path for path in here if not path.startswith(part.unchecked)}
+    shapes = {p: s for p, s in _other_shapes(part).items() if not p.startswith(rewritten)}
+    report.missing += sorted(here - there)
+    report.unexpected += sorted(there - here)
+    report.mismatched += [shapes[p] for p in sorted(shapes)]
+    return (there - here) | shapes.keys()
+
+
+def _other_shapes(part: _Part) -> dict[str, str]:
+    """Return by path which tensors of a module have another shape in the snapshot, in words."""
     shapes = {}
     for key, value in part.current.items():
         path = f"{part.segment}/{segment_of(key)}"
         entry = part.entries.get(path)
         if not isinstance(entry, TensorEntry) or not isinstance(value, torch.Tensor):
             continue
+        if torch.nn.parameter.is_lazy(value):
+            continue  # it takes any shape
         if value.is_meta:
             shapes[path] = f"{path}: on the meta device here; call to_empty(device=...) first"
         elif tuple(value.shape) != entry.shape:
             shapes[path] = f"{path}: {tuple(value.shape)} here, {entry.shape} in the snapshot"
-    report.missing += sorted(here - there)
-    report.unexpected += sorted(there - here)
-    report.mismatched += [shapes[p] for p in sorted(shapes)]
-    return (there - here) | shapes.keys()
+    return shapes
 
 
 def _mismatch(contents: Contents, report: RestoreReport) -> str:

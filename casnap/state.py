@@ -26,6 +26,9 @@ class Stateful(Protocol):
 class StateDict(UserDict[str, Any]):
     """A dict that can stand in an app state.
 
+    What it holds and a snapshot lacks stays as it is when it is restored, as in TorchSnapshot: so
+    a program may add a field and go on from an older snapshot.
+
     Example:
         >>> progress = StateDict(step=100)
         >>> progress["step"]
@@ -37,8 +40,8 @@ class StateDict(UserDict[str, Any]):
         return self.data
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the content."""
-        self.data = dict(state_dict)
+        """Take over every key of another state; other keys stay."""
+        self.data.update(state_dict)
 
 
 class RNGState:

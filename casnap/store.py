@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from casnap.codec import Codec
-from casnap.errors import NotAStoreError, SnapshotNotFoundError
+from casnap.errors import NotAStoreError, SnapshotNotFoundError, nearest
 from casnap.format import DEFAULT_CHUNK_SIZE, Row
 from casnap.location import Location, create_store, locate_snapshot, locate_store
 from casnap.names import check_name
@@ -229,10 +229,7 @@ class Store:
         def found(table: Table) -> Row:
             row = table.get(full)
             if row is None:
-                import difflib
-
-                near = difflib.get_close_matches(full, [k for k, _ in table.items()], 3, 0.5)
-                hint = f"; nearest: {', '.join(near)}" if near else ""
+                hint = nearest(full, (name for name, _ in table.items()))
                 raise SnapshotNotFoundError(
                     f"{self.objects.backend.uri} holds no snapshot {full!r}{hint}"
                 )

@@ -60,6 +60,8 @@ TENSOR_DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items() if name not in _CARRIERS}
 _QUANTIZED = {TENSOR_DTYPES[name]: name for name in _CARRIERS if name in TENSOR_DTYPES}
 
+_FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
+
 _KINDS: dict[type, str] = {torch.Tensor: "tensor", torch.nn.Parameter: "parameter"}
 _STRIDED = torch.strided
 
@@ -91,6 +93,10 @@ def describe(path: str, value: Any) -> Leaf:
     nbytes, requires_grad = value.nbytes, value.requires_grad
     if value.is_meta or (nbytes and not value.untyped_storage().nbytes()):
         raise _hollow(path, value)
+    if not nbytes and not _is_shape(tuple(value.shape)):
+        raise UnsupportedTypeError(
+            f"{path}: a contiguous tensor cannot have the shape {tuple(value.shape)}"
+        )
     content = value.detach() if requires_grad or kind == "parameter" else value
     if content.is_conj() or content.is_neg():
         content = content.resolve_conj().resolve_neg()
@@ -100,6 +106,11 @@ def describe(path: str, value: Any) -> Leaf:
         kind = "buffer"
     entry = TensorEntry(name, tuple(value.shape), Payload(nbytes), kind, requires_grad)
     return Leaf(path, entry, content)
+
+
+def elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as what torch can copy elements of: pairs of 4-bit numbers as bytes."""
+    return tensor.view(torch.uint8) if is_float4(tensor) else tensor
 
 
 def is_fillable(value: torch.Tensor) -> bool:
@@ -117,13 +128,17 @@ def is_fillable(value: torch.Tensor) -> bool:
     )
 
 
-def _hollow(path: str, value: torch.Tensor) -> UnsupportedTypeError:
+class HollowTensorError(UnsupportedTypeError):
+    """A tensor holds no values, so there is nothing to store, not even by pickle."""
+
+
+def _hollow(path: str, value: torch.Tensor) -> HollowTensorError:
     if value.is_meta:
-        return UnsupportedTypeError(
+        return HollowTensorError(
             f"{path}: a tensor on the meta device holds no values; give it some first, "
             "as with module.to_empty(device=...)"
         )
-    return UnsupportedTypeError(
+    return HollowTensorError(
         f"{path}: the storage of this tensor has been freed (resized to 0, as FSDP does); "
         "gather its values first"
     )
@@ -191,13 +206,18 @@ def _describe_other(path: str, value: object) -> Leaf:
             return _describe_shards(path, shards)
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, torch.Tensor) and torch.nn.parameter.is_lazy(value):
-        reason = "holds no values yet; run the module once first"
-    elif type(value).__name__ == "FakeTensor":
-        reason = "holds no values; take the state outside of FakeTensorMode"
-    elif isinstance(value, torch.Tensor) and value.is_nested:
+        raise HollowTensorError(f"{path}: {name} holds no values yet; run the module once first")
+    if type(value).__name__ == "FakeTensor":
+        raise HollowTensorError(
+            f"{path}: {name} holds no values; take the state outside of FakeTensorMode"
+        )
+    if isinstance(value, torch.Tensor) and value.is_nested:
         reason = "cannot be stored; store the list of value.unbind()"
     elif isinstance(value, torch.Tensor):
-        reason = "is a tensor subclass and cannot be stored; store the plain tensors that it wraps"
+        reason = (
+            "is a tensor subclass and cannot be stored; store the plain tensors that it wraps, or "
+            "pass allow_pickle=True, here and when it is read"
+        )
     else:
         reason = "is neither a tensor nor of numpy"
     raise UnsupportedTypeError(f"{path}: {name} {reason}")
@@ -329,13 +349,17 @@ def check_shape(entry: TensorEntry) -> None:
         UnsupportedTypeError: This torch does not know the dtype.
     """
     itemsize, payload = itemsize_of(entry), entry.data
-    sane = all(0 <= n < _MAX_BYTES for n in entry.shape)
-    if not sane or prod(n or 1 for n in entry.shape) * itemsize >= _MAX_BYTES:
+    if not _is_shape(entry.shape) or prod(entry.shape) * itemsize >= _MAX_BYTES:
         raise DamagedError(f"an entry has the shape {entry.shape[:64]}, which is none")
     if itemsize * prod(entry.shape) != payload.nbytes:
         raise DamagedError(
             f"an entry says {payload.nbytes} bytes for {entry.dtype} of shape {entry.shape[:64]}"
         )
+
+
+def _is_shape(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor can have a shape: its sizes and strides are numbers of 64 bits."""
+    return all(0 <= n < 1 << 63 for n in shape) and prod(n or 1 for n in shape[1:]) < 1 << 63
 
 
 def assemble(leaf: Leaf) -> object:
@@ -440,7 +464,14 @@ def is_numpy(entry: TensorEntry) -> bool:
 
 
 def carrier_dtype(entry: TensorEntry) -> torch.dtype:
-    """Return the dtype of an entry's carrier."""
+    """Return the dtype of the elements of an entry's carrier."""
     if entry.kind in _NUMPY_KINDS:
         return torch.uint8
-    return _CARRIERS.get(entry.dtype) or _torch_dtype(entry)
+    dtype = _CARRIERS.get(entry.dtype) or _torch_dtype(entry)
+    return torch.uint8 if dtype is _FLOAT4 else dtype
+
+
+def is_float4(what: TensorEntry | torch.Tensor) -> bool:
+    """Whether elements are pairs of 4-bit numbers, which torch casts to and from nothing."""
+    dtype = what.dtype if isinstance(what, torch.Tensor) else TENSOR_DTYPES.get(what.dtype)
+    return dtype is not None and dtype is _FLOAT4

@@ -22,6 +22,8 @@ from torch.torch_version import TorchVersion
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format import decode, encode
+from casnap.pickles import RefusedError
+from casnap.saved import bounded
 
 PACKED_FROM = 1001
 """A list, tuple or set of so many plain values or more is one entry."""
@@ -371,7 +373,7 @@ def _encode_object(path: str, value: object, allow_pickle: bool) -> tuple[str, b
         ) from e
     data = buffer.getvalue()
     try:
-        again = _load(data)
+        again = _load(bounded(data))
     except Exception as e:
         if allow_pickle:
             return "pickle", data
@@ -400,7 +402,13 @@ def _decode_object(path: str, kind: str, data: bytes, allow_pickle: bool) -> obj
             )
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)  # noqa: TID251
     try:
-        return _load(data)
+        return _load(data if allow_pickle else bounded(data))
+    except RefusedError as e:
+        raise UnsupportedTypeError(
+            f"{path} is not read unasked: {e}; if its class was registered with "
+            "torch.serialization.add_safe_globals, do so here too; if you trust whoever took this "
+            "snapshot, pass allow_pickle=True"
+        ) from e
     except Exception as e:  # torch.load raises many types for bytes that it dislikes
         reason = str(e).partition("\n")[0]
         raise UnsupportedTypeError(

@@ -126,13 +126,11 @@ def test_tensor_subclasses_are_refused_with_their_path():
     class Sub(torch.Tensor):
         pass
 
-    for allow_pickle in (False, True):
-        with pytest.raises(UnsupportedTypeError, match=r"m/a/w: .*Sub is a tensor subclass"):
-            list(
-                flatten(
-                    {"a": {"w": torch.ones(2).as_subclass(Sub)}}, "m", allow_pickle=allow_pickle
-                )
-            )
+    state = {"a": {"w": torch.ones(2).as_subclass(Sub)}}
+    with pytest.raises(UnsupportedTypeError, match=r"m/a/w: .*Sub is a tensor subclass"):
+        list(flatten(state, "m"))
+    with pytest.raises(UnsupportedTypeError, match=r"m/a/w: .*Sub.* cannot be stored"):
+        list(flatten(state, "m", allow_pickle=True))  # pickle finds no local class
 
 
 # --- depth ------------------------------------------------------------------------------------
@@ -350,9 +348,9 @@ def test_state_dicts():
     assert isinstance(state, Stateful)
     assert state.state_dict() == {"step": 1}
     state.load_state_dict({"epoch": 2})
-    assert dict(state) == {"epoch": 2}
+    assert dict(state) == {"step": 1, "epoch": 2}
     state.load_state_dict(state.state_dict())
-    assert dict(state) == {"epoch": 2}
+    assert dict(state) == {"step": 1, "epoch": 2}
     assert isinstance(torch.nn.Linear(1, 1), Stateful)
     assert not isinstance({}, Stateful)
 

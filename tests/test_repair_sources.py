@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,6 +114,28 @@ def test_a_table_that_is_lost(store: Path, tmp_path: Path, cache_dir: Path) -> N
     assert broken(store) == set()
 
 
+def long_storage(folder: Path) -> bytes:
+    """Return a file of before torch 1.6 whose storage claims to be far longer than the file."""
+    torch.save({"x": torch.ones(300)}, folder / "notes", _use_new_zipfile_serialization=False)
+    numel, claimed = struct.pack("<H", 300), struct.pack("<i", 1 << 30)
+    return (folder / "notes").read_bytes().replace(b"M" + numel, b"J" + claimed)
+
+
+def test_a_source_with_objects_of_a_class_that_nobody_has(store: Path, tmp_path: Path) -> None:
+    """Nothing of a file is run, so whatever else it holds does not matter."""
+
+    class Arguments:
+        def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+            return Path.touch, (Path(tmp_path / "owned"),)  # type: ignore[return-value]
+
+    damage_chunk(store, FROZEN)
+    file = tmp_path / "model.pt"
+    torch.save({"args": Arguments(), "model": {"frozen": FROZEN}}, file)
+    assert repair(store, file).ok
+    assert broken(store) == set()
+    assert not (tmp_path / "owned").exists()
+
+
 def test_sources_that_cannot_be_used(store: Path, tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
@@ -131,10 +154,25 @@ def test_sources_that_cannot_be_used(store: Path, tmp_path: Path) -> None:
     safetensors(folder / "unknown.safetensors", {"x": FROZEN}, dtype="F4")
     (folder / "notes.txt").write_text("not looked at")
     torch.save(torch.ones(3).to_sparse(), folder / "sparse.pt")
+    with zipfile.ZipFile(folder / "deflated.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\2N.")
+        archive.writestr("archive/data/0", bytes(1 << 20))
+    (folder / "huge.pth").write_bytes(long_storage(folder))
     report = repair(store, folder, tmp_path / "nowhere", "memory://no-store-here")
     assert not (tmp_path / "owned").exists()
     assert {bytes.fromhex(d.digest) for d in report.remaining} == {digest}
-    unusable = ("evil.pt", "evil.npy", "empty", "cut", "lies", "beyond", "nowhere", "memory://")
+    unusable = (
+        "evil.pt",
+        "deflated",
+        "huge",
+        "evil.npy",
+        "empty",
+        "cut",
+        "lies",
+        "beyond",
+        "nowhere",
+        "memory://",
+    )
     assert len(report.skipped) == len(unusable)
     for name in unusable:
         assert any(name in why for why in report.skipped), name

@@ -149,6 +149,17 @@ def test_a_module_on_the_meta_device_holds_nothing_to_restore_into(store):
     assert_same(dict(hollow.state_dict()), dict(snapshot.get_state_dict_for_key("m")))
 
 
+def test_a_state_dict_keeps_a_field_that_the_snapshot_lacks(store):
+    """So a newer program can go on; what is nested is replaced as a whole, as in TorchSnapshot."""
+    old = StateDict(step=7, nested={"a": 1}, t=torch.ones(30_000))
+    snapshot = store.take({"s": old}, "step")
+    new = StateDict(step=0, nested={"a": 0, "b": 2}, t=torch.zeros(30_000), best=0.5)
+    held = new.data
+    assert not snapshot.restore({"s": new})
+    assert_same(dict(new), {**old.data, "best": 0.5})
+    assert new.data is held
+
+
 # --- modules that change the state on its way -------------------------------------------------
 
 
@@ -287,3 +298,90 @@ def test_a_module_with_lazy_parameters(store):
     lazy = nn.LazyLinear(3)
     snapshot.restore({"m": lazy})
     assert raw(lazy.weight) == raw(built.weight)
+
+
+# --- a hook on one child ----------------------------------------------------------------------
+
+
+def with_one_hook(width=100, outputs=300):
+    from torch.nn.utils.parametrizations import weight_norm
+
+    return nn.Sequential(Net(w=(300, width)), weight_norm(nn.Linear(100, outputs)), Net(b=(2,)))
+
+
+def with_patched_loader(**kwargs):
+    module = with_one_hook(**kwargs)
+    child = module[1]
+    child._load_state_dict_pre_hooks.clear()
+    original = child._load_from_state_dict
+
+    def patched(*args):
+        original(*args)
+
+    child._load_from_state_dict = patched
+    return module
+
+
+@pytest.mark.parametrize("make", [with_one_hook, with_patched_loader])
+def test_a_hook_on_one_child_leaves_the_others_checked(store, make):
+    snapshot = store.take({"m": make(), "other": StateDict(t=torch.ones(50_000))}, "step")
+    live = {"m": make(width=101), "other": StateDict(t=torch.zeros(50_000))}
+    live["m"].append(Net(added=(2,)))
+    before = bits(live)
+    with pytest.raises(MismatchError) as e:
+        snapshot.restore(live)
+    assert "m/0.w: (300, 101) here, (300, 100) in the snapshot" in str(e.value)
+    assert "m/3.added" in str(e.value)
+    assert "m/1." not in str(e.value)
+    assert bits(live) == before
+    report = snapshot.restore(live, strict=False)
+    assert report.missing == ["m/3.added"]
+    assert [p.partition(":")[0] for p in report.mismatched] == ["m/0.w"]
+    after = bits(live)
+    assert after["m"]["0.w"] == before["m"]["0.w"]
+    taken = snapshot.get_state_dict_for_key("m")
+    assert all(after["m"][n] == raw(t) for n, t in taken.items() if n != "0.w")
+
+
+def test_not_strict_passes_over_shapes_that_only_the_hooked_child_can_tell(store):
+    old, new = with_one_hook(), with_one_hook(outputs=301)
+    snapshot = store.take({"m": old}, "step")
+    before = bits({"m": new})["m"]
+    report = snapshot.restore({"m": new}, strict=False)
+    weight = "1.parametrizations.weight.original"
+    assert [p.partition(":")[0] for p in report.mismatched] == [
+        f"m/{n}" for n in ("1.bias", f"{weight}0", f"{weight}1")
+    ]
+    after = bits({"m": new})["m"]
+    taken = {n: raw(t) for n, t in old.state_dict().items()}
+    assert after == {n: (before if n.startswith("1.") else taken)[n] for n in taken}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        snapshot.restore({"m": new})
+
+
+def test_a_post_hook_that_forgives_what_is_missing(store):
+    """As adapters do that are not in the snapshot of the base model."""
+
+    def forgive(module, incompatible):
+        incompatible.missing_keys.clear()
+
+    old, new = nn.Sequential(Net(w=(3, 3))), nn.Sequential(Net(w=(3, 3)))
+    new.append(Net(added=(2,)))
+    new.register_load_state_dict_post_hook(forgive)
+    snapshot = store.take({"m": old}, "step")
+    snapshot.restore({"m": new})
+    assert raw(new[0].w) == raw(old[0].w)
+    new[0] = Net(w=(3, 4))
+    before = bits({"m": new})
+    with pytest.raises(MismatchError, match=r"m/0\.w"):
+        snapshot.restore({"m": new})
+    assert bits({"m": new}) == before
+
+
+def test_a_module_whose_load_state_dict_was_patched(store):
+    old, new = Net(weight=(300, 100)), Net(w=(300, 100))
+    original = new.load_state_dict
+    new.load_state_dict = lambda state: original({"w": state["weight"]})
+    snapshot = store.take({"m": old}, "step")
+    snapshot.restore({"m": new})
+    assert raw(new.w) == raw(old.weight)

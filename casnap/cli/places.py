@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from casnap.cli.output import Failure, quoted
-from casnap.errors import CasnapError, DamagedError, SnapshotNotFoundError
+from casnap.errors import CasnapError, DamagedError, SnapshotNotFoundError, nearest
 from casnap.snapshot import Snapshot
 from casnap.store import Store
 
@@ -52,11 +52,8 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
     named = [snapshot for snapshot in every if snapshot.name == outer]
     if named or not every:
         return named
-    import difflib
-
     folders = {name.rpartition("/")[0] for name in (s.name for s in every)} - {""}
-    near = difflib.get_close_matches(outer, [*folders, *(s.name for s in every)], 3, 0.5)
-    hint = f"; nearest: {', '.join(near)}" if near else ""
+    hint = nearest(outer, [*folders, *(s.name for s in every)])
     raise Failure(f"{whole.uri} holds no snapshot below {quoted(outer)}{hint}")
 
 

@@ -1,0 +1,293 @@
+"""Pickles, followed without running any of them.
+
+A pickle is a program. This machine follows the opcodes that ``torch.save`` writes and
+``torch.load(weights_only=True)`` knows, but calls nothing: of each call it keeps the name and the
+arguments.
+"""
+
+from __future__ import annotations
+
+import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+MAX_DEPTH = 1000
+"""Tuples nested deeper can overflow the stack when they are hashed."""
+
+
+class RefusedError(ValueError):
+    """Not what ``torch.save`` writes, or more than may be read unasked."""
+
+
+class Term:
+    """A value other than a plain one.
+
+    Attributes:
+        kind: ``tuple``, ``list``, ``dict``, ``global``, ``call`` or ``storage``.
+        name: Of a global; of a call, that of what is called.
+        parts: The elements; keys and values in turn; the arguments.
+        size: About the bytes that a copy takes; of a call, of what it gives.
+        weight: Of a tuple, how much is hashed with it.
+        depth: Of a tuple, how many are nested.
+    """
+
+    __slots__ = ("depth", "kind", "name", "parts", "size", "weight")
+
+    def __init__(self, kind: str, name: str = "", parts: list[Any] | None = None) -> None:
+        self.kind = kind
+        self.name = name
+        self.parts: list[Any] = [] if parts is None else parts
+        self.size = 0
+        self.weight = 1
+        self.depth = 0
+
+
+EMPTY = Term("tuple")
+
+
+def kind_of(value: object) -> str:
+    """Return the kind of a term, or the name of a plain value's type."""
+    return value.kind if isinstance(value, Term) else type(value).__name__
+
+
+def size_of(value: object) -> int:
+    """Return about how many bytes a copy of a value takes."""
+    if isinstance(value, Term):
+        return value.size
+    return len(value) if isinstance(value, str | bytes) else 8
+
+
+def _weight_of(value: object) -> int:
+    return value.weight if isinstance(value, Term) else 1
+
+
+Judge: TypeAlias = "Callable[[Machine, str, Term], None]"
+
+
+class Machine:
+    """Follows a pickle.
+
+    Args:
+        data: Where it stands.
+        at: Where it begins.
+        budget: How many bytes its values may take.
+        judge: Told what is done before it counts: ``call``, ``new`` or ``build`` with the call, or
+            ``storage``; may refuse it, and may spend.
+
+    Attributes:
+        at: Where the next opcode stands; after :meth:`run`, where the pickle ends.
+        calls: All calls, in order.
+    """
+
+    def __init__(
+        self,
+        data: bytes | memoryview,
+        at: int = 0,
+        budget: float = float("inf"),
+        judge: Judge | None = None,
+    ) -> None:
+        self.at = at
+        self.calls: list[Term] = []
+        self._data = data
+        self._left = budget
+        self._judge = judge
+        self._stack: list[Any] = []
+        self._marks: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        """Return the value of the pickle.
+
+        Raises:
+            RefusedError: It has an opcode that torch.save does not write, takes more than its
+                budget, or the judge refused something.
+        """
+        try:
+            while (opcode := self._read(1)) != b".":
+                step = _STEPS.get(opcode)
+                if step is None:
+                    raise RefusedError(f"the opcode {opcode!r} is none that torch.save writes")
+                step(self)
+            return self._stack.pop()
+        except (IndexError, KeyError, struct.error, UnicodeDecodeError) as e:
+            raise RefusedError(f"its pickle is damaged: {e!r}") from e
+
+    def spend(self, nbytes: float) -> None:
+        """Count memory that loading takes.
+
+        Raises:
+            RefusedError: It is more than there may be.
+        """
+        self._left -= nbytes
+        if self._left < 0:
+            raise RefusedError("to load it would take much more memory than it has bytes")
+
+    def _read(self, n: int) -> bytes:
+        data = bytes(self._data[self.at : self.at + n])
+        if len(data) < n:
+            raise RefusedError("its pickle is cut off")
+        self.at += n
+        return data
+
+    def _number(self, layout: str) -> Any:
+        return struct.unpack(layout, self._read(struct.calcsize(layout)))[0]
+
+    def _line(self) -> str:
+        line = bytes(self._data[self.at : self.at + 1000]).partition(b"\n")[0]
+        self.at += len(line) + 1
+        return line.decode()
+
+    def _push(self, value: object, nbytes: int) -> None:
+        self.spend(nbytes)
+        self._stack.append(value)
+
+    def _pop_mark(self) -> list[Any]:
+        items = self._stack
+        self._stack = self._marks.pop()
+        return items
+
+    # --- what the opcodes do ---
+
+    def _do_protocol(self) -> None:
+        if self._read(1) != b"\2":
+            raise RefusedError("its pickle is of another protocol than torch.save's")
+
+    def _do_mark(self) -> None:
+        self.spend(80)
+        self._marks.append(self._stack)
+        self._stack = []
+
+    def _do_constant(self, value: object) -> None:
+        self._push(value, 8)
+
+    def _do_number(self, layout: str) -> None:
+        self._push(self._number(layout), 40)
+
+    def _do_long(self) -> None:
+        self._push(int.from_bytes(self._read(self._number("B")), "little", signed=True), 300)
+
+    def _do_text(self) -> None:
+        data = self._read(self._number("<I"))
+        self._push(data.decode("utf-8", "surrogatepass"), 60 + 4 * len(data))
+
+    def _do_short_bytes(self) -> None:
+        self._push(self._read(self._number("B")), 300)
+
+    def _do_put(self, layout: str) -> None:
+        self.spend(100)
+        self._memo[self._number(layout)] = self._stack[-1]
+
+    def _do_get(self, layout: str) -> None:
+        self._push(self._memo[self._number(layout)], 8)
+
+    def _do_container(self, kind: str) -> None:
+        self._push(Term(kind), 160)
+
+    def _do_tuple_of(self, count: int | None) -> None:
+        if count is None:
+            parts = self._pop_mark()
+        else:
+            parts = [self._stack.pop() for _ in range(count)][::-1]
+        term = Term("tuple", parts=parts)
+        term.weight = 1 + sum(map(_weight_of, parts))
+        term.depth = 1 + max((p.depth for p in parts if isinstance(p, Term)), default=0)
+        if term.depth > MAX_DEPTH:
+            raise RefusedError("its tuples are nested too deeply")
+        term.size = 56 + 8 * term.weight
+        self._push(term, term.size + 100)
+
+    def _do_append(self) -> None:
+        self._add([self._stack.pop()], ("list",), 1)
+
+    def _do_appends(self) -> None:
+        self._add(self._pop_mark(), ("list",), 1)
+
+    def _do_set_item(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._add([key, value], ("dict", "call"), 2)
+
+    def _do_set_items(self) -> None:
+        self._add(self._pop_mark(), ("dict", "call"), 2)
+
+    def _add(self, items: list[Any], kinds: tuple[str, ...], width: int) -> None:
+        target = self._stack[-1]
+        if kind_of(target) not in kinds or len(items) % width:
+            raise RefusedError(f"its pickle adds to a {kind_of(target)}")
+        # Keys are hashed, and so are elements of a list that a set is made of.
+        nbytes = sum(100 + _weight_of(key) for key in items[::width])
+        self.spend(8 * len(items) if width == 1 else nbytes)
+        target.parts += items
+        target.size += nbytes
+
+    def _do_find_global(self) -> None:
+        module, name = self._line(), self._line()
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        self._push(Term("global", f"{module}.{name}"), 8)
+
+    def _do_storage(self) -> None:
+        ident = self._stack.pop()
+        if kind_of(ident) != "tuple":
+            raise RefusedError("a storage has no name")
+        made = Term("storage", parts=ident.parts)
+        self._ask("storage", made)
+        self._push(made, 300)
+
+    def _do_call(self, verb: str) -> None:
+        args, callee = self._stack.pop(), self._stack.pop()
+        if kind_of(args) != "tuple" or kind_of(callee) not in ("global", "call"):
+            raise RefusedError("its pickle calls what is no function")
+        name = callee.name if callee.kind == "global" else f"the result of {callee.name}"
+        made = Term("call", name, list(args.parts))
+        self.calls.append(made)
+        self._ask(verb, made)
+        self._push(made, 320)
+
+    def _do_build(self) -> None:
+        self._stack.pop()
+        target = self._stack[-1]
+        if kind_of(target) != "call":
+            raise RefusedError(f"its pickle gives a state to a {kind_of(target)}")
+        self._ask("build", target)
+        self.spend(100)
+
+    def _ask(self, verb: str, term: Term) -> None:
+        if self._judge is not None:
+            self._judge(self, verb, term)
+
+
+_STEPS: dict[bytes, Callable[[Machine], None]] = {
+    b"\x80": Machine._do_protocol,
+    b"(": Machine._do_mark,
+    b"N": partial(Machine._do_constant, value=None),
+    b"\x88": partial(Machine._do_constant, value=True),
+    b"\x89": partial(Machine._do_constant, value=False),
+    b"K": partial(Machine._do_number, layout="<B"),
+    b"M": partial(Machine._do_number, layout="<H"),
+    b"J": partial(Machine._do_number, layout="<i"),
+    b"G": partial(Machine._do_number, layout=">d"),
+    b"\x8a": Machine._do_long,
+    b"X": Machine._do_text,
+    b"U": Machine._do_short_bytes,
+    b"q": partial(Machine._do_put, layout="<B"),
+    b"r": partial(Machine._do_put, layout="<I"),
+    b"h": partial(Machine._do_get, layout="<B"),
+    b"j": partial(Machine._do_get, layout="<I"),
+    b"]": partial(Machine._do_container, kind="list"),
+    b"}": partial(Machine._do_container, kind="dict"),
+    b")": partial(Machine._do_constant, value=EMPTY),
+    b"\x85": partial(Machine._do_tuple_of, count=1),
+    b"\x86": partial(Machine._do_tuple_of, count=2),
+    b"\x87": partial(Machine._do_tuple_of, count=3),
+    b"t": partial(Machine._do_tuple_of, count=None),
+    b"a": Machine._do_append,
+    b"e": Machine._do_appends,
+    b"s": Machine._do_set_item,
+    b"u": Machine._do_set_items,
+    b"c": Machine._do_find_global,
+    b"Q": Machine._do_storage,
+    b"R": partial(Machine._do_call, verb="call"),
+    b"\x81": partial(Machine._do_call, verb="new"),
+    b"b": Machine._do_build,
+}

@@ -1,0 +1,355 @@
+"""What ``torch.save`` wrote: where its tensors lie, and whether it takes bounded memory to load.
+
+``torch.load(weights_only=True)`` calls only what torch takes for harmless. But a compressed member,
+a call of ``bytearray(n)`` or a tensor larger than its storage can take any amount of memory.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from casnap.buffers import address_of
+from casnap.pickles import Machine, RefusedError, Term, kind_of, size_of
+from casnap.tensors import TENSOR_DTYPES
+
+
+class Members:
+    """The members of an archive, each where it lies in the file.
+
+    Args:
+        file: The whole file.
+
+    Raises:
+        RefusedError: It is no archive as torch.save writes it: not compressed, and no longer than
+            the file.
+    """
+
+    def __init__(self, file: bytes | memoryview, stream: BinaryIO | None = None) -> None:
+        if bytes(file[:4]) != b"PK\3\4":
+            raise RefusedError("it is no zip archive as torch.save writes it")
+        with zipfile.ZipFile(stream or io.BytesIO(file)) as archive:
+            infos = archive.infolist()
+        total = 0
+        self.by_name: dict[str, memoryview] = {}
+        for info in infos:
+            total += info.file_size
+            plain = (
+                info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
+            )
+            if not plain or total > len(file):
+                raise RefusedError("its members are compressed, or longer than the file")
+            name = info.filename.partition("/")[2]
+            if name in self.by_name:
+                raise RefusedError("a member is there twice")
+            self.by_name[name] = self._content(memoryview(file), info)
+
+    @staticmethod
+    def _content(file: memoryview, info: zipfile.ZipInfo) -> memoryview:
+        head = bytes(file[info.header_offset : info.header_offset + 30])
+        if len(head) < 30:
+            raise RefusedError("a member begins behind the end of the file")
+        start = info.header_offset + 30 + sum(struct.unpack_from("<HH", head, 26))
+        content = file[start : start + info.file_size]
+        if len(content) < info.file_size:
+            raise RefusedError("a member ends behind the end of the file")
+        return content
+
+
+# --- loading with bounded memory ----------------------------------------------------------------
+
+_SPARE = 64 << 20
+_RATIO = 64
+_NAMES = {"data.pkl", "version", "byteorder", ".format_version", ".storage_alignment"}
+
+
+def bounded(data: bytes) -> bytes:
+    """Return an archive of the same content, which takes bounded memory to load.
+
+    It is written anew, so that torch finds in it what was looked at here.
+
+    Args:
+        data: What ``torch.save`` wrote, or pretends to have written.
+
+    Raises:
+        RefusedError: It is more than torch.save writes of values that ``weights_only`` knows and of
+            classes that the user has registered, or would take more than 64 bytes of memory for
+            each of its own, and 64 MiB.
+    """
+    members = Members(data)
+    machine = Machine(
+        members.by_name.get("data.pkl", b""),
+        0,
+        _SPARE + _RATIO * len(data),
+        _Judge(members.by_name),
+    )
+    machine.run()
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as archive:
+        for name, content in members.by_name.items():
+            if name in _NAMES or name.startswith("data/"):
+                archive.writestr(f"archive/{name}", content)
+    return out.getvalue()
+
+
+class _Judge:
+    """Refuses what takes memory beyond that of its arguments.
+
+    Args:
+        members: Those of the archive.
+    """
+
+    def __init__(self, members: Mapping[str, memoryview]) -> None:
+        self._members = members
+        self._registered = {
+            f[1] if isinstance(f, tuple) else f"{f.__module__}.{f.__qualname__}"
+            for f in torch.serialization.get_safe_globals()
+        }
+
+    def __call__(self, machine: Machine, verb: str, term: Term) -> None:
+        """Refuse a step of a pickle, or spend what it takes."""
+        if verb == "storage":
+            key, numel = term.parts[2:5:2] if len(term.parts) == 5 else (None, None)
+            member = self._members.get(f"data/{key}") if type(key) is str else None
+            nbytes = numel * dtype_of(term).itemsize if type(numel) is int else -1
+            if member is None or nbytes != len(member):
+                raise RefusedError("a storage has another length than its member")
+        elif verb == "call":
+            self._call(machine, term, term.name, term.parts)
+        elif term.name not in self._registered and (verb, term.name) != ("build", _ORDERED):
+            raise RefusedError(f"its pickle makes or changes a {term.name}")
+
+    def _call(self, machine: Machine, term: Term, name: str, args: list[Any]) -> None:
+        kinds = tuple(map(kind_of, args))
+        if name == _TYPED and kinds[::2] == ("global", "tuple") and len(args) == 4:
+            self._call(machine, term, args[0].name, args[2].parts)
+        elif name in TENSORS:
+            place = Place.of(name, args)
+            if place.stop > len(self._members[f"data/{place.storage.parts[2]}"]):
+                raise RefusedError("a tensor is larger than its storage")
+            term.size = place.nbytes
+            if name == _QUANTIZED:
+                machine.spend(2 * place.nbytes + _sizes(args[4:5]))
+        elif name == _SPARSE:
+            machine.spend(4 * _sizes(args[1:]))
+        elif name in _COPIES:
+            if kinds not in _COPIES[name] or not _is_usual(name, args):
+                raise RefusedError(f"its pickle calls {name} in a way that torch.save does not")
+            term.size = sum(map(size_of, args))
+            machine.spend(term.size)
+        elif name not in _VIEWS and name not in self._registered:
+            raise RefusedError(f"its pickle calls {name}, which is neither torch's nor registered")
+
+
+def _is_usual(name: str, args: list[Any]) -> bool:
+    if name == "_codecs.encode" or (len(args) == 2 and name == "builtins.bytearray"):
+        return args[1] in ("latin1", "latin-1")
+    return name != "builtins.bytearray" or not args or args[0].name == "_codecs.encode"
+
+
+def _sizes(values: list[Any]) -> int:
+    """Return the bytes of values, and of those in tuples."""
+    parts = [p for v in values for p in (v.parts if kind_of(v) == "tuple" else [v])]
+    return sum(map(size_of, parts))
+
+
+_UTILS = "torch._utils._rebuild_"
+_ORDERED = "collections.OrderedDict"
+_TYPED = "torch._tensor._rebuild_from_type_v2"
+_QUANTIZED = f"{_UTILS}qtensor"
+_SPARSE = f"{_UTILS}sparse_tensor"
+
+# Name → the arguments with which torch.save has it called.
+_COPIES: dict[str, tuple[tuple[str, ...], ...]] = {
+    _ORDERED: ((),),
+    "collections.Counter": ((), ("dict",)),
+    "builtins.set": (("list",),),
+    "builtins.complex": (("float", "float"),),
+    "builtins.bytearray": ((), ("call",), ("str", "str")),
+    "_codecs.encode": (("str", "str"),),
+    "torch.Size": (("tuple",),),
+    "torch.device": (("str",), ("str", "int")),
+    "torch.serialization._get_layout": (("str",),),
+}
+_VIEWS = {
+    f"{_UTILS}parameter",
+    f"{_UTILS}parameter_with_state",
+    f"{_UTILS}meta_tensor_no_storage",
+    f"{_UTILS}wrapper_subclass",
+}
+
+
+# --- tensors ------------------------------------------------------------------------------------
+
+TENSORS = {f"{_UTILS}tensor", f"{_UTILS}tensor_v2", f"{_UTILS}tensor_v3", _QUANTIZED}
+"""What makes a tensor of a storage: offset, sizes and strides follow."""
+
+# Quantized ones as the integers that they hold.
+_STORAGES = {
+    "torch.storage.UntypedStorage": torch.uint8,
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.ComplexDoubleStorage": torch.complex128,
+    "torch.ComplexFloatStorage": torch.complex64,
+    "torch.QUInt8Storage": torch.uint8,
+    "torch.QInt8Storage": torch.int8,
+    "torch.QInt32Storage": torch.int32,
+    "torch.QUInt4x2Storage": torch.uint8,
+    "torch.QUInt2x4Storage": torch.uint8,
+}
+
+
+def dtype_of(storage: Term) -> torch.dtype:
+    """Return the dtype of a storage's elements.
+
+    Raises:
+        RefusedError: It has none.
+    """
+    kind = storage.parts[1] if len(storage.parts) > 1 else None
+    dtype = _STORAGES.get(kind.name) if isinstance(kind, Term) else None
+    if dtype is None:
+        raise RefusedError("a storage is of no known type")
+    return dtype
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a storage.
+
+    Attributes:
+        storage: The storage.
+        dtype: Of its elements.
+        offset: In elements.
+        shape: Its sizes.
+        strides: In elements.
+        metadata: Names and whether they are set, in turn.
+    """
+
+    storage: Term
+    dtype: torch.dtype
+    offset: int
+    shape: list[int]
+    strides: list[int]
+    metadata: list[Any]
+
+    @classmethod
+    def of(cls, name: str, args: list[Any]) -> Place:
+        """Return the place of what a call makes.
+
+        Raises:
+            RefusedError: Its arguments are not those of a tensor.
+        """
+        if tuple(map(kind_of, args[:4])) != ("storage", "int", "tuple", "tuple"):
+            raise RefusedError("a tensor has no storage, sizes and strides")
+        storage, offset, shape, strides = args[0], args[1], args[2].parts, args[3].parts
+        if len(shape) > _MOST_AXES or len(shape) != len(strides):
+            raise RefusedError("a tensor has not as many strides as sizes, or too many")
+        if not all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, *shape, *strides)):
+            raise RefusedError("a tensor has sizes or strides that are none")
+        dtype, more = dtype_of(storage), args[6:]
+        if name.endswith("_v3"):
+            named = more.pop(0) if more and kind_of(more[0]) == "global" else Term("global")
+            found = TENSOR_DTYPES.get(named.name.removeprefix("torch."))
+            if found is None:
+                raise RefusedError("a tensor is of no known type")
+            dtype = found
+        metadata = more[0].parts if more and kind_of(more[0]) == "dict" else []
+        return cls(storage, dtype, offset, shape, strides, metadata)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements, were each there once."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def stop(self) -> int:
+        """The byte behind its last element."""
+        steps = zip(self.shape, self.strides, strict=True)
+        last = self.offset + sum((n - 1) * stride for n, stride in steps)
+        return (last + 1) * self.dtype.itemsize if self.nbytes else 0
+
+
+_MOST_AXES = 64
+_MAGIC = 0x1950A86A20F9469CFC6C  # of files of before torch 1.6
+
+
+def tensors_in(file: memoryview, stream: BinaryIO) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a file that ``torch.save`` wrote, in its memory where they can be.
+
+    Nothing is loaded: what else there may be, of whatever class, is passed over.
+
+    Args:
+        file: The whole file.
+        stream: The same file, opened.
+
+    Raises:
+        RefusedError: It is damaged, or none of ``torch.save``'s.
+    """
+    if bytes(file[:4]) == b"PK\3\4":
+        members = Members(file, stream).by_name
+        if bytes(members.get("byteorder", b"little")) != b"little":
+            raise RefusedError("it is of a big-endian machine")
+        machine = Machine(members.get("data.pkl", b""))
+        machine.run()
+        storages = {n.removeprefix("data/"): m for n, m in members.items()}
+    else:
+        machine, storages = _before_1_6(file)
+    calls = [call for call in machine.calls if call.name in TENSORS]
+    if not calls:
+        raise RefusedError("it holds no tensors")
+    for call in calls:
+        place = Place.of(call.name, call.parts)
+        raw = storages.get(place.storage.parts[2], memoryview(b""))
+        if len(raw) < place.stop:
+            raise RefusedError("a tensor is larger than its storage")
+        if 0 < place.nbytes <= len(file):
+            yield _tensor(place, raw)
+
+
+def _before_1_6(file: memoryview) -> tuple[Machine, dict[str, memoryview]]:
+    """Return the pickle of a file of before torch 1.6, and its storages, which follow it."""
+    at, values = 0, []
+    machine = Machine(file)
+    for _ in range(5):
+        machine, last = Machine(file, at), machine
+        values.append(machine.run())
+        at = machine.at
+        if values[0] != _MAGIC:
+            raise RefusedError("it is no file of torch.save's")
+    types = {
+        arg.parts[2]: dtype_of(arg)
+        for call in last.calls
+        for arg in call.parts
+        if kind_of(arg) == "storage"
+    }
+    storages = {}
+    for key in values[4].parts:
+        count = int.from_bytes(file[at : at + 8], "little")
+        start, at = at + 8, at + 8 + count * types[key].itemsize
+        storages[key] = file[start:at]
+    return last, storages
+
+
+def _tensor(place: Place, raw: memoryview) -> torch.Tensor:
+    raw = raw[: len(raw) // place.dtype.itemsize * place.dtype.itemsize]
+    if address_of(raw) % place.dtype.itemsize:
+        raw = memoryview(bytearray(raw))
+    flat = torch.frombuffer(raw, dtype=torch.uint8).view(place.dtype)
+    tensor = flat.as_strided(place.shape, place.strides, place.offset)
+    is_set = dict(zip(place.metadata[::2], place.metadata[1::2], strict=False))
+    if is_set.get("conj"):
+        tensor = tensor.conj()
+    return (-tensor if is_set.get("neg") else tensor).resolve_conj()
