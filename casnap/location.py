@@ -143,9 +143,11 @@ def find_store(folder: Path) -> Path | None:
         if device is not None and here != device:
             return None
         device = here
+        # In this order: whoever makes a store puts the record of it before there is a root.
+        has_roots = _exists(place / "roots/0")
         if (place / CONFIG_KEY).is_file():
             return place
-        if _exists(place / "roots/0"):
+        if has_roots:
             raise headless(str(place))
     return None
 
@@ -193,9 +195,8 @@ def create_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE, aske
             raise NotAStoreError(f"{backend.folder} is a file; a store is a folder")
         _check_place(backend.folder, asked=asked)
         backend.make()
-    names = backend.names("")
-    if CONFIG_KEY not in names:
-        foreign = {"roots", "packs", "index"} & set(names)
+    foreign = {"roots", "packs", "index"} & set(backend.names(""))
+    if CONFIG_KEY not in backend.names(""):
         if foreign:
             raise StoreError(
                 f"{backend.uri} holds {', '.join(sorted(foreign))}, but no {CONFIG_KEY}: part of "
