@@ -16,7 +16,6 @@ from casnap.errors import (
     CasnapError,
     DamagedError,
     NotAStoreError,
-    StorageFullError,
     StoreError,
 )
 from casnap.format import (
@@ -216,25 +215,34 @@ def _put(backend: Backend, root: Root, content: bytes) -> bool:
     if root.seq % 1000 == 0:
         # It lies in another folder than the one before, which must not be lost if this is not.
         backend.sync(root_key(root.seq - 1))
+    is_ours = _now_stands(backend, root, key, content)
+    if is_ours:
+        _make_durable(backend, key)
+    return is_ours
+
+
+def _now_stands(backend: Backend, root: Root, key: str, content: bytes) -> bool:
     try:
         if backend.put_if_absent(key, content):
-            backend.sync()
             return True
     except Exception as e:  # noqa: BLE001 - whatever it was, what stands there decides
         try:
-            ours = read_root(backend, root.seq).commit == root.commit
+            return read_root(backend, root.seq).commit == root.commit
         except FileNotFoundError:
             raise e from None
-        # It stands there, but whether it will after a crash is not known before this succeeds.
-        try:
-            backend.sync()
-        except StorageFullError as full:
-            # Not "full", which says that there is no root.
-            raise BackendError(
-                f"{backend.uri}/{key} was put, but may be lost if the machine crashes: {full}"
-            ) from full
-        return ours
     there = _read_if_there(backend, root.seq)
     if there is None:
         raise DamagedError(f"{backend.uri}/{key} is taken, but cannot be read")
     return there.commit == root.commit
+
+
+def _make_durable(backend: Backend, key: str) -> None:
+    """Make a root durable that stands, at the first go: a second one would prove nothing."""
+    try:
+        backend.sync()
+    except (CasnapError, OSError) as e:
+        # Not "full", which says that there is no root.
+        raise BackendError(
+            f"{backend.uri}/{key} was put, but may be lost if the machine crashes: {e}. What is "
+            "committed after it, such as the next take, makes it last"
+        ) from e
