@@ -125,11 +125,16 @@ def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
     """Keep a copy of a root that stands, and none of those before it; if that fails, go without."""
     try:
         backend.mark(f"{COPIES}/{seq}", content)
-        for older in _numbers(backend, COPIES):
-            if older < seq:
-                backend.mark(f"{COPIES}/{older}", None)
+        kept = [number for number in _numbers(backend, COPIES) if number < seq]
     except (CasnapError, OSError) as e:
         _log.debug("%s: root %d has no copy: %s", backend.uri, seq, e)
+        return
+    for older in kept:
+        try:
+            backend.mark(f"{COPIES}/{older}", None)
+        except (CasnapError, OSError) as e:
+            # Another user's, in a sticky folder.
+            _log.debug("%s: the copy of root %d stays: %s", backend.uri, older, e)
 
 
 def _numbers(backend: Backend, folder: str) -> list[int]:

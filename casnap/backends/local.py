@@ -241,18 +241,29 @@ def _lock(fd: int) -> bool:
     return True
 
 
+def _may_unlink(path: Path) -> bool:
+    """Unlink a file, unless it is another user's in a sticky folder; return whether it is gone."""
+    try:
+        path.unlink(missing_ok=True)
+    except PermissionError:
+        return False
+    return True
+
+
 def _unlink_abandoned(path: Path, min_age: float) -> int:
     """Unlink a temporary file, unless it is young or its writer lives; return what that freed."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
+        # Another user's, who alone can lock it.
         return 0
     try:
         found = os.fstat(fd)
         # A time in the future says nothing; the lock does.
         if 0 <= time.time() - found.st_mtime < min_age or not _lock(fd):
             return 0
-        path.unlink(missing_ok=True)
+        if not _may_unlink(path):
+            return 0
         # A second name means that it was linked into place: nothing is freed.
         return found.st_size if found.st_nlink == 1 else 0
     finally:
