@@ -9,6 +9,7 @@ import re
 import stat
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from casnap.backends.base import Backend, translated
@@ -28,7 +29,7 @@ class LocalBackend(Backend):
 
     Large aligned writes and cold reads go around the page cache where the file system lets them:
     that is faster, and leaves the cache to the training data. Modes and group follow the folder,
-    so that a shared store stays shared.
+    so that a shared store stays shared; where nobody else may write to it, less the umask.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -126,18 +127,18 @@ class LocalBackend(Backend):
         self._make_folder(folder.parent, durable=durable)
         like = self.folder.stat()
         try:
-            folder.mkdir()
+            folder.mkdir(stat.S_IMODE(like.st_mode))
         except FileExistsError:
             return
-        folder.chmod(stat.S_IMODE(like.st_mode))
+        if _is_shared(like):
+            folder.chmod(stat.S_IMODE(like.st_mode))
         _follow_group(folder, like.st_gid)
         if durable:
             self._new.add(folder)
 
     def _write_file(self, path: Path, content: memoryview | bytes) -> int:
         """Write a file and return it open: its lock says that its writer lives."""
-        like = self.folder.stat()
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        fd = self._create(path)
         try:
             _lock(fd)
             view, start = memoryview(content), 0
@@ -145,14 +146,21 @@ class LocalBackend(Backend):
                 start = _write_direct(fd, view)
             while start < len(view):
                 start += os.pwrite(fd, view[start:], start)
-            os.fchmod(fd, like.st_mode & 0o666)
-            if like.st_gid != os.getegid():
-                _follow_group(fd, like.st_gid)
             os.fsync(fd)
         except BaseException:
             path.unlink(missing_ok=True)
             os.close(fd)
             raise
+        return fd
+
+    def _create(self, path: Path) -> int:
+        like = self.folder.stat()
+        mode = like.st_mode & 0o666
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode)
+        if _is_shared(like):
+            os.fchmod(fd, mode)
+        if like.st_gid != os.getegid():
+            _follow_group(fd, like.st_gid)
         return fd
 
     def sync(self, *keys: str) -> None:
@@ -217,10 +225,8 @@ class LocalBackend(Backend):
                 self._make_folder(path.parent, durable=False)
                 # Not written into: it may be somebody else's.
                 path.unlink(missing_ok=True)
-                path.write_bytes(content)
-                like = self.folder.stat()
-                path.chmod(like.st_mode & 0o666)
-                _follow_group(path, like.st_gid)
+                with suppress(FileExistsError), os.fdopen(self._create(path), "wb") as file:
+                    file.write(content)
                 return
             path.unlink(missing_ok=True)
             for folder in path.parents:
@@ -268,6 +274,11 @@ def _unlink_abandoned(path: Path, min_age: float) -> int:
         return found.st_size if found.st_nlink == 1 else 0
     finally:
         os.close(fd)
+
+
+def _is_shared(folder: os.stat_result) -> bool:
+    """Whether a store is for several users: others may write to its folder, or share its group."""
+    return bool(folder.st_mode & (stat.S_ISGID | stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _follow_group(where: Path | int, gid: int) -> None:
