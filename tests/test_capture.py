@@ -1,8 +1,10 @@
-"""Nobody's takes land in a store that somebody else has put above them; links lead nowhere else."""
+"""Who gets to see what is taken: stores that others put above it, modes, and links."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,23 @@ def test_roots_of_others_are_no_damaged_store_of_ours(tmp_path: Path) -> None:
     assert Snapshot.take(tmp_path / "me/step", STATE).store.uri == str(tmp_path / "me")
 
 
+# --- who may read ---------------------------------------------------------------------------------
+
+
+def test_a_store_made_under_a_umask_is_private(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        for store in (Store(tmp_path / "a/store"), Store(tmp_path / "b", compress=True)):
+            store.take(STATE, "run/step")
+            store.delete("run/step")
+            store.gc(grace=0)
+            store.take(STATE, "run/step")
+    finally:
+        os.umask(before)
+    for path in tmp_path.rglob("*"):
+        assert not path.stat().st_mode & 0o077, path
+
+
 # --- links ------------------------------------------------------------------------------------
 
 
@@ -196,3 +215,28 @@ def test_a_user_without_a_home(
 
     assert in_child(work) == 0
     assert list(own.rglob("*/data.mdb"))
+
+
+# --- letters that the file system lacks ---------------------------------------------------------
+
+_UNWRITABLE = """
+import os, sys
+from casnap import Retention, StateDict, Store
+assert sys.getfilesystemencoding() == "ascii", sys.getfilesystemencoding()
+store = Store(sys.argv[1])
+first = store.take({"s": StateDict(x=1)}, "gr\\u00f6\\u00dfe/1")
+second = {"s": StateDict(x=2)}
+store.async_take(second, "gr\\u00f6\\u00dfe/2", retention=Retention(keep_last=1)).wait()
+assert [s.name for s in store.snapshots()] == ["gr\\u00f6\\u00dfe/2"]
+store.delete("gr\\u00f6\\u00dfe/2")
+assert store.snapshots() == []
+"""
+
+
+def test_a_marker_whose_name_cannot_be_written(tmp_path: Path) -> None:
+    """Nothing that fails after the commit makes a take, or a deletion, fail."""
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", _UNWRITABLE, str(tmp_path / "store")]
+    done = subprocess.run(command, env=env, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    assert done.stderr.count(b"is committed, but its marker file cannot be written") == 2
