@@ -74,12 +74,7 @@ class NewNames:
             before = _failures_of(folder)
             doubtful = [path for path, failures in noted.items() if failures < before]
             with self._made_anew(folder, doubtful):
-                try:
-                    sync_folder(folder)
-                except OSError:
-                    with _failing:
-                        _failures[folder] += 1
-                    raise
+                sync_folder(folder)
             if _failures_of(folder) != before:
                 raise BackendError(f"{folder}: another thread failed to make it durable")
 
@@ -116,9 +111,13 @@ def _by_folder(path: Path) -> tuple[Path, Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the system write a folder."""
+    """Have the system write a folder; if that fails, count it."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
+    except OSError:
+        with _failing:
+            _failures[folder] += 1
+        raise
     finally:
         os.close(fd)
