@@ -32,8 +32,11 @@ def cache_folder() -> Path | None:
 
 def _cache_candidates() -> Iterator[Path]:
     named = os.environ.get("CASNAP_CACHE_DIR")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    yield Path(named) if named else Path(base, "casnap")
+    base = _user_folder("XDG_CACHE_HOME", ".cache")
+    if named:
+        yield Path(named)
+    elif base is not None:
+        yield base / "casnap"
     yield Path(_temp_folder(), f"casnap-{os.getuid()}")
 
 
@@ -43,10 +46,26 @@ def _temp_folder() -> str:
     return tempfile.gettempdir()
 
 
-def trust_file() -> Path:
-    """Return the file that lists the stores of others that this user trusts."""
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(base, "casnap", "trusted")
+def _home() -> Path | None:
+    try:
+        home = Path.home()
+    except RuntimeError:
+        # No variable, and no entry of this user: a container, often.
+        return None
+    return home if home.is_absolute() else None
+
+
+def _user_folder(variable: str, below_home: str) -> Path | None:
+    named, home = os.environ.get(variable), _home()
+    if named:
+        return Path(named)
+    return None if home is None else home / below_home
+
+
+def trust_file() -> Path | None:
+    """Return the file that lists the stores of others that this user trusts; None without HOME."""
+    base = _user_folder("XDG_CONFIG_HOME", ".config")
+    return None if base is None else base / "casnap" / "trusted"
 
 
 def file_system(folder: Path) -> str:
@@ -88,5 +107,6 @@ def is_running(pid: int) -> bool:
 
 def crowded_folders() -> set[Path]:
     """Return the folders in which no store is made unasked: ``/``, HOME and temp folders."""
-    named = {"/", str(Path.home()), _temp_folder(), "/tmp", "/var/tmp", "/dev/shm"}
-    return {Path(p).resolve() for p in named}
+    named = {Path(p) for p in ("/", _temp_folder(), "/tmp", "/var/tmp", "/dev/shm")}
+    home = _home()
+    return {p.resolve() for p in (named if home is None else named | {home})}

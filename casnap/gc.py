@@ -16,7 +16,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -96,6 +96,8 @@ class GcReport:
         waiting_packs: Condemned packs whose grace is not over.
         waiting_bytes: Their bytes.
         lost_chunks: Chunks that snapshots need and that are known to be lost.
+        refused: Files that nobody needs and that this user may not delete, and why: those of
+            others, in a sticky folder. Their owners' collections delete them.
         seconds: How long it took.
     """
 
@@ -116,6 +118,7 @@ class GcReport:
     waiting_packs: int = 0
     waiting_bytes: int = 0
     lost_chunks: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
 
@@ -430,8 +433,10 @@ class _Collector:
         if orphans:
             # Whoever has put it: what does not name them must not be lost any more.
             self._backend.sync(root_key(view.root.seq))
-        self._note_deleted(orphans)
-        self.report.freed_bytes += self._files.delete(orphans, self._progress)
+        sizes, refused = self._files.delete(orphans, self._progress)
+        self._note_deleted(sizes)
+        self.report.refused |= refused
+        self.report.freed_bytes += sum(sizes.values())
         self.report.freed_bytes += self._backend.tidy(self._options.grace)
 
     def _note_deleted(self, files: Iterable[str]) -> None:

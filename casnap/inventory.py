@@ -61,26 +61,38 @@ class Inventory:
         except FileNotFoundError:
             return 0
 
-    def delete(self, files: dict[str, bytes], progress: Callable[[str, int, int], None]) -> int:
-        """Delete some files, several at a time; return how many bytes that freed."""
+    def delete(
+        self, files: dict[str, bytes], progress: Callable[[str, int, int], None]
+    ) -> tuple[dict[str, int], dict[str, str]]:
+        """Delete some files, several at a time.
+
+        Returns:
+            The bytes of each that is gone; and why each that is not may not be deleted, which is
+            so of the files of others in a sticky folder.
+        """
         todo = list(files)
-        sizes: list[int] = []
+        sizes: dict[str, int] = {}
+        refused: dict[str, str] = {}
         lock = threading.Lock()
 
         def work() -> None:
             for key in source:
                 size = self._size(key)
-                self._backend.delete(key)
+                why = _refusal(self._backend, key)
                 with lock:
-                    sizes.append(size)
-                    progress("deleting", len(sizes), len(todo))
+                    if why is None:
+                        sizes[key] = size
+                    else:
+                        refused[key] = why
+                    progress("deleting", len(sizes) + len(refused), len(todo))
 
         with Crew() as crew:
             source = Shared(todo, crew)
             crew.start(work, min(_DELETERS, len(todo)))
+        # To try again what was refused is for the next collection.
         self.packs.difference_update(files.values())
         self.segments.difference_update(files.values())
-        return sum(sizes)
+        return sizes, refused
 
     def _time_of(self, seq: int) -> float | None:
         try:
@@ -101,3 +113,14 @@ class Inventory:
             if put_at is not None:
                 return time.time() - put_at
         return time.time() - newest.time
+
+
+def _refusal(backend: Backend, key: str) -> str | None:
+    """Delete a file, or return why that is not allowed."""
+    try:
+        backend.delete(key)
+    except BackendError as e:
+        if not isinstance(e.__cause__, PermissionError):
+            raise
+        return str(e)
+    return None

@@ -6,7 +6,11 @@ that holds ``casnap.json``.
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +38,8 @@ from casnap.format import (
 from casnap.names import check_name
 from casnap.objects import headless, read_config
 from casnap.roots import sealed_root
+
+_log = logging.getLogger("casnap")
 
 
 class Location(NamedTuple):
@@ -69,8 +75,8 @@ def locate_snapshot(path: str | os.PathLike[str]) -> Location:
     plain = text.removeprefix("file://")
     if not plain.strip("/") or Path(plain).name in ("", ".", ".."):
         raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
-    where = _resolved(Path(plain).parent)
-    folder = where / Path(plain).name
+    above, last = Path(plain).parent, Path(plain).name
+    folder = _resolved(above) / last
     if _exists(folder / CONFIG_KEY):
         raise InvalidNameError(
             f"{folder} is a store itself; a snapshot in it needs a name, like {folder}/step_100"
@@ -80,11 +86,13 @@ def locate_snapshot(path: str | os.PathLike[str]) -> Location:
             f"{folder} holds a snapshot of TorchSnapshot, which casnap does not touch; take to "
             "another path, or restore it with torchsnapshot and take it again"
         )
-    found = find_store(where)
+    found = _find_store(above)
     if found is None:
-        return Location(LocalBackend(where), check_name(folder.name), exists=False)
-    _check_trusted(found)
-    return Location(LocalBackend(found), check_name(str(folder.relative_to(found))), True)
+        return Location(LocalBackend(folder.parent), check_name(last), exists=False)
+    store, below = found
+    if not below:
+        _check_owner(store)
+    return Location(LocalBackend(store), check_name(f"{below}/{last}"), exists=True)
 
 
 def locate_store(uri: str | os.PathLike[str]) -> Location:
@@ -104,13 +112,11 @@ def locate_store(uri: str | os.PathLike[str]) -> Location:
     folder = _resolved(Path(plain))
     if _exists(folder) and not folder.is_dir():
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
-    found = find_store(folder)
+    found = _find_store(Path(plain))
     if found is None:
         return Location(LocalBackend(folder), "", exists=False)
-    if found == folder:
-        return Location(LocalBackend(found), "", exists=True)
-    _check_trusted(found)
-    return Location(LocalBackend(found), check_name(str(folder.relative_to(found))), exists=True)
+    store, below = found
+    return Location(LocalBackend(store), check_name(below) if below else "", exists=True)
 
 
 def _resolved(folder: Path) -> Path:
@@ -129,47 +135,165 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def find_store(folder: Path) -> Path | None:
-    """Return the nearest store at or above a folder, on the same mount.
+def _as_written(folder: Path) -> Path:
+    """Return an absolute path in which links are left as they are, but for ``..`` behind one."""
+    place = Path.cwd()
+    for part in folder.parts:
+        place = place.resolve().parent if part == ".." else place / part
+    return place
+
+
+def _find_store(folder: Path) -> tuple[Path, str] | None:
+    """Return the nearest store at or above a folder, on the same mount, and the way down from it.
+
+    Above the folder as it is written first: below a store, a link is a name like any other. Then
+    above the place that it leads to.
 
     Raises:
-        DamagedError: It has roots, but lacks its ``casnap.json``.
+        DamagedError: A store of this user lacks its ``casnap.json``.
+        UntrustedStoreError: It lies above the folder, and is not this user's.
     """
-    device: int | None = None
-    for place in (folder, *folder.parents):
-        try:
-            here = place.stat().st_dev
-        except OSError:
-            continue
-        if device is not None and here != device:
-            return None
-        device = here
-        if (place / CONFIG_KEY).is_file():
-            return place
-        if _exists(place / "roots/0"):
-            raise headless(str(place))
+    for way in dict.fromkeys((_as_written(folder), _resolved(folder))):
+        device: int | None = None
+        for place in (way, *way.parents):
+            try:
+                here = place.stat().st_dev
+            except OSError:
+                continue
+            if device not in (None, here):
+                break
+            # What a link leads to may be on another mount than the link.
+            device = None if place.is_symlink() else here
+            if _is_store(place, named=place == way):
+                return place.resolve(), "" if place == way else str(way.relative_to(place))
     return None
 
 
-def _check_trusted(store: Path) -> None:
+def _is_store(place: Path, *, named: bool) -> bool:
+    """Whether a folder is a store to be used.
+
+    Args:
+        place: The folder.
+        named: Whether the user named it, so that it does not matter whose it is.
+    """
+    # In this order: whoever makes a store puts the record of it before there is a root.
+    has_roots = _has_own_roots(place)
+    if not (place / CONFIG_KEY).is_file():
+        if has_roots and (named or place.resolve() not in crowded_folders()):
+            raise headless(str(place))
+        return False
+    why = None if named else _distrusted(place.resolve())
+    if why is None:
+        return True
+    if place.stat().st_mode & stat.S_IWOTH:
+        # Anybody may put such a file there, which must not stop all others below.
+        _warn(f"{why}, where everybody may write, so it is passed over. {_advice(place)}")
+        return False
+    raise UntrustedStoreError(f"{why}, found above the path given. {_advice(place)}")
+
+
+def _has_own_roots(place: Path) -> bool:
+    try:
+        return (place / "roots/0").lstat().st_uid == os.geteuid()
+    except (OSError, ValueError):
+        return False
+
+
+@cache
+def _warn(text: str) -> None:
+    _log.warning("%s", text)
+
+
+def _advice(store: Path) -> str:
+    return (
+        f"If you want to use it, name it (store=...), or run `casnap trust {store.resolve()}` once"
+    )
+
+
+def _check_owner(store: Path) -> None:
+    """Check that a store right above a snapshot, which the path does name, is this user's.
+
+    Raises:
+        UntrustedStoreError: It is another's.
+    """
+    why = _foreign(store)
+    if why is not None and not _is_trusted(store):
+        raise UntrustedStoreError(f"{why}, found above the path given. {_advice(store)}")
+
+
+def _is_trusted(store: Path) -> bool:
+    path = trust_file()
+    try:
+        return path is not None and str(store) in path.read_text().splitlines()
+    except OSError:
+        return False
+
+
+def _foreign(store: Path) -> str | None:
     # Not followed: a link to a file of ours proves nothing.
     owner = (store / CONFIG_KEY).lstat().st_uid
     if owner == os.geteuid():
-        return
+        return None
+    return f"{store} is a store of another user (uid {owner})"
+
+
+def _distrusted(store: Path) -> str | None:
+    """Return why a store is not to be used by walking up to it, if it is not.
+
+    Its record has to be this user's. That proves nothing where somebody else may put a file of
+    this user (a link, or moved from elsewhere): there its roots have to be this user's as well,
+    and where everybody may, the folder.
+    """
+    if _is_trusted(store):
+        return None
+    foreign = _foreign(store)
+    if foreign is not None:
+        return foreign
+    folder, me = store.stat(), os.geteuid()
+    if folder.st_uid in (me, 0) and not folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return None
+    if folder.st_uid != me and folder.st_mode & stat.S_IWOTH:
+        return f"{store} is a store in a folder of another user (uid {folder.st_uid})"
+    if not _made_here(store, me):
+        return f"{store} is a store whose parts belong to several users, or are links"
+    return None
+
+
+def _made_here(store: Path, me: int) -> bool:
+    """Whether record and roots of a store look as if this user had made them right there."""
+    config = (store / CONFIG_KEY).lstat()
+    if not stat.S_ISREG(config.st_mode):
+        return False
+    if config.st_nlink > 1:
+        # One that is being made, or whose making was cut off, has another name in `tmp`.
+        spare = sum(os.path.samestat(config, p.lstat()) for p in _entries(store / "tmp"))
+        if (store / CONFIG_KEY).lstat().st_nlink > 1 + spare:
+            return False
     try:
-        trusted = trust_file().read_text().splitlines()
+        roots = (store / "roots").lstat()
+    except FileNotFoundError:
+        return True
+    return stat.S_ISDIR(roots.st_mode) and roots.st_uid == me
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    try:
+        yield from (p for p in folder.iterdir() if _exists(p))
     except OSError:
-        trusted = []
-    if str(store) not in trusted:
-        raise UntrustedStoreError(
-            f"{store} is a store of another user (uid {owner}), found above the path given. If "
-            f"you want to use it, name it (store=...), or run `casnap trust {store}` once"
-        )
+        return
 
 
 def trust(store: Path) -> None:
-    """Add a store to those that may be found by walking up."""
+    """Add a store to those that may be found by walking up.
+
+    Raises:
+        StoreError: There is no place to note that.
+    """
     path = trust_file()
+    if path is None:
+        raise StoreError(
+            "there is no home folder to note in what is trusted; set HOME or XDG_CONFIG_HOME"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as f:
         f.write(f"{store}\n")
@@ -201,9 +325,8 @@ def create_store(
             raise NotAStoreError(f"{backend.folder} is a file; a store is a folder")
         _check_place(backend.folder, asked=asked)
         backend.make()
-    names = backend.names("")
-    if CONFIG_KEY not in names:
-        foreign = {"roots", "packs", "index"} & set(names)
+    foreign = {"roots", "packs", "index"} & set(backend.names(""))
+    if CONFIG_KEY not in backend.names(""):
         if foreign:
             raise StoreError(
                 f"{backend.uri} holds {', '.join(sorted(foreign))}, but no {CONFIG_KEY}: part of "

@@ -442,6 +442,16 @@ def headless(uri: str) -> DamagedError:
     )
 
 
+def _config_bytes(backend: Backend) -> bytes:
+    try:
+        return backend.read(CONFIG_KEY)
+    except FileNotFoundError:
+        if not backend.names("roots/0"):
+            raise
+        # Another process may have made the store since; it puts this record before any root.
+        return backend.read(CONFIG_KEY)
+
+
 def read_config(backend: Backend) -> StoreConfig:
     """Read what kind of store this is.
 
@@ -452,7 +462,7 @@ def read_config(backend: Backend) -> StoreConfig:
     """
     where = f"{backend.uri}/{CONFIG_KEY}"
     try:
-        raw = backend.read(CONFIG_KEY)
+        raw = _config_bytes(backend)
     except ExhaustedError:
         raise
     except (FileNotFoundError, BackendError):

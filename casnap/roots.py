@@ -18,7 +18,6 @@ from casnap.errors import (
     DamagedError,
     ExhaustedError,
     NotAStoreError,
-    StorageFullError,
     StoreError,
     UnsupportedFormatError,
 )
@@ -158,11 +157,16 @@ def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
     """Keep a copy of a root that stands, and none of those before it; if that fails, go without."""
     try:
         backend.mark(f"{COPIES}/{seq}", content)
-        for older in _numbers(backend, COPIES):
-            if older < seq:
-                backend.mark(f"{COPIES}/{older}", None)
+        kept = [number for number in _numbers(backend, COPIES) if number < seq]
     except (CasnapError, OSError) as e:
         _log.debug("%s: root %d has no copy: %s", backend.uri, seq, e)
+        return
+    for older in kept:
+        try:
+            backend.mark(f"{COPIES}/{older}", None)
+        except (CasnapError, OSError) as e:
+            # Another user's, in a sticky folder.
+            _log.debug("%s: the copy of root %d stays: %s", backend.uri, older, e)
 
 
 def _numbers(backend: Backend, folder: str) -> list[int]:
@@ -273,25 +277,34 @@ def _put(backend: Backend, root: Root, content: bytes) -> bool:
     if root.seq % 1000 == 0:
         # It lies in another folder than the one before, which must not be lost if this is not.
         backend.sync(root_key(root.seq - 1))
+    is_ours = _now_stands(backend, root, key, content)
+    if is_ours:
+        _make_durable(backend, key)
+    return is_ours
+
+
+def _now_stands(backend: Backend, root: Root, key: str, content: bytes) -> bool:
     try:
         if backend.put_if_absent(key, content):
-            backend.sync()
             return True
     except Exception as e:  # noqa: BLE001 - whatever it was, what stands there decides
         try:
-            ours = read_root(backend, root.seq).commit == root.commit
+            return read_root(backend, root.seq).commit == root.commit
         except FileNotFoundError:
             raise e from None
-        # It stands there, but whether it will after a crash is not known before this succeeds.
-        try:
-            backend.sync()
-        except StorageFullError as full:
-            # Not "full", which says that there is no root.
-            raise BackendError(
-                f"{backend.uri}/{key} was put, but may be lost if the machine crashes: {full}"
-            ) from full
-        return ours
     there = _read_if_there(backend, root.seq)
     if there is None:
         raise DamagedError(f"{backend.uri}/{key} is taken, but cannot be read")
     return there.commit == root.commit
+
+
+def _make_durable(backend: Backend, key: str) -> None:
+    """Make a root durable that stands, at the first go: a second one would prove nothing."""
+    try:
+        backend.sync()
+    except (CasnapError, OSError) as e:
+        # Not "full", which says that there is no root.
+        raise BackendError(
+            f"{backend.uri}/{key} was put, but may be lost if the machine crashes: {e}. What is "
+            "committed after it, such as the next take, makes it last"
+        ) from e

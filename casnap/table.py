@@ -10,7 +10,6 @@ import msgspec
 
 from casnap.commit import Transaction
 from casnap.errors import (
-    CasnapError,
     FencedError,
     InvalidNameError,
     SnapshotError,
@@ -150,7 +149,7 @@ def unmark(objects: Objects, names: Iterable[str]) -> None:
         try:
             # A table that somebody else wrote may name what is not below the store.
             objects.backend.mark(f"{check_name(name)}/{MARKER}", None)
-        except (CasnapError, OSError) as e:
+        except Exception as e:  # noqa: BLE001 - it is deleted, whatever it was
             _log.warning("%.200r is deleted, but its marker file cannot be: %.500s", name, e)
 
 

@@ -23,7 +23,7 @@ from casnap.comm import Alone, Comm
 from casnap.commit import Partners, Transaction
 from casnap.digest import DIGEST_SIZE, Digest
 from casnap.edges import Edges
-from casnap.errors import FencedError, StoreError
+from casnap.errors import FencedError
 from casnap.exchange import Exchange
 from casnap.format import INLINE_BYTES, Root, Row, Stats, encode, payload_of
 from casnap.handover import check_written, follow, lead
@@ -446,7 +446,7 @@ class _Take:
         content = {"casnap": "snapshot", "name": self._name, "commit": row.commit.hex()}
         try:
             self._objects.backend.mark(f"{self._name}/{MARKER}", msgspec.json.encode(content))
-        except (StoreError, OSError) as e:
+        except Exception as e:  # noqa: BLE001 - the take is committed, whatever it was
             _log.warning(
                 "%s is committed, but its marker file cannot be written: %s", self._name, e
             )

@@ -53,6 +53,8 @@ class Backend(ABC):
     def sync(self, *keys: str) -> None:
         """Make everything that was written durable, and objects that somebody else has put.
 
+        If it fails, the next one does not believe that anything was made durable by then.
+
         Args:
             keys: Those objects.
         """

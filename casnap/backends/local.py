@@ -9,9 +9,11 @@ import re
 import stat
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from casnap.backends.base import Backend, translated
+from casnap.backends.names import NewNames
 from casnap.buffers import PAGE, address_of
 from casnap.errors import BackendError
 from casnap.format import CONFIG_KEY
@@ -28,24 +30,27 @@ class LocalBackend(Backend):
 
     Large aligned writes and cold reads go around the page cache where the file system lets them:
     that is faster, and leaves the cache to the training data. Modes and group follow the folder,
-    so that a shared store stays shared.
+    so that a shared store stays shared; where nobody else may write to it, less the umask.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.uri = str(folder)
-        self._unsynced: set[Path] = set()
+        self._new = NewNames(self._put_anew)
         self._entered: set[Path] = set()
         self._lock = threading.Lock()
-        self._syncing = threading.Lock()
 
     def make(self) -> None:
         """Make the folder itself, and those above it that are missing."""
         with translated(self.uri):
             missing = [f for f in (self.folder, *self.folder.parents) if not f.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
-        with self._lock:
-            self._unsynced.update(folder.parent for folder in missing)
+        for folder in (self.folder, *self.folder.parents):
+            if folder in missing or self._new.failures(folder):
+                self._new.add(folder)
+        if {"tmp"}.issuperset(self.names("")) and os.access(self.folder.parent, os.R_OK):
+            # Whoever made it may have failed before it was durable.
+            self._new.add(self.folder)
 
     @property
     def identity(self) -> str:
@@ -77,21 +82,22 @@ class LocalBackend(Backend):
         """Link a file under another name."""
         target = self.folder / to
         with translated(f"{self.uri}/{to}"):
-            self._enter(target.parent)
+            failures = self._enter(target)
             os.link(self.folder / key, target)
-            self._entered_name(target)
+            self._new.add(target, failures)
 
     def _link(self, key: str, content: memoryview | bytes) -> bool:
         target = self.folder / key
         with translated(f"{self.uri}/{key}"):
             self._make_folder(self.folder / "tmp")
-            self._enter(target.parent)
+            failures = self._enter(target)
             for attempt in range(_ATTEMPTS):
                 temporary = self.folder / "tmp" / os.urandom(12).hex()
                 fd = self._write_file(temporary, content)
                 try:
                     os.link(temporary, target)
-                    self._entered_name(target)
+                    # Again: who synced its folder until now may not have seen it.
+                    self._new.add(target, failures)
                     break
                 except FileExistsError:
                     return False
@@ -104,21 +110,34 @@ class LocalBackend(Backend):
                     os.close(fd)
         return True
 
-    def _enter(self, folder: Path) -> None:
-        """Make a folder, and see to it that it is durable, even if another process has made it."""
+    def _enter(self, target: Path) -> int:
+        """Make the folder of a new name, durable even if another process has made it.
+
+        Returns:
+            What is to be said of the name, once it is there, when it is noted.
+        """
+        folder = target.parent
         self._make_folder(folder)
+        failures = self._new.failures(target)
+        # Before there is anything new in it: what fails afterwards must not hide it.
+        self._new.add(target, failures)
         with self._lock:
-            # Before there is anything new in it: what fails afterwards must not hide it.
-            self._unsynced.add(folder)
             if folder not in self._entered:
                 self._entered.add(folder)
-                above = [self.folder / part for part in folder.relative_to(self.folder).parents]
-                self._unsynced.update(above)
+                while folder != self.folder:
+                    self._new.add(folder)
+                    folder = folder.parent
+        return failures
 
-    def _entered_name(self, path: Path) -> None:
-        """Note that a name is new; whoever synced its folder until now may not have seen it."""
-        with self._lock:
-            self._unsynced.add(path.parent)
+    def _put_anew(self, path: Path) -> None:
+        self._make_folder(self.folder / "tmp")
+        temporary = self.folder / "tmp" / os.urandom(12).hex()
+        fd = self._write_file(temporary, path.read_bytes())
+        try:
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+            os.close(fd)
 
     def _make_folder(self, folder: Path, *, durable: bool = True) -> None:
         if folder.is_dir():
@@ -126,19 +145,18 @@ class LocalBackend(Backend):
         self._make_folder(folder.parent, durable=durable)
         like = self.folder.stat()
         try:
-            folder.mkdir()
+            folder.mkdir(stat.S_IMODE(like.st_mode))
         except FileExistsError:
             return
-        folder.chmod(stat.S_IMODE(like.st_mode))
+        if _is_shared(like):
+            folder.chmod(stat.S_IMODE(like.st_mode))
         _follow_group(folder, like.st_gid)
         if durable:
-            with self._lock:
-                self._unsynced.add(folder.parent)
+            self._new.add(folder)
 
     def _write_file(self, path: Path, content: memoryview | bytes) -> int:
         """Write a file and return it open: its lock says that its writer lives."""
-        like = self.folder.stat()
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        fd = self._create(path)
         try:
             _lock(fd)
             view, start = memoryview(content), 0
@@ -146,9 +164,6 @@ class LocalBackend(Backend):
                 start = _write_direct(fd, view)
             while start < len(view):
                 start += os.pwrite(fd, view[start:], start)
-            os.fchmod(fd, like.st_mode & 0o666)
-            if like.st_gid != os.getegid():
-                _follow_group(fd, like.st_gid)
             os.fsync(fd)
         except BaseException:
             path.unlink(missing_ok=True)
@@ -156,21 +171,21 @@ class LocalBackend(Backend):
             raise
         return fd
 
+    def _create(self, path: Path) -> int:
+        like = self.folder.stat()
+        mode = like.st_mode & 0o666
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode)
+        if _is_shared(like):
+            os.fchmod(fd, mode)
+        if like.st_gid != os.getegid():
+            _follow_group(fd, like.st_gid)
+        return fd
+
     def sync(self, *keys: str) -> None:
         """Make the names of new files durable; their bytes are before they have names."""
-        with self._lock:
-            self._unsynced.update((self.folder / key).parent for key in keys)
-        # One at a time: nobody may return while another still syncs what both wait for.
-        with self._syncing:
-            with self._lock:
-                folders, self._unsynced = self._unsynced, set()
-            try:
-                for folder in sorted(folders):
-                    _sync_folder(folder)
-            except BaseException:
-                with self._lock:
-                    self._unsynced |= folders
-                raise
+        for key in keys:
+            self._new.add(self.folder / key)
+        self._new.sync()
 
     def read(self, key: str) -> bytes:
         """Return a whole file."""
@@ -233,10 +248,8 @@ class LocalBackend(Backend):
                 self._make_folder(path.parent, durable=False)
                 # Not written into: it may be somebody else's.
                 path.unlink(missing_ok=True)
-                path.write_bytes(content)
-                like = self.folder.stat()
-                path.chmod(like.st_mode & 0o666)
-                _follow_group(path, like.st_gid)
+                with suppress(FileExistsError), os.fdopen(self._create(path), "wb") as file:
+                    file.write(content)
                 return
             path.unlink(missing_ok=True)
             for folder in path.parents:
@@ -257,31 +270,38 @@ def _lock(fd: int) -> bool:
     return True
 
 
+def _may_unlink(path: Path) -> bool:
+    """Unlink a file, unless it is another user's in a sticky folder; return whether it is gone."""
+    try:
+        path.unlink(missing_ok=True)
+    except PermissionError:
+        return False
+    return True
+
+
 def _unlink_abandoned(path: Path, min_age: float) -> int:
     """Unlink a temporary file, unless it is young or its writer lives; return what that freed."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
+        # Another user's, who alone can lock it.
         return 0
     try:
         found = os.fstat(fd)
         # A time in the future says nothing; the lock does.
         if 0 <= time.time() - found.st_mtime < min_age or not _lock(fd):
             return 0
-        path.unlink(missing_ok=True)
+        if not _may_unlink(path):
+            return 0
         # A second name means that it was linked into place: nothing is freed.
         return found.st_size if found.st_nlink == 1 else 0
     finally:
         os.close(fd)
 
 
-def _sync_folder(folder: Path) -> None:
-    with translated(str(folder)):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+def _is_shared(folder: os.stat_result) -> bool:
+    """Whether a store is for several users: others may write to its folder, or share its group."""
+    return bool(folder.st_mode & (stat.S_ISGID | stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _follow_group(where: Path | int, gid: int) -> None:

@@ -100,6 +100,12 @@ def show(place: Store, report: GcReport) -> None:
         click.echo(f"the fence was raised to root {r.fence:,}")
     packs, segments = counted(r.deleted_packs, "pack"), counted(r.deleted_segments, "segment")
     click.echo(f"{packs} and {segments} {would}deleted: {size(r.freed_bytes)} freed")
+    if r.refused:
+        files, first = counted(len(r.refused), "file"), min(r.refused)
+        click.echo(
+            f"{files} that nobody needs may be deleted by their owners alone, who run gc for that; "
+            f"such as {safe(r.refused[first])}"
+        )
     if r.waiting_packs:
         packs = counted(r.waiting_packs, "condemned pack")
         click.echo(f"{packs} of {size(r.waiting_bytes)} go when the grace is over: run gc again")

@@ -1,0 +1,123 @@
+"""Making the names of files durable, also where a sync of their folder has failed before.
+
+After a sync that failed the system may take for written what is not: the next one then succeeds
+and proves nothing. So whatever a failed sync was to cover is made anew before the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from pathlib import Path
+
+from casnap.backends.base import translated
+from casnap.errors import BackendError
+
+# How often a sync of a folder has failed, of all that this process has open there.
+_failures: Counter[Path] = Counter()
+_failing = threading.Lock()
+
+
+class NewNames:
+    """Names of files and folders that are to be durable when :meth:`sync` returns.
+
+    Args:
+        anew: Puts a file in place of one, with the same bytes.
+    """
+
+    def __init__(self, anew: Callable[[Path], None]) -> None:
+        self._anew = anew
+        # Name → how often a sync of its folder had failed before the name was there.
+        self._pending: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._syncing = threading.Lock()
+
+    def failures(self, path: Path) -> int:
+        """Return how often a sync of a name's folder has failed, to be told when it is there."""
+        return _failures_of(path.parent)
+
+    def add(self, path: Path, failures: int = 0) -> None:
+        """Note a name.
+
+        Args:
+            path: The name.
+            failures: What :meth:`failures` said before it was there; 0 if it may have been there
+                for any time.
+        """
+        with self._lock:
+            self._pending[path] = min(failures, self._pending.get(path, failures))
+
+    def sync(self) -> None:
+        """Make durable what was noted; what that fails for is made anew by the next call."""
+        # One at a time: nobody may return while another still syncs what both wait for.
+        with self._syncing:
+            with self._lock:
+                pending, self._pending = self._pending, {}
+            try:
+                for folder, paths in groupby(sorted(pending, key=_by_folder), _folder):
+                    noted = {path: pending[path] for path in paths}
+                    self._sync_folder(folder, noted)
+                    for path in noted:
+                        del pending[path]
+            except BaseException:
+                for path, failures in pending.items():
+                    self.add(path, failures)
+                raise
+
+    def _sync_folder(self, folder: Path, noted: dict[Path, int]) -> None:
+        with translated(str(folder)):
+            before = _failures_of(folder)
+            doubtful = [path for path, failures in noted.items() if failures < before]
+            with self._made_anew(folder, doubtful):
+                sync_folder(folder)
+            if _failures_of(folder) != before:
+                raise BackendError(f"{folder}: another thread failed to make it durable")
+
+    @contextmanager
+    def _made_anew(self, folder: Path, paths: Iterable[Path]) -> Iterator[None]:
+        """Have the system write a folder again, with the names that a failed sync was to write."""
+        fresh = None
+        for path in paths:
+            with suppress(FileNotFoundError):
+                if stat.S_ISREG(path.lstat().st_mode):
+                    self._anew(path)
+                elif fresh is None:
+                    # The name of a folder cannot be given anew, so what holds it is changed.
+                    fresh = folder / f".casnap-{os.urandom(12).hex()}"
+                    fresh.touch(0o600)
+        try:
+            yield
+        finally:
+            if fresh is not None:
+                fresh.unlink(missing_ok=True)
+
+
+def _failures_of(folder: Path) -> int:
+    with _failing:
+        return _failures.get(folder, 0)
+
+
+def _folder(path: Path) -> Path:
+    return path.parent
+
+
+def _by_folder(path: Path) -> tuple[Path, Path]:
+    return path.parent, path
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the system write a folder; if that fails, count it."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError:
+        with _failing:
+            _failures[folder] += 1
+        raise
+    finally:
+        os.close(fd)
