@@ -9,7 +9,6 @@ learned: another place may hold what others wrote under the same ids, so it has 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -27,19 +26,17 @@ from weakref import WeakValueDictionary
 import lmdb
 
 from casnap.digest import Digest, digest_of
-from casnap.environment import boot_id, cache_folder, is_running
+from casnap.environment import boot_id, cache_folder
 from casnap.format import ID_SIZE, PackId, Place, Record, SegmentId
+from casnap.lmdb_files import WRITING, inode, nbytes, open_environment, remove
 
 _log = logging.getLogger("casnap")
 _BARE_FACT = struct.Struct("<16sQIIB")
 _FACT = struct.Struct("<16sQIIBI")
-_WRITING = "writing-"
 # Caches of a store id and a place, and those that casnap had before, of a store id alone.
 _FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")
 MOST_FOLDERS = 64
 """So many caches are kept; a host that uses more stores loses time."""
-_MAP_SIZES = (64 << 30, 1 << 30)
-_LOCK_BYTES = 8192
 # Seconds to wait for other writers: what has to be remembered, and what only saves time.
 _PATIENCE, _LITTLE = 30.0, 1.0
 _POLL = 0.002
@@ -172,8 +169,8 @@ class LmdbFacts(Facts):
         self.folder = folder
         self._pid = os.getpid()
         self._busy = False
-        self._env = _open_environment(folder)
-        self._inode = _inode(folder)
+        self._env = open_environment(folder)
+        self._inode = inode(folder)
         with self._turn(_PATIENCE), self._marked():
             self._segments = self._env.open_db(b"segments")
             self._places = self._env.open_db(b"places", dupsort=True)
@@ -187,15 +184,15 @@ class LmdbFacts(Facts):
 
     def nbytes(self) -> int:
         """Return the bytes that it takes up."""
-        return _nbytes(self._env)
+        return nbytes(self._env)
 
     def delete(self) -> None:
         """Delete the files; whoever uses them goes on with what they have open.
 
         Unless they are not there any more: then these are somebody else's, and new.
         """
-        if _inode(self.folder) == self._inode:
-            _remove(self.folder)
+        if inode(self.folder) == self._inode:
+            remove(self.folder)
 
     def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
         """Return the packs of a learned segment."""
@@ -291,7 +288,7 @@ class LmdbFacts(Facts):
     @contextlib.contextmanager
     def _marked(self) -> Iterator[None]:
         """Leave a mark while LMDB writes: if it aborts, the next process finds the mark."""
-        mark = self.folder / f"{_WRITING}{os.getpid()}"
+        mark = self.folder / f"{WRITING}{os.getpid()}"
         try:
             mark.touch()
             yield
@@ -353,89 +350,6 @@ def _all_places(txn: lmdb.Transaction, digest: Digest) -> list[Place]:
         return [p for f in cursor.iternext_dup() if (p := _place(digest, bytes(f))) is not None]
 
 
-def _open_environment(folder: Path) -> lmdb.Environment:
-    """Open the cache, making it anew where it is of another boot, cut short or no LMDB."""
-    boot = folder / "boot"
-    with contextlib.suppress(OSError):
-        if boot.read_bytes() != boot_id().encode() or _cut_off(folder):
-            _remove(folder)
-        else:
-            os.utime(boot)
-    for attempt in range(2):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            env = _map_environment(folder)
-            if not _cut_short(env, folder):
-                boot.write_text(boot_id())
-                return env
-            env.close()
-        except lmdb.Error as e:
-            if attempt:
-                raise
-            _log.info("the cache %s is unusable (%s) and is made anew", folder, e)
-        _remove(folder)
-    raise lmdb.Error(f"{folder} cannot be made anew")
-
-
-def _cut_off(folder: Path) -> bool:
-    """Whether a process died while it wrote."""
-    return any(
-        not is_running(int(mark.name.removeprefix(_WRITING)))
-        for mark in folder.glob(f"{_WRITING}[0-9]*")
-    )
-
-
-def _remove(folder: Path) -> None:
-    import shutil  # slow to import, and needed for a cache that failed alone
-
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _map_environment(folder: Path) -> lmdb.Environment:
-    _reserve(folder / "lock.mdb")
-    for size in _MAP_SIZES:
-        try:
-            env = lmdb.open(
-                str(folder), map_size=size, max_dbs=5, sync=False, metasync=False, mode=0o600
-            )
-        except (lmdb.MemoryError, MemoryError):
-            continue
-        # Processes that were killed leave their places in the table of readers, which is short.
-        env.reader_check()
-        return env
-    raise lmdb.Error("no address space for the map")
-
-
-def _reserve(lock: Path) -> None:
-    """Take space for the table of readers, which LMDB writes by memory: on a full disk, fatal."""
-    fd = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, _LOCK_BYTES)
-    except OSError as e:
-        # Where it is not supported we must hope.
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-    finally:
-        os.close(fd)
-
-
-def _inode(folder: Path) -> int | None:
-    try:
-        return (folder / "data.mdb").stat().st_ino
-    except OSError:
-        return None
-
-
-def _cut_short(env: lmdb.Environment, folder: Path) -> bool:
-    """Whether the file ends before its last page: to touch what is missing would be fatal."""
-    return (folder / "data.mdb").stat().st_size < _nbytes(env)
-
-
-def _nbytes(env: lmdb.Environment) -> int:
-    pages: int = env.info()["last_pgno"] + 1
-    return pages * int(env.stat()["psize"])
-
-
 # LMDB must not be opened twice by one process, so those that anybody holds are known. Some are held
 # here, since to open one takes a while; the others are closed when nobody has them any more.
 _open: WeakValueDictionary[Path, LmdbFacts] = WeakValueDictionary()
@@ -471,10 +385,10 @@ def _make_room(base: Path) -> None:
                 if boot.read_bytes() == ours:
                     used.append((at, folder))
                 else:
-                    _remove(folder)
+                    remove(folder)
     used.sort()
     for _, folder in used[: max(0, len(used) - MOST_FOLDERS + 1)]:
-        _remove(folder)
+        remove(folder)
 
 
 def facts_for(name: str) -> Facts:

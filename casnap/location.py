@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from casnap.backends import Backend, LocalBackend, backend_at
+from casnap.config import headless, read_config
 from casnap.environment import crowded_folders, trust_file
 from casnap.errors import (
     InvalidNameError,
@@ -36,7 +37,6 @@ from casnap.format import (
     root_key,
 )
 from casnap.names import check_name
-from casnap.objects import headless, read_config
 from casnap.roots import sealed_root
 
 _log = logging.getLogger("casnap")

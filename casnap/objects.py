@@ -8,33 +8,23 @@ from functools import partial
 from itertools import count, islice
 from typing import NamedTuple, TypeVar
 
-import msgspec
-
 from casnap.backends import Backend
 from casnap.buffers import PAGE, SLOTS, Slot, shared_pool
 from casnap.codec import decompress
+from casnap.config import read_config
 from casnap.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
     ExhaustedError,
-    NotAStoreError,
-    UnsupportedFormatError,
 )
 from casnap.format import (
-    CONFIG_KEY,
-    FORMAT,
-    KNOWN_FEATURES,
-    MAX_CHUNK_SIZE,
     MAX_NODE_BYTES,
-    MIN_CHUNK_SIZE,
     Place,
     Record,
     Root,
     Row,
-    StoreConfig,
-    id_from_name,
     pack_key,
 )
 from casnap.index import Index, View
@@ -432,66 +422,3 @@ def take_again(uri: str) -> str:
         f". `casnap check {uri}` says what is hurt; where they are at hand, to take the same bytes "
         "again on this host stores them anew"
     )
-
-
-def headless(uri: str) -> DamagedError:
-    """Return the error for a place that has the roots of a store, but no record of it."""
-    return DamagedError(
-        f"{uri} is a damaged store: it has roots, but {CONFIG_KEY} is missing or no readable file. "
-        "Restore that file from a backup"
-    )
-
-
-def _config_bytes(backend: Backend) -> bytes:
-    try:
-        return backend.read(CONFIG_KEY)
-    except FileNotFoundError:
-        if not backend.names("roots/0"):
-            raise
-        # Another process may have made the store since; it puts this record before any root.
-        return backend.read(CONFIG_KEY)
-
-
-def read_config(backend: Backend) -> StoreConfig:
-    """Read what kind of store this is.
-
-    Raises:
-        NotAStoreError: There is none.
-        UnsupportedFormatError: A newer version wrote it.
-        DamagedError: ``casnap.json`` is no such record, or missing where roots are.
-    """
-    where = f"{backend.uri}/{CONFIG_KEY}"
-    try:
-        raw = _config_bytes(backend)
-    except ExhaustedError:
-        raise
-    except (FileNotFoundError, BackendError):
-        if backend.names("roots/0"):
-            raise headless(backend.uri) from None
-        raise NotAStoreError(
-            f"{backend.uri} is not a casnap store; make one with `casnap init {backend.uri}` or "
-            "Store(...), or check the path"
-        ) from None
-    try:
-        version = msgspec.json.decode(raw, type=dict).get("format", 0)
-        if isinstance(version, int) and version > FORMAT:
-            raise UnsupportedFormatError(
-                f"{where} is of format {version}, this casnap reads up to {FORMAT}; update casnap"
-            )
-        config = msgspec.json.decode(raw, type=StoreConfig)
-    except (msgspec.DecodeError, RecursionError, ValueError) as e:
-        raise DamagedError(f"{where} is damaged: {e}; restore it from a backup") from e
-    unknown = set(config.read_features) - KNOWN_FEATURES
-    if unknown:
-        raise UnsupportedFormatError(
-            f"{where} needs features that this casnap lacks: {', '.join(sorted(unknown))}; "
-            "update casnap"
-        )
-    size = config.chunk_size
-    if (
-        not MIN_CHUNK_SIZE <= size <= MAX_CHUNK_SIZE
-        or size & (size - 1)
-        or id_from_name(config.store_id) is None  # it names a folder of the cache
-    ):
-        raise DamagedError(f"{where} is damaged: chunk size {size}, id {config.store_id!r}")
-    return config

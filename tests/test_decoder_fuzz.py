@@ -24,6 +24,7 @@ from casnap.backends import MemoryBackend
 from casnap.cli.durations import duration
 from casnap.cli.shares import share
 from casnap.codec import Codec, compress, decompress
+from casnap.config import read_config
 from casnap.digest import digest_of
 from casnap.errors import CasnapError
 from casnap.flatten import flatten, inflate
@@ -47,7 +48,6 @@ from casnap.format import (
 from casnap.listing import Listing, read_footer
 from casnap.manifest import Tree
 from casnap.names import check_name
-from casnap.objects import read_config
 from casnap.references import MANIFEST, TABLE, TREE, references
 from casnap.roots import read_root
 from casnap.survey import Survey

@@ -14,6 +14,7 @@ import zstandard
 from casnap import StateDict, Store
 from casnap.backends import MemoryBackend
 from casnap.codec import Codec, decompress
+from casnap.config import read_config
 from casnap.digest import DIGEST_SIZE, digest_of
 from casnap.errors import CasnapError, DamagedError
 from casnap.format import (
@@ -22,7 +23,6 @@ from casnap.format import (
     root_key,
     seal,
 )
-from casnap.objects import read_config
 from tests.faults import CHUNK, in_child
 from tests.forger import Forger, assert_refused
 

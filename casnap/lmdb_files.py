@@ -1,0 +1,104 @@
+"""The files of an LMDB environment: whether they can be used, and made anew where they cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from pathlib import Path
+
+import lmdb
+
+from casnap.environment import boot_id, is_running
+
+_log = logging.getLogger("casnap")
+WRITING = "writing-"
+_MAP_SIZES = (64 << 30, 1 << 30)
+_LOCK_BYTES = 8192
+
+
+def open_environment(folder: Path) -> lmdb.Environment:
+    """Open the cache, making it anew where it is of another boot, cut short or no LMDB."""
+    boot = folder / "boot"
+    with contextlib.suppress(OSError):
+        if boot.read_bytes() != boot_id().encode() or _cut_off(folder):
+            remove(folder)
+        else:
+            os.utime(boot)
+    for attempt in range(2):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            env = _map_environment(folder)
+            if not _cut_short(env, folder):
+                boot.write_text(boot_id())
+                return env
+            env.close()
+        except lmdb.Error as e:
+            if attempt:
+                raise
+            _log.info("the cache %s is unusable (%s) and is made anew", folder, e)
+        remove(folder)
+    raise lmdb.Error(f"{folder} cannot be made anew")
+
+
+def _cut_off(folder: Path) -> bool:
+    """Whether a process died while it wrote."""
+    return any(
+        not is_running(int(mark.name.removeprefix(WRITING)))
+        for mark in folder.glob(f"{WRITING}[0-9]*")
+    )
+
+
+def remove(folder: Path) -> None:
+    """Delete the files, as far as that goes."""
+    import shutil  # slow to import, and needed for a cache that failed alone
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _map_environment(folder: Path) -> lmdb.Environment:
+    _reserve(folder / "lock.mdb")
+    for size in _MAP_SIZES:
+        try:
+            env = lmdb.open(
+                str(folder), map_size=size, max_dbs=5, sync=False, metasync=False, mode=0o600
+            )
+        except (lmdb.MemoryError, MemoryError):
+            continue
+        # Processes that were killed leave their places in the table of readers, which is short.
+        env.reader_check()
+        return env
+    raise lmdb.Error("no address space for the map")
+
+
+def _reserve(lock: Path) -> None:
+    """Take space for the table of readers, which LMDB writes by memory: on a full disk, fatal."""
+    fd = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, _LOCK_BYTES)
+    except OSError as e:
+        # Where it is not supported we must hope.
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+    finally:
+        os.close(fd)
+
+
+def inode(folder: Path) -> int | None:
+    """Return what tells these files from others that may take their place."""
+    try:
+        return (folder / "data.mdb").stat().st_ino
+    except OSError:
+        return None
+
+
+def _cut_short(env: lmdb.Environment, folder: Path) -> bool:
+    """Whether the file ends before its last page: to touch what is missing would be fatal."""
+    return (folder / "data.mdb").stat().st_size < nbytes(env)
+
+
+def nbytes(env: lmdb.Environment) -> int:
+    """Return the bytes that an environment takes up."""
+    pages: int = env.info()["last_pgno"] + 1
+    return pages * int(env.stat()["psize"])
