@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from casnap import calls
+
 T = TypeVar("T")
 # Of a busy core that leaves a thirtieth: hardly felt, and locks are still given back soon.
 _NICE = 15
@@ -27,29 +29,37 @@ class Worker(threading.Thread):
     """A thread whose end can be waited for again after an interrupt.
 
     Before Python 3.13 a ``join`` that is interrupted takes the thread for ended while it runs on.
+    It works for the call that made it.
     """
 
     def __init__(self, work: Callable[[], None], name: str = "casnap") -> None:
         # No daemon: the interpreter waits for its end.
         super().__init__(target=work, name=name, daemon=False)
-        self._has_ended = threading.Event()
+        self._call = calls.current()
+        self._has_ended = False
+        self._running = threading.Lock()
+        self._running.acquire()
 
     def run(self) -> None:
         """Do the work."""
+        calls.work_for(self._call)
         try:
             super().run()
         finally:
-            self._has_ended.set()
+            self._has_ended = True
+            self._running.release()
 
     @property
     def ended(self) -> bool:
         """Whether it does not run: not any more, not yet, or not in this fork of its process."""
-        return self._has_ended.is_set() or not self.is_alive()
+        return self._has_ended or not self.is_alive()
 
     def wait(self) -> None:
-        """Wait until it has ended; may be interrupted, and repeated."""
+        """Wait until it has ended; may be interrupted, and repeated, also by a signal handler."""
         while not self.ended:
-            self._has_ended.wait(1)
+            # No event: in that there is a lock that a handler could find in its own thread's hands.
+            if self._running.acquire(timeout=1):
+                self._running.release()
 
 
 @contextmanager

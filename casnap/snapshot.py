@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from casnap import calls
 from casnap.contents import Contents
 from casnap.format import Entry, Row, Stats, check_name
 
@@ -68,6 +69,7 @@ class Snapshot:
         NotAStoreError: There is no store above the path.
     """
 
+    @calls.named("Snapshot()")
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -95,6 +97,7 @@ class Snapshot:
     # --- taking ---
 
     @classmethod
+    @calls.named("take()", is_take=True)
     def take(
         cls,
         path: str | os.PathLike[str],
@@ -161,6 +164,7 @@ class Snapshot:
         return found._take(comm, app_state, name, options, pg)
 
     @classmethod
+    @calls.named("async_take()", is_take=True)
     def async_take(
         cls,
         path: str | os.PathLike[str],
@@ -218,6 +222,7 @@ class Snapshot:
 
     # --- giving back ---
 
+    @calls.named("restore()")
     def restore(
         self,
         app_state: Mapping[str, Stateful],
@@ -264,6 +269,7 @@ class Snapshot:
         with comm, self.contents.reading():
             return restore(self.contents, app_state, options, comm)
 
+    @calls.named("read_object()")
     def read_object(
         self,
         path: str,
@@ -294,6 +300,7 @@ class Snapshot:
                 self.contents, path, obj_out, memory_budget_bytes, index, allow_pickle=allow_pickle
             )
 
+    @calls.named("get_manifest()")
     def get_manifest(self) -> dict[str, Entry]:
         """Return all entries by path: ``<rank>/<key>/<path>``."""
         with self.contents.reading():
