@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from casnap.errors import StateError
 
@@ -37,7 +37,9 @@ class Slot:
         except OSError as e:
             raise StateError(f"there is no memory for a buffer of {nbytes:,} bytes: {e}") from e
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+            # A kernel may be built without; then pages are small.
+            with suppress(OSError):
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._memory)
         self.pinned = False
 

@@ -77,7 +77,7 @@ class Inventory:
 
         with Crew() as crew:
             source = Shared(todo, crew)
-            crew.start(work, min(_DELETERS, len(todo)))
+            crew.run(work, min(_DELETERS, len(todo)))
         self.packs.difference_update(files.values())
         self.segments.difference_update(files.values())
         return sum(sizes)

@@ -20,11 +20,12 @@ from casnap.loading import (
     elements_of,
     inline_bytes,
     naming,
+    preparation,
     with_item_axis,
 )
 from casnap.objects import ReadOptions, Want
 from casnap.region import Region
-from casnap.staging import pin
+from casnap.staging import settle, settle_workers
 from casnap.tensors import Leaf, allocate, assemble, is_fillable, itemsize_of
 
 
@@ -85,6 +86,7 @@ def _read_tensor(
         entry.quantization,
     )
     carrier = obj_out.detach() if in_place else allocate(part)
+    settle([carrier])
     if index is None:
         loading = Loading(contents)
         loading.add(path, entry, carrier)
@@ -92,7 +94,8 @@ def _read_tensor(
     else:
         out = with_item_axis(part, carrier)
         wants = _selected(contents, path, entry, selection, out)
-        contents.objects.fetch(wants, ReadOptions(budget, pin if carrier.is_cuda else None))
+        contents.objects.fetch(wants, ReadOptions(budget, preparation([carrier])))
+        settle_workers([carrier])
     if in_place:
         return obj_out
     value: Any = assemble(Leaf(path, part, carrier))

@@ -32,7 +32,7 @@ from casnap.pending import PendingTake
 from casnap.pipeline import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.retention import Pruning, Retention, check_retention, prune
 from casnap.sharing import Division, divide, rules_for
-from casnap.staging import PIECE_BYTES, Held, Piece, batched
+from casnap.staging import PIECE_BYTES, Held, Piece, batched, give_back
 from casnap.state import RNGState, Stateful
 from casnap.table import check_free, checked_metadata, setting
 
@@ -134,13 +134,13 @@ def async_take(
                 pending = PendingTake(name, lambda: _run_held(work, held, comm))
                 try:
                     held.fill(capture.pieces(comm.rank / comm.size), when_full=pending.start)
+                    capture.let_go()
+                    pending.start()
                 except BaseException:
                     if not pending.started:
                         undisturbed(lambda _: held.release())
                     pending.error_seen = True
                     raise
-                capture.let_go()
-                pending.start()
                 return pending
     except BaseException as e:
         # What goes on in the background fails too, and tells the others itself.
@@ -276,7 +276,7 @@ class _Take:
             source = Shared(batches, crew)
             if self._division is None:
                 threads = min(cores(), 8)
-                crew.join(crew.start(lambda: self._hash(source, transaction), threads))
+                crew.run(lambda: self._hash(source, transaction), threads)
             else:
                 self._hash_together(source, transaction, crew, self._division)
             self._comm.at("settling what is whose")
@@ -305,8 +305,7 @@ class _Take:
                     stored = [piece for piece in batch if not self._keep_inline(piece)]
                     self._note(stored, writer.store(_chunks_of(stored)))
                 finally:
-                    for piece in batch:
-                        piece.give_back()
+                    give_back(batch)
         finally:
             writer.finish()
 
