@@ -28,6 +28,7 @@ from casnap import errors
 from casnap.errors import CasnapError, RankError, StateError
 from casnap.format import encode
 from casnap.links import PATIENCE, Link, LostError, Said, ranks_named
+from casnap.modes import plain
 
 Part = bytes | memoryview
 
@@ -205,6 +206,7 @@ class Group(Comm):
             self._link.close()
             raise RankError(f"{self.doing}: {lost.why}", lost.ranks)
 
+    @plain()
     def all_to_all(self, parts: Sequence[Part], room: memoryview | None = None) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each."""
         if self.over:
@@ -215,6 +217,7 @@ class Group(Comm):
             raise as_error(self.doing, self._errors(sizes, b""))
         return self._carry(parts, sizes, room)
 
+    @plain()
     def fail(self, error: BaseException) -> None:
         """Tell all others, at their next collective, that this rank has failed."""
         if self.over:

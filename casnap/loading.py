@@ -25,6 +25,7 @@ from casnap.format import (
     payload_of,
 )
 from casnap.grid import Cells, Grid
+from casnap.modes import fill
 from casnap.objects import ReadOptions, Want
 from casnap.pipeline import collector_paused
 from casnap.region import Region
@@ -193,7 +194,7 @@ class Loading:
                 assert isinstance(item.entry, TensorEntry)
                 whole = Region.whole(item.entry.shape)
                 elements = elements_of(item.entry, memoryview(bytearray(inline)), whole)
-                tensor.copy_(elements if region == whole else elements[region.within(whole)])
+                fill(tensor, elements if region == whole else elements[region.within(whole)])
 
     def _counted(self, sink: Sink, kept: int) -> Sink:
         def counted(raw: memoryview) -> None:
@@ -314,6 +315,6 @@ def _elements_to(
     entry: TensorEntry, box: torch.Tensor, cell: Region, taken: tuple[slice, ...]
 ) -> Sink:
     def sink(raw: memoryview) -> None:
-        box.copy_(elements_of(entry, raw, cell)[taken])
+        fill(box, elements_of(entry, raw, cell)[taken])
 
     return sink

@@ -23,12 +23,14 @@ from casnap.loading import (
     preparation,
     with_item_axis,
 )
+from casnap.modes import fill, plain
 from casnap.objects import ReadOptions, Want
 from casnap.region import Region
 from casnap.staging import settle, settle_workers
-from casnap.tensors import Leaf, allocate, assemble, is_fillable, itemsize_of
+from casnap.tensors import Leaf, allocate, assemble, is_fillable, is_hollow, itemsize_of
 
 
+@plain()
 def read_object(
     contents: Contents,
     path: str,
@@ -69,7 +71,10 @@ def _read_tensor(
 ) -> Any:
     if index is not None and entry.quantization is not None:
         whole: Any = _read_tensor(contents, path, entry, None, budget, None)
-        return whole[index] if obj_out is None else obj_out.copy_(whole[index])
+        if obj_out is None:
+            return whole[index]
+        fill(obj_out, whole[index])
+        return obj_out
     with naming(contents, path):
         check_entry(entry, contents.objects.config.chunk_size)
     selection = select(entry.shape, index)
@@ -102,9 +107,10 @@ def _read_tensor(
     if obj_out is None:
         return value
     try:
-        return obj_out.copy_(torch.as_tensor(value))
-    except (TypeError, ValueError) as e:
+        fill(obj_out, torch.as_tensor(value))
+    except (TypeError, ValueError, RuntimeError) as e:
         raise MismatchError(f"{contents.where}: {path} cannot be read into a tensor: {e}") from e
+    return obj_out
 
 
 _PLAIN = {"parameter": "tensor", "buffer": "tensor", "numpy_scalar": "ndarray"}
@@ -114,6 +120,11 @@ def _check_out(contents: Contents, path: str, shape: tuple[int, ...], out: Any) 
     if not isinstance(out, torch.Tensor):
         raise MismatchError(
             f"{contents.where}: {path} is a tensor; obj_out is a {type(out).__name__}"
+        )
+    if is_hollow(out):
+        raise MismatchError(
+            f"{contents.where}: {path} cannot be read into a tensor that holds no values: "
+            "obj_out is on the meta device, or of a FakeTensorMode"
         )
     if tuple(out.shape) != shape:
         raise MismatchError(
@@ -132,7 +143,7 @@ def _selected(
         inline = memoryview(bytearray(inline_bytes(contents, path, payload)))
         if out.numel():
             index = tuple(slice(axis.start, axis.stop, axis.step) for axis in selection.axes)
-            out.copy_(elements_of(entry, inline, whole)[index])
+            fill(out, elements_of(entry, inline, whole)[index])
         return
     cells = contents.cells(path, entry)
     digests = split_digests(contents.digests(payload, cells, path))
@@ -145,6 +156,6 @@ def _selected(
             box: torch.Tensor = box,
             cell: Region = cell,
         ) -> None:
-            box.copy_(elements_of(entry, raw, cell)[source])
+            fill(box, elements_of(entry, raw, cell)[source])
 
         yield Want(digests[number], cells.cell_bytes(number), sink, path)

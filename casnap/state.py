@@ -53,15 +53,18 @@ class RNGState:
 
         import torch
 
+        from casnap.modes import plain
+
         version, words, gauss = random.getstate()
-        state: dict[str, Any] = {
-            "torch": torch.get_rng_state(),
-            "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
-        }
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            state["cuda"] = tuple(torch.cuda.get_rng_state_all())
-        if sys.modules.get("numpy") is not None:
-            state["numpy"] = _numpy_state()
+        with plain():
+            state: dict[str, Any] = {
+                "torch": torch.get_rng_state(),
+                "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+            }
+            if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                state["cuda"] = tuple(torch.cuda.get_rng_state_all())
+            if sys.modules.get("numpy") is not None:
+                state["numpy"] = _numpy_state()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -70,16 +73,19 @@ class RNGState:
 
         import torch
 
+        from casnap.modes import plain
+
         version, words, gauss = state_dict["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
-        if "numpy" in state_dict:
-            _set_numpy_state(state_dict["numpy"])
-        if torch.cuda.is_available():
-            for device, state in zip(
-                range(torch.cuda.device_count()), state_dict.get("cuda", ()), strict=False
-            ):
-                torch.cuda.set_rng_state(state.cpu(), device)
-        torch.set_rng_state(state_dict["torch"].cpu())
+        with plain():
+            random.setstate((version, tuple(words.tolist()), gauss))
+            if "numpy" in state_dict:
+                _set_numpy_state(state_dict["numpy"])
+            if torch.cuda.is_available():
+                for device, state in zip(
+                    range(torch.cuda.device_count()), state_dict.get("cuda", ()), strict=False
+                ):
+                    torch.cuda.set_rng_state(state.cpu(), device)
+            torch.set_rng_state(state_dict["torch"].cpu())
 
 
 _MERSENNE = "MT19937"

@@ -26,6 +26,7 @@ from casnap.errors import FencedError, StoreError
 from casnap.exchange import Exchange
 from casnap.format import INLINE_BYTES, MARKER, Root, Row, Stats, encode, payload_of
 from casnap.handover import follow, lead
+from casnap.modes import plain
 from casnap.objects import Objects
 from casnap.pack import Choose
 from casnap.pending import PendingTake
@@ -244,6 +245,7 @@ class _Take:
         self._done_bytes = 0
         self._lock = threading.Lock()
 
+    @plain()
     def divide(self, app_state: Mapping[str, Stateful]) -> None:
         """Share out the work among the ranks; alone, there is nothing to share out."""
         if isinstance(self._comm, Alone) and not self._capture.sharded:

@@ -117,6 +117,11 @@ def is_fillable(value: torch.Tensor) -> bool:
     )
 
 
+def is_hollow(value: torch.Tensor) -> bool:
+    """Whether a tensor holds no values, by its kind: it only knows its shape and dtype."""
+    return value.is_meta or type(value).__name__ == "FakeTensor"
+
+
 def _hollow(path: str, value: torch.Tensor) -> UnsupportedTypeError:
     if value.is_meta:
         return UnsupportedTypeError(
