@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from casnap import calls
 from casnap.codec import Codec
-from casnap.errors import NotAStoreError, SnapshotNotFoundError
+from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError
 from casnap.format import DEFAULT_CHUNK_SIZE, Row, check_name
 from casnap.location import Location, create_store, locate_snapshot, locate_store
 from casnap.objects import Objects
@@ -75,6 +76,11 @@ class Store:
     def _open(
         self, found: Location, *, create: bool, asked: bool, chunk_size: int = DEFAULT_CHUNK_SIZE
     ) -> None:
+        if sys.byteorder != "little":
+            raise UnsupportedFormatError(
+                f"{found.backend.uri} cannot be used on this machine: the bytes of tensors are "
+                "little-endian, and this casnap does not swap them for a big-endian one"
+            )
         if create and not found.name:
             # Where the store exists this finishes a creation that was cut off.
             create_store(found.backend, chunk_size=chunk_size, asked=asked)

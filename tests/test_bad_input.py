@@ -451,3 +451,15 @@ def test_a_store_that_one_may_only_read(
     before = files(base)
     as_nobody(tmp_path, monkeypatch, work)
     assert files(base) == before
+
+
+def test_big_endian_machines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = Snapshot.take(tmp_path / "run" / "step", {"s": StateDict(x=1)})
+    monkeypatch.setattr("sys.byteorder", "big")
+    for use in (
+        lambda: Store(tmp_path / "run"),
+        lambda: Snapshot(taken.path),
+        lambda: Snapshot.take(tmp_path / "run" / "other", {"s": StateDict(x=1)}),
+    ):
+        with pytest.raises(UnsupportedFormatError, match="big-endian"):
+            use()
