@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -242,12 +243,12 @@ def pin(slot: Slot, device: torch.device) -> None:
         device: A GPU that this process uses. The slot serves all, but a thread that names none
             would begin to use the first.
     """
-    if not slot.pinned:
+    if slot.unpin is None:
         address = buffers.address_of(slot.view)
         with torch.cuda.device(device):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(runtime.cudaHostRegister(address, len(slot.view), 0))
-        slot.pinned = True
+        slot.unpin = partial(runtime.cudaHostUnregister, address)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -88,6 +88,22 @@ class RNGState:
             torch.set_rng_state(state_dict["torch"].cpu())
 
 
+def same_random_state(a: Any, b: Any) -> bool:
+    """Whether two random states, as :class:`RNGState` gives them, are the same."""
+    import torch
+
+    from casnap.modes import plain
+
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        with plain():
+            return torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_random_state(a[key], b[key]) for key in a)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(same_random_state, a, b))
+    return bool(a == b)
+
+
 _MERSENNE = "MT19937"
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -34,7 +33,7 @@ from casnap.pipeline import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.retention import Pruning, Retention, check_retention, prune
 from casnap.sharing import Division, divide, rules_for
 from casnap.staging import PIECE_BYTES, Held, Piece, batched, give_back
-from casnap.state import RNGState, Stateful
+from casnap.state import RNGState, Stateful, same_random_state
 from casnap.table import check_free, checked_metadata, setting
 
 _log = logging.getLogger("casnap")
@@ -95,17 +94,17 @@ def take(
         background.wait_for_last()
         options = replace(options, metadata=checked_metadata(options.metadata or {}))
         state = _agreed_state(objects, name, app_state, options, comm)
-        with _capture(objects, state, options) as capture:
-            work = _Take(objects, name, capture, options, comm, started)
-            work.divide(state)
-            for tries in count(1):
-                try:
-                    pieces = capture.pieces(comm.rank / comm.size)
-                    return work.run(batched(pieces, _batch_bytes(comm)))
-                except FencedError:
-                    if tries == _FENCED_TRIES or comm.over:
-                        raise
-                    _log.info("%s: a collector went past the take, which starts again", name)
+        capture = _capture(objects, state, options)
+        work = _Take(objects, name, capture, options, comm, started)
+        work.divide(state)
+        for tries in count(1):
+            try:
+                pieces = capture.pieces(comm.rank / comm.size)
+                return work.run(batched(pieces, _batch_bytes(comm)))
+            except FencedError:
+                if tries == _FENCED_TRIES or comm.over:
+                    raise
+                _log.info("%s: a collector went past the take, which starts again", name)
     raise AssertionError
 
 
@@ -128,21 +127,21 @@ def async_take(
             background.wait_for_last()
             options = replace(options, metadata=checked_metadata(options.metadata or {}))
             state = _agreed_state(objects, name, app_state, options, comm)
-            with _capture(objects, state, options) as capture:
-                held = Held(options.max_staging_bytes)
-                work = _Take(objects, name, capture, options, comm, started)
-                work.divide(state)
-                pending = PendingTake(name, lambda: _run_held(work, held, comm))
-                try:
-                    held.fill(capture.pieces(comm.rank / comm.size), when_full=pending.start)
-                    capture.let_go()
-                    pending.start()
-                except BaseException:
-                    if not pending.started:
-                        undisturbed(lambda _: held.release())
-                    pending.error_seen = True
-                    raise
-                return pending
+            capture = _capture(objects, state, options)
+            held = Held(options.max_staging_bytes)
+            work = _Take(objects, name, capture, options, comm, started)
+            work.divide(state)
+            pending = PendingTake(name, lambda: _run_held(work, held, comm))
+            try:
+                held.fill(capture.pieces(comm.rank / comm.size), when_full=pending.start)
+                capture.let_go()
+                pending.start()
+            except BaseException:
+                if not pending.started:
+                    undisturbed(lambda _: held.release())
+                pending.error_seen = True
+                raise
+            return pending
     except BaseException as e:
         # What goes on in the background fails too, and tells the others itself.
         if pending is None or not pending.started:
@@ -203,22 +202,18 @@ def _check(objects: Objects, name: str, options: TakeOptions) -> None:
     objects.current(check)
 
 
-@contextmanager
-def _capture(
-    objects: Objects, app_state: Mapping[str, Stateful], options: TakeOptions
-) -> Iterator[Capture]:
-    """Capture the state; afterwards the random state is what it was before."""
+def _capture(objects: Objects, app_state: Mapping[str, Stateful], options: TakeOptions) -> Capture:
+    """Capture the state; the random state is what it was before, whatever reading it drew."""
     random = [s for s in app_state.values() if isinstance(s, RNGState)]
     states = [s.state_dict() for s in random]
     try:
         with collector_paused():
-            capture = Capture(
-                app_state, objects.config.chunk_size, allow_pickle=options.allow_pickle
-            )
-        yield capture
+            return Capture(app_state, objects.config.chunk_size, allow_pickle=options.allow_pickle)
     finally:
+        # At once, and only if need be: what other threads draw meanwhile, they would draw again.
         for state, before in zip(random, states, strict=True):
-            state.load_state_dict(before)
+            if not same_random_state(state.state_dict(), before):
+                state.load_state_dict(before)
 
 
 class _Take:
