@@ -204,12 +204,12 @@ def disk_full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def elsewhere(work: Callable[[], object]) -> Callable[[], None]:
+def elsewhere(work: Callable[..., object]) -> Callable[..., None]:
     """Do some work on a thread that works for no call, as another process would; wait for it."""
 
-    def do() -> None:
+    def do(*args: object) -> None:
         with ThreadPoolExecutor(1) as threads:
-            threads.submit(work).result()
+            threads.submit(work, *args).result()
 
     return do
 
