@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from casnap import errors
+from casnap.buffers import release_memory
 from casnap.errors import CasnapError
 from casnap.retention import Retention
 from casnap.snapshot import PendingSnapshot, Snapshot
@@ -21,4 +22,5 @@ __all__ = [
     "Stateful",
     "Store",
     "errors",
+    "release_memory",
 ]

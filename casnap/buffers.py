@@ -10,8 +10,8 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from casnap.errors import StateError
 
@@ -25,10 +25,10 @@ class Slot:
 
     Attributes:
         view: The memory, writable.
-        pinned: Whether a GPU driver has registered it.
+        unpin: Has a GPU's driver forget it; None where none has registered it.
     """
 
-    __slots__ = ("_memory", "pinned", "view")
+    __slots__ = ("_memory", "unpin", "view")
 
     def __init__(self, nbytes: int) -> None:
         # Private: after a fork, parent and child must not write into each other's slots.
@@ -37,9 +37,11 @@ class Slot:
         except OSError as e:
             raise StateError(f"there is no memory for a buffer of {nbytes:,} bytes: {e}") from e
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+            # A kernel may be built without; then pages are small.
+            with suppress(OSError):
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._memory)
-        self.pinned = False
+        self.unpin: Callable[[], object] | None = None
 
 
 _all_pools: list[Pool] = []
@@ -85,6 +87,16 @@ class Pool:
             self._free.append(slot)
             self._changed.notify()
 
+    def shrink(self) -> int:
+        """Give the memory of slots that nobody uses back to the system; return its bytes."""
+        with self._changed:
+            free, self._free = self._free, []
+            self._made -= len(free)
+        for slot in free:
+            if slot.unpin is not None:
+                slot.unpin()
+        return len(free) * self.slot_bytes
+
     @contextmanager
     def lease(self) -> Iterator[Slot]:
         """Hold a slot for a block of code."""
@@ -107,6 +119,19 @@ def shared_pool(at_least: int) -> Pool:
         if nbytes not in _pools:
             _pools[nbytes] = Pool(nbytes, SLOTS)
         return _pools[nbytes]
+
+
+def release_memory() -> int:
+    """Give back the memory that casnap keeps for the next take or restore.
+
+    After an ``async_take`` that is as much as the state, since fresh memory is several times slower
+    to copy to than memory that was used before. What is in use stays, a pending take's copies
+    too. Safe at any time.
+
+    Returns:
+        The bytes that were given back, at most: what was never touched took none.
+    """
+    return sum(pool.shrink() for pool in list(_all_pools))
 
 
 def _begin_anew_after_fork() -> None:

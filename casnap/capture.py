@@ -13,6 +13,7 @@ from casnap.errors import NotStatefulError, UnsupportedTypeError
 from casnap.flatten import flatten
 from casnap.format import INLINE_BYTES, MAX_PATH_CHARS, TensorEntry, payload_of
 from casnap.grid import Grid, grid_of
+from casnap.modes import plain
 from casnap.region import Region
 from casnap.sharding import Shards
 from casnap.staging import (
@@ -91,7 +92,9 @@ class Capture:
         for key in random_states_first(app_state):
             stateful = app_state[key]
             start, segment = len(self.leaves), segment_of(key)
-            self.leaves.extend(flatten(stateful.state_dict(), segment, allow_pickle=allow_pickle))
+            state = stateful.state_dict()
+            with plain():
+                self.leaves.extend(flatten(state, segment, allow_pickle=allow_pickle))
             private = isinstance(stateful, RNGState)
             self.spans.append(Span(private, segment, start, len(self.leaves)))
         self.grids: list[Grid | None] = []
@@ -99,9 +102,10 @@ class Capture:
         self.inline: dict[int, bytes] = {}
         self.same_as: dict[int, int] = {}
         self.logical_bytes = 0
-        self._look_at_leaves(chunk_size)
-        # Other threads copy from the GPU: what the caller has begun there must have ended.
-        settle(t for leaf in self.leaves for t in getattr(leaf.content, "tensors", [leaf.content]))
+        with plain():
+            self._look_at_leaves(chunk_size)
+            # Other threads copy from the GPU: what the caller has begun there must have ended.
+            settle(t for x in self.leaves for t in getattr(x.content, "tensors", [x.content]))
 
     def _look_at_leaves(self, chunk_size: int) -> None:
         seen: dict[int, int] = {}

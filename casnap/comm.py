@@ -29,6 +29,7 @@ from casnap.digest import digest_of
 from casnap.errors import CasnapError, RankError, StateError
 from casnap.format import encode
 from casnap.links import PATIENCE, Link, LostError, Said, ranks_named
+from casnap.modes import plain
 
 Part = bytes | memoryview
 
@@ -212,6 +213,7 @@ class Group(Comm):
             self._link.close()
             raise RankError(f"{self.doing}: {lost.why}", lost.ranks)
 
+    @plain()
     def all_to_all(
         self, parts: Sequence[Part], room: memoryview | None = None, *, proven: bool = False
     ) -> list[memoryview]:
@@ -250,6 +252,7 @@ class Group(Comm):
                 tuple(bad),
             )
 
+    @plain()
     def fail(self, error: BaseException) -> None:
         """Tell all others, at their next collective, that this rank has failed."""
         if self.over:

@@ -19,6 +19,7 @@
     │   ├── UnsupportedTypeError    (TypeError) a value that cannot be stored safely
     │   ├── MismatchError           (RuntimeError) state and snapshot differ
     │   └── EntryNotFoundError      (KeyError) no such path inside the snapshot
+    ├── NestedTakeError             (RuntimeError) a take within another call of the same thread
     ├── DamagedError                stored bytes are missing or not what was written
     ├── RankError                   another rank of a take or restore failed, died or hangs
     └── FencedError                 a garbage collector went past a take that stood still too long
@@ -102,6 +103,10 @@ class MismatchError(StateError, RuntimeError):
 
 class EntryNotFoundError(StateError, KeyError):
     """No entry of the snapshot has this path."""
+
+
+class NestedTakeError(CasnapError, RuntimeError):
+    """A take was begun within another call of the same thread, as by a signal handler."""
 
 
 class DamagedError(CasnapError):

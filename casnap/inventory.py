@@ -88,7 +88,7 @@ class Inventory:
 
         with Crew() as crew:
             source = Shared(todo, crew)
-            crew.start(work, min(_DELETERS, len(todo)))
+            crew.run(work, min(_DELETERS, len(todo)))
         # To try again what was refused is for the next collection.
         self.packs.difference_update(files.values())
         self.segments.difference_update(files.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import NamedTuple, TypeAlias
 
@@ -24,10 +25,11 @@ from casnap.format import (
     payload_of,
 )
 from casnap.grid import Cells, Grid
+from casnap.modes import fill
 from casnap.objects import ReadOptions, Want
 from casnap.pipeline import collector_paused
 from casnap.region import Region
-from casnap.staging import pin
+from casnap.staging import pin, settle_workers
 from casnap.tensors import (
     Leaf,
     allocate,
@@ -151,18 +153,20 @@ class Loading:
         """
         fetch = fetch or self._contents.objects.fetch
         with collector_paused():
-            fetch(self.wants(), ReadOptions(budget, self._prepare()))
+            fetch(self.wants(), ReadOptions(budget, preparation(self._filled())))
+        settle_workers(self._filled())
         return {
             path: Leaf(path, entry, bytes(content) if isinstance(content, bytearray) else content)
             for path, entry, content, _ in self._items
             if content is not None
         }
 
-    def _prepare(self) -> Callable[[Slot], None] | None:
-        whole = (item.content for item in self._items if item.given is None)
-        parts = (tensor for item in self._items for _, tensor in item.given or ())
-        on_gpu = any(isinstance(t, torch.Tensor) and t.is_cuda for t in chain(whole, parts))
-        return pin if on_gpu else None
+    def _filled(self) -> Iterator[torch.Tensor]:
+        for item in self._items:
+            if item.given is not None:
+                yield from (tensor for _, tensor in item.given)
+            elif isinstance(item.content, torch.Tensor):
+                yield item.content
 
     def wants(self) -> Iterator[Want]:
         """Yield the chunks to read; what stands in an entry itself is filled in on the way.
@@ -198,7 +202,7 @@ class Loading:
                 assert isinstance(item.entry, TensorEntry)
                 whole = Region.whole(item.entry.shape)
                 elements = elements_of(item.entry, memoryview(bytearray(inline)), whole)
-                tensor.copy_(elements if region == whole else elements[region.within(whole)])
+                fill(tensor, elements if region == whole else elements[region.within(whole)])
 
     def _counted(self, sink: Sink, kept: int) -> Sink:
         def counted(raw: memoryview) -> None:
@@ -209,6 +213,12 @@ class Loading:
                 self._progress(self._done, self._total)
 
         return counted
+
+
+def preparation(filled: Iterable[torch.Tensor]) -> Callable[[Slot], None] | None:
+    """Return what is done with buffers, once each, that tensors are filled from."""
+    device = next((tensor.device for tensor in filled if tensor.is_cuda), None)
+    return None if device is None else partial(pin, device=device)
 
 
 def check_entry(entry: TensorEntry, chunk_size: int) -> None:
@@ -315,6 +325,6 @@ def _elements_to(
     entry: TensorEntry, box: torch.Tensor, cell: Region, taken: tuple[slice, ...]
 ) -> Sink:
     def sink(raw: memoryview) -> None:
-        box.copy_(elements_of(entry, raw, cell)[taken])
+        fill(box, elements_of(entry, raw, cell)[taken])
 
     return sink

@@ -333,7 +333,7 @@ class Objects:
                     for read in source:
                         failed.extend(self._read_run(read, slot.view, bulk=total >= _BULK_BYTES))
 
-            crew.start(work, threads)
+            crew.run(work, threads)
         return failed
 
     def _read_run(

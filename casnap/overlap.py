@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from casnap.modes import fill
 from casnap.tensors import elements
 
 Name = TypeVar("Name", bound=tuple[str, int])
@@ -83,7 +84,7 @@ def filled_in_place(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
     for target, content in both:
         # Torch refuses to write an expanded element more than once.
         once = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
-        target[once].copy_(content[once])
+        fill(target[once], content[once])
     return all(_same_bytes(target, content) for target, content in both)
 
 

@@ -109,19 +109,26 @@ class PackWriter:
         with self._lock:
             self.stored_bytes += sum(place.stored for _, place in pack.records)
             if len(self._writers) < _WRITERS:
-                self._writers += self.crew.start(self._write_packs)
-        self._full.put(pack)
+                self._writers += self.crew.start_some(self._write_packs)
+            in_background = bool(self._writers)
+        if in_background:
+            self._full.put(pack)
+        else:
+            self._write_or_fail(pack)
 
     def _write_packs(self) -> None:
         while (pack := self._full.get()) is not None:
-            try:
-                # After a failure packs are only given back, so that nobody waits for a slot.
-                if not self.crew.failed:
-                    self._write(pack)
-            except BaseException as e:  # noqa: BLE001 - the crew raises it
-                self.crew.fail(e)
-            finally:
-                self.pool.release(pack.slot)
+            self._write_or_fail(pack)
+
+    def _write_or_fail(self, pack: _FullPack) -> None:
+        try:
+            # After a failure packs are only given back, so that nobody waits for a slot.
+            if not self.crew.failed:
+                self._write(pack)
+        except BaseException as e:  # noqa: BLE001 - the crew raises it
+            self.crew.fail(e)
+        finally:
+            self.pool.release(pack.slot)
 
     @property
     def times(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from casnap.errors import StateError
 from casnap.format import Row
-from casnap.pipeline import Worker
+from casnap.pipeline import NO_THREADS, Worker
 
 # One take at a time in a process: pending ones keep their order, and share their buffers.
 # A lock around what a caller does, and the take that goes on after that: an interrupt could lose
@@ -57,14 +57,25 @@ class PendingTake:
         return self._thread is not None
 
     def start(self) -> None:
-        """Start the thread, unless it was; other takes wait for its end."""
+        """Start the thread, unless it was; other takes wait for its end.
+
+        Raises:
+            StateError: No thread can be started.
+        """
         global _last
         with self._lock:
-            if self._thread is None:
-                self._thread = Worker(self._run, "casnap-async-take")
-                _last = self
-                _pending.add(self)
+            if self._thread is not None:
+                return
+            # Before it is started, lest an interrupt comes in between.
+            before, _last = _last, self
+            self._thread = Worker(self._run, "casnap-async-take")
+            _pending.add(self)
+            try:
                 self._thread.start()
+            except RuntimeError as e:
+                _last, self._thread = before, None
+                _pending.discard(self)
+                raise StateError(NO_THREADS) from e
 
     def _run(self) -> None:
         try:

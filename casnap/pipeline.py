@@ -11,9 +11,16 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from casnap import calls
+from casnap.errors import StateError
+
 T = TypeVar("T")
 # Of a busy core that leaves a thirtieth: hardly felt, and locks are still given back soon.
 _NICE = 15
+NO_THREADS = (
+    "no more threads can be started: the process exits, or a limit is reached (ulimit -u, "
+    "pids.max of its control group, memory)"
+)
 
 
 def cores() -> int:
@@ -27,29 +34,37 @@ class Worker(threading.Thread):
     """A thread whose end can be waited for again after an interrupt.
 
     Before Python 3.13 a ``join`` that is interrupted takes the thread for ended while it runs on.
+    It works for the call that made it.
     """
 
     def __init__(self, work: Callable[[], None], name: str = "casnap") -> None:
         # No daemon: the interpreter waits for its end.
         super().__init__(target=work, name=name, daemon=False)
-        self._has_ended = threading.Event()
+        self._call = calls.current()
+        self._has_ended = False
+        self._running = threading.Lock()
+        self._running.acquire()
 
     def run(self) -> None:
         """Do the work."""
+        calls.work_for(self._call)
         try:
             super().run()
         finally:
-            self._has_ended.set()
+            self._has_ended = True
+            self._running.release()
 
     @property
     def ended(self) -> bool:
         """Whether it does not run: not any more, not yet, or not in this fork of its process."""
-        return self._has_ended.is_set() or not self.is_alive()
+        return self._has_ended or not self.is_alive()
 
     def wait(self) -> None:
-        """Wait until it has ended; may be interrupted, and repeated."""
+        """Wait until it has ended; may be interrupted, and repeated, also by a signal handler."""
         while not self.ended:
-            self._has_ended.wait(1)
+            # No event: in that there is a lock that a handler could find in its own thread's hands.
+            if self._running.acquire(timeout=1):
+                self._running.release()
 
 
 @contextmanager
@@ -87,19 +102,49 @@ class Crew:
             self.error = self.error or error
 
     def start(self, work: Callable[[], None], count: int = 1) -> list[Worker]:
-        """Run ``work`` on ``count`` new threads."""
+        """Run ``work`` on ``count`` new threads.
 
-        def run() -> None:
-            try:
-                work()
-            except BaseException as e:  # noqa: BLE001 - raised again by join
-                self.fail(e)
-
-        threads = [Worker(run) for _ in range(count)]
-        self._threads += threads
-        for thread in threads:
-            thread.start()
+        Raises:
+            StateError: There cannot be so many; those that were started have ended.
+        """
+        threads = self.start_some(work, count)
+        if len(threads) < count:
+            error = StateError(NO_THREADS)
+            self.fail(error)
+            for thread in threads:
+                thread.wait()
+            raise error
         return threads
+
+    def run(self, work: Callable[[], None], count: int = 1) -> None:
+        """Run ``work`` on ``count`` new threads, and wait for them.
+
+        Where there cannot be so many, fewer do it, at the least the calling one.
+        """
+        threads = self.start_some(work, count)
+        if not threads and count:
+            self._guarded(work)
+        self.join(threads)
+
+    def start_some(self, work: Callable[[], None], count: int = 1) -> list[Worker]:
+        """Run ``work`` on as many new threads as can be had, up to ``count``."""
+        started: list[Worker] = []
+        for _ in range(count):
+            thread = Worker(lambda: self._guarded(work))
+            self._threads.append(thread)
+            try:
+                thread.start()
+            except RuntimeError:
+                self._threads.remove(thread)
+                break
+            started.append(thread)
+        return started
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as e:  # noqa: BLE001 - raised again by join
+            self.fail(e)
 
     def join(self, threads: Iterable[Worker] | None = None) -> None:
         """Wait for all threads, or for some of them, and raise what went wrong.
@@ -137,11 +182,13 @@ def undisturbed(work: Callable[[Crew], T]) -> T:
     """Do some work on a thread of a crew, and return what it does.
 
     An interrupt only comes to the main thread. There it makes the crew fail, so that the work
-    stops and cleans up where nothing disturbs it, and is raised afterwards.
+    stops and cleans up where nothing disturbs it, and is raised afterwards. If no thread can be
+    started, the calling one does it: Python 3.12.0 and 3.12.1 start none once they exit, and a
+    pending take must still finish then.
     """
     done: list[T] = []
     with Crew() as crew:
-        crew.start(lambda: done.append(work(crew)))
+        crew.run(lambda: done.append(work(crew)))
     return done[0]
 
 
@@ -150,9 +197,10 @@ def gently(work: Callable[[], T]) -> T:
 
     So do the threads that it starts.
     """
+    caller = threading.get_ident()
 
     def gentle(_crew: Crew) -> T:
-        if sys.platform == "linux":
+        if sys.platform == "linux" and threading.get_ident() != caller:
             # Only there each thread has a priority of its own, by its native id.
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

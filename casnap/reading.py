@@ -20,15 +20,18 @@ from casnap.loading import (
     elements_of,
     inline_bytes,
     naming,
+    preparation,
     with_item_axis,
 )
+from casnap.modes import fill, plain
 from casnap.objects import ReadOptions, Want
 from casnap.overlap import filled_in_place, overlaps_itself
 from casnap.region import Region
-from casnap.staging import pin
-from casnap.tensors import Leaf, allocate, assemble, is_fillable, is_float4, itemsize_of
+from casnap.staging import settle, settle_workers
+from casnap.tensors import Leaf, allocate, assemble, is_fillable, is_float4, is_hollow, itemsize_of
 
 
+@plain()
 def read_object(
     contents: Contents,
     path: str,
@@ -88,6 +91,7 @@ def _read_tensor(
         entry.quantization,
     )
     carrier = obj_out.detach() if in_place else allocate(part)
+    settle([carrier])
     if index is None:
         loading = Loading(contents)
         loading.add(path, entry, carrier)
@@ -95,7 +99,8 @@ def _read_tensor(
     else:
         out = with_item_axis(part, carrier)
         wants = _selected(contents, path, entry, selection, out)
-        contents.objects.fetch(wants, ReadOptions(budget, pin if carrier.is_cuda else None))
+        contents.objects.fetch(wants, ReadOptions(budget, preparation([carrier])))
+        settle_workers([carrier])
     if in_place:
         return obj_out
     value: Any = assemble(Leaf(path, part, carrier))
@@ -105,11 +110,13 @@ def _read_tensor(
 def _copied(contents: Contents, path: str, value: Any, out: torch.Tensor) -> torch.Tensor:
     try:
         new = torch.as_tensor(value)
-    except (TypeError, ValueError) as e:
+        if out.layout is not torch.strided or not overlaps_itself(out):
+            fill(out, new)
+            return out
+        held = filled_in_place([(out, new)])
+    except (TypeError, ValueError, RuntimeError) as e:
         raise MismatchError(f"{contents.where}: {path} cannot be read into a tensor: {e}") from e
-    if out.layout is not torch.strided or not overlaps_itself(out):
-        return out.copy_(new)
-    if not filled_in_place([(out, new)]):
+    if not held:
         raise MismatchError(
             f"{contents.where}: {path} cannot be held by obj_out, which overlaps itself and holds "
             "only some of the values now; pass obj_out.contiguous(), or none"
@@ -126,6 +133,11 @@ def _check_out(
     if not isinstance(out, torch.Tensor):
         raise MismatchError(
             f"{contents.where}: {path} is a tensor; obj_out is a {type(out).__name__}"
+        )
+    if is_hollow(out):
+        raise MismatchError(
+            f"{contents.where}: {path} cannot be read into a tensor that holds no values: "
+            "obj_out is on the meta device, or of a FakeTensorMode"
         )
     if tuple(out.shape) != shape:
         raise MismatchError(
@@ -149,7 +161,7 @@ def _selected(
         inline = memoryview(bytearray(inline_bytes(contents, path, payload)))
         if out.numel():
             index = tuple(slice(axis.start, axis.stop, axis.step) for axis in selection.axes)
-            out.copy_(elements_of(entry, inline, whole)[index])
+            fill(out, elements_of(entry, inline, whole)[index])
         return
     cells = contents.cells(path, entry)
     digests = split_digests(contents.digests(payload, cells, path))
@@ -162,6 +174,6 @@ def _selected(
             box: torch.Tensor = box,
             cell: Region = cell,
         ) -> None:
-            box.copy_(elements_of(entry, raw, cell)[source])
+            fill(box, elements_of(entry, raw, cell)[source])
 
         yield Want(digests[number], cells.cell_bytes(number), sink, path)

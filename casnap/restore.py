@@ -19,12 +19,13 @@ from casnap.errors import MismatchError
 from casnap.flatten import flatten, inflate, shard_targets, tensor_targets
 from casnap.format import ContainerEntry, Entry, TensorEntry, encode
 from casnap.loading import Loading, Progress
+from casnap.modes import plain
 from casnap.overlap import end_of, filled_in_place, overlapping
 from casnap.passing import fetch_once
 from casnap.sharding import Shards, quietly, shards_of
 from casnap.staging import settle
 from casnap.state import RNGState, Stateful
-from casnap.tensors import Leaf, carrier_dtype, is_float4
+from casnap.tensors import Leaf, carrier_dtype, is_float4, is_hollow
 
 
 @dataclass
@@ -123,8 +124,9 @@ def restore(
         p for k in keys if (p := _part(contents, k, app_state[k], report, comm.rank)) is not None
     ]
     targets = _Targets()
-    for part in parts:
-        _add_targets(targets, part, report)
+    with plain():
+        for part in parts:
+            _add_targets(targets, part, report)
     if options.strict and report:
         raise MismatchError(_mismatch(contents, report))
     entries = {path: entry for part in parts for path, entry in part.entries.items()}
@@ -137,7 +139,8 @@ def restore(
     comm.at("loading states")
     # The random state last: to load the others may draw from it.
     for part in sorted(parts, key=lambda p: isinstance(p.stateful, RNGState)):
-        state = inflate(part.segment, leaves, allow_pickle=options.allow_pickle)
+        with plain():
+            state = inflate(part.segment, leaves, allow_pickle=options.allow_pickle)
         if isinstance(part.stateful, torch.nn.Module) and not options.strict:
             _load_what_fits(part, part.stateful, state, report)
         else:
@@ -169,6 +172,7 @@ def _left_behind(contents: Contents, size: int) -> list[str]:
     return [f"{rank}/{key}" for rank in ranks for key in sorted(contents.manifest.ranks[str(rank)])]
 
 
+@plain()
 def _loaded(
     contents: Contents,
     entries: dict[str, Entry],
@@ -435,6 +439,8 @@ def _other_shapes(part: _Part) -> dict[str, str]:
             continue  # it takes any shape
         if value.is_meta:
             shapes[path] = f"{path}: on the meta device here; call to_empty(device=...) first"
+        elif is_hollow(value):
+            shapes[path] = f"{path}: fake here; make the module outside of FakeTensorMode"
         elif tuple(value.shape) != entry.shape:
             shapes[path] = f"{path}: {tuple(value.shape)} here, {entry.shape} in the snapshot"
     return shapes

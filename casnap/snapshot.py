@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from casnap import calls
 from casnap.contents import Contents
 from casnap.format import Entry, Row, Stats
 from casnap.names import check_name
@@ -97,6 +98,7 @@ class Snapshot:
         NotAStoreError: There is no store above the path.
     """
 
+    @calls.named("Snapshot()")
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -124,6 +126,7 @@ class Snapshot:
     # --- taking ---
 
     @classmethod
+    @calls.named("take()", is_take=True)
     def take(
         cls,
         path: str | os.PathLike[str],
@@ -190,6 +193,7 @@ class Snapshot:
         return found._take(comm, app_state, name, options, pg)
 
     @classmethod
+    @calls.named("async_take()", is_take=True)
     def async_take(
         cls,
         path: str | os.PathLike[str],
@@ -247,6 +251,7 @@ class Snapshot:
 
     # --- giving back ---
 
+    @calls.named("restore()")
     def restore(
         self,
         app_state: Mapping[str, Stateful],
@@ -293,6 +298,7 @@ class Snapshot:
         with comm, self.contents.reading():
             return restore(self.contents, app_state, options, comm)
 
+    @calls.named("read_object()")
     def read_object(
         self,
         path: str,
@@ -323,6 +329,7 @@ class Snapshot:
                 self.contents, path, obj_out, memory_budget_bytes, index, allow_pickle=allow_pickle
             )
 
+    @calls.named("get_manifest()")
     def get_manifest(self) -> EntriesByPath:
         """Return all entries by path, ``<rank>/<key>/<path>``: a dict that knows whose each is.
 

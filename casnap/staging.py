@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -72,6 +73,13 @@ class Piece(NamedTuple):
                     self.ready()
             finally:
                 self.done()
+
+
+def give_back(pieces: Iterable[Piece]) -> None:
+    """Give the memory of all pieces back, whatever goes wrong with one of them."""
+    with ExitStack() as stack:
+        for piece in pieces:
+            stack.callback(piece.give_back)
 
 
 class Source(NamedTuple):
@@ -140,9 +148,10 @@ def _piece(number: int, first: int, sizes: list[int], source: Source, region: Re
     content = source.content
     assert isinstance(content, torch.Tensor)
     block = content[region.within(source.region)].contiguous()
-    if block.is_cpu:
-        return Piece(number, first, sizes, view_at(block.data_ptr(), block.nbytes), block)
-    return _from_cuda(number, first, sizes, block)
+    if block.is_cuda:
+        return _from_cuda(number, first, sizes, block)
+    block = block.cpu()
+    return Piece(number, first, sizes, view_at(block.data_ptr(), block.nbytes), block)
 
 
 def _blocks(grid: Grid | Tiling, first: int, stop: int) -> Iterator[tuple[int, list[int], Region]]:
@@ -186,14 +195,18 @@ _pinned = Pool(MAX_CHUNK_SIZE, 4)
 def _from_cuda(number: int, first: int, sizes: list[int], block: torch.Tensor) -> Piece:
     """Begin to copy a contiguous block into pinned memory, on a stream of its own."""
     slot = _pinned.take()
-    pin(slot)
-    target = torch.frombuffer(slot.view, dtype=torch.uint8, count=block.nbytes)
-    stream = _side_stream(block.device)
-    stream.wait_stream(torch.cuda.current_stream(block.device))
-    with torch.cuda.stream(stream):
-        target.copy_(block.reshape(-1).view(torch.uint8), non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
+    try:
+        pin(slot, block.device)
+        target = torch.frombuffer(slot.view, dtype=torch.uint8, count=block.nbytes)
+        stream = _side_stream(block.device)
+        stream.wait_stream(torch.cuda.current_stream(block.device))
+        with torch.cuda.stream(stream):
+            target.copy_(block.reshape(-1).view(torch.uint8), non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+    except BaseException:
+        _pinned.release(slot)
+        raise
     view = slot.view[: block.nbytes]
     return Piece(
         number, first, sizes, view, block, event.synchronize, lambda: _pinned.release(slot)
@@ -201,18 +214,41 @@ def _from_cuda(number: int, first: int, sizes: list[int], block: torch.Tensor) -
 
 
 def settle(contents: Iterable[object]) -> None:
-    """Wait for what the calling thread has begun on the GPUs of these tensors."""
-    for device in {c.device for c in contents if isinstance(c, torch.Tensor) and c.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
+    """Wait for what the calling thread has begun on the devices of these tensors."""
+    for device in _devices(contents):
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        elif (module := getattr(torch, device.type, None)) is not None:
+            # Of other accelerators casnap knows no streams: all that they do ends.
+            getattr(module, "synchronize", lambda: None)()
 
 
-def pin(slot: Slot) -> None:
-    """Have the GPU's driver know a slot, so that copies from and to it need no detour."""
-    if not slot.pinned:
+def settle_workers(contents: Iterable[object]) -> None:
+    """Wait for what threads of casnap have begun on the GPUs of these tensors."""
+    for device in _devices(contents):
+        if device.type == "cuda":
+            torch.cuda.default_stream(device).synchronize()
+
+
+def _devices(contents: Iterable[object]) -> set[torch.device]:
+    tensors = (c for c in contents if isinstance(c, torch.Tensor))
+    return {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
+
+
+def pin(slot: Slot, device: torch.device) -> None:
+    """Have the driver of GPUs know a slot, so that copies from and to it need no detour.
+
+    Args:
+        slot: The slot.
+        device: A GPU that this process uses. The slot serves all, but a thread that names none
+            would begin to use the first.
+    """
+    if slot.unpin is None:
         address = buffers.address_of(slot.view)
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(runtime.cudaHostRegister(address, len(slot.view), 0))
-        slot.pinned = True
+        with torch.cuda.device(device):
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(runtime.cudaHostRegister(address, len(slot.view), 0))
+        slot.unpin = partial(runtime.cudaHostUnregister, address)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -257,10 +293,12 @@ class _Block:
         start = -(-self.fill // 64) * 64
         if start + nbytes > len(self.slot.view):
             return None
-        with self._lock:
-            self._users += 1
         self.fill = start + nbytes
         return self.slot.view[start : self.fill]
+
+    def share(self) -> None:
+        with self._lock:
+            self._users += 1
 
     def done(self) -> None:
         with self._lock:
@@ -296,7 +334,7 @@ class Held:
         try:
             with Crew() as crew:
                 source = Shared(pieces, crew)
-                crew.start(lambda: self._copy(source), cores())
+                crew.run(lambda: self._copy(source), cores())
         except BaseException as e:
             self._error = e
             raise
@@ -325,6 +363,7 @@ class Held:
                     piece.give_back()
                 copied = piece._replace(view=target, owner=None, ready=None, done=block.done)
                 with self._changed:
+                    block.share()
                     self._copies.append(copied)
                     self._changed.notify()
         finally:
@@ -358,5 +397,5 @@ class Held:
         """Give back what nobody drew, so that the next take finds the memory."""
         with suppress(BaseException):
             for batch in self.batches():
-                for piece in batch:
-                    piece.give_back()
+                with suppress(BaseException):
+                    give_back(batch)

@@ -56,15 +56,18 @@ class RNGState:
 
         import torch
 
+        from casnap.modes import plain
+
         version, words, gauss = random.getstate()
-        state: dict[str, Any] = {
-            "torch": torch.get_rng_state(),
-            "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
-        }
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            state["cuda"] = tuple(torch.cuda.get_rng_state_all())
-        if sys.modules.get("numpy") is not None:
-            state["numpy"] = _numpy_state()
+        with plain():
+            state: dict[str, Any] = {
+                "torch": torch.get_rng_state(),
+                "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+            }
+            if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                state["cuda"] = tuple(torch.cuda.get_rng_state_all())
+            if sys.modules.get("numpy") is not None:
+                state["numpy"] = _numpy_state()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -73,16 +76,35 @@ class RNGState:
 
         import torch
 
+        from casnap.modes import plain
+
         version, words, gauss = state_dict["python"]
-        random.setstate((version, tuple(words.tolist()), gauss))
-        if "numpy" in state_dict:
-            _set_numpy_state(state_dict["numpy"])
-        if torch.cuda.is_available():
-            for device, state in zip(
-                range(torch.cuda.device_count()), state_dict.get("cuda", ()), strict=False
-            ):
-                torch.cuda.set_rng_state(state.cpu(), device)
-        torch.set_rng_state(state_dict["torch"].cpu())
+        with plain():
+            random.setstate((version, tuple(words.tolist()), gauss))
+            if "numpy" in state_dict:
+                _set_numpy_state(state_dict["numpy"])
+            if torch.cuda.is_available():
+                for device, state in zip(
+                    range(torch.cuda.device_count()), state_dict.get("cuda", ()), strict=False
+                ):
+                    torch.cuda.set_rng_state(state.cpu(), device)
+            torch.set_rng_state(state_dict["torch"].cpu())
+
+
+def same_random_state(a: Any, b: Any) -> bool:
+    """Whether two random states, as :class:`RNGState` gives them, are the same."""
+    import torch
+
+    from casnap.modes import plain
+
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        with plain():
+            return torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same_random_state(a[key], b[key]) for key in a)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(same_random_state, a, b))
+    return bool(a == b)
 
 
 _MERSENNE = "MT19937"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from casnap import calls
 from casnap.codec import Codec
-from casnap.errors import NotAStoreError, SnapshotNotFoundError, nearest
+from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError, nearest
 from casnap.format import DEFAULT_CHUNK_SIZE, Row
 from casnap.location import Location, create_store, locate_snapshot, locate_store
 from casnap.names import check_name
@@ -50,6 +52,7 @@ class Store:
         StoreError: This is no place for a store.
     """
 
+    @calls.named("Store()")
     def __init__(
         self,
         uri: str | os.PathLike[str],
@@ -75,6 +78,11 @@ class Store:
     def _open(
         self, found: Location, *, create: bool, asked: bool, chunk_size: int = DEFAULT_CHUNK_SIZE
     ) -> None:
+        if sys.byteorder != "little":
+            raise UnsupportedFormatError(
+                f"{found.backend.uri} cannot be used on this machine: the bytes of tensors are "
+                "little-endian, and this casnap does not swap them for a big-endian one"
+            )
         if create and not found.name:
             # Where the store exists this finishes a creation that was cut off.
             create_store(found.backend, chunk_size=chunk_size, asked=asked)
@@ -122,6 +130,7 @@ class Store:
 
     # --- snapshots ---
 
+    @calls.named("take()", is_take=True)
     def take(
         self,
         app_state: Mapping[str, Stateful],
@@ -170,6 +179,7 @@ class Store:
             row = take(self.objects, self.full_name(name), app_state, asked, comm)
         return Snapshot._of(self, check_name(name), row, pg)
 
+    @calls.named("async_take()", is_take=True)
     def async_take(
         self,
         app_state: Mapping[str, Stateful],
@@ -218,6 +228,7 @@ class Store:
         pending = async_take(self.objects, self.full_name(name), app_state, asked, comm)
         return PendingSnapshot(self, pending, check_name(name), pg)
 
+    @calls.named("a look at the snapshots")
     def row(self, name: str) -> Row:
         """Return the table's row of a snapshot.
 
@@ -263,6 +274,7 @@ class Store:
             return False
         return True
 
+    @calls.named("snapshots()")
     def snapshots(self, prefix: str | None = None) -> list[Snapshot]:
         """Return the snapshots, or those below a prefix, in the order of their commits."""
         folder = self._folder(prefix)
@@ -274,6 +286,7 @@ class Store:
         """Return the snapshot that was committed last, or None where there is none."""
         return max(self.snapshots(prefix), key=lambda s: s.seq, default=None)
 
+    @calls.named("delete()")
     def delete(self, name: str, *, commit_id: str | None = None) -> None:
         """Forget a snapshot, tagged or not; its bytes are freed by garbage collection.
 
@@ -288,6 +301,7 @@ class Store:
         full = self._edit(name, commit_id, lambda _: None)
         unmark(self.objects, [full])
 
+    @calls.named("prune()")
     def prune(
         self, retention: Retention, *, prefix: str | None = None, dry_run: bool = False
     ) -> PruneReport:
@@ -310,6 +324,7 @@ class Store:
         own = [replace(v, name=self._inner_name(v.name)) for v in verdicts]
         return PruneReport(own, dry_run)
 
+    @calls.named("tag()")
     def tag(self, name: str, *tags: str) -> None:
         """Give a snapshot tags: with any, it is neither pruned nor overwritten.
 
@@ -324,6 +339,7 @@ class Store:
         """
         self._edit(name, None, lambda row: tagged(row, tags))
 
+    @calls.named("untag()")
     def untag(self, name: str, *tags: str) -> None:
         """Take tags away from a snapshot, those that it has.
 
@@ -340,6 +356,7 @@ class Store:
         publish(self.objects, editing(full, commit_id, edit, self.objects.backend.uri))
         return full
 
+    @calls.named("upgrade()")
     def upgrade(self) -> bool:
         """Bring the store to the newest format, in one commit; return whether it was older.
 
@@ -354,6 +371,7 @@ class Store:
         """The number of the format that the store has."""
         return self.objects.newest().format
 
+    @calls.named("gc()")
     def gc(
         self,
         *,
@@ -390,18 +408,21 @@ class Store:
         seconds = grace.total_seconds() if isinstance(grace, timedelta) else grace
         return collect(self.objects, GcOptions(seconds, repack, dry_run, exclusive), progress)
 
+    @calls.named("diff()")
     def diff(self, a: str, b: str) -> Diff:
         """Return what differs between two snapshots, reading only subtrees that do."""
         from casnap.diff import diff
 
         return diff(self[a].contents, self[b].contents)
 
+    @calls.named("usage()")
     def usage(self, prefix: str | None = None) -> list[Usage]:
         """Return logical, stored and unique bytes of each snapshot, in the order of commits."""
         from casnap.usage import usage
 
         return usage([s.contents for s in self.snapshots(prefix)], self.objects)
 
+    @calls.named("check()")
     def check(
         self,
         *,
@@ -427,6 +448,7 @@ class Store:
 
         return check(self.objects, data=data, sample=sample, seed=seed, progress=progress)
 
+    @calls.named("repair()")
     def repair(
         self,
         *,

@@ -6,8 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -27,6 +26,7 @@ from casnap.errors import FencedError
 from casnap.exchange import Exchange
 from casnap.format import INLINE_BYTES, Root, Row, Stats, encode, payload_of
 from casnap.handover import check_written, follow, lead
+from casnap.modes import plain
 from casnap.names import MARKER
 from casnap.objects import Objects
 from casnap.pack import Choose
@@ -35,8 +35,8 @@ from casnap.pipeline import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.retention import Pruning, Retention, check_retention, prune
 from casnap.scopes import rules_for
 from casnap.sharing import Division, divide
-from casnap.staging import PIECE_BYTES, Held, Piece, batched
-from casnap.state import RNGState, Stateful
+from casnap.staging import PIECE_BYTES, Held, Piece, batched, give_back
+from casnap.state import RNGState, Stateful, same_random_state
 from casnap.table import check_free, checked_metadata, setting
 
 _log = logging.getLogger("casnap")
@@ -109,17 +109,17 @@ def take(
         options = replace(options, metadata=checked_metadata(options.metadata or {}))
         state, asked = _agreed_state(objects, name, app_state, options, comm)
         options = replace(options, codec=asked.codec)
-        with _capture(objects, state, options) as capture:
-            work = _Take(objects, name, capture, options, comm, started)
-            work.divide(state, asked.seed)
-            for tries in count(1):
-                try:
-                    pieces = capture.pieces(comm.rank / comm.size)
-                    return work.run(batched(pieces, _batch_bytes(comm)))
-                except FencedError:
-                    if tries == _FENCED_TRIES or comm.over:
-                        raise
-                    _log.info("%s: a collector went past the take, which starts again", name)
+        capture = _capture(objects, state, options)
+        work = _Take(objects, name, capture, options, comm, started)
+        work.divide(state, asked.seed)
+        for tries in count(1):
+            try:
+                pieces = capture.pieces(comm.rank / comm.size)
+                return work.run(batched(pieces, _batch_bytes(comm)))
+            except FencedError:
+                if tries == _FENCED_TRIES or comm.over:
+                    raise
+                _log.info("%s: a collector went past the take, which starts again", name)
     raise AssertionError
 
 
@@ -143,21 +143,21 @@ def async_take(
             options = replace(options, metadata=checked_metadata(options.metadata or {}))
             state, asked = _agreed_state(objects, name, app_state, options, comm)
             options = replace(options, codec=asked.codec)
-            with _capture(objects, state, options) as capture:
-                held = Held(options.max_staging_bytes)
-                work = _Take(objects, name, capture, options, comm, started)
-                work.divide(state, asked.seed)
-                pending = PendingTake(name, lambda: _run_held(work, held, comm))
-                try:
-                    held.fill(capture.pieces(comm.rank / comm.size), when_full=pending.start)
-                except BaseException:
-                    if not pending.started:
-                        undisturbed(lambda _: held.release())
-                    pending.error_seen = True
-                    raise
+            capture = _capture(objects, state, options)
+            held = Held(options.max_staging_bytes)
+            work = _Take(objects, name, capture, options, comm, started)
+            work.divide(state, asked.seed)
+            pending = PendingTake(name, lambda: _run_held(work, held, comm))
+            try:
+                held.fill(capture.pieces(comm.rank / comm.size), when_full=pending.start)
                 capture.let_go()
                 pending.start()
-                return pending
+            except BaseException:
+                if not pending.started:
+                    undisturbed(lambda _: held.release())
+                pending.error_seen = True
+                raise
+            return pending
     except BaseException as e:
         # What goes on in the background fails too, and tells the others itself.
         if pending is None or not pending.started:
@@ -222,22 +222,18 @@ def _check(objects: Objects, name: str, options: TakeOptions) -> None:
     objects.current(check)
 
 
-@contextmanager
-def _capture(
-    objects: Objects, app_state: Mapping[str, Stateful], options: TakeOptions
-) -> Iterator[Capture]:
-    """Capture the state; afterwards the random state is what it was before."""
+def _capture(objects: Objects, app_state: Mapping[str, Stateful], options: TakeOptions) -> Capture:
+    """Capture the state; the random state is what it was before, whatever reading it drew."""
     random = [s for s in app_state.values() if isinstance(s, RNGState)]
     states = [s.state_dict() for s in random]
     try:
         with collector_paused():
-            capture = Capture(
-                app_state, objects.config.chunk_size, allow_pickle=options.allow_pickle
-            )
-        yield capture
+            return Capture(app_state, objects.config.chunk_size, allow_pickle=options.allow_pickle)
     finally:
+        # At once, and only if need be: what other threads draw meanwhile, they would draw again.
         for state, before in zip(random, states, strict=True):
-            state.load_state_dict(before)
+            if not same_random_state(state.state_dict(), before):
+                state.load_state_dict(before)
 
 
 class _Take:
@@ -264,6 +260,7 @@ class _Take:
         self._done_bytes = 0
         self._lock = threading.Lock()
 
+    @plain()
     def divide(self, app_state: Mapping[str, Stateful], seed: int) -> None:
         """Share out the work among the ranks; alone, there is nothing to share out."""
         if isinstance(self._comm, Alone) and not self._capture.sharded:
@@ -296,7 +293,7 @@ class _Take:
             source = Shared(batches, crew)
             if self._division is None:
                 threads = min(cores(), 8)
-                crew.join(crew.start(lambda: self._hash(source, transaction), threads))
+                crew.run(lambda: self._hash(source, transaction), threads)
             else:
                 self._hash_together(source, transaction, crew, self._division)
             self._comm.at("settling what is whose")
@@ -325,8 +322,7 @@ class _Take:
                     stored = [piece for piece in batch if not self._keep_inline(piece)]
                     self._note(stored, writer.store(_chunks_of(stored)))
                 finally:
-                    for piece in batch:
-                        piece.give_back()
+                    give_back(batch)
         finally:
             writer.finish()
 

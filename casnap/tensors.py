@@ -128,6 +128,11 @@ def is_fillable(value: torch.Tensor) -> bool:
     )
 
 
+def is_hollow(value: torch.Tensor) -> bool:
+    """Whether a tensor holds no values, by its kind: it only knows its shape and dtype."""
+    return value.is_meta or type(value).__name__ == "FakeTensor"
+
+
 class HollowTensorError(UnsupportedTypeError):
     """A tensor holds no values, so there is nothing to store, not even by pickle."""
 

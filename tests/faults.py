@@ -11,6 +11,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -201,6 +202,16 @@ def interrupt() -> None:
 
 def disk_full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def elsewhere(work: Callable[..., object]) -> Callable[..., None]:
+    """Do some work on a thread that works for no call, as another process would; wait for it."""
+
+    def do(*args: object) -> None:
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(work, *args).result()
+
+    return do
 
 
 class Calls:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from bitwise import assert_same
 
-from casnap import RNGState, Snapshot, StateDict, Store
+from casnap import RNGState, Snapshot, StateDict, Store, release_memory
+from casnap.buffers import _all_pools
 from casnap.errors import BackendError, CasnapError, SnapshotExistsError
 
 
@@ -338,3 +339,60 @@ def test_buffers_are_used_again(store):
         store.async_take({"s": StateDict(x=x)}, "step", overwrite=True).wait()
         sizes.append(anonymous())
     assert max(sizes[2:]) - sizes[1] < 16 << 20, [s >> 20 for s in sizes]
+
+
+def kept():
+    return sum(pool._made * pool.slot_bytes for pool in _all_pools)
+
+
+def test_memory_can_be_given_back(store, monkeypatch):
+    store.async_take({"s": StateDict(x=torch.randn(20 << 20))}, "step").wait()
+    before = kept()
+    assert release_memory() == before > 64 << 20
+    assert kept() == release_memory() == 0
+    # What a pending take has in use stays, and its bytes with it.
+    gate = Gate(monkeypatch, store)
+    x = torch.randn(20 << 20)
+    expected = x.clone()
+    pending = store.async_take({"s": StateDict(x=x)}, "later")
+    x.zero_()
+    release_memory()
+    assert kept() >= x.nbytes
+    gate.open.set()
+    assert_same(pending.wait().read_object("s/x"), expected)
+
+
+# --- random states ----------------------------------------------------------------------------
+
+
+class Drawing(StateDict):
+    def state_dict(self):
+        torch.rand(5)
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_what_others_draw_during_a_take_is_not_drawn_again(store, draws):
+    """The random state is set back once the states are read, and only if to read them drew."""
+    drawn = []
+
+    def progress(done, total):
+        drawn.append(torch.rand(3))
+
+    state = {"rng": RNGState(), "s": (Drawing if draws else StateDict)(x=torch.randn(100_000))}
+    torch.manual_seed(7)
+    expected = [torch.rand(3) for _ in range(20)]
+    for verb in (store.take, lambda *a, **k: store.async_take(*a, **k).wait()):
+        torch.manual_seed(7)
+        drawn.clear()
+        snapshot = verb(state, "step", overwrite=True, progress=progress)
+        drawn += [torch.rand(3) for _ in range(3)]
+        assert len(drawn) > 3
+        assert_same(drawn, expected[: len(drawn)])
+        snapshot.restore({"rng": RNGState()})
+        assert_same(torch.rand(3), expected[0])
+
+
+def test_a_random_state_is_not_set_back_if_nothing_drew(store, monkeypatch):
+    monkeypatch.setattr(RNGState, "load_state_dict", lambda *_: pytest.fail("set back"))
+    store.take({"rng": RNGState(), "s": StateDict(x=1)}, "step")

@@ -461,3 +461,15 @@ def test_a_wrong_path_among_many_costs_little() -> None:
     with pytest.raises(EntryNotFoundError, match=r"layers\.41\.attention\.q_proj\.weight"):
         snapshot.read_object("model/layers.41.atention.q_proj.weight")
     assert time.process_time() - start < 1.0  # 0.2 to 0.3 s where this was written; 2.0 s before
+
+
+def test_big_endian_machines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = Snapshot.take(tmp_path / "run" / "step", {"s": StateDict(x=1)})
+    monkeypatch.setattr("sys.byteorder", "big")
+    for use in (
+        lambda: Store(tmp_path / "run"),
+        lambda: Snapshot(taken.path),
+        lambda: Snapshot.take(tmp_path / "run" / "other", {"s": StateDict(x=1)}),
+    ):
+        with pytest.raises(UnsupportedFormatError, match="big-endian"):
+            use()

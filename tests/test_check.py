@@ -21,7 +21,7 @@ from casnap.pipeline import undisturbed
 from casnap.roots import succeed
 from tests.checks import FROZEN, broken, change, check, drop_from_index, listing_of, record_of
 from tests.cli_calls import invoke
-from tests.faults import CHUNK, files
+from tests.faults import CHUNK, elsewhere, files
 from tests.forger import Forger
 from tests.test_damage import (
     KEY,
@@ -245,6 +245,7 @@ def test_what_goes_while_it_is_looked_at_is_no_damage(store: Path) -> None:
     """At each look, what the root at hand needs is replaced and collected; yet all is whole."""
     others = Store(store)
 
+    @elsewhere
     def go_on(what: str, done: int, _total: int) -> None:
         if (what, done) == ("looking at packs", 0):
             others.take({KEY: StateDict(x=torch.randn(CHUNK))}, "often", overwrite=True)
@@ -264,6 +265,7 @@ def test_what_is_missing_is_missing_though_others_go_on(store: Path) -> None:
     _, place = record_of(store, FROZEN)
     drop_from_index(opened, place.pack)
 
+    @elsewhere
     def go_on(what: str, _done: int, _total: int) -> None:
         if what == "looking at snapshots":
             opened.take({KEY: StateDict(x=1)}, "often", overwrite=True)

@@ -12,7 +12,7 @@ from casnap.format import pack_key
 from casnap.gc import GcOptions, collect
 from tests.checks import FROZEN, change, check, record_of
 from tests.cli_calls import document, failure, invoke
-from tests.faults import CHUNK, backend_faults, faults
+from tests.faults import CHUNK, backend_faults, elsewhere, faults
 from tests.test_damage import KEY, content, flip, make
 
 
@@ -54,6 +54,7 @@ def test_a_collector_meanwhile(store: Path) -> None:
 def test_a_take_meanwhile(store: Path) -> None:
     """A take that merges the segments which the check is about to read."""
 
+    @elsewhere
     def take() -> None:
         for step in range(8):
             Store(store).take({KEY: StateDict(content(step))}, f"more/{step}")

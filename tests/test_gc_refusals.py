@@ -26,7 +26,7 @@ from casnap.objects import Objects
 from casnap.testing import Fault, FaultyBackend, flip, lose_answer, open_store
 from tests.checks import drop_from_index
 from tests.cli_calls import failure
-from tests.faults import CHUNK, assert_store, files, take
+from tests.faults import CHUNK, assert_store, elsewhere, files, take
 from tests.garbage import assert_tidy, places_of
 
 
@@ -135,6 +135,7 @@ def test_takes_that_go_on_do_not_keep_it_from_saying_what_is_damaged(path: Path)
     drop_from_index(store, place.pack)
     markings = []
 
+    @elsewhere
     def go_on(what: str, done: int, _total: int) -> None:
         if (what, done) == ("reading the index", 0):
             markings.append(what)

@@ -18,7 +18,16 @@ from casnap.cli.durations import duration, duration_or_none
 from casnap.errors import BackendError, FencedError, SnapshotNotFoundError
 from casnap.format import Row
 from tests.cli_calls import document, failure, fill, invoke
-from tests.faults import CHUNK, app_state, assert_holds, backend_faults, faults, files, take
+from tests.faults import (
+    CHUNK,
+    app_state,
+    assert_holds,
+    backend_faults,
+    elsewhere,
+    faults,
+    files,
+    take,
+)
 from tests.test_cli import Terminal
 from tests.test_cli_errors import publish
 
@@ -150,7 +159,7 @@ def test_a_marker_that_cannot_be_removed_is_a_warning(
 
 def meanwhile(work: Callable[[], object]) -> Any:
     """Do something right before the next root is put, so that the put is too late."""
-    return faults(LocalBackend, ["put_if_absent"], 0, work)
+    return faults(LocalBackend, ["put_if_absent"], 0, elsewhere(work))
 
 
 def test_what_is_tagged_in_the_meantime_is_kept(path: Path) -> None:

@@ -33,7 +33,7 @@ from tests.damaged import (
     repair,
     safetensors,
 )
-from tests.faults import CHUNK, backend_faults, files, in_child
+from tests.faults import CHUNK, backend_faults, elsewhere, files, in_child
 from tests.test_cli import Terminal
 from tests.test_damage import (
     KEY,
@@ -327,7 +327,7 @@ def test_takes_meanwhile(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def take() -> None:
         Store(store).take({KEY: StateDict(content(5))}, "other")
 
-    with backend_faults(0, take, ["put_if_absent"]):
+    with backend_faults(0, elsewhere(take), ["put_if_absent"]):
         report = repair(store)
     assert len(report.remaining) == 1
     assert len(looks) == 1

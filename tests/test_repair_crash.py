@@ -31,7 +31,7 @@ from tests.damaged import (
     pristine_store,  # noqa: F401 - a fixture
     repair,
 )
-from tests.faults import backend_faults, faults, in_child, kill
+from tests.faults import backend_faults, elsewhere, faults, in_child, kill
 from tests.test_damage import KEY, content, damages, expected, forget_cache, objects_of
 
 
@@ -95,6 +95,7 @@ def test_a_take_meanwhile(store: Path) -> None:
     sorted((store / "index").iterdir())[2].unlink()
     taken: list[object] = []
 
+    @elsewhere
     def take() -> None:
         # By a process that still remembers the lost segment.
         other = Store(store, create=False)

@@ -18,7 +18,7 @@ from casnap.errors import (
 )
 from casnap.format import Row
 from tests.cli_calls import document, failure, invoke
-from tests.faults import assert_holds, faults, files, take
+from tests.faults import assert_holds, elsewhere, faults, files, take
 from tests.test_cli import Terminal
 from tests.test_cli_errors import publish
 
@@ -141,7 +141,7 @@ def test_a_snapshot_that_replaces_another_does_not_get_its_tags(store: Store) ->
         take(Store(store.uri), 0, overwrite=True)
 
     with (
-        faults(LocalBackend, ["put_if_absent"], 0, replace),
+        faults(LocalBackend, ["put_if_absent"], 0, elsewhere(replace)),
         pytest.raises(SnapshotNotFoundError, match="replaced in the meantime"),
     ):
         store.tag("step_0", "best")

@@ -2,8 +2,7 @@
 
 An **act** is a function that stands between a caller and one call of the backend. It gets the
 :class:`Call`, and may do it (``call.go()``), not do it, do it twice, do it with other arguments,
-raise before or after it, and answer what it likes. All acts here are a few lines on top of that;
-any other function of one argument will do as well::
+raise before or after it, and answer what it likes. Any function of one argument will do as well::
 
     backend = FaultyBackend(MemoryBackend("name"))
     store = open_store(backend)

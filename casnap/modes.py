@@ -1,0 +1,35 @@
+"""Torch as it is by default: what casnap does with tensors does not depend on its caller's modes.
+
+Some modes belong to a thread: inference mode, a default device, a mode that records or fakes what
+is done. The caller's own code, a ``state_dict()`` say, runs in them; casnap's must not: what it
+made would be on another device, without values, or not to be written to by its other threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Leave the modes of this thread for a block of code, or for a function.
+
+    No graph is recorded, and what is made are ordinary tensors on the CPU, that anybody can use.
+    """
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.inference_mode(mode=False),
+        torch.no_grad(),
+    ):
+        yield
+
+
+def fill(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy into a tensor, also one that was made in inference mode, from any thread."""
+    with torch.inference_mode(mode=target.is_inference()), torch.no_grad():
+        target.copy_(source)
