@@ -176,9 +176,8 @@ def check_allowed(objects: Objects, options: GcOptions) -> None:
     """Check that a store may be collected.
 
     Raises:
-        StoreError: It cannot be written to, or not safely beside others.
+        StoreError: It cannot be written to safely beside others.
     """
-    objects.check_writable("collect the garbage of")
     if not objects.config.put_if_absent and not options.exclusive:
         raise StoreError(
             f"{objects.backend.uri} lies where two writers cannot be told apart (no "
@@ -201,6 +200,7 @@ class _Collector:
         self.report = GcReport(dry_run=options.dry_run)
 
     def run(self) -> None:
+        self._objects.check_writable("collect the garbage of")
         self._collect()
         if self._lacks_space and self.report.freed_bytes:
             # There may be space for the copies now.

@@ -262,7 +262,7 @@ def test_where_gc_fails_it_is_known_what_was_forgotten(runs: Path) -> None:
     def fail() -> None:
         raise BackendError("on purpose")
 
-    with backend_faults(0, fail, ["size"], lasting=True):
+    with backend_faults(0, fail, ["tidy"], lasting=True):
         result = invoke("prune", runs, "--keep-last", 2, "--gc", "--yes", "--json", status=1)
         found = json.loads(result.stdout)
         assert found["error"] == "on purpose"
