@@ -391,6 +391,17 @@ def _make_room(base: Path) -> None:
         remove(folder)
 
 
+def _folder_of(base: Path, name: str) -> Path:
+    """Return where a cache lies; for a fork of a process that has it open, beside it.
+
+    There LMDB takes it for open still, and would not open it again.
+    """
+    inherited = {facts.folder for facts in _inherited}
+    while base / name in inherited:
+        name = f"{name[:32]}-{digest_of(name.encode()).hex()[:32]}"
+    return base / name
+
+
 def facts_for(name: str) -> Facts:
     """Return a cache by name: one for all of this process; in memory if there is no other.
 
@@ -401,7 +412,7 @@ def facts_for(name: str) -> Facts:
     if base is None:
         _log.warning("no folder for the cache can be written; the index is kept in memory")
         return MemoryFacts()
-    folder = base / name
+    folder = _folder_of(base, name)
     with _open_lock:
         facts = _open.get(folder)
         # One whose files were deleted is left open, since others may be using it.

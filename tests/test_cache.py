@@ -373,3 +373,24 @@ def test_a_fork_while_a_take_is_pending(store: Path) -> None:
     assert_holds(pending.wait(), 3)
     assert wait(pid) == 0
     assert_store(store, {0, 1, 2, 3, 4})
+
+
+def test_a_fork_leaves_the_cache_of_its_parent_alone(tmp_path: Path, cache_dir: Path) -> None:
+    """LMDB does not open again in a fork; that is no reason to make the cache anew for all."""
+    path = tmp_path / "store"
+    take(Store(path), 0)
+    caches = {file: file.stat().st_ino for file in cache_dir.glob("*/data.mdb")}
+    assert caches
+
+    def grandchild() -> None:
+        take(Store(path), 2)
+        assert_store(path, {0, 1, 2})
+
+    def child() -> None:
+        take(Store(path), 1)
+        assert_store(path, {0, 1})
+        assert in_child(grandchild) == 0
+
+    assert in_child(child) == 0
+    assert {file: file.stat().st_ino for file in caches} == caches
+    assert_store(path, {0, 1, 2})
