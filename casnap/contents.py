@@ -178,7 +178,7 @@ class Contents:
 
     def ranks(self) -> Iterator[int]:
         """Yield the ranks of the world that took this snapshot."""
-        yield from range(self.row.world_size)
+        yield from range(len(self.manifest.ranks))
 
     def keepers(self, path: str) -> list[int]:
         """Return the ranks that have something of their own at or below ``<key>/<path>``."""

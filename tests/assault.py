@@ -26,7 +26,7 @@ from casnap.references import MANIFEST, digest_in, walk
 from tests.faults import files, in_child
 from tests.forger import Forger, limit_memory
 
-SECONDS = 10
+SECONDS = 30
 Forge = Callable[[Forger], None]
 
 

@@ -71,7 +71,7 @@ def test_stores_that_must_not_be_collected(path: Path, tmp_path: Path) -> None:
     configure(path, put_if_absent=True, write_features=["x"])
     with pytest.raises(UnsupportedFormatError, match="update casnap"):
         Store(path).gc(grace=0)
-    configure(path, write_features=[], format=2)
+    configure(path, write_features=[], format=3)
     assert "update casnap" in failure("gc", path)
     assert files(path) == before
 
