@@ -149,7 +149,7 @@ def assert_refused(folder: Path, *, readable: bool = False) -> None:
 
     def work() -> None:
         limit_memory()
-        # Of processor time: the machine may be busy. What hangs is left to the time-out of the test.
+        # Of processor time, since the machine may be busy; what hangs meets the time-out.
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         state = StateDict()
         results = {

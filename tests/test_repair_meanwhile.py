@@ -13,7 +13,7 @@ from casnap.format import pack_key
 from casnap.testing import Call, Fault, FaultyBackend, open_store
 from tests.checks import change, record_of
 from tests.damaged import repair
-from tests.faults import CHUNK, assert_store, content, memory_folder, take
+from tests.faults import CHUNK, assert_store, content, elsewhere, memory_folder, take
 from tests.test_damage import flip
 
 
@@ -43,7 +43,7 @@ def test_repair_beside_a_collector_without_grace(calls: str) -> None:
             backend = damaged_store(path)
 
             def act(call: Call, path: Path = path) -> object:
-                churn(path)
+                elsewhere(churn)(path)
                 return call.go()
 
             fault = Fault(act, calls, "index/*" if calls == "read" else "*", skip=number)
