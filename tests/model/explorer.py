@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 S = TypeVar("S")
 
@@ -19,7 +20,8 @@ class Model(Protocol[S]):
         """Return which invariant does not hold, and for what."""
 
 
-class Found(NamedTuple, Generic[S]):
+@dataclass(frozen=True)
+class Found(Generic[S]):
     states: int
     seconds: float
     violation: str | None
