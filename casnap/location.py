@@ -71,7 +71,7 @@ def locate_snapshot(path: str | os.PathLike[str]) -> Location:
         if not slash:
             raise InvalidNameError(f"{text} names a store, not a snapshot in it; add a name")
         backend = backend_at(f"{scheme}://{parent}")
-        return Location(backend, check_name(name), CONFIG_KEY in backend.names(""))
+        return Location(backend, check_name(name), _holds(backend, CONFIG_KEY))
     plain = text.removeprefix("file://")
     if not plain.strip("/") or Path(plain).name in ("", ".", ".."):
         raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
@@ -105,7 +105,7 @@ def locate_store(uri: str | os.PathLike[str]) -> Location:
     text = os.fspath(uri)
     if "://" in text and not text.startswith("file://"):
         backend = backend_at(text.rstrip("/"))
-        return Location(backend, "", CONFIG_KEY in backend.names(""))
+        return Location(backend, "", _holds(backend, CONFIG_KEY))
     plain = text.removeprefix("file://")
     if not plain:
         raise NotAStoreError("an empty path is no store; for the current folder write '.'")
@@ -325,9 +325,10 @@ def create_store(
             raise NotAStoreError(f"{backend.folder} is a file; a store is a folder")
         _check_place(backend.folder, asked=asked)
         backend.make()
-    foreign = {"roots", "packs", "index"} & set(backend.names(""))
-    if CONFIG_KEY not in backend.names(""):
-        if foreign:
+    if not _holds(backend, CONFIG_KEY):
+        foreign = {"roots", "packs", "index"} & set(backend.names(""))
+        # Another process may have made the store since; it puts the record before any root.
+        if foreign and not _holds(backend, CONFIG_KEY):
             raise StoreError(
                 f"{backend.uri} holds {', '.join(sorted(foreign))}, but no {CONFIG_KEY}: part of "
                 "something else, or of a damaged store. Choose another folder"
@@ -340,12 +341,22 @@ def create_store(
     if config.write_features:
         return
     # Folders may be there already, where a creation was cut off.
-    if not any(map(backend.names, ("roots/0", "packs", "index"))):
+    made = _holds(backend, root_key(0)) or any(map(backend.names, ("roots/0", "packs", "index")))
+    if not made:
         root = Root(seq=0, commit=os.urandom(16), time=0.0)
         if config.format > 1:
             root = msgspec.structs.replace(root, format=2, read_features=(DEEP_TABLE,))
         backend.put_if_absent(root_key(0), sealed_root(root))
     backend.sync()
+
+
+def _holds(backend: Backend, key: str) -> bool:
+    """Whether an object is there, without listing its folder: each snapshot has a name there."""
+    try:
+        backend.size(key)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _check_place(folder: Path, *, asked: bool) -> None:
