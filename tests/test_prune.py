@@ -195,10 +195,10 @@ def test_a_prune_starts_again_where_a_collector_went_past_it(
     left = [FencedError("x")]
     real = Transaction.publish
 
-    def fenced(self: Transaction, change: Any) -> Any:
+    def fenced(self: Transaction, *args: Any, **named: Any) -> Any:
         if left:
             raise left.pop()
-        return real(self, change)
+        return real(self, *args, **named)
 
     monkeypatch.setattr(Transaction, "publish", fenced)
     Store(path).prune(Retention(keep_last=1))
