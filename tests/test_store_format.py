@@ -319,3 +319,18 @@ def test_a_root_that_denies_its_format(tmp_path: Path) -> None:
     store.objects.backend.put_if_absent(root_key(1), seal(b"r", encode(said)))
     with pytest.raises(DamagedError, match="says that it is of format 2"):
         Store(tmp_path / "s").snapshots()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"read_features": ["deep-table"]}, {"write_features": ["x"]}, {"settings": {"colour": 1}}],
+)
+def test_a_root_of_format_1_has_nothing_of_format_2(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """A writer would make the next root without it, in silence."""
+    store = old_store(tmp_path / "s")
+    store.take(state(1), "a")
+    root = store.objects.newest()
+    said = {**newest_record(store)[1], "seq": root.seq + 1, "commit": b"f" * 16, **fields}
+    store.objects.backend.put_if_absent(root_key(root.seq + 1), seal(b"r", encode(said)))
+    with pytest.raises(DamagedError, match="features or settings"):
+        Store(tmp_path / "s").take(state(2), "b")
