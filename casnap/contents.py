@@ -17,6 +17,7 @@ from casnap.format import (
     INLINE_BYTES,
     LIST_DIGESTS,
     MAX_DEPTH,
+    MAX_METADATA_BYTES,
     Entry,
     Manifest,
     Payload,
@@ -29,6 +30,10 @@ from casnap.grid import Cells, grid_of
 from casnap.manifest import Tree
 from casnap.objects import Objects
 from casnap.tiling import tiling_of
+
+# What is 64 KiB as JSON is up to 148 kB as a node: a float of three letters takes nine bytes. Bytes
+# that are no such metadata could take sixty times as much memory when they are decoded.
+_MOST_METADATA = 4 * MAX_METADATA_BYTES
 
 
 class Entries:
@@ -121,6 +126,8 @@ class Contents:
         if not self.row.metadata_node:
             return self.row.metadata
         node = self.objects.node(Digest(self.row.metadata_node))
+        if len(node) > _MOST_METADATA:
+            raise DamagedError(f"the metadata of {self.where} have {len(node):,} bytes, too many")
         return decode(node, dict[str, Any], f"the metadata of {self.where}")
 
     @contextmanager

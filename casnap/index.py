@@ -263,7 +263,8 @@ class Index:
         """
         ours = _distrusted[self._name]
         ours.update(records)
-        ours -= {record for record in ours if record[1].pack not in view.packs}
+        # A copy: other threads may find something damaged meanwhile.
+        ours -= {record for record in ours.copy() if record[1].pack not in view.packs}
         self._if_possible(view.facts, lambda facts: facts.distrust(ours, view.packs))
 
     def trust(self, view: View, records: Iterable[Record]) -> None:

@@ -40,6 +40,7 @@ from casnap.names import check_name
 from casnap.roots import sealed_root
 
 _log = logging.getLogger("casnap")
+_MIXED = "{store} is a store whose parts belong to several users, or are links"
 
 
 class Location(NamedTuple):
@@ -179,7 +180,7 @@ def _is_store(place: Path, *, named: bool) -> bool:
     # In this order: whoever makes a store puts the record of it before there is a root.
     has_roots = _has_own_roots(place)
     if not (place / CONFIG_KEY).is_file():
-        if has_roots and (named or place.resolve() not in crowded_folders()):
+        if has_roots and (named or not _is_everyones(place.resolve())):
             raise headless(str(place))
         return False
     why = None if named else _distrusted(place.resolve())
@@ -190,6 +191,13 @@ def _is_store(place: Path, *, named: bool) -> bool:
         _warn(f"{why}, where everybody may write, so it is passed over. {_advice(place)}")
         return False
     raise UntrustedStoreError(f"{why}, found above the path given. {_advice(place)}")
+
+
+def _is_everyones(place: Path) -> bool:
+    """Whether a folder, above the one that was named, may hold anything that anybody put there."""
+    folder = place.stat()
+    others = folder.st_uid != os.geteuid() and folder.st_mode & stat.S_IWOTH
+    return bool(others) or place in crowded_folders()
 
 
 def _has_own_roots(place: Path) -> bool:
@@ -217,8 +225,18 @@ def _check_owner(store: Path) -> None:
         UntrustedStoreError: It is another's.
     """
     why = _foreign(store)
+    if why is None and _is_of_others(store) and not _made_here(store):
+        why = _MIXED.format(store=store)
     if why is not None and not _is_trusted(store):
         raise UntrustedStoreError(f"{why}, found above the path given. {_advice(store)}")
+
+
+def _is_of_others(store: Path) -> bool:
+    """Whether another user may have put into a folder what is there, whoever owns that."""
+    folder = store.stat()
+    if folder.st_uid == os.geteuid():
+        return bool(folder.st_mode & stat.S_IWOTH)
+    return folder.st_uid != 0 or bool(folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _is_trusted(store: Path) -> bool:
@@ -254,12 +272,10 @@ def _distrusted(store: Path) -> str | None:
         return None
     if folder.st_uid != me and folder.st_mode & stat.S_IWOTH:
         return f"{store} is a store in a folder of another user (uid {folder.st_uid})"
-    if not _made_here(store, me):
-        return f"{store} is a store whose parts belong to several users, or are links"
-    return None
+    return None if _made_here(store) else _MIXED.format(store=store)
 
 
-def _made_here(store: Path, me: int) -> bool:
+def _made_here(store: Path) -> bool:
     """Whether record and roots of a store look as if this user had made them right there."""
     config = (store / CONFIG_KEY).lstat()
     if not stat.S_ISREG(config.st_mode):
@@ -273,7 +289,7 @@ def _made_here(store: Path, me: int) -> bool:
         roots = (store / "roots").lstat()
     except FileNotFoundError:
         return True
-    return stat.S_ISDIR(roots.st_mode) and roots.st_uid == me
+    return stat.S_ISDIR(roots.st_mode) and roots.st_uid == os.geteuid()
 
 
 def _entries(folder: Path) -> Iterator[Path]:

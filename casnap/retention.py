@@ -6,11 +6,12 @@ The rules are pure: of the rows of a table and the time they say what is kept, a
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from heapq import nsmallest
 from typing import Literal, TypeAlias
@@ -18,6 +19,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from casnap.contents import Contents
+from casnap.errors import BackendError, DamagedError, ExhaustedError
 from casnap.format import Row
 from casnap.objects import Objects
 from casnap.table import Table, publish, unmark
@@ -25,6 +27,8 @@ from casnap.table import Table, publish, unmark
 Best: TypeAlias = "tuple[str, int] | tuple[str, int, Literal['min', 'max']]"
 Run: TypeAlias = "Sequence[tuple[str, Row]]"
 
+_log = logging.getLogger("casnap")
+_UNREAD = "its metadata cannot be read"
 # No name that casnap makes is longer, and Python refuses to read numbers without end.
 _NUMBER = re.compile("[0-9]{1,255}")
 _MODES = ("min", "max")
@@ -70,6 +74,11 @@ class Retention:
                 "a retention without a rule would forget everything; give at least one of "
                 "keep_last, keep_every, keep_within and keep_best"
             )
+
+    @property
+    def asks_metadata(self) -> bool:
+        """Whether any rule asks for a snapshot's metadata."""
+        return self.keep_every is not None or bool(self.keep_best)
 
     def reasons(self, run: Run, now: float) -> dict[str, list[str]]:
         """Return why each snapshot of a run is kept, by name; no reason for those that are not.
@@ -299,13 +308,28 @@ class Pruning:
 
     def judge(self, table: Table) -> list[Verdict]:
         """Return what the retention says of the snapshots of a table."""
-        rows = ((n, self._with_metadata(n, row)) for n, row in table.below(self._prefix))
+        named = table.below(self._prefix)
         if self._taken is not None:
-            rows = ((n, row) for n, row in rows if "/" not in n[len(self._prefix) :])
-        return judged(rows, self._retention, time.time(), self._taken)
+            named = ((n, row) for n, row in named if "/" not in n[len(self._prefix) :])
+        unread: set[str] = set()
+        rows = [(name, self._with_metadata(name, row, unread)) for name, row in named]
+        verdicts = judged(rows, self._retention, time.time(), self._taken)
+        if not self._retention.asks_metadata:
+            return verdicts
+        return [
+            replace(v, reasons=(*v.reasons, _UNREAD)) if v.name in unread else v for v in verdicts
+        ]
 
-    def _with_metadata(self, name: str, row: Row) -> Row:
-        metadata = Contents(self._objects, name, row).metadata
+    def _with_metadata(self, name: str, row: Row, unread: set[str]) -> Row:
+        """Return a row with its metadata; if they cannot be read, without, and note its name."""
+        try:
+            metadata = Contents(self._objects, name, row).metadata
+        except ExhaustedError:
+            raise
+        except (DamagedError, BackendError) as e:
+            _log.warning("%.200s is judged without its metadata: %.500s", name, e)
+            unread.add(name)
+            metadata = {}
         return msgspec.structs.replace(row, metadata=metadata)
 
     def __call__(self, table: Table, _seq: int) -> dict[str, Row | None]:

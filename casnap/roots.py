@@ -213,6 +213,9 @@ def _problem(root: Root, seq: int, version: bytes) -> str | None:
     """Return what cannot be true of a root, if anything."""
     if b"%d" % root.format != version:
         return f"says that it is of format {root.format}"
+    if root.format == 1 and (root.read_features or root.write_features or root.settings):
+        # The next root of format 1 would be without.
+        return "has features or settings, which format 1 has not"
     if root.seq != seq or seq >= 1 << 48:
         return f"says that it is root {root.seq}"
     if any(len(ref.id) != ID_SIZE or not 0 <= ref.count < 1 << 32 for ref in root.segments):

@@ -83,6 +83,40 @@ def test_a_record_of_ours_in_a_folder_of_others(
     assert files(place) == before
 
 
+@pytest.mark.parametrize(
+    ("mode", "owner"), [(0o777, NOBODY), (0o1777, NOBODY), (0o777, 0), (0o755, NOBODY)]
+)
+def test_a_record_of_ours_right_above_a_snapshot(
+    tmp_path: Path, shared: Path, mode: int, owner: int
+) -> None:
+    """To name a folder is not to name the store that others made of it."""
+    place = planted(tmp_path / "scratch", shared, mode, owner)
+    (tmp_path / "link").symlink_to(place)
+    before = files(place)
+    for path in (place / "step", tmp_path / "link/step"):
+        with pytest.raises(UntrustedStoreError, match=r"several users.*casnap trust"):
+            Snapshot.take(path, STATE)
+        with pytest.raises(UntrustedStoreError, match="several users"):
+            Snapshot(path)
+    assert files(place) == before
+    assert CliRunner().invoke(cli, ["trust", str(place)]).exit_code == 0
+    assert Snapshot.take(place / "step", STATE).store.uri == str(place)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+@pytest.mark.parametrize("owner", [NOBODY, 0])
+def test_what_we_made_in_a_folder_of_everybody_is_ours(
+    tmp_path: Path, mode: int, owner: int
+) -> None:
+    needs_root()
+    place = tmp_path / "scratch"
+    place.mkdir()
+    os.chown(place, owner, owner)
+    place.chmod(mode)
+    for i in range(2):
+        assert Snapshot.take(place / f"step_{i}", STATE).store.uri == str(place)
+
+
 def test_roots_that_lead_elsewhere(tmp_path: Path, shared: Path) -> None:
     (shared / "roots").rename(tmp_path / "elsewhere")
     (shared / "roots").symlink_to(tmp_path / "elsewhere")
@@ -126,6 +160,18 @@ def test_roots_in_a_temp_folder_stop_nobody(
     assert torch.equal(Snapshot(temp / "me/step").read_object("s/x"), STATE["s"]["x"])
     with pytest.raises(CasnapError, match="damaged store"):
         Store(temp)
+
+
+def test_roots_of_ours_that_others_moved_stop_nobody(tmp_path: Path, shared: Path) -> None:
+    """Whoever may write to a store of ours can move its roots to where everybody may write."""
+    place = tmp_path / "scratch"
+    (place / "roots").mkdir(parents=True)
+    (shared / "roots/0").rename(place / "roots/0")
+    os.chown(place, NOBODY, NOBODY)
+    place.chmod(0o1777)
+    assert Snapshot.take(place / "me/step", STATE).store.uri == str(place / "me")
+    with pytest.raises(CasnapError, match="damaged store"):
+        Snapshot.take(place / "step", STATE)
 
 
 def test_roots_of_others_are_no_damaged_store_of_ours(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -14,8 +15,10 @@ import torch
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.commit import Transaction
+from casnap.digest import digest_of
 from casnap.errors import BackendError, DamagedError, ExhaustedError, FencedError
 from casnap.format import PackId, id_from_name, pack_key, segment_key
+from casnap.packset import PackSet
 from casnap.pipeline import Crew
 from casnap.roots import succeed
 from casnap.testing import Call, Fault, FaultyBackend, open_store
@@ -239,6 +242,23 @@ def test_damage_that_was_repaired_is_forgotten(path: Path) -> None:
     harm(path)
     find_out(path)
     assert_noted(path, 1)
+
+
+def test_threads_that_find_damage_at_once(path: Path) -> None:
+    objects = Store(path).objects
+    view = objects.view()
+    digest, place = record_of(path, FROZEN)
+    found = [(digest_of(bytes([n])), place) for n in range(20)]
+
+    class Meanwhile(PackSet):
+        def __contains__(self, pack: object) -> bool:
+            if found:
+                objects.index.distrust(view, [found.pop()])
+            return super().__contains__(pack)
+
+    packs = Meanwhile(view.segments.values())
+    objects.index.distrust(replace(view, packs=packs), [(digest, place)])
+    assert (digest, place) in objects.index.distrusted(view, [digest])
 
 
 @pytest.mark.parametrize("error", [ExhaustedError, BackendError])

@@ -24,7 +24,7 @@ from casnap.format import (
     seal,
 )
 from tests.faults import CHUNK, in_child
-from tests.forger import Forger, assert_refused
+from tests.forger import Forger, assert_refused, limit_memory
 
 ABSENT = bytes(DIGEST_SIZE)
 HUGE = 1 << 62
@@ -386,6 +386,22 @@ def test_decompression_bombs(forger: Forger, case: str) -> None:
     chunk = forger.add(bytes(400), bomb, codec=Codec.ZSTD)
     forger.publish({"s": forger.tree(STATE, ["/x", tensor([100], chunks(400, chunk))])})
     assert_refused(forger.folder)
+
+
+def test_metadata_that_grow(forger: Forger) -> None:
+    """Empty lists take one byte each in a node, and sixty in memory."""
+    lists = b"\x81\xa1a\xdd" + (40 << 20).to_bytes(4, "big") + b"\x90" * (40 << 20)
+    forger.row["metadata_node"] = forger.add(lists, zstandard.compress(lists), codec=Codec.ZSTD)
+    forger.publish({"s": forger.tree(STATE, ["/x", GOOD])})
+
+    def work() -> None:
+        limit_memory()
+        store = Store(forger.folder)
+        with pytest.raises(DamagedError, match="too many"):
+            store["evil"].metadata.user  # noqa: B018
+        assert [d.kind for d in store.check().damages] == ["malformed"]
+
+    assert in_child(work) == 0
 
 
 # --- casnap.json ------------------------------------------------------------------------------

@@ -183,23 +183,53 @@ def test_large_metadata_stand_apart(tmp_path: Path) -> None:
     assert bytes_in(tmp_path / "s/packs") < 3 * 150_000
 
 
-def test_damaged_metadata_hurt_their_snapshot_alone(tmp_path: Path, cache_dir: Path) -> None:
-    store = Store(tmp_path / "s")
-    store.take(state(1), "a", metadata=LARGE)
-    store.take(state(2), "b", metadata={**LARGE, "n": 2})
-    node = Digest(store.row("a").metadata_node)
+def damage_metadata(store: Store, name: str, cache_dir: Path) -> None:
+    """Flip a bit of a snapshot's metadata, at all their places."""
+    node = Digest(store.row(name).metadata_node)
     for place in store.objects.index.find_all(store.objects.view(), node):
-        path = tmp_path / "s" / pack_key(place.pack)
+        path = Path(store.uri) / pack_key(place.pack)
         content = bytearray(path.read_bytes())
         content[place.offset + 9] ^= 1
         path.write_bytes(content)
     shutil.rmtree(cache_dir, ignore_errors=True)
+
+
+def test_damaged_metadata_stop_no_retention(tmp_path: Path, cache_dir: Path) -> None:
+    """Takes go on; and what might be the best is kept."""
+    store = Store(tmp_path / "s")
+    for n, name in enumerate("abcd"):
+        store.take(state(n), name, metadata={**LARGE, "loss": n})
+    damage_metadata(store, "b", cache_dir)
+    store = Store(tmp_path / "s")
+    store.take(state(9), "e", retention=Retention(keep_best=("loss", 1)))
+    assert [s.name for s in store.snapshots()] == ["a", "b", "e"]
+    report = store.prune(Retention(keep_best=("loss", 1), keep_last=1), dry_run=True)
+    assert {v.name: v.reasons for v in report.kept}["b"] == ("its metadata cannot be read",)
+    # Rules that ask for no metadata do not miss them.
+    store.prune(Retention(keep_last=1))
+    assert [s.name for s in store.snapshots()] == ["e"]
+
+
+def test_damaged_metadata_hurt_their_snapshot_alone(tmp_path: Path, cache_dir: Path) -> None:
+    store = Store(tmp_path / "s")
+    store.take(state(1), "a", metadata=LARGE)
+    store.take(state(2), "b", metadata={**LARGE, "n": 2})
+    damage_metadata(store, "a", cache_dir)
     damages = Store(tmp_path / "s").check(data=True).damages
     assert {(h.snapshot, h.path) for d in damages for h in d.hurts} == {("a", "")}
     listed = document("ls", str(tmp_path / "s"))["snapshots"]
     assert [s["metadata"] for s in listed] == [None, {**LARGE, "n": 2}]
     assert "(metadata damaged)" in invoke("ls", str(tmp_path / "s")).stdout
     assert_restores(Store(tmp_path / "s"), "a", 1)
+
+
+def test_the_longest_metadata_there_are(tmp_path: Path) -> None:
+    """Some take more as a node than as JSON."""
+    store = Store(tmp_path / "s")
+    longest: dict[str, Any] = {"x": [1.0] * 16_300}
+    store.take(state(1), "a", metadata=longest)
+    assert len(store.objects.node(Digest(store.row("a").metadata_node))) > 146_000
+    assert Store(tmp_path / "s")["a"].metadata.user == longest
 
 
 # --- features and settings ----------------------------------------------------------------------
@@ -289,3 +319,18 @@ def test_a_root_that_denies_its_format(tmp_path: Path) -> None:
     store.objects.backend.put_if_absent(root_key(1), seal(b"r", encode(said)))
     with pytest.raises(DamagedError, match="says that it is of format 2"):
         Store(tmp_path / "s").snapshots()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"read_features": ["deep-table"]}, {"write_features": ["x"]}, {"settings": {"colour": 1}}],
+)
+def test_a_root_of_format_1_has_nothing_of_format_2(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """A writer would make the next root without it, in silence."""
+    store = old_store(tmp_path / "s")
+    store.take(state(1), "a")
+    root = store.objects.newest()
+    said = {**newest_record(store)[1], "seq": root.seq + 1, "commit": b"f" * 16, **fields}
+    store.objects.backend.put_if_absent(root_key(root.seq + 1), seal(b"r", encode(said)))
+    with pytest.raises(DamagedError, match="features or settings"):
+        Store(tmp_path / "s").take(state(2), "b")
