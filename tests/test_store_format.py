@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from casnap import Retention, Store
+from casnap import Retention, Snapshot, Store
 from casnap.backends import LocalBackend
 from casnap.digest import Digest
 from casnap.errors import DamagedError, UnsupportedFormatError
@@ -334,3 +335,22 @@ def test_a_root_of_format_1_has_nothing_of_format_2(tmp_path: Path, fields: dict
     store.objects.backend.put_if_absent(root_key(root.seq + 1), seal(b"r", encode(said)))
     with pytest.raises(DamagedError, match="features or settings"):
         Store(tmp_path / "s").take(state(2), "b")
+
+
+def test_a_take_does_not_list_what_has_a_name_for_each_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the folder of the store, nor the index: both grow with each take."""
+    Store(tmp_path / "s").take(state(0), "a")
+    listed = []
+    real = os.listdir
+
+    def listdir(folder: Any) -> list[str]:
+        listed.append(Path(folder))
+        return real(folder)
+
+    monkeypatch.setattr("os.listdir", listdir)
+    Snapshot.take(tmp_path / "s/b", state(1))
+    Snapshot(tmp_path / "s/b").restore(state(0))
+    assert listed
+    assert not {tmp_path / "s", tmp_path / "s/index"} & set(listed)

@@ -48,7 +48,9 @@ class LocalBackend(Backend):
         for folder in (self.folder, *self.folder.parents):
             if folder in missing or self._new.failures(folder):
                 self._new.add(folder)
-        if {"tmp"}.issuperset(self.names("")) and os.access(self.folder.parent, os.R_OK):
+        # Listed only where there is no store yet: each snapshot of one has a name here.
+        is_new = not (self.folder / CONFIG_KEY).exists() and {"tmp"}.issuperset(self.names(""))
+        if is_new and os.access(self.folder.parent, os.R_OK):
             # Whoever made it may have failed before it was durable.
             self._new.add(self.folder)
 
