@@ -122,7 +122,7 @@ class _Judge:
             if member is None or nbytes != len(member):
                 raise RefusedError("a storage has another length than its member")
             # Torch would take a later one for as many elements of the first one's type.
-            if self._types.setdefault(key, term.parts[1].name) != term.parts[1].name:
+            if self._types.setdefault(str(key), term.parts[1].name) != term.parts[1].name:
                 raise RefusedError("a storage is of two types")
         elif verb == "call":
             self._call(machine, term, term.name, term.parts)
@@ -232,6 +232,8 @@ _STORAGES = {
     "torch.QUInt2x4Storage": torch.uint8,
 }
 
+_SHARED_BYTES = {"torch.QUInt4x2Storage": 2, "torch.QUInt2x4Storage": 4}
+
 
 def dtype_of(storage: Term) -> torch.dtype:
     """Return the dtype of a storage's elements.
@@ -299,7 +301,12 @@ class Place(NamedTuple):
         """The byte behind its last element."""
         steps = zip(self.shape, self.strides, strict=True)
         last = self.offset + sum((n - 1) * stride for n, stride in steps)
-        return (last + 1) * self.dtype.itemsize if self.nbytes else 0
+        return -(-(last + 1) * self.dtype.itemsize // self.per_byte) if self.nbytes else 0
+
+    @property
+    def per_byte(self) -> int:
+        """How many elements share a byte; 1 where none do."""
+        return _SHARED_BYTES.get(self.storage.parts[1].name, 1)
 
 
 _MOST_AXES = 64
@@ -335,7 +342,7 @@ def tensors_in(file: memoryview, stream: BinaryIO) -> Iterator[torch.Tensor]:
         raw = storages.get(place.storage.parts[2], memoryview(b""))
         if len(raw) < place.stop:
             raise RefusedError("a tensor is larger than its storage")
-        if 0 < place.nbytes <= len(file):
+        if 0 < place.nbytes <= len(file) and place.per_byte == 1:
             yield _tensor(place, raw)
 
 
