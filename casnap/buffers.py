@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from casnap import calls
 from casnap.errors import StateError
 
 PAGE = 4096
@@ -121,6 +122,7 @@ def shared_pool(at_least: int) -> Pool:
         return _pools[nbytes]
 
 
+@calls.named("release_memory()")
 def release_memory() -> int:
     """Give back the memory that casnap keeps for the next take or restore.
 

@@ -8,7 +8,7 @@ made would be on another device, without values, or not to be written to by its 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -23,10 +23,20 @@ def plain() -> Iterator[None]:
     with (
         torch._C.DisableTorchFunction(),
         _disable_current_modes(),
+        _transforms_left(),
         torch.inference_mode(mode=False),
         torch.no_grad(),
     ):
         yield
+
+
+def _transforms_left() -> AbstractContextManager[object]:
+    """Leave the functions that torch.func transforms, which wrap all that is made in them."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def fill(target: torch.Tensor, source: torch.Tensor) -> None:

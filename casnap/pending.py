@@ -66,18 +66,27 @@ class PendingTake:
         with self._lock:
             if self._thread is not None:
                 return
-            # Before it is started, lest an interrupt comes in between.
-            before, _last = _last, self
-            self._thread = Worker(self._run, "casnap-async-take")
-            _pending.add(self)
+            fate = threading.Lock()
+            thread, before = Worker(lambda: self._run(fate), "casnap-async-take"), _last
             try:
-                self._thread.start()
-            except RuntimeError as e:
-                _last, self._thread = before, None
-                _pending.discard(self)
-                raise StateError(NO_THREADS) from e
+                self._thread = thread
+                _last = self
+                _pending.add(self)
+                thread.start()
+            except BaseException as e:
+                # An interrupt does not say whether the thread will run: unless it does by now, it
+                # must not any more.
+                if fate.acquire(blocking=False):
+                    _last, self._thread = before, None
+                    _pending.discard(self)
+                if isinstance(e, RuntimeError):
+                    raise StateError(NO_THREADS) from e
+                raise
 
-    def _run(self) -> None:
+    def _run(self, fate: threading.Lock) -> None:
+        """Do it, unless whoever acquired ``fate`` before has called it off."""
+        if not fate.acquire(blocking=False):
+            return
         try:
             assert self._finish is not None
             self._row = self._finish()

@@ -73,8 +73,8 @@ class Machine:
         data: Where it stands.
         at: Where it begins.
         budget: How many bytes its values may take.
-        judge: Told what is done before it counts: ``call``, ``new`` or ``build`` with the call, or
-            ``storage``; may refuse it, and may spend.
+        judge: Told what is done before it counts: ``call``, ``new``, ``build`` or ``item`` with the
+            call, or ``storage``; may refuse it, and may spend.
 
     Attributes:
         at: Where the next opcode stands; after :meth:`run`, where the pickle ends.
@@ -215,6 +215,8 @@ class Machine:
         target = self._stack[-1]
         if kind_of(target) not in kinds or len(items) % width:
             raise RefusedError(f"its pickle adds to a {kind_of(target)}")
+        if target.kind == "call":
+            self._ask("item", target)
         # Keys are hashed, and so are elements of a list that a set is made of.
         nbytes = sum(100 + _weight_of(key) for key in items[::width])
         self.spend(8 * len(items) if width == 1 else nbytes)

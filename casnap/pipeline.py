@@ -71,8 +71,9 @@ class Worker(threading.Thread):
 def collector_paused() -> Iterator[None]:
     """Make many objects without Python's cycle collector looking at them again and again."""
     running = gc.isenabled()
-    gc.disable()
     try:
+        # Within, lest an interrupt comes in between and leaves it off for good.
+        gc.disable()
         yield
     finally:
         if running:

@@ -107,6 +107,7 @@ class _Judge:
 
     def __init__(self, members: Mapping[str, memoryview]) -> None:
         self._members = members
+        self._types: dict[str, object] = {}
         self._registered = {
             f[1] if isinstance(f, tuple) else f"{f.__module__}.{f.__qualname__}"
             for f in torch.serialization.get_safe_globals()
@@ -120,9 +121,12 @@ class _Judge:
             nbytes = numel * dtype_of(term).itemsize if type(numel) is int else -1
             if member is None or nbytes != len(member):
                 raise RefusedError("a storage has another length than its member")
+            # Torch would take a later one for as many elements of the first one's type.
+            if self._types.setdefault(str(key), term.parts[1].name) != term.parts[1].name:
+                raise RefusedError("a storage is of two types")
         elif verb == "call":
             self._call(machine, term, term.name, term.parts)
-        elif term.name not in self._registered and (verb, term.name) != ("build", _ORDERED):
+        elif term.name not in self._registered and (verb, term.name) not in _CHANGES:
             raise RefusedError(f"its pickle makes or changes a {term.name}")
 
     def _call(self, machine: Machine, term: Term, name: str, args: list[Any]) -> None:
@@ -137,7 +141,7 @@ class _Judge:
             if name == _QUANTIZED:
                 machine.spend(2 * place.nbytes + _sizes(args[4:5]))
         elif name == _SPARSE:
-            machine.spend(4 * _sizes(args[1:]))
+            machine.spend(4 * _sizes(args[1:2]))
         elif name in _COPIES:
             if kinds not in _COPIES[name] or not _is_usual(name, args):
                 raise RefusedError(f"its pickle calls {name} in a way that torch.save does not")
@@ -154,9 +158,20 @@ def _is_usual(name: str, args: list[Any]) -> bool:
 
 
 def _sizes(values: list[Any]) -> int:
-    """Return the bytes of values, and of those in tuples."""
-    parts = [p for v in values for p in (v.parts if kind_of(v) == "tuple" else [v])]
-    return sum(map(size_of, parts))
+    """Return the bytes of the tensors, and of what else there may be, that a tensor is made of.
+
+    Raises:
+        RefusedError: They are not in a tuple, or one is no tensor as it lies in a storage: of
+            what was wrapped, or given a state, nobody knows here how large it is.
+    """
+    if [kind_of(value) for value in values] != ["tuple"]:
+        raise RefusedError("a tensor is not made of what torch.save has it made of")
+    for part in values[0].parts:
+        if kind_of(part) in ("list", "dict", "tuple", "storage") or (
+            kind_of(part) == "call" and part.name not in _PARTS
+        ):
+            raise RefusedError("a tensor is made of what is no plain tensor")
+    return sum(map(size_of, values[0].parts))
 
 
 _UTILS = "torch._utils._rebuild_"
@@ -177,6 +192,8 @@ _COPIES: dict[str, tuple[tuple[str, ...], ...]] = {
     "torch.device": (("str",), ("str", "int")),
     "torch.serialization._get_layout": (("str",),),
 }
+# What torch.save does with what was called: a state, items.
+_CHANGES = {("build", _ORDERED), ("item", _ORDERED), ("item", "collections.Counter")}
 _VIEWS = {
     f"{_UTILS}parameter",
     f"{_UTILS}parameter_with_state",
@@ -189,6 +206,9 @@ _VIEWS = {
 
 TENSORS = {f"{_UTILS}tensor", f"{_UTILS}tensor_v2", f"{_UTILS}tensor_v3", _QUANTIZED}
 """What makes a tensor of a storage: offset, sizes and strides follow."""
+
+# What sparse and quantized tensors are made of.
+_PARTS = (TENSORS - {_QUANTIZED}) | {"torch.Size"}
 
 # Quantized ones as the integers that they hold.
 _STORAGES = {
@@ -211,6 +231,8 @@ _STORAGES = {
     "torch.QUInt4x2Storage": torch.uint8,
     "torch.QUInt2x4Storage": torch.uint8,
 }
+
+_SHARED_BYTES = {"torch.QUInt4x2Storage": 2, "torch.QUInt2x4Storage": 4}
 
 
 def dtype_of(storage: Term) -> torch.dtype:
@@ -279,7 +301,12 @@ class Place(NamedTuple):
         """The byte behind its last element."""
         steps = zip(self.shape, self.strides, strict=True)
         last = self.offset + sum((n - 1) * stride for n, stride in steps)
-        return (last + 1) * self.dtype.itemsize if self.nbytes else 0
+        return -(-(last + 1) * self.dtype.itemsize // self.per_byte) if self.nbytes else 0
+
+    @property
+    def per_byte(self) -> int:
+        """How many elements share a byte; 1 where none do."""
+        return _SHARED_BYTES.get(self.storage.parts[1].name, 1)
 
 
 _MOST_AXES = 64
@@ -315,7 +342,7 @@ def tensors_in(file: memoryview, stream: BinaryIO) -> Iterator[torch.Tensor]:
         raw = storages.get(place.storage.parts[2], memoryview(b""))
         if len(raw) < place.stop:
             raise RefusedError("a tensor is larger than its storage")
-        if 0 < place.nbytes <= len(file):
+        if 0 < place.nbytes <= len(file) and place.per_byte == 1:
             yield _tensor(place, raw)
 
 

@@ -61,6 +61,7 @@ _NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items() if name not in _C
 _QUANTIZED = {TENSOR_DTYPES[name]: name for name in _CARRIERS if name in TENSOR_DTYPES}
 
 _FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
+_MADE_AS = {torch.complex32: torch.int32, _FLOAT4: torch.uint8}
 
 _KINDS: dict[type, str] = {torch.Tensor: "tensor", torch.nn.Parameter: "parameter"}
 _STRIDED = torch.strided
@@ -91,7 +92,7 @@ def describe(path: str, value: Any) -> Leaf:
     if name is None or value.layout is not _STRIDED or value.is_nested:
         return _describe_odd(path, value)
     nbytes, requires_grad = value.nbytes, value.requires_grad
-    if value.is_meta or (nbytes and not value.untyped_storage().nbytes()):
+    if value.is_meta or (nbytes and not _storage_bytes(value)):
         raise _hollow(path, value)
     if not nbytes and not _is_shape(tuple(value.shape)):
         raise UnsupportedTypeError(
@@ -102,6 +103,8 @@ def describe(path: str, value: Any) -> Leaf:
         content = content.resolve_conj().resolve_neg()
     elif nbytes and not value.data_ptr():
         content = content.clone()  # autograd's zeros, which have no memory
+        if not content.data_ptr():
+            raise _hollow(path, value)
     if getattr(value, "_is_buffer", False):
         kind = "buffer"
     entry = TensorEntry(name, tuple(value.shape), Payload(nbytes), kind, requires_grad)
@@ -123,9 +126,16 @@ def is_fillable(value: torch.Tensor) -> bool:
         and not value.is_meta
         and not value.is_conj()
         and not value.is_neg()
-        and (value.numel() == 0 or value.untyped_storage().nbytes() > 0)
+        and (value.numel() == 0 or (_storage_bytes(value) > 0 and value.data_ptr() != 0))
         and not any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))
     )
+
+
+def _storage_bytes(value: torch.Tensor) -> int:
+    try:
+        return value.untyped_storage().nbytes()
+    except NotImplementedError:  # torch.func wraps tensors while it transforms a function
+        return 0
 
 
 def is_hollow(value: torch.Tensor) -> bool:
@@ -144,8 +154,8 @@ def _hollow(path: str, value: torch.Tensor) -> HollowTensorError:
             "as with module.to_empty(device=...)"
         )
     return HollowTensorError(
-        f"{path}: the storage of this tensor has been freed (resized to 0, as FSDP does); "
-        "gather its values first"
+        f"{path}: the storage of this tensor has been freed (resized to 0, as FSDP does), or it "
+        "has none, as within a function that torch.func transforms; gather its values first"
     )
 
 
@@ -337,8 +347,10 @@ def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Te
         if entry.kind in _NUMPY_KINDS:
             return torch.empty(entry.data.nbytes, dtype=torch.uint8)
         dtype = _CARRIERS.get(entry.dtype) or TENSOR_DTYPES[entry.dtype]
-        if dtype is torch.complex32:  # made directly, torch warns that it is experimental
-            return torch.empty(entry.shape, dtype=torch.int32, device=device).view(dtype)
+        # Made directly, the one is experimental, says torch, and the other cannot be made at all
+        # where algorithms have to be deterministic.
+        if dtype in _MADE_AS:
+            return torch.empty(entry.shape, dtype=_MADE_AS[dtype], device=device).view(dtype)
         return torch.empty(entry.shape, dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as e:
         raise StateError(

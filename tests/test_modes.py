@@ -50,6 +50,16 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@contextmanager
+def transform() -> Iterator[None]:
+    """Be within a function that torch.func.grad transforms."""
+    torch._C._functorch._grad_increment_nesting()
+    try:
+        yield
+    finally:
+        torch._C._functorch._grad_decrement_nesting()
+
+
 MODES: dict[str, Mode] = {
     "inference": torch.inference_mode,
     "no_grad": torch.no_grad,
@@ -60,7 +70,18 @@ MODES: dict[str, Mode] = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "half": half,
     "deterministic": deterministic,
+    "transform": transform,
 }
+
+
+ODD = {
+    name: getattr(torch, name)
+    for name in ("float4_e2m1fn_x2", "float8_e8m0fnu", "float8_e5m2", "uint16", "int8")
+}
+
+
+def as_bytes(n: int) -> torch.Tensor:
+    return torch.arange(n).to(torch.uint8)
 
 
 def content() -> dict[str, Any]:
@@ -77,6 +98,7 @@ def content() -> dict[str, Any]:
         "conj": torch.ones(3, dtype=torch.complex64).conj(),
         "parameter": torch.nn.Parameter(torch.ones(3)),
         "buffer": torch.nn.Buffer(torch.ones(2)),
+        **{name: as_bytes(40_000).view(dtype) for name, dtype in ODD.items()},
         "deep": [1, {"x": torch.arange(5)}],
     }
 
@@ -171,6 +193,32 @@ def test_the_state_is_read_in_the_mode_of_the_caller(store: Store) -> None:
 
     with torch.inference_mode():
         store.take({"s": Here(x=1)}, "step").restore({"s": Here(x=2)})
+
+
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "grad": lambda f: torch.func.grad(lambda x: f(x) or x.sum()),
+    "vmap": lambda f: torch.func.vmap(lambda x: f(x) or x),
+    "functionalize": lambda f: torch.func.functionalize(lambda x: f(x) or x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("n", [6, 60_000])
+def test_what_is_transformed_has_no_memory_to_take_or_fill(store: Store, name: str, n: int) -> None:
+    held = torch.arange(float(n)).reshape(2, -1)
+    store.take({"s": StateDict(x=held)}, "step")
+
+    def work(x: torch.Tensor) -> None:
+        with pytest.raises(StateError, match=r"s/x: .* torch\.func"):
+            store.take({"s": StateDict(x=x)}, "next")
+        state = StateDict(x=x)
+        store["step"].restore({"s": state})
+        assert torch.equal(state["x"], held)
+
+    TRANSFORMS[name](work)(torch.zeros(2, n // 2))
+    state = StateDict(x=torch._efficientzerotensor((2, n // 2)))
+    store["step"].restore({"s": state})
+    assert torch.equal(state["x"], held)
 
 
 def test_fake_tensors_hold_nothing(store: Store) -> None:

@@ -63,6 +63,9 @@ VALUES = {
     "per channel": lambda: torch._make_per_channel_quantized_tensor(
         torch.ones(3, 9, dtype=torch.uint8), torch.ones(3), torch.zeros(3), 0
     ),
+    "half bytes": lambda: torch.quantize_per_channel(
+        torch.ones(3, 5), torch.ones(3), torch.zeros(3), 0, torch.quint4x2
+    ),
     "plain": lambda: [
         None,
         True,
@@ -92,8 +95,8 @@ def test_a_registered_class_with_all_that_torch_saves(name, request):
     assert snapshot.get_manifest()["0/s/held"].kind == "object"
     again = snapshot.read_object("s/held")
     assert type(again) is Held
-    if name in ("quantized", "per channel"):
-        assert torch.equal(again.x, value)
+    if name in ("quantized", "per channel", "half bytes"):
+        assert torch.equal(again.x.dequantize(), value.dequantize())
     else:
         assert_same(again.x, value)
 
@@ -126,11 +129,11 @@ def long(n: int) -> bytes:
     return b"\x8a" + bytes([len(data)]) + data
 
 
-def storage(numel: int, key: bytes = text("0")) -> bytes:
+def storage(numel: int, key: bytes = text("0"), kind: str = "Float") -> bytes:
     return (
         b"("
         + text("storage")
-        + name_of("torch.FloatStorage")
+        + name_of(f"torch.{kind}Storage")
         + key
         + text("cpu")
         + long(numel)
@@ -173,6 +176,30 @@ def called(name: str, *args: bytes) -> bytes:
     return name_of(name) + b"(" + b"".join(args) + b"tR"
 
 
+def sparse(*parts: bytes) -> bytes:
+    layout = called("torch.serialization._get_layout", text("torch.sparse_coo"))
+    data = b"(" + b"".join(parts) + b"K\1\x85t"
+    return archive(called("torch._utils._rebuild_sparse_tensor", layout, data) + b".", FOUR)
+
+
+def as_parameter(tensor: bytes) -> bytes:
+    hooks = name_of("collections.OrderedDict") + b")R"
+    return called("torch._utils._rebuild_parameter", tensor, b"\x89", hooks)
+
+
+def given(tensor: bytes, **state: bytes) -> bytes:
+    """A small tensor, rebuilt with a state."""
+    rebuild, args = tensor.split(b"\n(", 1)
+    items = b"".join(text(name) + value for name, value in state.items())
+    return called(
+        "torch._tensor._rebuild_from_type_v2",
+        rebuild + b"\n",
+        name_of("torch.Tensor"),
+        b"(" + args.removesuffix(b"R"),
+        b"}(" + items + b"u",
+    )
+
+
 GIB = 1 << 30
 FOUR = {"data/0": bytes(4)}
 LAUGHS = b"K\1q\0" + b"".join(b"h\0h\0\x86q\0" for _ in range(64))
@@ -194,14 +221,17 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "strides beyond the storage": lambda: archive(tensor(1, 2, GIB) + b".", FOUR),
     "an offset beyond the storage": lambda: archive(tensor(1, 1, 1, GIB) + b".", FOUR),
     "a quantized tensor, expanded": lambda: archive(quantized(GIB) + b".", FOUR),
-    "a sparse tensor, expanded": lambda: archive(
-        called(
-            "torch._utils._rebuild_sparse_tensor",
-            called("torch.serialization._get_layout", text("torch.sparse_coo")),
-            b"(" + tensor(1, GIB, 0) + tensor(1, GIB, 0) + b"K\1\x85t",
-        )
-        + b".",
-        FOUR,
+    "a sparse tensor, expanded": lambda: sparse(tensor(1, GIB, 0), tensor(1, GIB, 0)),
+    "a sparse tensor of parameters": lambda: sparse(
+        as_parameter(tensor(1, GIB, 0)), as_parameter(tensor(1, GIB, 0))
+    ),
+    "a sparse tensor of what became larger": lambda: sparse(
+        given(tensor(1, 1), data=tensor(1, GIB, 0)), given(tensor(1, 1), data=tensor(1, GIB, 0))
+    ),
+    "a sparse tensor of lists": lambda: sparse(b"]", b"]"),
+    "items of a tensor": lambda: archive(tensor(1, 1) + tensor(1, GIB, 0) + b"K\1s.", FOUR),
+    "a storage as two types": lambda: archive(
+        storage(1) + storage(4, kind="Byte") + b"\x86.", FOUR
     ),
     "a state for a tensor": lambda: archive(
         tensor(1, 1) + b"(" + storage(1) + b"K\0" + long(GIB) + b"\x85K\1\x85tb.", FOUR

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import Snapshot, StateDict, Store, staging
+from casnap import Snapshot, StateDict, Store, buffers, release_memory, staging
 from casnap.errors import NestedTakeError
 from casnap.pipeline import cores
 from tests.faults import CHUNK, app_state, assert_store, backend_faults, in_child, take
@@ -119,6 +119,20 @@ def test_while_something_else_is_done(tmp_path: Path, verb: str) -> None:
                 snapshot.read_object("state/weight")
             else:
                 getattr(Store(store.uri), verb)()
+
+    within(tmp_path, work)
+
+
+def test_while_memory_is_given_back(tmp_path: Path) -> None:
+    class Counted(list[Any]):
+        def __len__(self) -> int:
+            terminate()
+            return super().__len__()
+
+    def work(store: Store) -> None:
+        pool = buffers.shared_pool(1)
+        pool._free = Counted(pool._free)
+        assert release_memory() > 0
 
     within(tmp_path, work)
 
