@@ -41,5 +41,9 @@ def _transforms_left() -> AbstractContextManager[object]:
 
 def fill(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy into a tensor, also one that was made in inference mode, from any thread."""
-    with torch.inference_mode(mode=target.is_inference()), torch.no_grad():
+    inference = target.is_inference()
+    if inference == torch.is_inference_mode_enabled() and not torch.is_grad_enabled():
+        target.copy_(source)  # where there are many small ones, the modes would cost more
+        return
+    with torch.inference_mode(mode=inference), torch.no_grad():
         target.copy_(source)

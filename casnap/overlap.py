@@ -42,6 +42,8 @@ def overlapping(
             device, stop = where, end
 
     def agrees(group: list[Name]) -> bool:
+        if len(group) == 1:
+            return not overlaps_itself(tensors[group[0]])
         looks = {
             (t.data_ptr(), t.dtype, t.shape, t.stride(), content(n))
             for n, t in ((n, tensors[n]) for n in group)
@@ -60,7 +62,7 @@ def end_of(tensor: torch.Tensor) -> int:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Tell whether two elements of a strided tensor may share memory; if in doubt, they may."""
-    if not tensor.numel():
+    if tensor.is_contiguous() or not tensor.numel():
         return False
     reach = 0
     for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
