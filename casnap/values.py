@@ -390,7 +390,14 @@ def _encode_object(path: str, value: object, allow_pickle: bool) -> tuple[str, b
 
 
 def _load(data: bytes) -> object:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)  # noqa: TID251
+    return _torch_load(data, weights_only=True)
+
+
+def _torch_load(data: bytes, *, weights_only: bool) -> object:
+    # Not mapped, whatever torch's own settings say: there is no file.
+    return torch.load(  # noqa: TID251
+        io.BytesIO(data), map_location="cpu", weights_only=weights_only, mmap=False
+    )
 
 
 def _decode_object(path: str, kind: str, data: bytes, allow_pickle: bool) -> object:
@@ -400,7 +407,7 @@ def _decode_object(path: str, kind: str, data: bytes, allow_pickle: bool) -> obj
                 f"{path} was stored with allow_pickle=True; if you trust whoever took this "
                 "snapshot, pass allow_pickle=True here too"
             )
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)  # noqa: TID251
+        return _torch_load(data, weights_only=False)
     try:
         return _load(data if allow_pickle else bounded(data))
     except RefusedError as e:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import fractions
 import itertools
 
 import pytest
 import torch
+import torch.utils.serialization
 
 from casnap import StateDict, Store
 from casnap.errors import MismatchError, UnsupportedTypeError
@@ -141,3 +143,11 @@ def test_tensor_subclasses_are_pickled_where_that_is_allowed(store):
 def test_what_holds_no_values_is_not_pickled(store, make):
     with pytest.raises(UnsupportedTypeError, match="holds no values"):
         store.take({"s": StateDict(t=make())}, "refused", allow_pickle=True)
+
+
+def test_objects_are_read_though_torch_is_told_to_map_files(store, monkeypatch):
+    """There is no file to be mapped."""
+    monkeypatch.setattr("torch.utils.serialization.config.load.mmap", True)
+    state = {"half": fractions.Fraction(1, 2)}
+    snapshot = store.take({"s": StateDict(state)}, "x", allow_pickle=True)
+    assert snapshot.get_state_dict_for_key("s", allow_pickle=True) == state
