@@ -92,7 +92,7 @@ class Shape:
 
 FLAT = Shape(leaf_mask=0xFF, most_items=4096)
 """Large leaves, one list: read whole, and written anew in small part."""
-DEEP = Shape(leaf_mask=0x07, most_items=64, list_mask=0x0F, most_children=256)
+DEEP = Shape(leaf_mask=0x07, most_items=64, list_mask=0x07, most_children=256)
 """Small leaves, lists of lists: a change of one item rewrites little, however many there are."""
 
 

@@ -332,7 +332,12 @@ def _fits(times: int, fill: int, count: int, slot: Slot) -> bool:
 
 def _repeated(pack: _FullPack) -> tuple[int, list[Record]]:
     """Put all that lies in a pack behind itself again, on other pages; return end and records."""
-    start = -(-pack.fill // PAGE) * PAGE
+    places = [place for _, place in pack.records]
+    # The first pages behind the first place of each, counted from where that begins.
+    behind = [-(-(p.offset + p.stored) // PAGE) * PAGE - p.offset for p in places]
+    start = max(pack.fill, *behind)
+    if any(p.stored >= _ALIGN_FROM for p in places):
+        start = -(-start // PAGE) * PAGE
     pack.slot.view[pack.fill : start] = bytes(start - pack.fill)
     buffers.copy(pack.slot.view[start : start + pack.fill], pack.slot.view[: pack.fill])
     again = [

@@ -21,7 +21,7 @@ from casnap.index import View
 from casnap.objects import Objects
 from casnap.pack import new_id
 
-_MERGE_AT = 8
+_MERGE_AT = 16
 _MERGE_MOST = 1 << 20
 _SMALL = 1 << 15
 
@@ -158,7 +158,7 @@ def _groups(refs: Iterable[SegmentRef]) -> list[list[SegmentRef]]:
 def _to_merge(segments: tuple[SegmentRef, ...], count: int) -> list[SegmentRef]:
     """Return the segments to merge with a new one of ``count`` records.
 
-    Whenever eight are of about one size they become one, so their number grows with the
+    Whenever sixteen are of about one size they become one, so their number grows with the
     logarithm of the records, and each record is written again as often; but none grows past a
     million records, so that whoever reads one needs little memory.
     """
