@@ -380,8 +380,10 @@ def test_each_byte_is_read_once(
         assert key != next_key or offset + n <= next_offset + PAGE, "read twice"
     total = sum(n for reads in by_rank for *_, n in reads)
     assert 0.9 * stored < total < 1.1 * stored
-    if before != "plain":  # all in one pack, and of less than 16 MiB, it is read by one rank
-        assert max(sum(n for *_, n in reads) for reads in by_rank) < 1.5 * stored / size
+    # What one pack holds, of less than 16 MiB, is read by one rank; who wrote how much is chance.
+    largest = max(p.stat().st_size for p in Path(folder, "packs").rglob("*") if p.is_file())
+    most = max(sum(n for *_, n in reads) for reads in by_rank)
+    assert most < 1.5 * max(stored / size, largest)
 
     # Each for itself: all is read by all who have all of it.
     by_rank = world(size).run(reads_of, folder, before, after, False)
