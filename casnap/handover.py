@@ -114,11 +114,8 @@ def check_written(backend: Backend, partners: Partners) -> None:
         key = pack_key(place.pack)
         ends[key] = max(ends[key], place.offset + place.stored)
     for key, end in ends.items():
-        try:
-            size = backend.size(key)
-        except FileNotFoundError:
-            size = -1
-        if size < end:
+        size = backend.size_if_there(key)
+        if size is None or size < end:
             raise StoreError(
                 f"{backend.uri}/{key}, which another rank has written, is not there, or not whole, "
                 "where rank 0 looks; all ranks must see one storage (a copy of a store, on a disk "

@@ -368,11 +368,7 @@ def create_store(
 
 def _holds(backend: Backend, key: str) -> bool:
     """Whether an object is there, without listing its folder: each snapshot has a name there."""
-    try:
-        backend.size(key)
-    except FileNotFoundError:
-        return False
-    return True
+    return backend.size_if_there(key) is not None
 
 
 def _check_place(folder: Path, *, asked: bool) -> None:

@@ -108,10 +108,8 @@ class Reliance:
 
     def _size(self, key: str) -> int:
         """Return how long an object is, -1 where there is none; what else fails is no answer."""
-        try:
-            return self._objects.backend.size(key)
-        except FileNotFoundError:
-            return -1
+        size = self._objects.backend.size_if_there(key)
+        return -1 if size is None else size
 
     def confirm(self, latest: View) -> None:
         """Look once more, as a newer root has it; rely on other places of what is gone.

@@ -312,7 +312,10 @@ class Pruning:
         if self._taken is not None:
             named = ((n, row) for n, row in named if "/" not in n[len(self._prefix) :])
         unread: set[str] = set()
-        rows = [(name, self._with_metadata(name, row, unread)) for name, row in named]
+        if self._taken is None or self._retention.asks_metadata:
+            named = ((n, self._with_metadata(n, row, unread)) for n, row in named)
+        # A take whose rules ask for no metadata reads none: its verdicts are not shown.
+        rows = list(named)
         verdicts = judged(rows, self._retention, time.time(), self._taken)
         if not self._retention.asks_metadata:
             return verdicts

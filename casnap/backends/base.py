@@ -79,6 +79,13 @@ class Backend(ABC):
     def size(self, key: str) -> int:
         """Return an object's length in bytes."""
 
+    def size_if_there(self, key: str) -> int | None:
+        """Return an object's length in bytes, or None where there is none."""
+        try:
+            return self.size(key)
+        except FileNotFoundError:
+            return None
+
     @abstractmethod
     def names(self, folder: str) -> list[str]:
         """Return the names right below a folder, unsorted; empty where there is none."""
