@@ -18,9 +18,9 @@ import msgspec
 
 from casnap.capture import Capture
 from casnap.comm import Comm
-from casnap.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.errors import StateError
-from casnap.format import (
+from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
+from casnap.format.format import (
     INLINE_BYTES,
     INLINE_DIGESTS,
     LIST_DIGESTS,

@@ -11,10 +11,11 @@ from casnap.buffers import bytes_at
 from casnap.containers import segment_of
 from casnap.errors import NotStatefulError, UnsupportedTypeError
 from casnap.flatten import flatten
-from casnap.format import INLINE_BYTES, MAX_PATH_CHARS, TensorEntry, payload_of
-from casnap.grid import Grid, grid_of
+from casnap.format.format import INLINE_BYTES, MAX_PATH_CHARS, TensorEntry, payload_of
+from casnap.format.grid import Grid, grid_of
+from casnap.format.region import Region
+from casnap.format.tiling import Tiling
 from casnap.modes import plain
-from casnap.region import Region
 from casnap.sharding import Shards
 from casnap.staging import (
     Part,
@@ -27,7 +28,6 @@ from casnap.staging import (
 )
 from casnap.state import RNGState, Stateful
 from casnap.tensors import Leaf, elements, is_numpy, itemsize_of
-from casnap.tiling import Tiling
 
 
 class Span(NamedTuple):

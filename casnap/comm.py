@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from casnap import errors
-from casnap.digest import digest_of
 from casnap.errors import CasnapError, RankError, StateError
-from casnap.format import encode
+from casnap.format.digest import digest_of
+from casnap.format.format import encode
 from casnap.links import PATIENCE, Link, LostError, Said, ranks_named
 from casnap.modes import plain
 

@@ -15,10 +15,10 @@ import msgspec
 from msgspec import Struct
 
 from casnap.buffers import shared_pool
-from casnap.codec import Codec
-from casnap.digest import Digest, digest_of
 from casnap.errors import FencedError, StorageFullError
-from casnap.format import (
+from casnap.format.codec import Codec
+from casnap.format.digest import Digest, digest_of
+from casnap.format.format import (
     ID_SIZE,
     INLINE_METADATA_BYTES,
     NodeRef,

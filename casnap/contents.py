@@ -11,9 +11,9 @@ from math import prod
 from operator import itemgetter
 from typing import Any
 
-from casnap.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.errors import DamagedError, EntryNotFoundError, SnapshotNotFoundError, nearest
-from casnap.format import (
+from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
+from casnap.format.format import (
     INLINE_BYTES,
     LIST_DIGESTS,
     MAX_DEPTH,
@@ -26,10 +26,10 @@ from casnap.format import (
     decode,
     payload_of,
 )
-from casnap.grid import Cells, grid_of
+from casnap.format.grid import Cells, grid_of
+from casnap.format.tiling import tiling_of
 from casnap.manifest import Tree
 from casnap.objects import Objects
-from casnap.tiling import tiling_of
 
 # What is 64 KiB as JSON is up to 148 kB as a node: a float of three letters takes nine bytes. Bytes
 # that are no such metadata could take sixty times as much memory when they are decoded.

@@ -8,11 +8,11 @@ from itertools import zip_longest
 from typing import Literal
 
 from casnap.contents import Contents
-from casnap.digest import Digest
 from casnap.errors import StoreError
-from casnap.format import BoxedTensorEntry, Boxes, Entry, payload_of
+from casnap.format.digest import Digest
+from casnap.format.format import BoxedTensorEntry, Boxes, Entry, payload_of
+from casnap.format.region import Region
 from casnap.manifest import Tree
-from casnap.region import Region
 
 Kind = Literal["added", "removed", "changed"]
 

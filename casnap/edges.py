@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from casnap.grid import Grid
+from casnap.format.grid import Grid
+from casnap.format.tiling import Tiling
 from casnap.staging import Piece
-from casnap.tiling import Tiling
 
 _WINDOW_BYTES = 64 << 20
 _HEAD = struct.Struct("<?I")

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from casnap.comm import Comm
-from casnap.digest import DIGEST_SIZE, Digest
 from casnap.edges import Edges
 from casnap.errors import RankError
+from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.links import ranks_named
 from casnap.pipeline import Crew, Shared
 from casnap.staging import Piece

@@ -25,9 +25,9 @@ from weakref import WeakValueDictionary
 
 import lmdb
 
-from casnap.digest import Digest, digest_of
 from casnap.environment import boot_id, cache_folder
-from casnap.format import ID_SIZE, PackId, Place, Record, SegmentId
+from casnap.format.digest import Digest, digest_of
+from casnap.format.format import ID_SIZE, PackId, Place, Record, SegmentId
 from casnap.lmdb_files import WRITING, inode, nbytes, open_environment, remove
 
 _log = logging.getLogger("casnap")

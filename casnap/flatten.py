@@ -1,6 +1,6 @@
 """A state as leaves with paths, and back.
 
-A container becomes a :class:`~casnap.format.ContainerEntry`, whose spec holds the keys in their
+A container becomes a :class:`~casnap.format.format.ContainerEntry`, whose spec holds the keys in their
 order, and below its path the leaves of its elements. Both ways walk with a stack of their own, so
 depth costs no recursion.
 """
@@ -15,7 +15,7 @@ import torch
 
 from casnap.containers import Build, Node, open_container, open_sparse, reopen, segment_of
 from casnap.errors import CasnapError, DamagedError, UnsupportedTypeError
-from casnap.format import ContainerEntry, Payload, TensorEntry, ValueEntry, encode
+from casnap.format.format import ContainerEntry, Payload, TensorEntry, ValueEntry, encode
 from casnap.overlap import overlaps_itself
 from casnap.sharding import Shards, shards_of
 from casnap.tensors import HollowTensorError, Leaf, assemble, describe, is_fillable

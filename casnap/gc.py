@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from casnap.digest import split_digests
 from casnap.errors import (
     DamagedError,
     FencedError,
     StorageFullError,
     StoreError,
 )
-from casnap.format import PackId, Root, pack_key, root_key
+from casnap.format.digest import split_digests
+from casnap.format.format import PackId, Root, pack_key, root_key
 from casnap.index import View
 from casnap.inventory import Inventory, base_of
 from casnap.marks import Marks, Progress

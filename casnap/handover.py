@@ -12,7 +12,7 @@ from casnap.backends import Backend
 from casnap.comm import Comm, as_error, told
 from casnap.commit import Handover, Partners, Transaction
 from casnap.errors import FencedError, RankError, StoreError
-from casnap.format import Row, SegmentId, encode, pack_key, segment_key
+from casnap.format.format import Row, SegmentId, encode, pack_key, segment_key
 from casnap.links import Said
 
 _log = logging.getLogger("casnap")

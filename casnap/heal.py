@@ -11,12 +11,12 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from casnap.buffers import bytes_at, view_at
-from casnap.digest import Digest, digest_of
 from casnap.errors import DamagedError
-from casnap.format import Boxes
-from casnap.grid import grid_of
-from casnap.region import Region
-from casnap.tiling import tile
+from casnap.format.digest import Digest, digest_of
+from casnap.format.format import Boxes
+from casnap.format.grid import grid_of
+from casnap.format.region import Region
+from casnap.format.tiling import tile
 
 _MOST_HEADER = 100 << 20
 _ITEM_SIZES = {

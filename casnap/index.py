@@ -16,10 +16,10 @@ from typing import TypeVar
 import lmdb
 
 from casnap.backends.base import EXHAUSTED, Backend
-from casnap.digest import Digest, digest_of
 from casnap.errors import DamagedError
 from casnap.facts import Facts, LmdbFacts, MemoryFacts, facts_for
-from casnap.format import (
+from casnap.format.digest import Digest, digest_of
+from casnap.format.format import (
     PackId,
     Place,
     Record,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import EllipsisType
 from typing import TypeAlias
 
-from casnap.grid import Cells
-from casnap.region import Region
+from casnap.format.grid import Cells
+from casnap.format.region import Region
 
 Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]"
 

@@ -22,8 +22,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from casnap.digest import digest_of
-from casnap.format import encode
+from casnap.format.digest import digest_of
+from casnap.format.format import encode
 
 T = TypeVar("T")
 Said = tuple[str, str]

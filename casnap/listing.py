@@ -7,9 +7,9 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 
 from casnap.backends import Backend
-from casnap.codec import Codec
-from casnap.digest import DIGEST_SIZE, Digest
-from casnap.format import (
+from casnap.format.codec import Codec
+from casnap.format.digest import DIGEST_SIZE, Digest
+from casnap.format.format import (
     FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
     PackId,

@@ -14,9 +14,9 @@ import torch
 from casnap import buffers
 from casnap.buffers import Slot, address_of, view_at
 from casnap.contents import Contents
-from casnap.digest import split_digests
 from casnap.errors import DamagedError, StateError
-from casnap.format import (
+from casnap.format.digest import split_digests
+from casnap.format.format import (
     INLINE_BYTES,
     BoxedTensorEntry,
     Entry,
@@ -24,11 +24,12 @@ from casnap.format import (
     TensorEntry,
     payload_of,
 )
-from casnap.grid import Cells, Grid
+from casnap.format.grid import Cells, Grid
+from casnap.format.region import Region
+from casnap.format.tiling import tiling_of
 from casnap.modes import fill
 from casnap.objects import ReadOptions, Want
 from casnap.pipeline import collector_paused
-from casnap.region import Region
 from casnap.staging import pin, settle_workers
 from casnap.tensors import (
     Leaf,
@@ -39,7 +40,6 @@ from casnap.tensors import (
     is_numpy,
     itemsize_of,
 )
-from casnap.tiling import tiling_of
 
 Progress = Callable[[int, int], None]
 Sink = Callable[[memoryview], None]

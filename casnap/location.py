@@ -25,7 +25,7 @@ from casnap.errors import (
     StoreError,
     UntrustedStoreError,
 )
-from casnap.format import (
+from casnap.format.format import (
     CONFIG_KEY,
     DEEP_TABLE,
     DEFAULT_CHUNK_SIZE,
@@ -36,7 +36,7 @@ from casnap.format import (
     StoreConfig,
     root_key,
 )
-from casnap.names import check_name
+from casnap.format.names import check_name
 from casnap.roots import sealed_root
 
 _log = logging.getLogger("casnap")

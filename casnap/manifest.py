@@ -19,9 +19,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import msgspec
 from msgspec import Struct
 
-from casnap.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.errors import DamagedError
-from casnap.format import DEEP_TABLE, Root, encode
+from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
+from casnap.format.format import DEEP_TABLE, Root, encode
 
 V = TypeVar("V")
 

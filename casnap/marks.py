@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from casnap.format import PackId, RawRecord, Root, segment_records
+from casnap.format.format import PackId, RawRecord, Root, segment_records
 from casnap.objects import Objects
 from casnap.references import MANIFEST, TABLE, digest_in, is_node, of_row, walk
 

@@ -10,16 +10,16 @@ from typing import NamedTuple, TypeVar
 
 from casnap.backends import Backend
 from casnap.buffers import PAGE, SLOTS, Slot, shared_pool
-from casnap.codec import decompress
 from casnap.config import read_config
-from casnap.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
     ExhaustedError,
 )
-from casnap.format import (
+from casnap.format.codec import decompress
+from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
+from casnap.format.format import (
     MAX_NODE_BYTES,
     Place,
     Record,

@@ -13,10 +13,10 @@ import msgspec
 from casnap import buffers
 from casnap.backends.base import Backend
 from casnap.buffers import PAGE, Pool, Slot
-from casnap.codec import Codec, compress
-from casnap.digest import Digest, digest_of
 from casnap.errors import StateError
-from casnap.format import (
+from casnap.format.codec import Codec, compress
+from casnap.format.digest import Digest, digest_of
+from casnap.format.format import (
     FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
     PackId,

@@ -27,9 +27,9 @@ from msgspec import Struct
 from casnap import buffers
 from casnap.buffers import Slot
 from casnap.comm import Comm
-from casnap.digest import Digest, digest_of
 from casnap.errors import DamagedError
-from casnap.format import encode
+from casnap.format.digest import Digest, digest_of
+from casnap.format.format import encode
 from casnap.objects import DEFAULT_READ, Objects, ReadOptions, Want
 from casnap.pipeline import Crew, Shared, cores
 

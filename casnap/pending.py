@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from casnap.errors import StateError
-from casnap.format import Row
+from casnap.format.format import Row
 from casnap.pipeline import NO_THREADS, Worker
 
 # One take at a time in a process: pending ones keep their order, and share their buffers.

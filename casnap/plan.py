@@ -21,8 +21,8 @@ from typing import NamedTuple, TypeAlias
 from msgspec import Struct, field
 
 from casnap.errors import StateError
-from casnap.grid import Grid, grid_of
-from casnap.region import Region
+from casnap.format.grid import Grid, grid_of
+from casnap.format.region import Region
 
 Span: TypeAlias = tuple[int, int, tuple[int, ...]]
 """A run from one number to another, and who covers it."""

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from casnap.contents import Contents
-from casnap.digest import split_digests
 from casnap.errors import MismatchError
 from casnap.flatten import inflate
-from casnap.format import INLINE_BYTES, Payload, TensorEntry
+from casnap.format.digest import split_digests
+from casnap.format.format import INLINE_BYTES, Payload, TensorEntry
+from casnap.format.region import Region
 from casnap.indexing import Index, Selection, select
 from casnap.loading import (
     Loading,
@@ -26,7 +27,6 @@ from casnap.loading import (
 from casnap.modes import fill, plain
 from casnap.objects import ReadOptions, Want
 from casnap.overlap import filled_in_place, overlaps_itself
-from casnap.region import Region
 from casnap.staging import settle, settle_workers
 from casnap.tensors import Leaf, allocate, assemble, is_fillable, is_float4, is_hollow, itemsize_of
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from casnap.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.errors import DamagedError
-from casnap.format import LIST_DIGESTS, MAX_DEPTH, Entry, Manifest, Row, decode, payload_of
+from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
+from casnap.format.format import LIST_DIGESTS, MAX_DEPTH, Entry, Manifest, Row, decode, payload_of
 from casnap.manifest import DEEP, Load, Tree
 from casnap.objects import Objects
 

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Iterable, KeysView
 from dataclasses import replace
 
-from casnap.digest import Digest, split_digests
 from casnap.errors import DamagedError, FencedError
-from casnap.format import (
+from casnap.format.digest import Digest, split_digests
+from casnap.format.format import (
     FOOTER_RECORD_SIZE,
     ID_SIZE,
     PackId,

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from casnap.codec import Codec
 from casnap.commit import Transaction
-from casnap.digest import Digest
 from casnap.errors import DamagedError
-from casnap.format import PackId, Root
+from casnap.format.codec import Codec
+from casnap.format.digest import Digest
+from casnap.format.format import PackId, Root
 from casnap.index import View
 from casnap.marks import Marks
 from casnap.objects import Objects, ReadOptions, Want

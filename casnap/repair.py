@@ -17,16 +17,16 @@ import msgspec
 
 from casnap.backends import backend_at
 from casnap.buffers import shared_pool
-from casnap.codec import Codec
 from casnap.damage import Damage, kind_of, roots_damaged
-from casnap.digest import Digest, digest_of
 from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
     ExhaustedError,
 )
-from casnap.format import (
+from casnap.format.codec import Codec
+from casnap.format.digest import Digest, digest_of
+from casnap.format.format import (
     CONFIG_KEY,
     PackId,
     Place,

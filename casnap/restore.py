@@ -17,7 +17,7 @@ from casnap.containers import reopen, segment_of
 from casnap.contents import Contents, rank_names
 from casnap.errors import MismatchError
 from casnap.flatten import flatten, inflate, shard_targets, tensor_targets
-from casnap.format import ContainerEntry, Entry, TensorEntry, encode
+from casnap.format.format import ContainerEntry, Entry, TensorEntry, encode
 from casnap.loading import Loading, Progress
 from casnap.modes import plain
 from casnap.overlap import end_of, filled_in_place, overlapping

@@ -20,7 +20,7 @@ import msgspec
 
 from casnap.contents import Contents
 from casnap.errors import BackendError, DamagedError, ExhaustedError
-from casnap.format import Row
+from casnap.format.format import Row
 from casnap.objects import Objects
 from casnap.table import Table, publish, unmark
 

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from casnap.backends.base import Backend
-from casnap.digest import DIGEST_SIZE
 from casnap.errors import (
     BackendError,
     CasnapError,
@@ -21,7 +20,8 @@ from casnap.errors import (
     StoreError,
     UnsupportedFormatError,
 )
-from casnap.format import (
+from casnap.format.digest import DIGEST_SIZE
+from casnap.format.format import (
     ID_SIZE,
     KNOWN_FEATURES,
     MAX_ROOT_BYTES,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from casnap.buffers import PAGE
-from casnap.format import ID_SIZE, MAX_NODE_BYTES, Place
+from casnap.format.format import ID_SIZE, MAX_NODE_BYTES, Place
 
 T = TypeVar("T")
 _GAP = 64 << 10

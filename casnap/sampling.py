@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from casnap.buffers import bytes_at
-from casnap.digest import digest_of
+from casnap.format.digest import digest_of
 
 _WHOLE_BYTES = 64 << 10
 _LINE_BYTES = 64

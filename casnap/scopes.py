@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from casnap.capture import Capture
 from casnap.containers import segment_of
-from casnap.format import ContainerEntry, TensorEntry
+from casnap.format.format import ContainerEntry, TensorEntry
 from casnap.sharding import Shards
 from casnap.tensors import Leaf, is_numpy
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from casnap.errors import StorageFullError
-from casnap.format import (
+from casnap.format.format import (
     PackId,
     Record,
     Root,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from casnap.errors import UnsupportedTypeError
-from casnap.region import Region
+from casnap.format.region import Region
 
 
 class Shards(NamedTuple):

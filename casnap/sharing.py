@@ -20,26 +20,26 @@ import torch
 
 from casnap.capture import Assignment, Capture, grid_for
 from casnap.comm import Comm
-from casnap.digest import digest_of
 from casnap.edges import Target
 from casnap.errors import StateError
-from casnap.format import (
+from casnap.format.digest import digest_of
+from casnap.format.format import (
     BoxedTensorEntry,
     Boxes,
     Entry,
     TensorEntry,
     encode,
 )
-from casnap.grid import Grid, grid_of
+from casnap.format.grid import Grid, grid_of
+from casnap.format.region import Region
+from casnap.format.tiling import MAX_BOXES, Tiling
 from casnap.links import ranks_named
 from casnap.plan import RankPlan, TensorPlan, own_runs, part_region, plan_tensor
-from casnap.region import Region
 from casnap.sampling import Sampler
 from casnap.scopes import Rules, Scope, scopes_of
 from casnap.sharding import Shards, holders_of
 from casnap.staging import Part
 from casnap.tensors import itemsize_of
-from casnap.tiling import MAX_BOXES, Tiling
 
 _log = logging.getLogger("casnap")
 _KEY_BYTES, _GROUP_BYTES = 16, 8

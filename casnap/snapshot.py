@@ -10,8 +10,8 @@ import msgspec
 
 from casnap import calls
 from casnap.contents import Contents
-from casnap.format import Entry, Row, Stats
-from casnap.names import check_name
+from casnap.format.format import Entry, Row, Stats
+from casnap.format.names import check_name
 
 if TYPE_CHECKING:
     from casnap.comm import Comm

@@ -17,11 +17,11 @@ import torch
 
 from casnap import buffers
 from casnap.buffers import Pool, Slot, bytes_at, view_at
-from casnap.format import MAX_CHUNK_SIZE
-from casnap.grid import Grid
+from casnap.format.format import MAX_CHUNK_SIZE
+from casnap.format.grid import Grid
+from casnap.format.region import Region
+from casnap.format.tiling import Tiling
 from casnap.pipeline import Crew, Shared, cores
-from casnap.region import Region
-from casnap.tiling import Tiling
 
 PIECE_BYTES = 8 << 20
 _BATCH = 256

@@ -10,11 +10,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from casnap import calls
-from casnap.codec import Codec
 from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError, nearest
-from casnap.format import DEFAULT_CHUNK_SIZE, Row
+from casnap.format.codec import Codec
+from casnap.format.format import DEFAULT_CHUNK_SIZE, Row
+from casnap.format.names import check_name
 from casnap.location import Location, create_store, locate_snapshot, locate_store
-from casnap.names import check_name
 from casnap.objects import Objects
 from casnap.retention import PruneReport, Pruning, Retention, prune
 from casnap.snapshot import PendingSnapshot, Progress, Snapshot

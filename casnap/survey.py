@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from casnap.contents import Contents
 from casnap.damage import ALL, UNREAD, Damage, Hurt, kind_of, why_unread
-from casnap.digest import Digest, split_digests
 from casnap.errors import BackendError, DamagedError, ExhaustedError
-from casnap.format import (
+from casnap.format.digest import Digest, split_digests
+from casnap.format.format import (
     FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
     BoxedTensorEntry,

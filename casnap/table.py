@@ -17,9 +17,9 @@ from casnap.errors import (
     SnapshotNotFoundError,
     StateError,
 )
-from casnap.format import DEEP_TABLE, MAX_METADATA_BYTES, Root, Row
+from casnap.format.format import DEEP_TABLE, MAX_METADATA_BYTES, Root, Row
+from casnap.format.names import MARKER, check_name
 from casnap.manifest import Tree
-from casnap.names import MARKER, check_name
 from casnap.objects import Objects
 from casnap.pipeline import Crew, undisturbed
 

@@ -17,17 +17,17 @@ from casnap import pending as background
 from casnap.agreement import Agreed, Hashed, agree, alone
 from casnap.buffers import SLOT_BYTES, SLOTS
 from casnap.capture import Capture, random_states_first
-from casnap.codec import Codec
 from casnap.comm import Alone, Comm
 from casnap.commit import Partners, Transaction
-from casnap.digest import DIGEST_SIZE, Digest
 from casnap.edges import Edges
 from casnap.errors import FencedError
 from casnap.exchange import Exchange
-from casnap.format import INLINE_BYTES, Root, Row, Stats, encode, payload_of
+from casnap.format.codec import Codec
+from casnap.format.digest import DIGEST_SIZE, Digest
+from casnap.format.format import INLINE_BYTES, Root, Row, Stats, encode, payload_of
+from casnap.format.names import MARKER
 from casnap.handover import check_written, follow, lead
 from casnap.modes import plain
-from casnap.names import MARKER
 from casnap.objects import Objects
 from casnap.pack import Choose
 from casnap.pending import PendingTake

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from casnap.errors import DamagedError, StateError, UnsupportedFormatError, UnsupportedTypeError
-from casnap.format import Entry, Payload, Quantization, TensorEntry
+from casnap.format.format import Entry, Payload, Quantization, TensorEntry
 from casnap.sharding import Shards, quietly, shards_of
 
 if TYPE_CHECKING:

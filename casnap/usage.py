@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from casnap.contents import Contents
-from casnap.digest import Digest
-from casnap.format import Entry, Row, pack_key
+from casnap.format.digest import Digest
+from casnap.format.format import Entry, Row, pack_key
 from casnap.index import View
 from casnap.objects import Objects
 from casnap.references import MANIFEST, digest_in, is_node, references, walk

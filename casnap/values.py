@@ -21,7 +21,7 @@ from msgspec import Struct
 from torch.torch_version import TorchVersion
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
-from casnap.format import decode, encode
+from casnap.format.format import decode, encode
 from casnap.pickles import RefusedError
 from casnap.saved import bounded
 

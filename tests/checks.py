@@ -9,9 +9,9 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.check import CheckReport
-from casnap.digest import digest_of
 from casnap.errors import CasnapError
-from casnap.format import PackId, Record
+from casnap.format.digest import digest_of
+from casnap.format.format import PackId, Record
 from casnap.listing import Listing
 from casnap.roots import succeed
 from casnap.segments import rewritten

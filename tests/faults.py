@@ -25,7 +25,7 @@ import casnap.restore
 import casnap.take  # noqa: F401 - imported before any fork, whose user may not read the sources
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.format import pack_key, segment_key
+from casnap.format.format import pack_key, segment_key
 from casnap.objects import Objects
 
 CHUNK = 64 << 10

@@ -15,9 +15,18 @@ import msgspec
 import torch
 
 from casnap import StateDict, Store
-from casnap.digest import Digest, digest_of
 from casnap.errors import CasnapError
-from casnap.format import PackId, Place, encode, pack_footer, pack_key, root_key, seal, segment_key
+from casnap.format.digest import Digest, digest_of
+from casnap.format.format import (
+    PackId,
+    Place,
+    encode,
+    pack_footer,
+    pack_key,
+    root_key,
+    seal,
+    segment_key,
+)
 from tests.faults import CHUNK, in_child
 
 MEMORY = 512 << 20

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from casnap.digest import DIGEST_SIZE
-from casnap.format import FOOTER_RECORD_SIZE, ID_SIZE, PACK_TAIL_SIZE, PackId
+from casnap.format.digest import DIGEST_SIZE
+from casnap.format.format import FOOTER_RECORD_SIZE, ID_SIZE, PACK_TAIL_SIZE, PackId
 from casnap.survey import Survey
 
 

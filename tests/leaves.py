@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from casnap.flatten import flatten, inflate
-from casnap.format import ContainerEntry
+from casnap.format.format import ContainerEntry
 from casnap.tensors import allocate
 
 

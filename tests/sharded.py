@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from casnap.flatten import flatten
-from casnap.region import Region
+from casnap.format.region import Region
 from casnap.sharding import Shards
 
 LAYOUTS = ("plain", "ddp", "fsdp2", "hsdp", "fsdp_tp")

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from casnap.region import Region
+from casnap.format.region import Region
 from casnap.sharding import shards_of
 from tests.bitwise import raw
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from casnap import Snapshot, StateDict, Store
-from casnap.digest import digest_of
 from casnap.errors import (
     BackendError,
     DamagedError,
@@ -29,6 +28,7 @@ from casnap.errors import (
     UnsupportedTypeError,
     UntrustedStoreError,
 )
+from casnap.format.digest import digest_of
 from tests.faults import (
     CHUNK,
     app_state,

@@ -15,9 +15,9 @@ from casnap import StateDict, Store
 from casnap.contents import rank_names
 from casnap.diff import Change
 from casnap.errors import EntryNotFoundError, MismatchError
-from casnap.format import BoxedTensorEntry, pack_key
+from casnap.format.format import BoxedTensorEntry, pack_key
+from casnap.format.region import Region
 from casnap.loading import Loading
-from casnap.region import Region
 from casnap.tensors import Leaf
 from tests.bitwise import assert_same, noise, raw
 from tests.checks import change, record_of

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
-from casnap.digest import digest_of
 from casnap.environment import boot_id
 from casnap.facts import MOST_FOLDERS
-from casnap.format import CONFIG_KEY, Place, Segment, SegmentRef, encode_segment, segment_key
+from casnap.format.digest import digest_of
+from casnap.format.format import CONFIG_KEY, Place, Segment, SegmentRef, encode_segment, segment_key
 from casnap.pack import new_id
 from casnap.roots import succeed
 from tests.cli_calls import process

@@ -12,11 +12,11 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.check import CheckReport
-from casnap.codec import Codec
 from casnap.commit import Transaction
-from casnap.digest import Digest
 from casnap.errors import BackendError
-from casnap.format import PACK_TAIL_SIZE, PackId, pack_key
+from casnap.format.codec import Codec
+from casnap.format.digest import Digest
+from casnap.format.format import PACK_TAIL_SIZE, PackId, pack_key
 from casnap.pipeline import undisturbed
 from casnap.roots import succeed
 from tests.checks import FROZEN, broken, change, check, drop_from_index, listing_of, record_of

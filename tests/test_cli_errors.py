@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from casnap import Snapshot, StateDict, Store
 from casnap.cli import cli, output, run
 from casnap.commit import Transaction
-from casnap.format import Row
+from casnap.format.format import Row
 from casnap.pipeline import Crew
 from tests.cli_calls import COMMAND, document, failure, fill, invoke, process
 

@@ -17,9 +17,9 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.commit import Transaction
-from casnap.digest import Digest
 from casnap.errors import CasnapError, DamagedError
-from casnap.format import Place, Record, SegmentId, decode_segment, pack_key, segment_key
+from casnap.format.digest import Digest
+from casnap.format.format import Place, Record, SegmentId, decode_segment, pack_key, segment_key
 from casnap.pipeline import Crew
 from tests.faults import CHUNK, assert_equal
 

@@ -21,11 +21,11 @@ import torch
 
 import casnap.index
 from casnap import StateDict, Store
-from casnap.digest import DIGEST_SIZE
 from casnap.errors import CasnapError
 from casnap.facts import MemoryFacts
-from casnap.format import PackId, SegmentId, pack_key, root_key, segment_key
-from casnap.names import MARKER
+from casnap.format.digest import DIGEST_SIZE
+from casnap.format.format import PackId, SegmentId, pack_key, root_key, segment_key
+from casnap.format.names import MARKER
 from casnap.roots import COPIES
 from casnap.survey import Survey
 from tests.faults import CHUNK, assert_equal, files, memory_folder

@@ -23,12 +23,12 @@ from casnap import StateDict, Store
 from casnap.backends import MemoryBackend
 from casnap.cli.durations import duration
 from casnap.cli.shares import share
-from casnap.codec import Codec, compress, decompress
 from casnap.config import read_config
-from casnap.digest import digest_of
 from casnap.errors import CasnapError
 from casnap.flatten import flatten, inflate
-from casnap.format import (
+from casnap.format.codec import Codec, compress, decompress
+from casnap.format.digest import digest_of
+from casnap.format.format import (
     CONFIG_KEY,
     Entry,
     Manifest,
@@ -45,9 +45,9 @@ from casnap.format import (
     seal,
     segment_records,
 )
+from casnap.format.names import check_name
 from casnap.listing import Listing, read_footer
 from casnap.manifest import Tree
-from casnap.names import check_name
 from casnap.references import MANIFEST, TABLE, TREE, references
 from casnap.roots import read_root
 from casnap.survey import Survey

@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 from casnap.errors import DamagedError, UnsupportedTypeError
 from casnap.flatten import Leaf, flatten, inflate, segment_of, tensor_targets
-from casnap.format import ContainerEntry, Payload, TensorEntry, ValueEntry
+from casnap.format.format import ContainerEntry, Payload, TensorEntry, ValueEntry
 from tests.leaves import leaves_of, round_trip, same
 
 pytestmark = pytest.mark.filterwarnings(

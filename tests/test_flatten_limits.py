@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from casnap import flatten as flatten_module
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.flatten import Leaf, flatten, inflate, tensor_targets
-from casnap.format import ContainerEntry, Payload, ValueEntry
+from casnap.format.format import ContainerEntry, Payload, ValueEntry
 from casnap.state import RNGState, StateDict, Stateful
 from tests.leaves import leaves_of, round_trip, same
 from tests.test_flatten import Color, Pair, states

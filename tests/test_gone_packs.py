@@ -15,9 +15,9 @@ import torch
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.commit import Transaction
-from casnap.digest import digest_of
 from casnap.errors import BackendError, DamagedError, ExhaustedError, FencedError
-from casnap.format import PackId, id_from_name, pack_key, segment_key
+from casnap.format.digest import digest_of
+from casnap.format.format import PackId, id_from_name, pack_key, segment_key
 from casnap.packset import PackSet
 from casnap.pipeline import Crew
 from casnap.roots import succeed

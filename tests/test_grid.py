@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casnap.grid import grid_of
-from casnap.region import Region
+from casnap.format.grid import grid_of
+from casnap.format.region import Region
 
 shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 shapes_with_zero = st.lists(st.integers(0, 7), max_size=4).map(tuple)

@@ -13,11 +13,11 @@ import zstandard
 
 from casnap import StateDict, Store
 from casnap.backends import MemoryBackend
-from casnap.codec import Codec, decompress
 from casnap.config import read_config
-from casnap.digest import DIGEST_SIZE, digest_of
 from casnap.errors import CasnapError, DamagedError
-from casnap.format import (
+from casnap.format.codec import Codec, decompress
+from casnap.format.digest import DIGEST_SIZE, digest_of
+from casnap.format.format import (
     CONFIG_KEY,
     encode,
     root_key,

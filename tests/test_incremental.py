@@ -81,7 +81,7 @@ def test_one_changed_row_costs_one_chunk(store):
 
 
 def grid_of_backbone():
-    from casnap.grid import grid_of
+    from casnap.format.grid import grid_of
 
     return grid_of((64, 16384), 4, CHUNK)
 

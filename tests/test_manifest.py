@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casnap.digest import Digest, digest_of
 from casnap.errors import DamagedError
-from casnap.format import encode
+from casnap.format.digest import Digest, digest_of
+from casnap.format.format import encode
 from casnap.manifest import DEEP, FLAT, Branch, Leaf, Shape, Tree, build
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import casnap.take
 from casnap import RNGState, Snapshot, StateDict, Store, buffers
-from casnap.codec import Codec
 from casnap.errors import DamagedError, SnapshotExistsError, StateError
+from casnap.format.codec import Codec
 from tests.test_damage import damage_everywhere
 
 MIB = 1 << 20

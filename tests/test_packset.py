@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casnap.format import PackId
+from casnap.format.format import PackId
 from casnap.packset import PackSet
 
 packs = st.integers(0, 12).map(lambda n: PackId(bytes([n]) * 16))

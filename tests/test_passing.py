@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casnap.backends import Backend, LocalBackend, MemoryBackend
-from casnap.codec import Codec
 from casnap.comm import Comm
 from casnap.commit import Transaction
-from casnap.digest import Digest, digest_of
 from casnap.errors import DamagedError, RankError
-from casnap.format import pack_key
+from casnap.format.codec import Codec
+from casnap.format.digest import Digest, digest_of
+from casnap.format.format import pack_key
 from casnap.index import Index
 from casnap.objects import DEFAULT_READ, Objects, ReadOptions, Want
 from casnap.passing import fetch_once

@@ -11,8 +11,8 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.commit import Partners, Transaction
-from casnap.digest import Digest
 from casnap.errors import DamagedError, FencedError
+from casnap.format.digest import Digest
 from casnap.index import Index
 from casnap.pipeline import Crew
 from tests.faults import CHUNK

@@ -15,9 +15,9 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.digest import digest_of
 from casnap.errors import BackendError, DamagedError
-from casnap.format import PackId, pack_key
+from casnap.format.digest import digest_of
+from casnap.format.format import PackId, pack_key
 from casnap.gc import GcOptions, collect
 from casnap.roots import succeed
 from casnap.survey import Survey

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.digest import Digest, digest_of
-from casnap.format import PackId, pack_key
+from casnap.format.digest import Digest, digest_of
+from casnap.format.format import PackId, pack_key
 from casnap.gc import GcOptions, collect
 from casnap.repair import RepairReport
 from tests.checks import FROZEN, broken, change, check, listing_of, record_of

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casnap import Retention
-from casnap.format import NodeRef, Row, Stats
+from casnap.format.format import NodeRef, Row, Stats
 from casnap.retention import judged
 
 NOW = 1e9

@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from casnap.errors import UnsupportedTypeError
 from casnap.flatten import flatten, inflate, shard_targets, tensor_targets
-from casnap.region import Region
+from casnap.format.region import Region
 from casnap.sharding import Shards, shards_of
 from casnap.tensors import Leaf, describe
 from tests import sharded, spreading

@@ -16,9 +16,9 @@ import torch
 
 from casnap import Retention, Snapshot, Store
 from casnap.backends import LocalBackend
-from casnap.digest import Digest
 from casnap.errors import DamagedError, UnsupportedFormatError
-from casnap.format import encode, pack_key, root_key, seal, unseal
+from casnap.format.digest import Digest
+from casnap.format.format import encode, pack_key, root_key, seal, unseal
 from casnap.location import create_store
 from casnap.manifest import Branch
 from casnap.roots import succeed

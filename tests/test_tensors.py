@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
-from casnap.format import Payload, Quantization, TensorEntry
+from casnap.format.format import Payload, Quantization, TensorEntry
 from casnap.tensors import (
     TENSOR_DTYPES,
     Leaf,
@@ -387,7 +387,7 @@ sys.modules["numpy"] = None  # as if it were not installed
 import torch
 from casnap.errors import UnsupportedTypeError
 from casnap.flatten import Leaf, flatten, inflate
-from casnap.format import Payload, TensorEntry
+from casnap.format.format import Payload, TensorEntry
 from casnap.state import RNGState
 leaves = {l.path: l for l in flatten({"a": torch.ones(2), "b": 1}, "m")}
 assert inflate("m", leaves)["b"] == 1

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casnap.errors import DamagedError
-from casnap.format import BoxedTensorEntry, Payload, TensorEntry
-from casnap.grid import grid_of
-from casnap.region import Region
-from casnap.tiling import MAX_BOXES, tile, tiling_of
+from casnap.format.format import BoxedTensorEntry, Payload, TensorEntry
+from casnap.format.grid import grid_of
+from casnap.format.region import Region
+from casnap.format.tiling import MAX_BOXES, tile, tiling_of
 from tests.test_grid import chunk_sizes, cut, itemsizes, numbered, regions, shapes
 
 # Five boxes around a middle: no cut through all of them makes it.

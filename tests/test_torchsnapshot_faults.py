@@ -11,8 +11,8 @@ import torch
 from bitwise import assert_same, noise
 
 from casnap import Snapshot, StateDict, Store
-from casnap.digest import split_digests
 from casnap.errors import DamagedError, SnapshotExistsError
+from casnap.format.digest import split_digests
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def place_of(snapshot, entry_path):
     """Return the pack of a tensor's first chunk, and where in it that begins."""
     entry = snapshot.get_manifest()[entry_path]
     objects = snapshot.store.objects
-    from casnap.grid import grid_of
+    from casnap.format.grid import grid_of
 
     grid = grid_of(entry.shape, 4, snapshot.store.chunk_size)
     digests = snapshot.contents.digests(entry.data, grid, entry_path)

@@ -10,9 +10,9 @@ import torch
 from casnap import Snapshot, Store
 from casnap.buffers import bytes_at
 from casnap.commit import Transaction
-from casnap.digest import DIGEST_SIZE
 from casnap.flatten import Leaf, flatten
-from casnap.format import (
+from casnap.format.digest import DIGEST_SIZE
+from casnap.format.format import (
     INLINE_BYTES,
     INLINE_DIGESTS,
     BoxedTensorEntry,
@@ -26,13 +26,13 @@ from casnap.format import (
     encode,
     with_payload,
 )
-from casnap.grid import Cells, grid_of
+from casnap.format.grid import Cells, grid_of
+from casnap.format.region import Region
+from casnap.format.tiling import tiling_of
 from casnap.manifest import build
 from casnap.pipeline import Crew
-from casnap.region import Region
 from casnap.table import setting
 from casnap.tensors import itemsize_of
-from casnap.tiling import tiling_of
 
 State = Mapping[str, Mapping[str, Any]]
 

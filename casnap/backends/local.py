@@ -16,7 +16,7 @@ from casnap.backends.base import Backend, translated
 from casnap.backends.names import NewNames
 from casnap.buffers import PAGE, address_of
 from casnap.errors import BackendError
-from casnap.format import CONFIG_KEY
+from casnap.format.format import CONFIG_KEY
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 # Below this, going through the page cache costs less than going around it.

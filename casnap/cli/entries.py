@@ -11,7 +11,7 @@ from typing import Any
 
 from casnap.contents import Contents
 from casnap.errors import DamagedError
-from casnap.format import (
+from casnap.format.format import (
     BoxedTensorEntry,
     ContainerEntry,
     Entry,

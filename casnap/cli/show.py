@@ -21,7 +21,7 @@ from casnap.cli.output import (
 )
 from casnap.cli.places import facts_of, metadata_of
 from casnap.contents import Contents, Entries
-from casnap.format import BoxedTensorEntry, ContainerEntry, Entry, TensorEntry, payload_of
+from casnap.format.format import BoxedTensorEntry, ContainerEntry, Entry, TensorEntry, payload_of
 from casnap.snapshot import Snapshot
 from casnap.usage import shared_bytes
 

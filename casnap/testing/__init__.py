@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 
 from casnap.backends import Backend, LocalBackend
-from casnap.codec import Codec
-from casnap.format import DEFAULT_CHUNK_SIZE
+from casnap.format.codec import Codec
+from casnap.format.format import DEFAULT_CHUNK_SIZE
 from casnap.location import Location
 from casnap.store import Store
 from casnap.testing.faults import (

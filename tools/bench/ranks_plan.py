@@ -16,8 +16,8 @@ import msgspec
 
 from casnap import exchange, sharing
 from casnap.buffers import SLOT_BYTES
-from casnap.format import Payload, TensorEntry, encode
-from casnap.grid import grid_of
+from casnap.format.format import Payload, TensorEntry, encode
+from casnap.format.grid import grid_of
 from casnap.passing import Units, deal_out, window_for
 from casnap.pipeline import collector_paused
 from casnap.plan import own_runs, part_region

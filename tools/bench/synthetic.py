@@ -12,8 +12,8 @@ from pathlib import Path
 
 from casnap import Store
 from casnap.commit import Transaction
-from casnap.digest import Digest
-from casnap.format import (
+from casnap.format.digest import Digest
+from casnap.format.format import (
     Manifest,
     PackId,
     Payload,

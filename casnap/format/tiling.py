@@ -15,9 +15,9 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from casnap.errors import DamagedError
-from casnap.format import BoxedTensorEntry, Boxes, TensorEntry
-from casnap.grid import Grid, grid_of
-from casnap.region import Region
+from casnap.format.format import BoxedTensorEntry, Boxes, TensorEntry
+from casnap.format.grid import Grid, grid_of
+from casnap.format.region import Region
 
 MAX_BOXES = 1 << 16
 _MAX_AXES = 64

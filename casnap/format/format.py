@@ -15,8 +15,8 @@ from typing import Any, NewType, TypeAlias, TypeVar
 import msgspec
 from msgspec import Struct
 
-from casnap.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.errors import DamagedError, UnsupportedFormatError
+from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 
 FORMAT = 2
 DEEP_TABLE = "deep-table"

@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import prod
 from typing import Protocol
 
-from casnap.region import Region
+from casnap.format.region import Region
 
 
 class Cells(Protocol):
