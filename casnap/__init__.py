@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from casnap import errors
-from casnap.buffers import release_memory
 from casnap.errors import CasnapError
 from casnap.retention import Retention
+from casnap.runtime.buffers import release_memory
 from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.state import RNGState, StateDict, Stateful
 from casnap.store import Store

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from casnap.buffers import bytes_at
 from casnap.containers import segment_of
 from casnap.errors import NotStatefulError, UnsupportedTypeError
 from casnap.flatten import flatten
@@ -16,6 +15,7 @@ from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region
 from casnap.format.tiling import Tiling
 from casnap.modes import plain
+from casnap.runtime.buffers import bytes_at
 from casnap.sharding import Shards
 from casnap.staging import (
     Part,

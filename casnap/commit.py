@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from casnap.buffers import shared_pool
 from casnap.errors import FencedError, StorageFullError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
@@ -38,9 +37,10 @@ from casnap.manifest import DEEP, Shape, Tree, table_shape
 from casnap.objects import Objects
 from casnap.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, moved_place
 from casnap.packset import PackSet
-from casnap.pipeline import Crew
 from casnap.reliance import PASSED, Reliance
 from casnap.roots import following, put_root
+from casnap.runtime.buffers import shared_pool
+from casnap.runtime.pipeline import Crew
 from casnap.segments import added, written
 
 Changes = Mapping[str, Row | None]

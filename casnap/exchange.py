@@ -19,7 +19,7 @@ from casnap.edges import Edges
 from casnap.errors import RankError
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.links import ranks_named
-from casnap.pipeline import Crew, Shared
+from casnap.runtime.pipeline import Crew, Shared
 from casnap.staging import Piece
 
 # Seconds that a round waits for more questions, and that a thread sleeps before it looks again.

@@ -25,10 +25,10 @@ from weakref import WeakValueDictionary
 
 import lmdb
 
-from casnap.environment import boot_id, cache_folder
 from casnap.format.digest import Digest, digest_of
 from casnap.format.format import ID_SIZE, PackId, Place, Record, SegmentId
 from casnap.lmdb_files import WRITING, inode, nbytes, open_environment, remove
+from casnap.runtime.environment import boot_id, cache_folder
 
 _log = logging.getLogger("casnap")
 _BARE_FACT = struct.Struct("<16sQIIB")

@@ -32,9 +32,9 @@ from casnap.index import View
 from casnap.inventory import Inventory, base_of
 from casnap.marks import Marks, Progress
 from casnap.objects import Objects, take_again
-from casnap.pipeline import Crew, gently, undisturbed
 from casnap.repack import repack, sparse_packs
 from casnap.roots import succeed
+from casnap.runtime.pipeline import Crew, gently, undisturbed
 from casnap.segments import Rewriting, rewrite
 
 _log = logging.getLogger("casnap")

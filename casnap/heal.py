@@ -10,13 +10,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from casnap.buffers import bytes_at, view_at
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, digest_of
 from casnap.format.format import Boxes
 from casnap.format.grid import grid_of
 from casnap.format.region import Region
 from casnap.format.tiling import tile
+from casnap.runtime.buffers import bytes_at, view_at
 
 _MOST_HEADER = 100 << 20
 _ITEM_SIZES = {

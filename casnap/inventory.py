@@ -11,8 +11,8 @@ from casnap.backends.base import Backend
 from casnap.errors import BackendError, DamagedError
 from casnap.format.format import PackId, Root, id_from_name, pack_key, segment_key
 from casnap.index import View
-from casnap.pipeline import Crew, Shared
 from casnap.roots import read_root
+from casnap.runtime.pipeline import Crew, Shared
 
 _DELETERS = 4
 

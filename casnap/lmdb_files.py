@@ -10,7 +10,7 @@ from pathlib import Path
 
 import lmdb
 
-from casnap.environment import boot_id, is_running
+from casnap.runtime.environment import boot_id, is_running
 
 _log = logging.getLogger("casnap")
 WRITING = "writing-"

@@ -11,8 +11,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from casnap import buffers
-from casnap.buffers import Slot, address_of, view_at
 from casnap.contents import Contents
 from casnap.errors import DamagedError, StateError
 from casnap.format.digest import split_digests
@@ -29,7 +27,9 @@ from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
 from casnap.modes import fill
 from casnap.objects import ReadOptions, Want
-from casnap.pipeline import collector_paused
+from casnap.runtime import buffers
+from casnap.runtime.buffers import Slot, address_of, view_at
+from casnap.runtime.pipeline import collector_paused
 from casnap.staging import pin, settle_workers
 from casnap.tensors import (
     Leaf,

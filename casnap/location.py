@@ -18,7 +18,6 @@ import msgspec
 
 from casnap.backends import Backend, LocalBackend, backend_at
 from casnap.config import headless, read_config
-from casnap.environment import crowded_folders, trust_file
 from casnap.errors import (
     InvalidNameError,
     NotAStoreError,
@@ -38,6 +37,7 @@ from casnap.format.format import (
 )
 from casnap.format.names import check_name
 from casnap.roots import sealed_root
+from casnap.runtime.environment import crowded_folders, trust_file
 
 _log = logging.getLogger("casnap")
 _MIXED = "{store} is a store whose parts belong to several users, or are links"

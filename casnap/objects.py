@@ -9,7 +9,6 @@ from itertools import count, islice
 from typing import NamedTuple, TypeVar
 
 from casnap.backends import Backend
-from casnap.buffers import PAGE, SLOTS, Slot, shared_pool
 from casnap.config import read_config
 from casnap.errors import (
     BackendError,
@@ -29,9 +28,10 @@ from casnap.format.format import (
 )
 from casnap.index import Index, View
 from casnap.manifest import Tree, table_shape
-from casnap.pipeline import Crew, Shared, cores
 from casnap.roots import check_writable, newest_root
 from casnap.runs import Run, coalesced, is_possible
+from casnap.runtime.buffers import PAGE, SLOTS, Slot, shared_pool
+from casnap.runtime.pipeline import Crew, Shared, cores
 
 V = TypeVar("V")
 

@@ -10,9 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from casnap import buffers
 from casnap.backends.base import Backend
-from casnap.buffers import PAGE, Pool, Slot
 from casnap.errors import StateError
 from casnap.format.codec import Codec, compress
 from casnap.format.digest import Digest, digest_of
@@ -25,7 +23,9 @@ from casnap.format.format import (
     pack_footer,
     pack_key,
 )
-from casnap.pipeline import Crew, Worker
+from casnap.runtime import buffers
+from casnap.runtime.buffers import PAGE, Pool, Slot
+from casnap.runtime.pipeline import Crew, Worker
 
 CHUNKS, NODES = b"p", b"t"
 _ALIGN_FROM = 64 << 10

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from casnap.errors import StateError
 from casnap.format.format import Row
-from casnap.pipeline import NO_THREADS, Worker
+from casnap.runtime.pipeline import NO_THREADS, Worker
 
 # One take at a time in a process: pending ones keep their order, and share their buffers.
 # A lock around what a caller does, and the take that goes on after that: an interrupt could lose

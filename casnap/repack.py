@@ -17,7 +17,7 @@ from casnap.format.format import PackId, Root
 from casnap.index import View
 from casnap.marks import Marks
 from casnap.objects import Objects, ReadOptions, Want
-from casnap.pipeline import Crew
+from casnap.runtime.pipeline import Crew
 
 _log = logging.getLogger("casnap")
 # Two readers: the other buffers of the pool are for what is written.

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from casnap.backends import backend_at
-from casnap.buffers import shared_pool
 from casnap.damage import Damage, kind_of, roots_damaged
 from casnap.errors import (
     BackendError,
@@ -43,9 +42,10 @@ from casnap.listing import bad_records, can_lie_at, read_footer
 from casnap.marks import Progress
 from casnap.objects import Objects, ReadOptions, Want
 from casnap.pack import CHUNKS, NODES, PackWriter, moved_place, new_id
-from casnap.pipeline import Crew, undisturbed
 from casnap.repack import one_at_a_time
 from casnap.roots import succeed
+from casnap.runtime.buffers import shared_pool
+from casnap.runtime.pipeline import Crew, undisturbed
 from casnap.segments import added, rewritten
 from casnap.survey import Survey
 

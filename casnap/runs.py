@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from casnap.buffers import PAGE
 from casnap.format.format import ID_SIZE, MAX_NODE_BYTES, Place
+from casnap.runtime.buffers import PAGE
 
 T = TypeVar("T")
 _GAP = 64 << 10

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from casnap.buffers import bytes_at
 from casnap.format.digest import digest_of
+from casnap.runtime.buffers import bytes_at
 
 _WHOLE_BYTES = 64 << 10
 _LINE_BYTES = 64

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from casnap.buffers import address_of
 from casnap.pickles import Machine, RefusedError, Term, kind_of, size_of
+from casnap.runtime.buffers import address_of
 from casnap.tensors import TENSOR_DTYPES
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from casnap import calls
 from casnap.contents import Contents
 from casnap.format.format import Entry, Row, Stats
 from casnap.format.names import check_name
+from casnap.runtime import calls
 
 if TYPE_CHECKING:
     from casnap.comm import Comm

@@ -9,7 +9,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from casnap import calls
 from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError, nearest
 from casnap.format.codec import Codec
 from casnap.format.format import DEFAULT_CHUNK_SIZE, Row
@@ -17,6 +16,7 @@ from casnap.format.names import check_name
 from casnap.location import Location, create_store, locate_snapshot, locate_store
 from casnap.objects import Objects
 from casnap.retention import PruneReport, Pruning, Retention, prune
+from casnap.runtime import calls
 from casnap.snapshot import PendingSnapshot, Progress, Snapshot
 from casnap.table import Table, editing, publish, tagged, unmark, untagged, upgrade
 

@@ -21,7 +21,7 @@ from casnap.format.format import DEEP_TABLE, MAX_METADATA_BYTES, Root, Row
 from casnap.format.names import MARKER, check_name
 from casnap.manifest import Tree
 from casnap.objects import Objects
-from casnap.pipeline import Crew, undisturbed
+from casnap.runtime.pipeline import Crew, undisturbed
 
 _log = logging.getLogger("casnap")
 _FENCED_TRIES = 3

@@ -15,7 +15,6 @@ import msgspec
 
 from casnap import pending as background
 from casnap.agreement import Agreed, Hashed, agree, alone
-from casnap.buffers import SLOT_BYTES, SLOTS
 from casnap.capture import Capture, random_states_first
 from casnap.comm import Alone, Comm
 from casnap.commit import Partners, Transaction
@@ -31,8 +30,9 @@ from casnap.modes import plain
 from casnap.objects import Objects
 from casnap.pack import Choose
 from casnap.pending import PendingTake
-from casnap.pipeline import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.retention import Pruning, Retention, check_retention, prune
+from casnap.runtime.buffers import SLOT_BYTES, SLOTS
+from casnap.runtime.pipeline import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.scopes import rules_for
 from casnap.sharing import Division, divide
 from casnap.staging import PIECE_BYTES, Held, Piece, batched, give_back

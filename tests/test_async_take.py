@@ -12,8 +12,8 @@ import torch
 from bitwise import assert_same
 
 from casnap import RNGState, Snapshot, StateDict, Store, release_memory
-from casnap.buffers import _all_pools
 from casnap.errors import BackendError, CasnapError, SnapshotExistsError
+from casnap.runtime.buffers import _all_pools
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from casnap.errors import BackendError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.format import PACK_TAIL_SIZE, PackId, pack_key
-from casnap.pipeline import undisturbed
 from casnap.roots import succeed
+from casnap.runtime.pipeline import undisturbed
 from tests.checks import FROZEN, broken, change, check, drop_from_index, listing_of, record_of
 from tests.cli_calls import invoke
 from tests.faults import CHUNK, elsewhere, files

@@ -21,7 +21,7 @@ from casnap import Snapshot, StateDict, Store
 from casnap.cli import cli, output, run
 from casnap.commit import Transaction
 from casnap.format.format import Row
-from casnap.pipeline import Crew
+from casnap.runtime.pipeline import Crew
 from tests.cli_calls import COMMAND, document, failure, fill, invoke, process
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from casnap import Snapshot, Store
-from casnap.buffers import SLOTS, shared_pool
+from casnap.runtime.buffers import SLOTS, shared_pool
 from tests.faults import (
     CHUNK,
     Calls,

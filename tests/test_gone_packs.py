@@ -19,8 +19,8 @@ from casnap.errors import BackendError, DamagedError, ExhaustedError, FencedErro
 from casnap.format.digest import digest_of
 from casnap.format.format import PackId, id_from_name, pack_key, segment_key
 from casnap.packset import PackSet
-from casnap.pipeline import Crew
 from casnap.roots import succeed
+from casnap.runtime.pipeline import Crew
 from casnap.testing import Call, Fault, FaultyBackend, open_store
 from tests.checks import change, record_of
 from tests.faults import CHUNK, app_state, assert_holds, content, files, in_child, take

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from casnap import StateDict, Store, pending
-from casnap.pipeline import Worker, collector_paused
+from casnap.runtime.pipeline import Worker, collector_paused
 
 
 def interrupted_at(moment: str) -> type[Worker]:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 import casnap.take
-from casnap import RNGState, Snapshot, StateDict, Store, buffers
+from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.errors import DamagedError, SnapshotExistsError, StateError
 from casnap.format.codec import Codec
+from casnap.runtime import buffers
 from tests.test_damage import damage_everywhere
 
 MIB = 1 << 20

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from casnap import Snapshot, StateDict, Store, staging
-from casnap.buffers import SLOTS, Pool, shared_pool
 from casnap.errors import StateError
 from casnap.pack import PackWriter
+from casnap.runtime.buffers import SLOTS, Pool, shared_pool
 from tests.faults import CHUNK, app_state, assert_holds, assert_store, faults, take
 
 

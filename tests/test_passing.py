@@ -25,7 +25,7 @@ from casnap.format.format import pack_key
 from casnap.index import Index
 from casnap.objects import DEFAULT_READ, Objects, ReadOptions, Want
 from casnap.passing import fetch_once
-from casnap.pipeline import Crew, undisturbed
+from casnap.runtime.pipeline import Crew, undisturbed
 from casnap.testing import FaultyBackend, open_store
 from tests.ranks import World
 

@@ -14,7 +14,7 @@ from casnap.commit import Partners, Transaction
 from casnap.errors import DamagedError, FencedError
 from casnap.format.digest import Digest
 from casnap.index import Index
-from casnap.pipeline import Crew
+from casnap.runtime.pipeline import Crew
 from tests.faults import CHUNK
 
 KEPT = torch.arange(CHUNK // 4, dtype=torch.int32)

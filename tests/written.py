@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from casnap import Snapshot, Store
-from casnap.buffers import bytes_at
 from casnap.commit import Transaction
 from casnap.flatten import Leaf, flatten
 from casnap.format.digest import DIGEST_SIZE
@@ -30,7 +29,8 @@ from casnap.format.grid import Cells, grid_of
 from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
 from casnap.manifest import build
-from casnap.pipeline import Crew
+from casnap.runtime.buffers import bytes_at
+from casnap.runtime.pipeline import Crew
 from casnap.table import setting
 from casnap.tensors import itemsize_of
 

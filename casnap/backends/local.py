@@ -14,9 +14,9 @@ from pathlib import Path
 
 from casnap.backends.base import Backend, translated
 from casnap.backends.names import NewNames
-from casnap.buffers import PAGE, address_of
 from casnap.errors import BackendError
 from casnap.format.format import CONFIG_KEY
+from casnap.runtime.buffers import PAGE, address_of
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 # Below this, going through the page cache costs less than going around it.

@@ -25,7 +25,7 @@ from casnap.format.format import (
     pack_key,
 )
 from casnap.manifest import build
-from casnap.pipeline import Crew, undisturbed
+from casnap.runtime.pipeline import Crew, undisturbed
 from casnap.table import setting
 
 _CHUNK = 1 << 20

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from casnap import calls
 from casnap.errors import StateError
+from casnap.runtime import calls
 
 T = TypeVar("T")
 # Of a busy core that leaves a thirtieth: hardly felt, and locks are still given back soon.

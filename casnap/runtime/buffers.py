@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from casnap import calls
 from casnap.errors import StateError
+from casnap.runtime import calls
 
 PAGE = 4096
 SLOT_BYTES = 48 << 20
