@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from casnap import errors
 from casnap.errors import CasnapError
-from casnap.retention import Retention
 from casnap.runtime.buffers import release_memory
 from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.state import RNGState, StateDict, Stateful
+from casnap.storage.retention import Retention
 from casnap.store import Store
 
 __version__ = "0.1.0"

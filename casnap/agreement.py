@@ -33,9 +33,9 @@ from casnap.format.format import (
     payload_of,
     with_payload,
 )
-from casnap.manifest import build
 from casnap.scopes import Scope
 from casnap.sharing import OWN_NAMES, Division, owner_of, path_part, said_by_all
+from casnap.storage.manifest import build
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from casnap.backends import Backend
-from casnap.config import read_config
 from casnap.damage import ALL, Damage, Hurt, damaged_roots, listed_roots, roots_damaged
 from casnap.errors import CasnapError, DamagedError, ExhaustedError
 from casnap.format.format import CONFIG_KEY, pack_key, root_key, segment_key
 from casnap.inventory import Inventory
 from casnap.marks import Progress
-from casnap.objects import Objects
+from casnap.storage.config import read_config
+from casnap.storage.objects import Objects
 from casnap.survey import Survey
 
 

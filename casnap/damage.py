@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from casnap.backends import Backend
 from casnap.errors import BackendError, DamagedError, ExhaustedError
 from casnap.format.format import root_key
-from casnap.roots import read_root
+from casnap.storage.roots import read_root
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-from casnap.contents import Contents
 from casnap.errors import StoreError
 from casnap.format.digest import Digest
 from casnap.format.format import BoxedTensorEntry, Boxes, Entry, payload_of
 from casnap.format.region import Region
-from casnap.manifest import Tree
+from casnap.storage.contents import Contents
+from casnap.storage.manifest import Tree
 
 Kind = Literal["added", "removed", "changed"]
 

@@ -28,14 +28,14 @@ from casnap.errors import (
 )
 from casnap.format.digest import split_digests
 from casnap.format.format import PackId, Root, pack_key, root_key
-from casnap.index import View
 from casnap.inventory import Inventory, base_of
 from casnap.marks import Marks, Progress
-from casnap.objects import Objects, take_again
 from casnap.repack import repack, sparse_packs
-from casnap.roots import succeed
 from casnap.runtime.pipeline import Crew, gently, undisturbed
-from casnap.segments import Rewriting, rewrite
+from casnap.storage.index import View
+from casnap.storage.objects import Objects, take_again
+from casnap.storage.roots import succeed
+from casnap.storage.segments import Rewriting, rewrite
 
 _log = logging.getLogger("casnap")
 DAY = 86400.0

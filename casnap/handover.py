@@ -10,10 +10,10 @@ import msgspec
 
 from casnap.backends import Backend
 from casnap.comm import Comm, as_error, told
-from casnap.commit import Handover, Partners, Transaction
 from casnap.errors import FencedError, RankError, StoreError
 from casnap.format.format import Row, SegmentId, encode, pack_key, segment_key
 from casnap.links import Said
+from casnap.storage.commit import Handover, Partners, Transaction
 
 _log = logging.getLogger("casnap")
 

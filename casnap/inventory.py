@@ -10,9 +10,9 @@ from functools import cache
 from casnap.backends.base import Backend
 from casnap.errors import BackendError, DamagedError
 from casnap.format.format import PackId, Root, id_from_name, pack_key, segment_key
-from casnap.index import View
-from casnap.roots import read_root
 from casnap.runtime.pipeline import Crew, Shared
+from casnap.storage.index import View
+from casnap.storage.roots import read_root
 
 _DELETERS = 4
 

@@ -20,8 +20,8 @@ from casnap.format.format import (
     read_pack_footer,
     segment_records,
 )
-from casnap.objects import Objects, Want
-from casnap.runs import is_possible
+from casnap.storage.objects import Objects, Want
+from casnap.storage.runs import is_possible
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15

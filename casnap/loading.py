@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from casnap.contents import Contents
 from casnap.errors import DamagedError, StateError
 from casnap.format.digest import split_digests
 from casnap.format.format import (
@@ -26,11 +25,12 @@ from casnap.format.grid import Cells, Grid
 from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
 from casnap.modes import fill
-from casnap.objects import ReadOptions, Want
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
 from casnap.runtime.pipeline import collector_paused
 from casnap.staging import pin, settle_workers
+from casnap.storage.contents import Contents
+from casnap.storage.objects import ReadOptions, Want
 from casnap.tensors import (
     Leaf,
     allocate,
@@ -44,7 +44,7 @@ from casnap.tensors import (
 Progress = Callable[[int, int], None]
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]
-"""Does what :meth:`casnap.objects.Objects.fetch` does."""
+"""Does what :meth:`casnap.storage.objects.Objects.fetch` does."""
 Part: TypeAlias = tuple[Region, torch.Tensor]
 """A box of a tensor, and a tensor of the box's shape, to be filled with it."""
 

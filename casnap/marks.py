@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from casnap.format.format import PackId, RawRecord, Root, segment_records
-from casnap.objects import Objects
 from casnap.references import MANIFEST, TABLE, digest_in, is_node, of_row, walk
+from casnap.storage.objects import Objects
 
 _PART = 2 << 20
 """So many records are marked at a time, in some 700 MB."""

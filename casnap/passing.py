@@ -28,10 +28,10 @@ from casnap.comm import Comm
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, digest_of
 from casnap.format.format import encode
-from casnap.objects import DEFAULT_READ, Objects, ReadOptions, Want
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot
 from casnap.runtime.pipeline import Crew, Shared, cores
+from casnap.storage.objects import DEFAULT_READ, Objects, ReadOptions, Want
 
 _log = logging.getLogger("casnap")
 _LEAST_WINDOW, _LARGEST_WINDOW = 64 << 20, 256 << 20

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from casnap.contents import Contents
 from casnap.errors import MismatchError
 from casnap.flatten import inflate
 from casnap.format.digest import split_digests
@@ -25,9 +24,10 @@ from casnap.loading import (
     with_item_axis,
 )
 from casnap.modes import fill, plain
-from casnap.objects import ReadOptions, Want
 from casnap.overlap import filled_in_place, overlaps_itself
 from casnap.staging import settle, settle_workers
+from casnap.storage.contents import Contents
+from casnap.storage.objects import ReadOptions, Want
 from casnap.tensors import Leaf, allocate, assemble, is_fillable, is_float4, is_hollow, itemsize_of
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from casnap.errors import DamagedError
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.format import LIST_DIGESTS, MAX_DEPTH, Entry, Manifest, Row, decode, payload_of
-from casnap.manifest import DEEP, Load, Tree
-from casnap.objects import Objects
+from casnap.storage.manifest import DEEP, Load, Tree
+from casnap.storage.objects import Objects
 
 TABLE, MANIFEST, TREE, DATA = b"T", b"m", b"t", b"d"
 _TOGETHER = 64

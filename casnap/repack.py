@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from casnap.commit import Transaction
 from casnap.errors import DamagedError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.format import PackId, Root
-from casnap.index import View
 from casnap.marks import Marks
-from casnap.objects import Objects, ReadOptions, Want
 from casnap.runtime.pipeline import Crew
+from casnap.storage.commit import Transaction
+from casnap.storage.index import View
+from casnap.storage.objects import Objects, ReadOptions, Want
 
 _log = logging.getLogger("casnap")
 # Two readers: the other buffers of the pool are for what is written.

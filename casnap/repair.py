@@ -36,17 +36,17 @@ from casnap.format.format import (
     pack_key,
 )
 from casnap.heal import chunks_in
-from casnap.index import View
 from casnap.inventory import Inventory
 from casnap.listing import bad_records, can_lie_at, read_footer
 from casnap.marks import Progress
-from casnap.objects import Objects, ReadOptions, Want
-from casnap.pack import CHUNKS, NODES, PackWriter, moved_place, new_id
 from casnap.repack import one_at_a_time
-from casnap.roots import succeed
 from casnap.runtime.buffers import shared_pool
 from casnap.runtime.pipeline import Crew, undisturbed
-from casnap.segments import added, rewritten
+from casnap.storage.index import View
+from casnap.storage.objects import Objects, ReadOptions, Want
+from casnap.storage.pack import CHUNKS, NODES, PackWriter, moved_place, new_id
+from casnap.storage.roots import succeed
+from casnap.storage.segments import added, rewritten
 from casnap.survey import Survey
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.

@@ -14,7 +14,6 @@ import torch
 from casnap.capture import random_states_first
 from casnap.comm import Comm
 from casnap.containers import reopen, segment_of
-from casnap.contents import Contents, rank_names
 from casnap.errors import MismatchError
 from casnap.flatten import flatten, inflate, shard_targets, tensor_targets
 from casnap.format.format import ContainerEntry, Entry, TensorEntry, encode
@@ -25,6 +24,7 @@ from casnap.passing import fetch_once
 from casnap.sharding import Shards, quietly, shards_of
 from casnap.staging import settle
 from casnap.state import RNGState, Stateful
+from casnap.storage.contents import Contents, rank_names
 from casnap.tensors import Leaf, carrier_dtype, is_float4, is_hollow
 
 

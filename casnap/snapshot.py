@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from casnap.contents import Contents
 from casnap.format.format import Entry, Row, Stats
 from casnap.format.names import check_name
 from casnap.runtime import calls
+from casnap.storage.contents import Contents
 
 if TYPE_CHECKING:
     from casnap.comm import Comm
     from casnap.indexing import Index
     from casnap.pending import PendingTake
     from casnap.restore import RestoreReport
-    from casnap.retention import Retention
     from casnap.state import Stateful
+    from casnap.storage.retention import Retention
     from casnap.store import Store
 
 Progress = Callable[[int, int], None]

@@ -13,12 +13,12 @@ from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedForm
 from casnap.format.codec import Codec
 from casnap.format.format import DEFAULT_CHUNK_SIZE, Row
 from casnap.format.names import check_name
-from casnap.location import Location, create_store, locate_snapshot, locate_store
-from casnap.objects import Objects
-from casnap.retention import PruneReport, Pruning, Retention, prune
 from casnap.runtime import calls
 from casnap.snapshot import PendingSnapshot, Progress, Snapshot
-from casnap.table import Table, editing, publish, tagged, unmark, untagged, upgrade
+from casnap.storage.location import Location, create_store, locate_snapshot, locate_store
+from casnap.storage.objects import Objects
+from casnap.storage.retention import PruneReport, Pruning, Retention, prune
+from casnap.storage.table import Table, editing, publish, tagged, unmark, untagged, upgrade
 
 if TYPE_CHECKING:
     from casnap.check import CheckReport

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
-from casnap.contents import Contents
 from casnap.damage import ALL, UNREAD, Damage, Hurt, kind_of, why_unread
 from casnap.errors import BackendError, DamagedError, ExhaustedError
 from casnap.format.digest import Digest, split_digests
@@ -34,9 +33,10 @@ from casnap.format.format import (
     segment_key,
 )
 from casnap.listing import Listing, bad_records, can_lie_at, read_footer
-from casnap.manifest import Branch, Child, Leaf, Tree
 from casnap.marks import Progress
-from casnap.objects import Objects, Want
+from casnap.storage.contents import Contents
+from casnap.storage.manifest import Branch, Child, Leaf, Tree
+from casnap.storage.objects import Objects, Want
 
 T = TypeVar("T")
 _LOOKS = 5

@@ -17,7 +17,6 @@ from casnap import pending as background
 from casnap.agreement import Agreed, Hashed, agree, alone
 from casnap.capture import Capture, random_states_first
 from casnap.comm import Alone, Comm
-from casnap.commit import Partners, Transaction
 from casnap.edges import Edges
 from casnap.errors import FencedError
 from casnap.exchange import Exchange
@@ -27,17 +26,18 @@ from casnap.format.format import INLINE_BYTES, Root, Row, Stats, encode, payload
 from casnap.format.names import MARKER
 from casnap.handover import check_written, follow, lead
 from casnap.modes import plain
-from casnap.objects import Objects
-from casnap.pack import Choose
 from casnap.pending import PendingTake
-from casnap.retention import Pruning, Retention, check_retention, prune
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.pipeline import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.scopes import rules_for
 from casnap.sharing import Division, divide
 from casnap.staging import PIECE_BYTES, Held, Piece, batched, give_back
 from casnap.state import RNGState, Stateful, same_random_state
-from casnap.table import check_free, checked_metadata, setting
+from casnap.storage.commit import Partners, Transaction
+from casnap.storage.objects import Objects
+from casnap.storage.pack import Choose
+from casnap.storage.retention import Pruning, Retention, check_retention, prune
+from casnap.storage.table import check_free, checked_metadata, setting
 
 _log = logging.getLogger("casnap")
 _FENCED_TRIES = 5

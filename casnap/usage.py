@@ -11,12 +11,12 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from casnap.contents import Contents
 from casnap.format.digest import Digest
 from casnap.format.format import Entry, Row, pack_key
-from casnap.index import View
-from casnap.objects import Objects
 from casnap.references import MANIFEST, digest_in, is_node, references, walk
+from casnap.storage.contents import Contents
+from casnap.storage.index import View
+from casnap.storage.objects import Objects
 
 Progress = Callable[[int, int], None]
 

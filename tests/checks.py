@@ -13,8 +13,8 @@ from casnap.errors import CasnapError
 from casnap.format.digest import digest_of
 from casnap.format.format import PackId, Record
 from casnap.listing import Listing
-from casnap.roots import succeed
-from casnap.segments import rewritten
+from casnap.storage.roots import succeed
+from casnap.storage.segments import rewritten
 from casnap.survey import Survey
 from tests.faults import CHUNK
 from tests.test_damage import KEY, STEPS, content, expected

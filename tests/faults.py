@@ -26,7 +26,7 @@ import casnap.take  # noqa: F401 - imported before any fork, whose user may not 
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.format.format import pack_key, segment_key
-from casnap.objects import Objects
+from casnap.storage.objects import Objects
 
 CHUNK = 64 << 10
 KEY = "state"

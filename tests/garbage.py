@@ -8,7 +8,7 @@ from typing import Any
 from casnap import Snapshot, Store
 from casnap.backends import LocalBackend
 from casnap.format.format import pack_key, segment_key
-from casnap.objects import Objects
+from casnap.storage.objects import Objects
 from tests.faults import files
 
 

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casnap import StateDict, Store
-from casnap.contents import rank_names
 from casnap.diff import Change
 from casnap.errors import EntryNotFoundError, MismatchError
 from casnap.format.format import BoxedTensorEntry, pack_key
 from casnap.format.region import Region
 from casnap.loading import Loading
+from casnap.storage.contents import rank_names
 from casnap.tensors import Leaf
 from tests.bitwise import assert_same, noise, raw
 from tests.checks import change, record_of

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from casnap import Store
-from casnap.facts import LmdbFacts
+from casnap.storage.facts import LmdbFacts
 from tests.faults import CHUNK, app_state, assert_holds, assert_store, in_child, start, take, wait
 from tests.mounts import let_others_in
 
@@ -138,8 +138,8 @@ def test_a_process_that_stands_still_while_it_writes_holds_nobody_up(
         with facts._writing(1.0):
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    monkeypatch.setattr("casnap.facts._PATIENCE", 0.1)
-    monkeypatch.setattr("casnap.facts._LITTLE", 0.1)
+    monkeypatch.setattr("casnap.storage.facts._PATIENCE", 0.1)
+    monkeypatch.setattr("casnap.storage.facts._LITTLE", 0.1)
     stopped = start(stand_still)
     os.waitpid(stopped, os.WUNTRACED)
     use(store, 3)
@@ -156,8 +156,8 @@ def test_a_cache_that_has_outgrown_its_store_is_made_anew(
     sign.touch()
     use(store, 3)
     assert sign.exists()
-    monkeypatch.setattr("casnap.index._CACHE_BYTES", 0)
-    monkeypatch.setattr("casnap.index._BYTES_A_RECORD", 100)
+    monkeypatch.setattr("casnap.storage.index._CACHE_BYTES", 0)
+    monkeypatch.setattr("casnap.storage.index._BYTES_A_RECORD", 100)
     use(store, 4)
     assert not sign.exists()
     use(store, 5)

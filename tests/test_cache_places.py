@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
-from casnap.facts import MOST_FOLDERS
 from casnap.format.digest import digest_of
 from casnap.format.format import CONFIG_KEY, Place, Segment, SegmentRef, encode_segment, segment_key
-from casnap.pack import new_id
-from casnap.roots import succeed
 from casnap.runtime.environment import boot_id
+from casnap.storage.facts import MOST_FOLDERS
+from casnap.storage.pack import new_id
+from casnap.storage.roots import succeed
 from tests.cli_calls import process
 from tests.faults import CHUNK, assert_holds, assert_store, in_child, take
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import casnap.location
+import casnap.storage.location
 from casnap import Snapshot, StateDict, Store
 from casnap.cli import cli
 from casnap.errors import CasnapError, UntrustedStoreError
@@ -27,7 +27,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a store of ours that a group shares."""
     needs_root()
     # It is said once for a place, and these places have names that were used before.
-    casnap.location._warn.cache_clear()
+    casnap.storage.location._warn.cache_clear()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     folder = tmp_path / "shared"
     folder.mkdir()

@@ -12,13 +12,13 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.check import CheckReport
-from casnap.commit import Transaction
 from casnap.errors import BackendError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.format import PACK_TAIL_SIZE, PackId, pack_key
-from casnap.roots import succeed
 from casnap.runtime.pipeline import undisturbed
+from casnap.storage.commit import Transaction
+from casnap.storage.roots import succeed
 from tests.checks import FROZEN, broken, change, check, drop_from_index, listing_of, record_of
 from tests.cli_calls import invoke
 from tests.faults import CHUNK, elsewhere, files

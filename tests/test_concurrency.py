@@ -12,7 +12,7 @@ import pytest
 
 from casnap import Store
 from casnap.errors import CasnapError, SnapshotExistsError, SnapshotNotFoundError
-from casnap.roots import COPIES
+from casnap.storage.roots import COPIES
 from tests.faults import (
     CHUNK,
     app_state,

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
-from casnap.commit import Transaction
 from casnap.errors import CasnapError, DamagedError
 from casnap.format.digest import Digest
 from casnap.format.format import Place, Record, SegmentId, decode_segment, pack_key, segment_key
 from casnap.runtime.pipeline import Crew
+from casnap.storage.commit import Transaction
 from tests.faults import CHUNK, assert_equal
 
 STEPS = {"a": 0, "b": 1, "run/c": 2}

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import casnap.index
+import casnap.storage.index
 from casnap import StateDict, Store
 from casnap.errors import CasnapError
-from casnap.facts import MemoryFacts
 from casnap.format.digest import DIGEST_SIZE
 from casnap.format.format import PackId, SegmentId, pack_key, root_key, segment_key
 from casnap.format.names import MARKER
-from casnap.roots import COPIES
+from casnap.storage.facts import MemoryFacts
+from casnap.storage.roots import COPIES
 from casnap.survey import Survey
 from tests.faults import CHUNK, assert_equal, files, memory_folder
 from tests.layouts import (
@@ -105,7 +105,7 @@ class Sample:
         self.survey = survey
 
     def open(self, **options: bool) -> Store:
-        casnap.index._distrusted.clear()
+        casnap.storage.index._distrusted.clear()
         return Store(self.folder, create=False, **options)
 
     def layouts(self, kind: str) -> list[Layout]:
@@ -181,7 +181,7 @@ QUESTIONS: dict[str, Callable[[Store], object]] = {
 def sample(_cache_dir: Path) -> Iterator[Sample]:
     """Return a store under a cache that is cold each time: it is kept in memory, and forgotten."""
     with memory_folder() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(casnap.index, "facts_for", lambda _: MemoryFacts())
+        patch.setattr(casnap.storage.index, "facts_for", lambda _: MemoryFacts())
         yield Sample(folder / "store")
 
 

@@ -23,7 +23,6 @@ from casnap import StateDict, Store
 from casnap.backends import MemoryBackend
 from casnap.cli.durations import duration
 from casnap.cli.shares import share
-from casnap.config import read_config
 from casnap.errors import CasnapError
 from casnap.flatten import flatten, inflate
 from casnap.format.codec import Codec, compress, decompress
@@ -47,9 +46,10 @@ from casnap.format.format import (
 )
 from casnap.format.names import check_name
 from casnap.listing import Listing, read_footer
-from casnap.manifest import Tree
 from casnap.references import MANIFEST, TABLE, TREE, references
-from casnap.roots import read_root
+from casnap.storage.config import read_config
+from casnap.storage.manifest import Tree
+from casnap.storage.roots import read_root
 from casnap.survey import Survey
 from casnap.tensors import Leaf, allocate
 from tests.cli_calls import CHUNK

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
-from casnap.contents import Contents
 from casnap.diff import Change, diff
 from casnap.errors import DamagedError, EntryNotFoundError, StoreError
 from casnap.format.digest import Digest, split_digests
 from casnap.format.format import Payload, TensorEntry, ValueEntry, payload_of
-from casnap.objects import Objects
+from casnap.storage.contents import Contents
+from casnap.storage.objects import Objects
 from casnap.usage import Usage, shared_bytes, stored_bytes, usage
 
 CHUNK = 64 << 10

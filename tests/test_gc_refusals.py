@@ -22,7 +22,7 @@ from casnap.errors import (
     UnsupportedFormatError,
 )
 from casnap.format.format import CONFIG_KEY, pack_key, segment_key
-from casnap.objects import Objects
+from casnap.storage.objects import Objects
 from casnap.testing import Fault, FaultyBackend, flip, lose_answer, open_store
 from tests.checks import drop_from_index
 from tests.cli_calls import failure

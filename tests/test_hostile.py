@@ -13,7 +13,6 @@ import zstandard
 
 from casnap import StateDict, Store
 from casnap.backends import MemoryBackend
-from casnap.config import read_config
 from casnap.errors import CasnapError, DamagedError
 from casnap.format.codec import Codec, decompress
 from casnap.format.digest import DIGEST_SIZE, digest_of
@@ -23,6 +22,7 @@ from casnap.format.format import (
     root_key,
     seal,
 )
+from casnap.storage.config import read_config
 from tests.faults import CHUNK, in_child
 from tests.forger import Forger, assert_refused, limit_memory
 

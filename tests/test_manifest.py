@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, digest_of
 from casnap.format.format import encode
-from casnap.manifest import DEEP, FLAT, Branch, Leaf, Shape, Tree, build
+from casnap.storage.manifest import DEEP, FLAT, Branch, Leaf, Shape, Tree, build
 
 
 class Nodes(dict[Digest, bytes]):

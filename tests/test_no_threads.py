@@ -15,8 +15,8 @@ import torch
 
 from casnap import Snapshot, StateDict, Store, staging
 from casnap.errors import StateError
-from casnap.pack import PackWriter
 from casnap.runtime.buffers import SLOTS, Pool, shared_pool
+from casnap.storage.pack import PackWriter
 from tests.faults import CHUNK, app_state, assert_holds, assert_store, faults, take
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casnap.format.format import PackId
-from casnap.packset import PackSet
+from casnap.storage.packset import PackSet
 
 packs = st.integers(0, 12).map(lambda n: PackId(bytes([n]) * 16))
 sets = st.frozensets(packs, max_size=8)

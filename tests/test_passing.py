@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from casnap.backends import Backend, LocalBackend, MemoryBackend
 from casnap.comm import Comm
-from casnap.commit import Transaction
 from casnap.errors import DamagedError, RankError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
 from casnap.format.format import pack_key
-from casnap.index import Index
-from casnap.objects import DEFAULT_READ, Objects, ReadOptions, Want
 from casnap.passing import fetch_once
 from casnap.runtime.pipeline import Crew, undisturbed
+from casnap.storage.commit import Transaction
+from casnap.storage.index import Index
+from casnap.storage.objects import DEFAULT_READ, Objects, ReadOptions, Want
 from casnap.testing import FaultyBackend, open_store
 from tests.ranks import World
 

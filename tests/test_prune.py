@@ -190,7 +190,7 @@ def test_what_is_forgotten_in_the_meantime_is_no_error(path: Path) -> None:
 def test_a_prune_starts_again_where_a_collector_went_past_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from casnap.commit import Transaction
+    from casnap.storage.commit import Transaction
 
     left = [FencedError("x")]
     real = Transaction.publish

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
-from casnap.commit import Partners, Transaction
 from casnap.errors import DamagedError, FencedError
 from casnap.format.digest import Digest
-from casnap.index import Index
 from casnap.runtime.pipeline import Crew
+from casnap.storage.commit import Partners, Transaction
+from casnap.storage.index import Index
 from tests.faults import CHUNK
 
 KEPT = torch.arange(CHUNK // 4, dtype=torch.int32)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from casnap import Retention
 from casnap.format.format import NodeRef, Row, Stats
-from casnap.retention import judged
+from casnap.storage.retention import judged
 
 NOW = 1e9
 

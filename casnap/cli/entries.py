@@ -9,7 +9,6 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from casnap.contents import Contents
 from casnap.errors import DamagedError
 from casnap.format.format import (
     BoxedTensorEntry,
@@ -19,7 +18,8 @@ from casnap.format.format import (
     ValueEntry,
     payload_of,
 )
-from casnap.objects import Want
+from casnap.storage.contents import Contents
+from casnap.storage.objects import Want
 
 SMALL = 1 << 10
 

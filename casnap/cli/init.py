@@ -8,7 +8,7 @@ import click
 
 from casnap.cli.output import Failure, emit, json_option, quoted, safe
 from casnap.format.format import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
-from casnap.location import locate_store
+from casnap.storage.location import locate_store
 from casnap.store import Store
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}

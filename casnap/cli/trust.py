@@ -7,7 +7,7 @@ import click
 from casnap.backends import LocalBackend
 from casnap.cli.output import Failure, emit, json_option, quoted, safe
 from casnap.cli.places import open_store
-from casnap.location import trust as add_to_trusted
+from casnap.storage.location import trust as add_to_trusted
 
 
 @click.command()

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 from casnap import Store
-from casnap.commit import Transaction
 from casnap.format.digest import Digest
 from casnap.format.format import (
     Manifest,
@@ -24,9 +23,10 @@ from casnap.format.format import (
     encode,
     pack_key,
 )
-from casnap.manifest import build
 from casnap.runtime.pipeline import Crew, undisturbed
-from casnap.table import setting
+from casnap.storage.commit import Transaction
+from casnap.storage.manifest import build
+from casnap.storage.table import setting
 
 _CHUNK = 1 << 20
 _TENSORS = 100

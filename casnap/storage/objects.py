@@ -9,7 +9,6 @@ from itertools import count, islice
 from typing import NamedTuple, TypeVar
 
 from casnap.backends import Backend
-from casnap.config import read_config
 from casnap.errors import (
     BackendError,
     CasnapError,
@@ -26,12 +25,13 @@ from casnap.format.format import (
     Row,
     pack_key,
 )
-from casnap.index import Index, View
-from casnap.manifest import Tree, table_shape
-from casnap.roots import check_writable, newest_root
-from casnap.runs import Run, coalesced, is_possible
 from casnap.runtime.buffers import PAGE, SLOTS, Slot, shared_pool
 from casnap.runtime.pipeline import Crew, Shared, cores
+from casnap.storage.config import read_config
+from casnap.storage.index import Index, View
+from casnap.storage.manifest import Tree, table_shape
+from casnap.storage.roots import check_writable, newest_root
+from casnap.storage.runs import Run, coalesced, is_possible
 
 V = TypeVar("V")
 

@@ -28,8 +28,8 @@ from casnap.format.format import (
 )
 from casnap.format.grid import Cells, grid_of
 from casnap.format.tiling import tiling_of
-from casnap.manifest import Tree
-from casnap.objects import Objects
+from casnap.storage.manifest import Tree
+from casnap.storage.objects import Objects
 
 # What is 64 KiB as JSON is up to 148 kB as a node: a float of three letters takes nine bytes. Bytes
 # that are no such metadata could take sixty times as much memory when they are decoded.

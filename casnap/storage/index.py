@@ -17,7 +17,6 @@ import lmdb
 
 from casnap.backends.base import EXHAUSTED, Backend
 from casnap.errors import DamagedError
-from casnap.facts import Facts, LmdbFacts, MemoryFacts, facts_for
 from casnap.format.digest import Digest, digest_of
 from casnap.format.format import (
     PackId,
@@ -31,7 +30,8 @@ from casnap.format.format import (
     segment_count,
     segment_key,
 )
-from casnap.packset import PackSet
+from casnap.storage.facts import Facts, LmdbFacts, MemoryFacts, facts_for
+from casnap.storage.packset import PackSet
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")

@@ -32,16 +32,16 @@ from casnap.format.format import (
     encode_segment,
     segment_key,
 )
-from casnap.index import View
-from casnap.manifest import DEEP, Shape, Tree, table_shape
-from casnap.objects import Objects
-from casnap.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, moved_place
-from casnap.packset import PackSet
-from casnap.reliance import PASSED, Reliance
-from casnap.roots import following, put_root
 from casnap.runtime.buffers import shared_pool
 from casnap.runtime.pipeline import Crew
-from casnap.segments import added, written
+from casnap.storage.index import View
+from casnap.storage.manifest import DEEP, Shape, Tree, table_shape
+from casnap.storage.objects import Objects
+from casnap.storage.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, moved_place
+from casnap.storage.packset import PackSet
+from casnap.storage.reliance import PASSED, Reliance
+from casnap.storage.roots import following, put_root
+from casnap.storage.segments import added, written
 
 Changes = Mapping[str, Row | None]
 """Rows of the table to set, or (None) to remove."""

@@ -17,9 +17,9 @@ from casnap.format.format import (
     merged_segment,
     segment_key,
 )
-from casnap.index import View
-from casnap.objects import Objects
-from casnap.pack import new_id
+from casnap.storage.index import View
+from casnap.storage.objects import Objects
+from casnap.storage.pack import new_id
 
 _MERGE_AT = 16
 _MERGE_MOST = 1 << 20

@@ -18,11 +18,11 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from casnap.contents import Contents
 from casnap.errors import BackendError, DamagedError, ExhaustedError
 from casnap.format.format import Row
-from casnap.objects import Objects
-from casnap.table import Table, publish, unmark
+from casnap.storage.contents import Contents
+from casnap.storage.objects import Objects
+from casnap.storage.table import Table, publish, unmark
 
 Best: TypeAlias = "tuple[str, int] | tuple[str, int, Literal['min', 'max']]"
 Run: TypeAlias = "Sequence[tuple[str, Row]]"

@@ -25,8 +25,8 @@ from casnap.format.format import (
     pack_key,
     segment_key,
 )
-from casnap.index import View
-from casnap.objects import Objects
+from casnap.storage.index import View
+from casnap.storage.objects import Objects
 
 _log = logging.getLogger("casnap")
 PASSED = (

@@ -27,8 +27,8 @@ import lmdb
 
 from casnap.format.digest import Digest, digest_of
 from casnap.format.format import ID_SIZE, PackId, Place, Record, SegmentId
-from casnap.lmdb_files import WRITING, inode, nbytes, open_environment, remove
 from casnap.runtime.environment import boot_id, cache_folder
+from casnap.storage.lmdb_files import WRITING, inode, nbytes, open_environment, remove
 
 _log = logging.getLogger("casnap")
 _BARE_FACT = struct.Struct("<16sQIIB")

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from casnap.commit import Transaction
 from casnap.errors import (
     FencedError,
     InvalidNameError,
@@ -19,9 +18,10 @@ from casnap.errors import (
 )
 from casnap.format.format import DEEP_TABLE, MAX_METADATA_BYTES, Root, Row
 from casnap.format.names import MARKER, check_name
-from casnap.manifest import Tree
-from casnap.objects import Objects
 from casnap.runtime.pipeline import Crew, undisturbed
+from casnap.storage.commit import Transaction
+from casnap.storage.manifest import Tree
+from casnap.storage.objects import Objects
 
 _log = logging.getLogger("casnap")
 _FENCED_TRIES = 3

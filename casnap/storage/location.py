@@ -17,7 +17,6 @@ from typing import NamedTuple
 import msgspec
 
 from casnap.backends import Backend, LocalBackend, backend_at
-from casnap.config import headless, read_config
 from casnap.errors import (
     InvalidNameError,
     NotAStoreError,
@@ -36,8 +35,9 @@ from casnap.format.format import (
     root_key,
 )
 from casnap.format.names import check_name
-from casnap.roots import sealed_root
 from casnap.runtime.environment import crowded_folders, trust_file
+from casnap.storage.config import headless, read_config
+from casnap.storage.roots import sealed_root
 
 _log = logging.getLogger("casnap")
 _MIXED = "{store} is a store whose parts belong to several users, or are links"
