@@ -7,16 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from casnap.containers import segment_of
 from casnap.errors import NotStatefulError, UnsupportedTypeError
-from casnap.flatten import flatten
 from casnap.format.format import INLINE_BYTES, MAX_PATH_CHARS, TensorEntry, payload_of
 from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region
 from casnap.format.tiling import Tiling
-from casnap.modes import plain
 from casnap.runtime.buffers import bytes_at
-from casnap.sharding import Shards
 from casnap.staging import (
     Part,
     Piece,
@@ -26,8 +22,12 @@ from casnap.staging import (
     pieces_of,
     settle,
 )
-from casnap.state import RNGState, Stateful
-from casnap.tensors import Leaf, elements, is_numpy, itemsize_of
+from casnap.state.containers import segment_of
+from casnap.state.flatten import flatten
+from casnap.state.modes import plain
+from casnap.state.sharding import Shards
+from casnap.state.state import RNGState, Stateful
+from casnap.state.tensors import Leaf, elements, is_numpy, itemsize_of
 
 
 class Span(NamedTuple):

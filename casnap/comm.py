@@ -29,7 +29,7 @@ from casnap.errors import CasnapError, RankError, StateError
 from casnap.format.digest import digest_of
 from casnap.format.format import encode
 from casnap.links import PATIENCE, Link, LostError, Said, ranks_named
-from casnap.modes import plain
+from casnap.state.modes import plain
 
 Part = bytes | memoryview
 

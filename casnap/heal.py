@@ -142,7 +142,7 @@ def _numpy(file: Path) -> Iterator[Found]:
 
 
 def _torch(file: Path) -> Iterator[Found]:
-    from casnap.saved import tensors_in
+    from casnap.state.saved import tensors_in
 
     with file.open("rb") as stream:
         for tensor in tensors_in(_mapped(stream), stream):

@@ -24,14 +24,12 @@ from casnap.format.format import (
 from casnap.format.grid import Cells, Grid
 from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
-from casnap.modes import fill
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
 from casnap.runtime.pipeline import collector_paused
 from casnap.staging import pin, settle_workers
-from casnap.storage.contents import Contents
-from casnap.storage.objects import ReadOptions, Want
-from casnap.tensors import (
+from casnap.state.modes import fill
+from casnap.state.tensors import (
     Leaf,
     allocate,
     carrier_dtype,
@@ -40,6 +38,8 @@ from casnap.tensors import (
     is_numpy,
     itemsize_of,
 )
+from casnap.storage.contents import Contents
+from casnap.storage.objects import ReadOptions, Want
 
 Progress = Callable[[int, int], None]
 Sink = Callable[[memoryview], None]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from casnap.errors import MismatchError
-from casnap.flatten import inflate
 from casnap.format.digest import split_digests
 from casnap.format.format import INLINE_BYTES, Payload, TensorEntry
 from casnap.format.region import Region
@@ -23,12 +22,21 @@ from casnap.loading import (
     preparation,
     with_item_axis,
 )
-from casnap.modes import fill, plain
-from casnap.overlap import filled_in_place, overlaps_itself
 from casnap.staging import settle, settle_workers
+from casnap.state.flatten import inflate
+from casnap.state.modes import fill, plain
+from casnap.state.overlap import filled_in_place, overlaps_itself
+from casnap.state.tensors import (
+    Leaf,
+    allocate,
+    assemble,
+    is_fillable,
+    is_float4,
+    is_hollow,
+    itemsize_of,
+)
 from casnap.storage.contents import Contents
 from casnap.storage.objects import ReadOptions, Want
-from casnap.tensors import Leaf, allocate, assemble, is_fillable, is_float4, is_hollow, itemsize_of
 
 
 @plain()

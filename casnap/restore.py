@@ -13,19 +13,19 @@ import torch
 
 from casnap.capture import random_states_first
 from casnap.comm import Comm
-from casnap.containers import reopen, segment_of
 from casnap.errors import MismatchError
-from casnap.flatten import flatten, inflate, shard_targets, tensor_targets
 from casnap.format.format import ContainerEntry, Entry, TensorEntry, encode
 from casnap.loading import Loading, Progress
-from casnap.modes import plain
-from casnap.overlap import end_of, filled_in_place, overlapping
 from casnap.passing import fetch_once
-from casnap.sharding import Shards, quietly, shards_of
 from casnap.staging import settle
-from casnap.state import RNGState, Stateful
+from casnap.state.containers import reopen, segment_of
+from casnap.state.flatten import flatten, inflate, shard_targets, tensor_targets
+from casnap.state.modes import plain
+from casnap.state.overlap import end_of, filled_in_place, overlapping
+from casnap.state.sharding import Shards, quietly, shards_of
+from casnap.state.state import RNGState, Stateful
+from casnap.state.tensors import Leaf, carrier_dtype, is_float4, is_hollow
 from casnap.storage.contents import Contents, rank_names
-from casnap.tensors import Leaf, carrier_dtype, is_float4, is_hollow
 
 
 @dataclass

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from casnap.capture import Capture
-from casnap.containers import segment_of
 from casnap.format.format import ContainerEntry, TensorEntry
-from casnap.sharding import Shards
-from casnap.tensors import Leaf, is_numpy
+from casnap.state.containers import segment_of
+from casnap.state.sharding import Shards
+from casnap.state.tensors import Leaf, is_numpy
 
 
 class Scope(Enum):

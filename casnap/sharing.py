@@ -37,9 +37,9 @@ from casnap.links import ranks_named
 from casnap.plan import RankPlan, TensorPlan, own_runs, part_region, plan_tensor
 from casnap.sampling import Sampler
 from casnap.scopes import Rules, Scope, scopes_of
-from casnap.sharding import Shards, holders_of
 from casnap.staging import Part
-from casnap.tensors import itemsize_of
+from casnap.state.sharding import Shards, holders_of
+from casnap.state.tensors import itemsize_of
 
 _log = logging.getLogger("casnap")
 _KEY_BYTES, _GROUP_BYTES = 16, 8

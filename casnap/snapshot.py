@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from casnap.indexing import Index
     from casnap.pending import PendingTake
     from casnap.restore import RestoreReport
-    from casnap.state import Stateful
+    from casnap.state.state import Stateful
     from casnap.storage.retention import Retention
     from casnap.store import Store
 
@@ -348,7 +348,7 @@ class Snapshot:
         Raises:
             EntryNotFoundError: There is no such key.
         """
-        from casnap.containers import segment_of
+        from casnap.state.containers import segment_of
 
         state: dict[str, Any] = self.read_object(segment_of(key), allow_pickle=allow_pickle)
         return state

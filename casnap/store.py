@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from casnap.gc import GcReport
     from casnap.marks import Progress as Phases
     from casnap.repair import RepairReport
-    from casnap.state import Stateful
+    from casnap.state.state import Stateful
     from casnap.take import TakeOptions
     from casnap.usage import Usage
 

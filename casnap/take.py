@@ -25,14 +25,14 @@ from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.format import INLINE_BYTES, Root, Row, Stats, encode, payload_of
 from casnap.format.names import MARKER
 from casnap.handover import check_written, follow, lead
-from casnap.modes import plain
 from casnap.pending import PendingTake
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.pipeline import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.scopes import rules_for
 from casnap.sharing import Division, divide
 from casnap.staging import PIECE_BYTES, Held, Piece, batched, give_back
-from casnap.state import RNGState, Stateful, same_random_state
+from casnap.state.modes import plain
+from casnap.state.state import RNGState, Stateful, same_random_state
 from casnap.storage.commit import Partners, Transaction
 from casnap.storage.objects import Objects
 from casnap.storage.pack import Choose

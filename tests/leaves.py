@@ -8,9 +8,9 @@ from collections import Counter, deque
 import numpy as np
 import torch
 
-from casnap.flatten import flatten, inflate
 from casnap.format.format import ContainerEntry
-from casnap.tensors import allocate
+from casnap.state.flatten import flatten, inflate
+from casnap.state.tensors import allocate
 
 
 def leaves_of(value, path="m", **kwargs):

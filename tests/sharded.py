@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from casnap.flatten import flatten
 from casnap.format.region import Region
-from casnap.sharding import Shards
+from casnap.state.flatten import flatten
+from casnap.state.sharding import Shards
 
 LAYOUTS = ("plain", "ddp", "fsdp2", "hsdp", "fsdp_tp")
 

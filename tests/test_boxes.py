@@ -17,8 +17,8 @@ from casnap.errors import EntryNotFoundError, MismatchError
 from casnap.format.format import BoxedTensorEntry, pack_key
 from casnap.format.region import Region
 from casnap.loading import Loading
+from casnap.state.tensors import Leaf
 from casnap.storage.contents import rank_names
-from casnap.tensors import Leaf
 from tests.bitwise import assert_same, noise, raw
 from tests.checks import change, record_of
 from tests.cli_calls import document, invoke

@@ -24,7 +24,6 @@ from casnap.backends import MemoryBackend
 from casnap.cli.durations import duration
 from casnap.cli.shares import share
 from casnap.errors import CasnapError
-from casnap.flatten import flatten, inflate
 from casnap.format.codec import Codec, compress, decompress
 from casnap.format.digest import digest_of
 from casnap.format.format import (
@@ -47,11 +46,12 @@ from casnap.format.format import (
 from casnap.format.names import check_name
 from casnap.listing import Listing, read_footer
 from casnap.references import MANIFEST, TABLE, TREE, references
+from casnap.state.flatten import flatten, inflate
+from casnap.state.tensors import Leaf, allocate
 from casnap.storage.config import read_config
 from casnap.storage.manifest import Tree
 from casnap.storage.roots import read_root
 from casnap.survey import Survey
-from casnap.tensors import Leaf, allocate
 from tests.cli_calls import CHUNK
 from tests.layouts import node_fields
 

@@ -19,11 +19,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casnap import flatten as flatten_module
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
-from casnap.flatten import Leaf, flatten, inflate, tensor_targets
 from casnap.format.format import ContainerEntry, Payload, ValueEntry
-from casnap.state import RNGState, StateDict, Stateful
+from casnap.state import flatten as flatten_module
+from casnap.state.flatten import Leaf, flatten, inflate, tensor_targets
+from casnap.state.state import RNGState, StateDict, Stateful
 from tests.leaves import leaves_of, round_trip, same
 from tests.test_flatten import Color, Pair, states
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import EntryNotFoundError, MismatchError
-from casnap.tensors import TENSOR_DTYPES
+from casnap.state.tensors import TENSOR_DTYPES
 
 CHUNK = 64 << 10
 PAGE = 4096

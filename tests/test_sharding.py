@@ -26,10 +26,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from casnap.errors import UnsupportedTypeError
-from casnap.flatten import flatten, inflate, shard_targets, tensor_targets
 from casnap.format.region import Region
-from casnap.sharding import Shards, shards_of
-from casnap.tensors import Leaf, describe
+from casnap.state.flatten import flatten, inflate, shard_targets, tensor_targets
+from casnap.state.sharding import Shards, shards_of
+from casnap.state.tensors import Leaf, describe
 from tests import sharded, spreading
 from tests.ranks import World
 from tests.sharded import assembled
@@ -393,7 +393,7 @@ def test_a_training_state_in_all_layouts(world: Worlds, layout: str) -> None:
 
 def test_who_has_no_sharded_tensors_imports_nothing_for_them() -> None:
     code = (
-        "import sys, torch; from casnap.flatten import flatten, shard_targets\n"
+        "import sys, torch; from casnap.state.flatten import flatten, shard_targets\n"
         "state = {'a': torch.ones(3), 'b': torch.nn.Parameter(torch.ones(2))}\n"
         "list(flatten(state, 's')), shard_targets(state, 's')\n"
         "assert 'torch.distributed.tensor' not in sys.modules\n"

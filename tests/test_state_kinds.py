@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from casnap import StateDict, Store
 from casnap.errors import StateError, UnsupportedTypeError
-from casnap.tensors import TENSOR_DTYPES
+from casnap.state.tensors import TENSOR_DTYPES
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.quantize", "ignore:Sparse invariant checks", "ignore:ComplexHalf"

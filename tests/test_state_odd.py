@@ -12,7 +12,7 @@ import torch.utils.serialization
 
 from casnap import StateDict, Store
 from casnap.errors import MismatchError, UnsupportedTypeError
-from casnap.tensors import TENSOR_DTYPES
+from casnap.state.tensors import TENSOR_DTYPES
 from tests.bitwise import assert_same
 
 names = map("take-{}".format, itertools.count())

@@ -19,7 +19,7 @@ from casnap.backends import LocalBackend
 from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.digest import Digest
 from casnap.format.format import encode, pack_key, root_key, seal, unseal
-from casnap.state import StateDict
+from casnap.state.state import StateDict
 from casnap.storage.location import create_store
 from casnap.storage.manifest import Branch
 from casnap.storage.roots import succeed

@@ -15,7 +15,7 @@ import torch
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format.format import Payload, Quantization, TensorEntry
-from casnap.tensors import (
+from casnap.state.tensors import (
     TENSOR_DTYPES,
     Leaf,
     allocate,
@@ -386,9 +386,9 @@ import sys
 sys.modules["numpy"] = None  # as if it were not installed
 import torch
 from casnap.errors import UnsupportedTypeError
-from casnap.flatten import Leaf, flatten, inflate
+from casnap.state.flatten import Leaf, flatten, inflate
 from casnap.format.format import Payload, TensorEntry
-from casnap.state import RNGState
+from casnap.state.state import RNGState
 leaves = {l.path: l for l in flatten({"a": torch.ones(2), "b": 1}, "m")}
 assert inflate("m", leaves)["b"] == 1
 random = RNGState()

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from casnap import Snapshot, Store
-from casnap.flatten import Leaf, flatten
 from casnap.format.digest import DIGEST_SIZE
 from casnap.format.format import (
     INLINE_BYTES,
@@ -29,10 +28,11 @@ from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
 from casnap.runtime.buffers import bytes_at
 from casnap.runtime.pipeline import Crew
+from casnap.state.flatten import Leaf, flatten
+from casnap.state.tensors import itemsize_of
 from casnap.storage.commit import Transaction
 from casnap.storage.manifest import build
 from casnap.storage.table import setting
-from casnap.tensors import itemsize_of
 
 State = Mapping[str, Mapping[str, Any]]
 

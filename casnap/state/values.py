@@ -22,8 +22,8 @@ from torch.torch_version import TorchVersion
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format.format import decode, encode
-from casnap.pickles import RefusedError
-from casnap.saved import bounded
+from casnap.state.pickles import RefusedError
+from casnap.state.saved import bounded
 
 PACKED_FROM = 1001
 """A list, tuple or set of so many plain values or more is one entry."""

@@ -18,7 +18,7 @@ import torch
 
 from casnap.errors import DamagedError, StateError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format.format import Entry, Payload, Quantization, TensorEntry
-from casnap.sharding import Shards, quietly, shards_of
+from casnap.state.sharding import Shards, quietly, shards_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,9 +15,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from casnap.pickles import Machine, RefusedError, Term, kind_of, size_of
 from casnap.runtime.buffers import address_of
-from casnap.tensors import TENSOR_DTYPES
+from casnap.state.pickles import Machine, RefusedError, Term, kind_of, size_of
+from casnap.state.tensors import TENSOR_DTYPES
 
 
 class Members:

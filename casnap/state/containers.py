@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from casnap.errors import DamagedError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format.format import ContainerEntry, decode, encode
-from casnap.values import (
+from casnap.state.values import (
     Key,
     find_class,
     in_order,

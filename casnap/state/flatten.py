@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from casnap.containers import Build, Node, open_container, open_sparse, reopen, segment_of
 from casnap.errors import CasnapError, DamagedError, UnsupportedTypeError
 from casnap.format.format import ContainerEntry, Payload, TensorEntry, ValueEntry, encode
-from casnap.overlap import overlaps_itself
-from casnap.sharding import Shards, shards_of
-from casnap.tensors import HollowTensorError, Leaf, assemble, describe, is_fillable
-from casnap.values import MALFORMED, decode_value, encode_value
+from casnap.state.containers import Build, Node, open_container, open_sparse, reopen, segment_of
+from casnap.state.overlap import overlaps_itself
+from casnap.state.sharding import Shards, shards_of
+from casnap.state.tensors import HollowTensorError, Leaf, assemble, describe, is_fillable
+from casnap.state.values import MALFORMED, decode_value, encode_value
 
 __all__ = ["Leaf", "flatten", "inflate", "segment_of", "shard_targets", "tensor_targets"]
 

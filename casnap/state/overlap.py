@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from casnap.modes import fill
-from casnap.tensors import elements
+from casnap.state.modes import fill
+from casnap.state.tensors import elements
 
 Name = TypeVar("Name", bound=tuple[str, int])
 
