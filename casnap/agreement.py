@@ -17,7 +17,6 @@ from typing import NamedTuple
 import msgspec
 
 from casnap.capture import Capture
-from casnap.comm import Comm
 from casnap.errors import StateError
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.format import (
@@ -33,6 +32,7 @@ from casnap.format.format import (
     payload_of,
     with_payload,
 )
+from casnap.ranks.comm import Comm
 from casnap.scopes import Scope
 from casnap.sharing import OWN_NAMES, Division, owner_of, path_part, said_by_all
 from casnap.storage.manifest import build

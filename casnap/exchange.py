@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from casnap.comm import Comm
 from casnap.edges import Edges
 from casnap.errors import RankError
 from casnap.format.digest import DIGEST_SIZE, Digest
-from casnap.links import ranks_named
+from casnap.ranks.comm import Comm
+from casnap.ranks.links import ranks_named
 from casnap.runtime.pipeline import Crew, Shared
 from casnap.staging import Piece
 

@@ -24,10 +24,10 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from casnap.comm import Comm
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, digest_of
 from casnap.format.format import encode
+from casnap.ranks.comm import Comm
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot
 from casnap.runtime.pipeline import Crew, Shared, cores

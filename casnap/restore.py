@@ -12,11 +12,11 @@ import msgspec
 import torch
 
 from casnap.capture import random_states_first
-from casnap.comm import Comm
 from casnap.errors import MismatchError
 from casnap.format.format import ContainerEntry, Entry, TensorEntry, encode
 from casnap.loading import Loading, Progress
 from casnap.passing import fetch_once
+from casnap.ranks.comm import Comm
 from casnap.staging import settle
 from casnap.state.containers import reopen, segment_of
 from casnap.state.flatten import flatten, inflate, shard_targets, tensor_targets

@@ -19,7 +19,6 @@ import msgspec
 import torch
 
 from casnap.capture import Assignment, Capture, grid_for
-from casnap.comm import Comm
 from casnap.edges import Target
 from casnap.errors import StateError
 from casnap.format.digest import digest_of
@@ -33,8 +32,9 @@ from casnap.format.format import (
 from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region
 from casnap.format.tiling import MAX_BOXES, Tiling
-from casnap.links import ranks_named
 from casnap.plan import RankPlan, TensorPlan, own_runs, part_region, plan_tensor
+from casnap.ranks.comm import Comm
+from casnap.ranks.links import ranks_named
 from casnap.sampling import Sampler
 from casnap.scopes import Rules, Scope, scopes_of
 from casnap.staging import Part

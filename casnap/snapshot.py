@@ -14,9 +14,9 @@ from casnap.runtime import calls
 from casnap.storage.contents import Contents
 
 if TYPE_CHECKING:
-    from casnap.comm import Comm
     from casnap.indexing import Index
     from casnap.pending import PendingTake
+    from casnap.ranks.comm import Comm
     from casnap.restore import RestoreReport
     from casnap.state.state import Stateful
     from casnap.storage.retention import Retention
@@ -290,7 +290,7 @@ class Snapshot:
             SnapshotNotFoundError: It was deleted, and collected meanwhile.
             RankError: Another rank failed, died or was not heard of.
         """
-        from casnap.comm import join
+        from casnap.ranks.comm import join
         from casnap.restore import RestoreOptions, restore
 
         options = RestoreOptions(strict, allow_pickle, progress, read_once)
@@ -455,7 +455,7 @@ def _joined(
     verb: str,
 ) -> tuple[Comm, Store, str]:
     """Begin something with all ranks in the store that rank 0 finds, and makes if need be."""
-    from casnap.comm import join
+    from casnap.ranks.comm import join
     from casnap.store import Store
 
     comm = join(pg, timeout, f"the {verb} of {os.fspath(path)!r}")

@@ -22,10 +22,10 @@ from casnap.storage.table import Table, editing, publish, tagged, unmark, untagg
 
 if TYPE_CHECKING:
     from casnap.check import CheckReport
-    from casnap.comm import Comm
     from casnap.diff import Diff
     from casnap.gc import GcReport
     from casnap.marks import Progress as Phases
+    from casnap.ranks.comm import Comm
     from casnap.repair import RepairReport
     from casnap.state.state import Stateful
     from casnap.take import TakeOptions
@@ -147,7 +147,7 @@ class Store:
         timeout: float | None = None,
     ) -> Snapshot:
         """Take a snapshot; see :meth:`Snapshot.take`."""
-        from casnap.comm import join
+        from casnap.ranks.comm import join
         from casnap.take import TakeOptions
 
         options = TakeOptions(
@@ -197,7 +197,7 @@ class Store:
         timeout: float | None = None,
     ) -> PendingSnapshot:
         """Take a snapshot in the background; see :meth:`Snapshot.async_take`."""
-        from casnap.comm import join
+        from casnap.ranks.comm import join
         from casnap.take import TakeOptions
 
         options = TakeOptions(

@@ -16,7 +16,6 @@ import msgspec
 from casnap import pending as background
 from casnap.agreement import Agreed, Hashed, agree, alone
 from casnap.capture import Capture, random_states_first
-from casnap.comm import Alone, Comm
 from casnap.edges import Edges
 from casnap.errors import FencedError
 from casnap.exchange import Exchange
@@ -26,6 +25,7 @@ from casnap.format.format import INLINE_BYTES, Root, Row, Stats, encode, payload
 from casnap.format.names import MARKER
 from casnap.handover import check_written, follow, lead
 from casnap.pending import PendingTake
+from casnap.ranks.comm import Alone, Comm
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.pipeline import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.scopes import rules_for

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import comm as comm_module
-from casnap import links
-from casnap.comm import Alone, Comm, join
 from casnap.errors import DamagedError, MismatchError, StateError
+from casnap.ranks import comm as comm_module
+from casnap.ranks import links
+from casnap.ranks.comm import Alone, Comm, join
 from tests.ranks import World
 from tests.yard import SOON, OnPurposeError, Seen, Yard, heard_of, talk, watch
 

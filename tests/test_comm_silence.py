@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import comm as comm_module
-from casnap import links
-from casnap.comm import Comm
+from casnap.ranks import comm as comm_module
+from casnap.ranks import links
+from casnap.ranks.comm import Comm
 from tests.faults import kill
 from tests.ranks import RankDied, World
 from tests.yard import SOON, Seen, Yard, heard_of, nothing_hangs, talk, watch

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from casnap import StateDict, Store
-from casnap.comm import Group
 from casnap.errors import RankError
+from casnap.ranks.comm import Group
 from tests.ranks import World
 
 Worlds = Callable[[int], World]

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casnap.backends import Backend, LocalBackend, MemoryBackend
-from casnap.comm import Comm
 from casnap.errors import DamagedError, RankError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
 from casnap.format.format import pack_key
 from casnap.passing import fetch_once
+from casnap.ranks.comm import Comm
 from casnap.runtime.pipeline import Crew, undisturbed
 from casnap.storage.commit import Transaction
 from casnap.storage.index import Index
@@ -434,7 +434,7 @@ def test_ranks_may_know_different_places(own: Chunks, window: int) -> None:
 def fetched_by_rank(folder: str, numbers: list[tuple[bytes, int]], how: str) -> Any:
     import torch.distributed as dist
 
-    from casnap.comm import join
+    from casnap.ranks.comm import join
 
     backend = Counting(LocalBackend(Path(folder)))
     got: list[bytes] = []

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from casnap.comm import Comm, join
+from casnap.ranks.comm import Comm, join
 
 SOON = 5.0
 """Seconds that a busy machine may add to what is awaited."""
