@@ -27,7 +27,6 @@ from casnap.format.tiling import tiling_of
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
 from casnap.runtime.pipeline import collector_paused
-from casnap.staging import pin, settle_workers
 from casnap.state.modes import fill
 from casnap.state.tensors import (
     Leaf,
@@ -40,6 +39,7 @@ from casnap.state.tensors import (
 )
 from casnap.storage.contents import Contents
 from casnap.storage.objects import ReadOptions, Want
+from casnap.take.staging import pin, settle_workers
 
 Progress = Callable[[int, int], None]
 Sink = Callable[[memoryview], None]

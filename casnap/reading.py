@@ -22,7 +22,6 @@ from casnap.loading import (
     preparation,
     with_item_axis,
 )
-from casnap.staging import settle, settle_workers
 from casnap.state.flatten import inflate
 from casnap.state.modes import fill, plain
 from casnap.state.overlap import filled_in_place, overlaps_itself
@@ -37,6 +36,7 @@ from casnap.state.tensors import (
 )
 from casnap.storage.contents import Contents
 from casnap.storage.objects import ReadOptions, Want
+from casnap.take.staging import settle, settle_workers
 
 
 @plain()

@@ -11,13 +11,11 @@ from typing import Any
 import msgspec
 import torch
 
-from casnap.capture import random_states_first
 from casnap.errors import MismatchError
 from casnap.format.format import ContainerEntry, Entry, TensorEntry, encode
 from casnap.loading import Loading, Progress
 from casnap.passing import fetch_once
 from casnap.ranks.comm import Comm
-from casnap.staging import settle
 from casnap.state.containers import reopen, segment_of
 from casnap.state.flatten import flatten, inflate, shard_targets, tensor_targets
 from casnap.state.modes import plain
@@ -26,6 +24,8 @@ from casnap.state.sharding import Shards, quietly, shards_of
 from casnap.state.state import RNGState, Stateful
 from casnap.state.tensors import Leaf, carrier_dtype, is_float4, is_hollow
 from casnap.storage.contents import Contents, rank_names
+from casnap.take.capture import random_states_first
+from casnap.take.staging import settle
 
 
 @dataclass

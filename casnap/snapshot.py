@@ -15,12 +15,12 @@ from casnap.storage.contents import Contents
 
 if TYPE_CHECKING:
     from casnap.indexing import Index
-    from casnap.pending import PendingTake
     from casnap.ranks.comm import Comm
     from casnap.restore import RestoreReport
     from casnap.state.state import Stateful
     from casnap.storage.retention import Retention
     from casnap.store import Store
+    from casnap.take.pending import PendingTake
 
 Progress = Callable[[int, int], None]
 
@@ -177,7 +177,7 @@ class Snapshot:
             StoreError: The store can't be used; nothing was committed.
             RankError: Another rank failed, died or was not heard of.
         """
-        from casnap.take import TakeOptions
+        from casnap.take.take import TakeOptions
 
         options = TakeOptions(
             metadata,
@@ -234,7 +234,7 @@ class Snapshot:
             per_rank: As for :meth:`take`.
             timeout: As for :meth:`take`.
         """
-        from casnap.take import TakeOptions
+        from casnap.take.take import TakeOptions
 
         options = TakeOptions(
             metadata,

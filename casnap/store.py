@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
     from casnap.repair import RepairReport
     from casnap.state.state import Stateful
-    from casnap.take import TakeOptions
+    from casnap.take.take import TakeOptions
     from casnap.usage import Usage
 
 V = TypeVar("V")
@@ -148,7 +148,7 @@ class Store:
     ) -> Snapshot:
         """Take a snapshot; see :meth:`Snapshot.take`."""
         from casnap.ranks.comm import join
-        from casnap.take import TakeOptions
+        from casnap.take.take import TakeOptions
 
         options = TakeOptions(
             metadata,
@@ -172,7 +172,7 @@ class Store:
         options: TakeOptions,
         pg: Any,
     ) -> Snapshot:
-        from casnap.take import take
+        from casnap.take.take import take
 
         with comm:
             asked = replace(options, codec=self._codec)
@@ -198,7 +198,7 @@ class Store:
     ) -> PendingSnapshot:
         """Take a snapshot in the background; see :meth:`Snapshot.async_take`."""
         from casnap.ranks.comm import join
-        from casnap.take import TakeOptions
+        from casnap.take.take import TakeOptions
 
         options = TakeOptions(
             metadata,
@@ -222,7 +222,7 @@ class Store:
         options: TakeOptions,
         pg: Any,
     ) -> PendingSnapshot:
-        from casnap.take import async_take
+        from casnap.take.take import async_take
 
         asked = replace(options, codec=self._codec)
         pending = async_take(self.objects, self.full_name(name), app_state, asked, comm)

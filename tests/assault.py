@@ -17,7 +17,7 @@ import casnap.check
 import casnap.gc
 import casnap.repair
 import casnap.restore
-import casnap.take
+import casnap.take.take
 import casnap.usage  # noqa: F401
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import CasnapError, DamagedError

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 import casnap.restore
-import casnap.take  # noqa: F401 - imported before any fork, whose user may not read the sources
+import casnap.take.take  # noqa: F401 - imported before any fork, whose user may not read the sources
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.format.format import pack_key, segment_key

@@ -40,7 +40,7 @@ _PRELOADED = (
     "torch.distributed.checkpoint.state_dict",
     "torch._dynamo",  # every optimizer imports it
     "casnap.restore",
-    "casnap.take",
+    "casnap.take.take",
     "hypothesis",
     "pytest",
 )

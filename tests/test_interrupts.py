@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import StateDict, Store, pending
+from casnap import StateDict, Store
 from casnap.runtime.pipeline import Worker, collector_paused
+from casnap.take import pending
 
 
 def interrupted_at(moment: str) -> type[Worker]:

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import Snapshot, StateDict, Store, staging
+from casnap import Snapshot, StateDict, Store
 from casnap.errors import StateError
 from casnap.runtime.buffers import SLOTS, Pool, shared_pool
 from casnap.storage.pack import PackWriter
+from casnap.take import staging
 from tests.faults import CHUNK, app_state, assert_holds, assert_store, faults, take
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from casnap.errors import StateError
 from casnap.format.grid import grid_of
 from casnap.format.region import Region
-from casnap.plan import RankPlan, StoredBox, own_runs, part_region, plan_tensor
+from casnap.take.plan import RankPlan, StoredBox, own_runs, part_region, plan_tensor
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)

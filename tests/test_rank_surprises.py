@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import Retention, Snapshot, StateDict, Store, staging
+from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import FencedError, StateError, StoreError
 from casnap.format.format import pack_key
 from casnap.runtime import buffers
+from casnap.take import staging
 from casnap.testing import Fault, FaultyBackend, before, open_store
 from tests.checks import record_of
 from tests.faults import CHUNK

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from casnap import Snapshot, StateDict, Store, release_memory, staging
+from casnap import Snapshot, StateDict, Store, release_memory
 from casnap.errors import NestedTakeError
 from casnap.runtime import buffers
 from casnap.runtime.pipeline import cores
+from casnap.take import staging
 from tests.faults import CHUNK, app_state, assert_store, backend_faults, in_child, take
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from casnap import exchange, sharing
 from casnap.format.format import Payload, TensorEntry, encode
 from casnap.format.grid import grid_of
 from casnap.passing import Units, deal_out, window_for
-from casnap.plan import own_runs, part_region
 from casnap.runtime.buffers import SLOT_BYTES
 from casnap.runtime.pipeline import collector_paused
+from casnap.take import exchange, sharing
+from casnap.take.plan import own_runs, part_region
 from tools.bench.measure import PeakMemory
 from tools.bench.settings import GIB, MIB, Settings
 from tools.bench.table import Row, duration

@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from casnap.edges import Edges
 from casnap.errors import RankError
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.ranks.comm import Comm
 from casnap.ranks.links import ranks_named
 from casnap.runtime.pipeline import Crew, Shared
-from casnap.staging import Piece
+from casnap.take.edges import Edges
+from casnap.take.staging import Piece
 
 # Seconds that a round waits for more questions, and that a thread sleeps before it looks again.
 _PATIENCE, _LOOK = 0.02, 0.1

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from casnap.capture import Capture
 from casnap.errors import StateError
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.format import (
@@ -33,9 +32,10 @@ from casnap.format.format import (
     with_payload,
 )
 from casnap.ranks.comm import Comm
-from casnap.scopes import Scope
-from casnap.sharing import OWN_NAMES, Division, owner_of, path_part, said_by_all
 from casnap.storage.manifest import build
+from casnap.take.capture import Capture
+from casnap.take.scopes import Scope
+from casnap.take.sharing import OWN_NAMES, Division, owner_of, path_part, said_by_all
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from casnap.capture import Capture
 from casnap.format.format import ContainerEntry, TensorEntry
 from casnap.state.containers import segment_of
 from casnap.state.sharding import Shards
 from casnap.state.tensors import Leaf, is_numpy
+from casnap.take.capture import Capture
 
 
 class Scope(Enum):

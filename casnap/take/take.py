@@ -13,24 +13,14 @@ from typing import Any
 
 import msgspec
 
-from casnap import pending as background
-from casnap.agreement import Agreed, Hashed, agree, alone
-from casnap.capture import Capture, random_states_first
-from casnap.edges import Edges
 from casnap.errors import FencedError
-from casnap.exchange import Exchange
 from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.format import INLINE_BYTES, Root, Row, Stats, encode, payload_of
 from casnap.format.names import MARKER
-from casnap.handover import check_written, follow, lead
-from casnap.pending import PendingTake
 from casnap.ranks.comm import Alone, Comm
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.pipeline import Crew, Shared, collector_paused, cores, undisturbed
-from casnap.scopes import rules_for
-from casnap.sharing import Division, divide
-from casnap.staging import PIECE_BYTES, Held, Piece, batched, give_back
 from casnap.state.modes import plain
 from casnap.state.state import RNGState, Stateful, same_random_state
 from casnap.storage.commit import Partners, Transaction
@@ -38,6 +28,16 @@ from casnap.storage.objects import Objects
 from casnap.storage.pack import Choose
 from casnap.storage.retention import Pruning, Retention, check_retention, prune
 from casnap.storage.table import check_free, checked_metadata, setting
+from casnap.take import pending as background
+from casnap.take.agreement import Agreed, Hashed, agree, alone
+from casnap.take.capture import Capture, random_states_first
+from casnap.take.edges import Edges
+from casnap.take.exchange import Exchange
+from casnap.take.handover import check_written, follow, lead
+from casnap.take.pending import PendingTake
+from casnap.take.scopes import rules_for
+from casnap.take.sharing import Division, divide
+from casnap.take.staging import PIECE_BYTES, Held, Piece, batched, give_back
 
 _log = logging.getLogger("casnap")
 _FENCED_TRIES = 5

@@ -15,7 +15,7 @@ import msgspec
 
 from casnap.format.grid import Grid
 from casnap.format.tiling import Tiling
-from casnap.staging import Piece
+from casnap.take.staging import Piece
 
 _WINDOW_BYTES = 64 << 20
 _HEAD = struct.Struct("<?I")

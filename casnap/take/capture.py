@@ -13,7 +13,13 @@ from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region
 from casnap.format.tiling import Tiling
 from casnap.runtime.buffers import bytes_at
-from casnap.staging import (
+from casnap.state.containers import segment_of
+from casnap.state.flatten import flatten
+from casnap.state.modes import plain
+from casnap.state.sharding import Shards
+from casnap.state.state import RNGState, Stateful
+from casnap.state.tensors import Leaf, elements, is_numpy, itemsize_of
+from casnap.take.staging import (
     Part,
     Piece,
     Source,
@@ -22,12 +28,6 @@ from casnap.staging import (
     pieces_of,
     settle,
 )
-from casnap.state.containers import segment_of
-from casnap.state.flatten import flatten
-from casnap.state.modes import plain
-from casnap.state.sharding import Shards
-from casnap.state.state import RNGState, Stateful
-from casnap.state.tensors import Leaf, elements, is_numpy, itemsize_of
 
 
 class Span(NamedTuple):
