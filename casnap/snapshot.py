@@ -14,9 +14,9 @@ from casnap.runtime import calls
 from casnap.storage.contents import Contents
 
 if TYPE_CHECKING:
-    from casnap.indexing import Index
     from casnap.ranks.comm import Comm
-    from casnap.restore import RestoreReport
+    from casnap.restore.indexing import Index
+    from casnap.restore.restore import RestoreReport
     from casnap.state.state import Stateful
     from casnap.storage.retention import Retention
     from casnap.store import Store
@@ -291,7 +291,7 @@ class Snapshot:
             RankError: Another rank failed, died or was not heard of.
         """
         from casnap.ranks.comm import join
-        from casnap.restore import RestoreOptions, restore
+        from casnap.restore.restore import RestoreOptions, restore
 
         options = RestoreOptions(strict, allow_pickle, progress, read_once)
         comm = join(self.pg, timeout, f"the restore of {self.name!r}")
@@ -322,7 +322,7 @@ class Snapshot:
             MismatchError: ``obj_out`` has another shape.
             DamagedError: Stored bytes are missing or damaged.
         """
-        from casnap.reading import read_object
+        from casnap.restore.reading import read_object
 
         with self.contents.reading():
             return read_object(

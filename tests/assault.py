@@ -16,7 +16,7 @@ import torch
 import casnap.check
 import casnap.gc
 import casnap.repair
-import casnap.restore
+import casnap.restore.restore
 import casnap.take.take
 import casnap.usage  # noqa: F401
 from casnap import Retention, Snapshot, StateDict, Store

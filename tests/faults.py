@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-import casnap.restore
+import casnap.restore.restore
 import casnap.take.take  # noqa: F401 - imported before any fork, whose user may not read the sources
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend

@@ -39,7 +39,7 @@ _PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "torch._dynamo",  # every optimizer imports it
-    "casnap.restore",
+    "casnap.restore.restore",
     "casnap.take.take",
     "hypothesis",
     "pytest",

@@ -16,7 +16,7 @@ from casnap.diff import Change
 from casnap.errors import EntryNotFoundError, MismatchError
 from casnap.format.format import BoxedTensorEntry, pack_key
 from casnap.format.region import Region
-from casnap.loading import Loading
+from casnap.restore.loading import Loading
 from casnap.state.tensors import Leaf
 from casnap.storage.contents import rank_names
 from tests.bitwise import assert_same, noise, raw
@@ -134,7 +134,7 @@ def test_shards_of_rows_are_copied_as_bytes(store, monkeypatch):
         (Region((start, 0), (stop - start, 100)), torch.zeros(stop - start, 100))
         for start, stop in rows
     ]
-    monkeypatch.setattr("casnap.loading.elements_of", None)
+    monkeypatch.setattr("casnap.restore.loading.elements_of", None)
     loading = Loading(snapshot.contents)
     loading.add_parts("m/x", entry, parts, tensor)
     assert loading.load() == {"m/x": Leaf("m/x", entry, tensor)}

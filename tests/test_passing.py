@@ -20,8 +20,8 @@ from casnap.errors import DamagedError, RankError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
 from casnap.format.format import pack_key
-from casnap.passing import fetch_once
 from casnap.ranks.comm import Comm
+from casnap.restore.passing import fetch_once
 from casnap.runtime.pipeline import Crew, undisturbed
 from casnap.storage.commit import Transaction
 from casnap.storage.index import Index

@@ -16,7 +16,7 @@ import msgspec
 
 from casnap.format.format import Payload, TensorEntry, encode
 from casnap.format.grid import grid_of
-from casnap.passing import Units, deal_out, window_for
+from casnap.restore.passing import Units, deal_out, window_for
 from casnap.runtime.buffers import SLOT_BYTES
 from casnap.runtime.pipeline import collector_paused
 from casnap.take import exchange, sharing

@@ -13,9 +13,9 @@ import torch
 
 from casnap.errors import MismatchError
 from casnap.format.format import ContainerEntry, Entry, TensorEntry, encode
-from casnap.loading import Loading, Progress
-from casnap.passing import fetch_once
 from casnap.ranks.comm import Comm
+from casnap.restore.loading import Loading, Progress
+from casnap.restore.passing import fetch_once
 from casnap.state.containers import reopen, segment_of
 from casnap.state.flatten import flatten, inflate, shard_targets, tensor_targets
 from casnap.state.modes import plain

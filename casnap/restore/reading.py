@@ -12,8 +12,8 @@ from casnap.errors import MismatchError
 from casnap.format.digest import split_digests
 from casnap.format.format import INLINE_BYTES, Payload, TensorEntry
 from casnap.format.region import Region
-from casnap.indexing import Index, Selection, select
-from casnap.loading import (
+from casnap.restore.indexing import Index, Selection, select
+from casnap.restore.loading import (
     Loading,
     check_entry,
     elements_of,
