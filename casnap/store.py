@@ -21,15 +21,15 @@ from casnap.storage.retention import PruneReport, Pruning, Retention, prune
 from casnap.storage.table import Table, editing, publish, tagged, unmark, untagged, upgrade
 
 if TYPE_CHECKING:
-    from casnap.check import CheckReport
-    from casnap.diff import Diff
-    from casnap.gc import GcReport
-    from casnap.marks import Progress as Phases
+    from casnap.maintenance.check import CheckReport
+    from casnap.maintenance.diff import Diff
+    from casnap.maintenance.gc import GcReport
+    from casnap.maintenance.marks import Progress as Phases
+    from casnap.maintenance.repair import RepairReport
+    from casnap.maintenance.usage import Usage
     from casnap.ranks.comm import Comm
-    from casnap.repair import RepairReport
     from casnap.state.state import Stateful
     from casnap.take.take import TakeOptions
-    from casnap.usage import Usage
 
 V = TypeVar("V")
 
@@ -403,7 +403,7 @@ class Store:
             DamagedError: Something could not be read; nothing was deleted.
             ValueError: A number makes no sense.
         """
-        from casnap.gc import GcOptions, collect
+        from casnap.maintenance.gc import GcOptions, collect
 
         seconds = grace.total_seconds() if isinstance(grace, timedelta) else grace
         return collect(self.objects, GcOptions(seconds, repack, dry_run, exclusive), progress)
@@ -411,14 +411,14 @@ class Store:
     @calls.named("diff()")
     def diff(self, a: str, b: str) -> Diff:
         """Return what differs between two snapshots, reading only subtrees that do."""
-        from casnap.diff import diff
+        from casnap.maintenance.diff import diff
 
         return diff(self[a].contents, self[b].contents)
 
     @calls.named("usage()")
     def usage(self, prefix: str | None = None) -> list[Usage]:
         """Return logical, stored and unique bytes of each snapshot, in the order of commits."""
-        from casnap.usage import usage
+        from casnap.maintenance.usage import usage
 
         return usage([s.contents for s in self.snapshots(prefix)], self.objects)
 
@@ -444,7 +444,7 @@ class Store:
         Returns:
             All that is wrong, and which parts of which snapshots it hurts.
         """
-        from casnap.check import check
+        from casnap.maintenance.check import check
 
         return check(self.objects, data=data, sample=sample, seed=seed, progress=progress)
 
@@ -471,7 +471,7 @@ class Store:
         Raises:
             DamagedError: The newest root cannot be read.
         """
-        from casnap.repair import repair
+        from casnap.maintenance.repair import repair
 
         if isinstance(sources, str | os.PathLike):
             raise TypeError(f"sources is a list, such as [{str(sources)!r}]; got one alone")

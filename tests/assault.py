@@ -13,16 +13,16 @@ from types import FrameType
 import torch
 
 # Imported before any fork, not after each.
-import casnap.check
-import casnap.gc
-import casnap.repair
+import casnap.maintenance.check
+import casnap.maintenance.gc
+import casnap.maintenance.repair
+import casnap.maintenance.usage  # noqa: F401
 import casnap.restore.restore
 import casnap.take.take
-import casnap.usage  # noqa: F401
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import CasnapError, DamagedError
 from casnap.format.format import PackId, read_pack_footer
-from casnap.references import MANIFEST, digest_in, walk
+from casnap.maintenance.references import MANIFEST, digest_in, walk
 from tests.faults import files, in_child
 from tests.forger import Forger, limit_memory
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 
 from casnap import StateDict, Store
-from casnap.check import CheckReport
 from casnap.errors import CasnapError
 from casnap.format.digest import digest_of
 from casnap.format.format import PackId, Record
-from casnap.listing import Listing
+from casnap.maintenance.check import CheckReport
+from casnap.maintenance.listing import Listing
+from casnap.maintenance.survey import Survey
 from casnap.storage.roots import succeed
 from casnap.storage.segments import rewritten
-from casnap.survey import Survey
 from tests.faults import CHUNK
 from tests.test_damage import KEY, STEPS, content, expected
 

@@ -12,7 +12,7 @@ import torch
 
 from casnap import Store
 from casnap.format.format import Record, pack_key
-from casnap.repair import RepairReport
+from casnap.maintenance.repair import RepairReport
 from tests.checks import change, check, record_of
 from tests.faults import CHUNK
 from tests.test_damage import expected, flip, make

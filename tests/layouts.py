@@ -13,7 +13,7 @@ import msgspec
 
 from casnap.format.digest import DIGEST_SIZE
 from casnap.format.format import FOOTER_RECORD_SIZE, ID_SIZE, PACK_TAIL_SIZE, PackId
-from casnap.survey import Survey
+from casnap.maintenance.survey import Survey
 
 
 class Region(NamedTuple):

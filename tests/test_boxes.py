@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casnap import StateDict, Store
-from casnap.diff import Change
 from casnap.errors import EntryNotFoundError, MismatchError
 from casnap.format.format import BoxedTensorEntry, pack_key
 from casnap.format.region import Region
+from casnap.maintenance.diff import Change
 from casnap.restore.loading import Loading
 from casnap.state.tensors import Leaf
 from casnap.storage.contents import rank_names

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
-from casnap.check import CheckReport
 from casnap.errors import BackendError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.format import PACK_TAIL_SIZE, PackId, pack_key
+from casnap.maintenance.check import CheckReport
 from casnap.runtime.pipeline import undisturbed
 from casnap.storage.commit import Transaction
 from casnap.storage.roots import succeed

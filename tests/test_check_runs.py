@@ -9,7 +9,7 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.format.format import pack_key
-from casnap.gc import GcOptions, collect
+from casnap.maintenance.gc import GcOptions, collect
 from tests.checks import FROZEN, change, check, record_of
 from tests.cli_calls import document, failure, invoke
 from tests.faults import CHUNK, backend_faults, elsewhere, faults

@@ -15,7 +15,7 @@ import torch
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import BackendError, DamagedError
-from casnap.gc import GcOptions
+from casnap.maintenance.gc import GcOptions
 from tests.checks import FROZEN
 from tests.cli_calls import document, failure, invoke, process
 from tests.damaged import (

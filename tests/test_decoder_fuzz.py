@@ -44,14 +44,14 @@ from casnap.format.format import (
     segment_records,
 )
 from casnap.format.names import check_name
-from casnap.listing import Listing, read_footer
-from casnap.references import MANIFEST, TABLE, TREE, references
+from casnap.maintenance.listing import Listing, read_footer
+from casnap.maintenance.references import MANIFEST, TABLE, TREE, references
+from casnap.maintenance.survey import Survey
 from casnap.state.flatten import flatten, inflate
 from casnap.state.tensors import Leaf, allocate
 from casnap.storage.config import read_config
 from casnap.storage.manifest import Tree
 from casnap.storage.roots import read_root
-from casnap.survey import Survey
 from tests.cli_calls import CHUNK
 from tests.layouts import node_fields
 

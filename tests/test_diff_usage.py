@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
-from casnap.diff import Change, diff
 from casnap.errors import DamagedError, EntryNotFoundError, StoreError
 from casnap.format.digest import Digest, split_digests
 from casnap.format.format import Payload, TensorEntry, ValueEntry, payload_of
+from casnap.maintenance.diff import Change, diff
+from casnap.maintenance.usage import Usage, shared_bytes, stored_bytes, usage
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects
-from casnap.usage import Usage, shared_bytes, stored_bytes, usage
 
 CHUNK = 64 << 10
 
@@ -386,6 +386,6 @@ def test_a_path_that_is_not_there_names_the_nearest(store: Store) -> None:
 
 
 def test_neither_imports_torch() -> None:
-    code = "import sys, casnap.diff, casnap.usage; print('torch' in sys.modules)"
+    code = "import sys, casnap.maintenance.diff, casnap.maintenance.usage; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 # What is imported at its first use cannot be where no file may be opened.
-import casnap.gc
-import casnap.repair  # noqa: F401
+import casnap.maintenance.gc
+import casnap.maintenance.repair  # noqa: F401
 from casnap import Store
 from casnap.backends import LocalBackend
 from casnap.errors import ExhaustedError

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from casnap import Store
-from casnap.gc import GcReport
+from casnap.maintenance.gc import GcReport
 from tests.faults import (
     CHUNK,
     app_state,

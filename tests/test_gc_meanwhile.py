@@ -166,7 +166,7 @@ def take_again_where_fenced(store: Store, step: int) -> None:
 def test_marking_in_parts_marks_the_same(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    from casnap import marks
+    from casnap.maintenance import marks
 
     folder = tmp_path_factory.mktemp("parts")
     results = []

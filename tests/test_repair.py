@@ -18,9 +18,9 @@ from casnap.backends import LocalBackend
 from casnap.errors import BackendError, DamagedError
 from casnap.format.digest import digest_of
 from casnap.format.format import PackId, pack_key
-from casnap.gc import GcOptions, collect
+from casnap.maintenance.gc import GcOptions, collect
+from casnap.maintenance.survey import Survey
 from casnap.storage.roots import succeed
-from casnap.survey import Survey
 from tests.checks import FROZEN, broken, change, check, drop_from_index, listing_of, record_of
 from tests.cli_calls import failure, invoke
 from tests.damaged import (

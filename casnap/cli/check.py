@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from casnap.check import CheckReport
-from casnap.check import check as check_store
 from casnap.cli.output import counted, emit, json_option, phases, safe, size
 from casnap.cli.places import open_whole
 from casnap.cli.shares import positive_share
-from casnap.damage import ALL, Damage
+from casnap.maintenance.check import CheckReport
+from casnap.maintenance.check import check as check_store
+from casnap.maintenance.damage import ALL, Damage
 
 MOST_DAMAGES = 20
 _MOST_HURT = 5

@@ -9,8 +9,8 @@ import click
 from casnap.cli.entries import facts_of_entry, type_text
 from casnap.cli.output import counted, emit, json_option, safe, size, table
 from casnap.cli.places import second_snapshot
-from casnap.diff import Change, Diff
-from casnap.diff import diff as compare
+from casnap.maintenance.diff import Change, Diff
+from casnap.maintenance.diff import diff as compare
 from casnap.snapshot import Snapshot
 
 SIGNS = {"changed": "~", "added": "+", "removed": "-"}

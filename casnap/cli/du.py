@@ -8,7 +8,7 @@ import click
 
 from casnap.cli.output import counted, emit, json_option, progress, safe, size, table
 from casnap.cli.places import open_store, place_of, snapshots_of
-from casnap.usage import stored_bytes, usage
+from casnap.maintenance.usage import stored_bytes, usage
 
 
 @click.command()

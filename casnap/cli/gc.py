@@ -10,7 +10,7 @@ from casnap.cli.durations import duration_or_none
 from casnap.cli.output import counted, emit, json_option, phases, safe, size
 from casnap.cli.places import open_whole, place_of
 from casnap.cli.shares import share
-from casnap.gc import GcOptions, GcReport, collect
+from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.store import Store
 
 EXAMPLES = """\

@@ -24,7 +24,7 @@ from casnap.cli.output import (
 )
 from casnap.cli.places import open_store, place_of, snapshots_of
 from casnap.errors import CasnapError
-from casnap.gc import GcOptions, GcReport, check_allowed
+from casnap.maintenance.gc import GcOptions, GcReport, check_allowed
 from casnap.storage.retention import Best, PruneReport, Retention
 from casnap.store import Store
 

@@ -11,7 +11,7 @@ import click
 from casnap.cli.check import document_of, print_damages
 from casnap.cli.output import emit, json_option, phases, quoted, safe
 from casnap.cli.places import open_whole
-from casnap.repair import RepairReport
+from casnap.maintenance.repair import RepairReport
 
 
 def _source(text: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from casnap import Store
-from casnap.marks import Marks
+from casnap.maintenance.marks import Marks
 from tools.bench import peers, states
 from tools.bench.fresh import call
 from tools.bench.measure import PeakMemory, remove, seconds, settle

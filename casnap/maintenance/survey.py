@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
-from casnap.damage import ALL, UNREAD, Damage, Hurt, kind_of, why_unread
 from casnap.errors import BackendError, DamagedError, ExhaustedError
 from casnap.format.digest import Digest, split_digests
 from casnap.format.format import (
@@ -32,8 +31,9 @@ from casnap.format.format import (
     payload_of,
     segment_key,
 )
-from casnap.listing import Listing, bad_records, can_lie_at, read_footer
-from casnap.marks import Progress
+from casnap.maintenance.damage import ALL, UNREAD, Damage, Hurt, kind_of, why_unread
+from casnap.maintenance.listing import Listing, bad_records, can_lie_at, read_footer
+from casnap.maintenance.marks import Progress
 from casnap.storage.contents import Contents
 from casnap.storage.manifest import Branch, Child, Leaf, Tree
 from casnap.storage.objects import Objects, Want

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from casnap.format.digest import Digest
 from casnap.format.format import Entry, Row, pack_key
-from casnap.references import MANIFEST, digest_in, is_node, references, walk
+from casnap.maintenance.references import MANIFEST, digest_in, is_node, references, walk
 from casnap.storage.contents import Contents
 from casnap.storage.index import View
 from casnap.storage.objects import Objects

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from casnap.format.format import PackId, RawRecord, Root, segment_records
-from casnap.references import MANIFEST, TABLE, digest_in, is_node, of_row, walk
+from casnap.maintenance.references import MANIFEST, TABLE, digest_in, is_node, of_row, walk
 from casnap.storage.objects import Objects
 
 _PART = 2 << 20

@@ -13,7 +13,7 @@ from casnap.errors import DamagedError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.format import PackId, Root
-from casnap.marks import Marks
+from casnap.maintenance.marks import Marks
 from casnap.runtime.pipeline import Crew
 from casnap.storage.commit import Transaction
 from casnap.storage.index import View

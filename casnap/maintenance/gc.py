@@ -28,9 +28,9 @@ from casnap.errors import (
 )
 from casnap.format.digest import split_digests
 from casnap.format.format import PackId, Root, pack_key, root_key
-from casnap.inventory import Inventory, base_of
-from casnap.marks import Marks, Progress
-from casnap.repack import repack, sparse_packs
+from casnap.maintenance.inventory import Inventory, base_of
+from casnap.maintenance.marks import Marks, Progress
+from casnap.maintenance.repack import repack, sparse_packs
 from casnap.runtime.pipeline import Crew, gently, undisturbed
 from casnap.storage.index import View
 from casnap.storage.objects import Objects, take_again

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from casnap.backends import backend_at
-from casnap.damage import Damage, kind_of, roots_damaged
 from casnap.errors import (
     BackendError,
     CasnapError,
@@ -35,11 +34,13 @@ from casnap.format.format import (
     SegmentRef,
     pack_key,
 )
-from casnap.heal import chunks_in
-from casnap.inventory import Inventory
-from casnap.listing import bad_records, can_lie_at, read_footer
-from casnap.marks import Progress
-from casnap.repack import one_at_a_time
+from casnap.maintenance.damage import Damage, kind_of, roots_damaged
+from casnap.maintenance.heal import chunks_in
+from casnap.maintenance.inventory import Inventory
+from casnap.maintenance.listing import bad_records, can_lie_at, read_footer
+from casnap.maintenance.marks import Progress
+from casnap.maintenance.repack import one_at_a_time
+from casnap.maintenance.survey import Survey
 from casnap.runtime.buffers import shared_pool
 from casnap.runtime.pipeline import Crew, undisturbed
 from casnap.storage.index import View
@@ -47,7 +48,6 @@ from casnap.storage.objects import Objects, ReadOptions, Want
 from casnap.storage.pack import CHUNKS, NODES, PackWriter, moved_place, new_id
 from casnap.storage.roots import succeed
 from casnap.storage.segments import added, rewritten
-from casnap.survey import Survey
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
 _READ = ReadOptions(readers=1)
