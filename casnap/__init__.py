@@ -6,7 +6,7 @@ from casnap import errors
 from casnap.errors import CasnapError
 from casnap.runtime.buffers import release_memory
 from casnap.snapshot import PendingSnapshot, Snapshot
-from casnap.state.state import RNGState, StateDict, Stateful
+from casnap.state.stateful import RNGState, StateDict, Stateful
 from casnap.storage.retention import Retention
 from casnap.store import Store
 

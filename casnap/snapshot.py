@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from casnap.format.format import Entry, Row, Stats
 from casnap.format.names import check_name
+from casnap.format.records import Entry, Row, Stats
 from casnap.runtime import calls
 from casnap.storage.contents import Contents
 
 if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
-    from casnap.restore.indexing import Index
     from casnap.restore.restore import RestoreReport
-    from casnap.state.state import Stateful
+    from casnap.restore.selection import Index
+    from casnap.state.stateful import Stateful
     from casnap.storage.retention import Retention
     from casnap.store import Store
     from casnap.take.pending import PendingTake
@@ -322,7 +322,7 @@ class Snapshot:
             MismatchError: ``obj_out`` has another shape.
             DamagedError: Stored bytes are missing or damaged.
         """
-        from casnap.restore.reading import read_object
+        from casnap.restore.read_object import read_object
 
         with self.contents.reading():
             return read_object(

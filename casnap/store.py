@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError, nearest
 from casnap.format.codec import Codec
-from casnap.format.format import DEFAULT_CHUNK_SIZE, Row
 from casnap.format.names import check_name
+from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
 from casnap.runtime import calls
 from casnap.snapshot import PendingSnapshot, Progress, Snapshot
 from casnap.storage.location import Location, create_store, locate_snapshot, locate_store
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from casnap.maintenance.repair import RepairReport
     from casnap.maintenance.usage import Usage
     from casnap.ranks.comm import Comm
-    from casnap.state.state import Stateful
+    from casnap.state.stateful import Stateful
     from casnap.take.take import TakeOptions
 
 V = TypeVar("V")

@@ -21,7 +21,7 @@ import casnap.restore.restore
 import casnap.take.take
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import CasnapError, DamagedError
-from casnap.format.format import PackId, read_pack_footer
+from casnap.format.records import PackId, read_pack_footer
 from casnap.maintenance.references import MANIFEST, digest_in, walk
 from tests.faults import files, in_child
 from tests.forger import Forger, limit_memory

@@ -10,9 +10,9 @@ import torch
 from casnap import StateDict, Store
 from casnap.errors import CasnapError
 from casnap.format.digest import digest_of
-from casnap.format.format import PackId, Record
+from casnap.format.records import PackId, Record
 from casnap.maintenance.check import CheckReport
-from casnap.maintenance.listing import Listing
+from casnap.maintenance.places import Listing
 from casnap.maintenance.survey import Survey
 from casnap.storage.roots import succeed
 from casnap.storage.segments import rewritten

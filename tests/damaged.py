@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from casnap import Store
-from casnap.format.format import Record, pack_key
+from casnap.format.records import Record, pack_key
 from casnap.maintenance.repair import RepairReport
 from tests.checks import change, check, record_of
 from tests.faults import CHUNK

@@ -25,7 +25,7 @@ import casnap.restore.restore
 import casnap.take.take  # noqa: F401 - imported before any fork, whose user may not read the sources
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.format.format import pack_key, segment_key
+from casnap.format.records import pack_key, segment_key
 from casnap.storage.objects import Objects
 
 CHUNK = 64 << 10

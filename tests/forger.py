@@ -17,7 +17,7 @@ import torch
 from casnap import StateDict, Store
 from casnap.errors import CasnapError
 from casnap.format.digest import Digest, digest_of
-from casnap.format.format import (
+from casnap.format.records import (
     PackId,
     Place,
     encode,

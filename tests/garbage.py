@@ -7,7 +7,7 @@ from typing import Any
 
 from casnap import Snapshot, Store
 from casnap.backends import LocalBackend
-from casnap.format.format import pack_key, segment_key
+from casnap.format.records import pack_key, segment_key
 from casnap.storage.objects import Objects
 from tests.faults import files
 

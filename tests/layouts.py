@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from casnap.format.digest import DIGEST_SIZE
-from casnap.format.format import FOOTER_RECORD_SIZE, ID_SIZE, PACK_TAIL_SIZE, PackId
+from casnap.format.records import FOOTER_RECORD_SIZE, ID_SIZE, PACK_TAIL_SIZE, PackId
 from casnap.maintenance.survey import Survey
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from casnap.format.region import Region
 from casnap.state.flatten import flatten
-from casnap.state.sharding import Shards
+from casnap.state.sharded import Shards
 
 LAYOUTS = ("plain", "ddp", "fsdp2", "hsdp", "fsdp_tp")
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from casnap.format.region import Region
-from casnap.state.sharding import shards_of
+from casnap.state.sharded import shards_of
 from tests.bitwise import raw
 
 DTYPES = (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import casnap.backends.names
+import casnap.backends.durability
 from casnap.backends import Backend, LocalBackend, MemoryBackend
 from casnap.backends.base import translated
 from casnap.errors import BackendError, StorageFullError
@@ -110,14 +110,14 @@ def test_another_thread_that_syncs_in_between(
 ) -> None:
     """It has synced the folder before the name was in it, so the writer's sync does so again."""
     seen: list[set[str]] = []
-    real = casnap.backends.names.sync_folder
+    real = casnap.backends.durability.sync_folder
 
     def sync_folder(folder: Path) -> None:
         if folder == local.folder / "packs/ab":
             seen.append({path.name for path in folder.iterdir()})
         real(folder)
 
-    monkeypatch.setattr(casnap.backends.names, "sync_folder", sync_folder)
+    monkeypatch.setattr(casnap.backends.durability, "sync_folder", sync_folder)
     with system_faults(0, local.sync, ["fsync"]):
         local.write("packs/ab/x", b"content")
     local.sync()

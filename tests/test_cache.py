@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from casnap import Store
-from casnap.storage.facts import LmdbFacts
+from casnap.storage.cache import LmdbFacts
 from tests.faults import CHUNK, app_state, assert_holds, assert_store, in_child, start, take, wait
 from tests.mounts import let_others_in
 
@@ -138,8 +138,8 @@ def test_a_process_that_stands_still_while_it_writes_holds_nobody_up(
         with facts._writing(1.0):
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    monkeypatch.setattr("casnap.storage.facts._PATIENCE", 0.1)
-    monkeypatch.setattr("casnap.storage.facts._LITTLE", 0.1)
+    monkeypatch.setattr("casnap.storage.cache._PATIENCE", 0.1)
+    monkeypatch.setattr("casnap.storage.cache._LITTLE", 0.1)
     stopped = start(stand_still)
     os.waitpid(stopped, os.WUNTRACED)
     use(store, 3)

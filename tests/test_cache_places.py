@@ -11,9 +11,16 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.format.digest import digest_of
-from casnap.format.format import CONFIG_KEY, Place, Segment, SegmentRef, encode_segment, segment_key
+from casnap.format.records import (
+    CONFIG_KEY,
+    Place,
+    Segment,
+    SegmentRef,
+    encode_segment,
+    segment_key,
+)
 from casnap.runtime.environment import boot_id
-from casnap.storage.facts import MOST_FOLDERS
+from casnap.storage.cache import MOST_FOLDERS
 from casnap.storage.pack import new_id
 from casnap.storage.roots import succeed
 from tests.cli_calls import process

@@ -14,9 +14,9 @@ from casnap import StateDict, Store
 from casnap.errors import BackendError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
-from casnap.format.format import PACK_TAIL_SIZE, PackId, pack_key
+from casnap.format.records import PACK_TAIL_SIZE, PackId, pack_key
 from casnap.maintenance.check import CheckReport
-from casnap.runtime.pipeline import undisturbed
+from casnap.runtime.threads import undisturbed
 from casnap.storage.commit import Transaction
 from casnap.storage.roots import succeed
 from tests.checks import FROZEN, broken, change, check, drop_from_index, listing_of, record_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
-from casnap.format.format import pack_key
+from casnap.format.records import pack_key
 from casnap.maintenance.gc import GcOptions, collect
 from tests.checks import FROZEN, change, check, record_of
 from tests.cli_calls import document, failure, invoke

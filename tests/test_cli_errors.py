@@ -19,8 +19,8 @@ from click.testing import CliRunner
 
 from casnap import Snapshot, StateDict, Store
 from casnap.cli import cli, output, run
-from casnap.format.format import Row
-from casnap.runtime.pipeline import Crew
+from casnap.format.records import Row
+from casnap.runtime.threads import Crew
 from casnap.storage.commit import Transaction
 from tests.cli_calls import COMMAND, document, failure, fill, invoke, process
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from casnap.errors import DamagedError, MismatchError, StateError
 from casnap.ranks import comm as comm_module
-from casnap.ranks import links
+from casnap.ranks import link as links
 from casnap.ranks.comm import Alone, Comm, join
 from tests.ranks import World
 from tests.yard import SOON, OnPurposeError, Seen, Yard, heard_of, talk, watch

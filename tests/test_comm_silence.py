@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from casnap.ranks import comm as comm_module
-from casnap.ranks import links
+from casnap.ranks import link as links
 from casnap.ranks.comm import Comm
 from tests.faults import kill
 from tests.ranks import RankDied, World

@@ -18,8 +18,8 @@ import torch
 from casnap import StateDict, Store
 from casnap.errors import CasnapError, DamagedError
 from casnap.format.digest import Digest
-from casnap.format.format import Place, Record, SegmentId, decode_segment, pack_key, segment_key
-from casnap.runtime.pipeline import Crew
+from casnap.format.records import Place, Record, SegmentId, decode_segment, pack_key, segment_key
+from casnap.runtime.threads import Crew
 from casnap.storage.commit import Transaction
 from tests.faults import CHUNK, assert_equal
 

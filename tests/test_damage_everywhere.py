@@ -23,10 +23,10 @@ import casnap.storage.index
 from casnap import StateDict, Store
 from casnap.errors import CasnapError
 from casnap.format.digest import DIGEST_SIZE
-from casnap.format.format import PackId, SegmentId, pack_key, root_key, segment_key
 from casnap.format.names import MARKER
+from casnap.format.records import PackId, SegmentId, pack_key, root_key, segment_key
 from casnap.maintenance.survey import Survey
-from casnap.storage.facts import MemoryFacts
+from casnap.storage.cache import MemoryFacts
 from casnap.storage.roots import COPIES
 from tests.faults import CHUNK, assert_equal, files, memory_folder
 from tests.layouts import (

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casnap.restore.passing import deal_out
+from casnap.restore.shared_reads import deal_out
 
 
 @given(

@@ -26,7 +26,8 @@ from casnap.cli.shares import share
 from casnap.errors import CasnapError
 from casnap.format.codec import Codec, compress, decompress
 from casnap.format.digest import digest_of
-from casnap.format.format import (
+from casnap.format.names import check_name
+from casnap.format.records import (
     CONFIG_KEY,
     Entry,
     Manifest,
@@ -43,15 +44,14 @@ from casnap.format.format import (
     seal,
     segment_records,
 )
-from casnap.format.names import check_name
-from casnap.maintenance.listing import Listing, read_footer
+from casnap.maintenance.places import Listing, read_footer
 from casnap.maintenance.references import MANIFEST, TABLE, TREE, references
 from casnap.maintenance.survey import Survey
 from casnap.state.flatten import flatten, inflate
 from casnap.state.tensors import Leaf, allocate
 from casnap.storage.config import read_config
-from casnap.storage.manifest import Tree
 from casnap.storage.roots import read_root
+from casnap.storage.tree import Tree
 from tests.cli_calls import CHUNK
 from tests.layouts import node_fields
 

@@ -17,7 +17,7 @@ import torch
 from casnap import StateDict, Store
 from casnap.errors import DamagedError, EntryNotFoundError, StoreError
 from casnap.format.digest import Digest, split_digests
-from casnap.format.format import Payload, TensorEntry, ValueEntry, payload_of
+from casnap.format.records import Payload, TensorEntry, ValueEntry, payload_of
 from casnap.maintenance.diff import Change, diff
 from casnap.maintenance.usage import Usage, shared_bytes, stored_bytes, usage
 from casnap.storage.contents import Contents

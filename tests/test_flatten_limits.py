@@ -20,10 +20,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
-from casnap.format.format import ContainerEntry, Payload, ValueEntry
+from casnap.format.records import ContainerEntry, Payload, ValueEntry
 from casnap.state import flatten as flatten_module
 from casnap.state.flatten import Leaf, flatten, inflate, tensor_targets
-from casnap.state.state import RNGState, StateDict, Stateful
+from casnap.state.stateful import RNGState, StateDict, Stateful
 from tests.leaves import leaves_of, round_trip, same
 from tests.test_flatten import Color, Pair, states
 

@@ -21,7 +21,7 @@ from casnap.errors import (
     StoreError,
     UnsupportedFormatError,
 )
-from casnap.format.format import CONFIG_KEY, pack_key, segment_key
+from casnap.format.records import CONFIG_KEY, pack_key, segment_key
 from casnap.storage.objects import Objects
 from casnap.testing import Fault, FaultyBackend, flip, lose_answer, open_store
 from tests.checks import drop_from_index

@@ -16,10 +16,10 @@ from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, DamagedError, ExhaustedError, FencedError
 from casnap.format.digest import digest_of
-from casnap.format.format import PackId, id_from_name, pack_key, segment_key
-from casnap.runtime.pipeline import Crew
+from casnap.format.records import PackId, id_from_name, pack_key, segment_key
+from casnap.runtime.threads import Crew
 from casnap.storage.commit import Transaction
-from casnap.storage.packset import PackSet
+from casnap.storage.pack_set import PackSet
 from casnap.storage.roots import succeed
 from casnap.testing import Call, Fault, FaultyBackend, open_store
 from tests.checks import change, record_of

@@ -16,7 +16,7 @@ from casnap.backends import MemoryBackend
 from casnap.errors import CasnapError, DamagedError
 from casnap.format.codec import Codec, decompress
 from casnap.format.digest import DIGEST_SIZE, digest_of
-from casnap.format.format import (
+from casnap.format.records import (
     CONFIG_KEY,
     encode,
     root_key,

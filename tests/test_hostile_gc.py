@@ -16,7 +16,7 @@ import pytest
 import zstandard
 
 from casnap import Retention, Store
-from casnap.format.format import LIST_DIGESTS, MAX_NODE_BYTES, encode
+from casnap.format.records import LIST_DIGESTS, MAX_NODE_BYTES, encode
 from tests.assault import CHANGES, LOOKS, Forge, assail, good_is_whole
 from tests.cli_calls import invoke
 from tests.faults import in_child, memory_folder

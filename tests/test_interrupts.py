@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
-from casnap.runtime.pipeline import Worker, collector_paused
+from casnap.runtime.threads import Worker, collector_paused
 from casnap.take import pending
 
 

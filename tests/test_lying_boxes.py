@@ -9,7 +9,7 @@ import torch
 
 from casnap import Store
 from casnap.errors import DamagedError
-from casnap.format.format import encode
+from casnap.format.records import encode
 from tests.forger import Forger, assert_refused
 from tests.test_tiling import HUGE, NONE
 

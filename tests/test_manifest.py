@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, digest_of
-from casnap.format.format import encode
-from casnap.storage.manifest import DEEP, FLAT, Branch, Leaf, Shape, Tree, build
+from casnap.format.records import encode
+from casnap.storage.tree import DEEP, FLAT, Branch, Leaf, Shape, Tree, build
 
 
 class Nodes(dict[Digest, bytes]):

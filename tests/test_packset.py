@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casnap.format.format import PackId
-from casnap.storage.packset import PackSet
+from casnap.format.records import PackId
+from casnap.storage.pack_set import PackSet
 
 packs = st.integers(0, 12).map(lambda n: PackId(bytes([n]) * 16))
 sets = st.frozensets(packs, max_size=8)

@@ -19,10 +19,10 @@ from casnap.backends import Backend, LocalBackend, MemoryBackend
 from casnap.errors import DamagedError, RankError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
-from casnap.format.format import pack_key
+from casnap.format.records import pack_key
 from casnap.ranks.comm import Comm
-from casnap.restore.passing import fetch_once
-from casnap.runtime.pipeline import Crew, undisturbed
+from casnap.restore.shared_reads import fetch_once
+from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import Transaction
 from casnap.storage.index import Index
 from casnap.storage.objects import DEFAULT_READ, Objects, ReadOptions, Want

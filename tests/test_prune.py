@@ -16,7 +16,7 @@ from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.cli.durations import duration, duration_or_none
 from casnap.errors import BackendError, FencedError, SnapshotNotFoundError
-from casnap.format.format import Row
+from casnap.format.records import Row
 from tests.cli_calls import document, failure, fill, invoke
 from tests.faults import (
     CHUNK,

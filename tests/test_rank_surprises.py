@@ -16,7 +16,7 @@ import torch.distributed as dist
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import FencedError, StateError, StoreError
-from casnap.format.format import pack_key
+from casnap.format.records import pack_key
 from casnap.runtime import buffers
 from casnap.take import staging
 from casnap.testing import Fault, FaultyBackend, before, open_store

@@ -12,7 +12,7 @@ import torch
 from casnap import StateDict, Store
 from casnap.errors import DamagedError, FencedError
 from casnap.format.digest import Digest
-from casnap.runtime.pipeline import Crew
+from casnap.runtime.threads import Crew
 from casnap.storage.commit import Partners, Transaction
 from casnap.storage.index import Index
 from tests.faults import CHUNK

@@ -17,7 +17,7 @@ from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, DamagedError
 from casnap.format.digest import digest_of
-from casnap.format.format import PackId, pack_key
+from casnap.format.records import PackId, pack_key
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.survey import Survey
 from casnap.storage.roots import succeed

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.format.digest import Digest, digest_of
-from casnap.format.format import PackId, pack_key
+from casnap.format.records import PackId, pack_key
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.repair import RepairReport
 from tests.checks import FROZEN, broken, change, check, listing_of, record_of

@@ -9,7 +9,7 @@ import pytest
 
 from casnap import Store
 from casnap.backends import LocalBackend
-from casnap.format.format import pack_key
+from casnap.format.records import pack_key
 from casnap.testing import Call, Fault, FaultyBackend, open_store
 from tests.checks import change, record_of
 from tests.damaged import repair

@@ -14,7 +14,7 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.format.digest import Digest
-from casnap.format.format import pack_key
+from casnap.format.records import pack_key
 from tests.checks import FROZEN, broken, listing_of, record_of
 from tests.damaged import (
     WEIGHT,

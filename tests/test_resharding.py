@@ -28,10 +28,10 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import StateError, UnsupportedTypeError
-from casnap.format.format import BoxedTensorEntry
+from casnap.format.records import BoxedTensorEntry
 from casnap.format.region import Region
 from casnap.state.flatten import flatten
-from casnap.state.sharding import Shards
+from casnap.state.sharded import Shards
 from tests import spreading
 from tests.bitwise import noise, raw
 from tests.cli_calls import document, invoke

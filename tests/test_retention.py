@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casnap import Retention
-from casnap.format.format import NodeRef, Row, Stats
+from casnap.format.records import NodeRef, Row, Stats
 from casnap.storage.retention import judged
 
 NOW = 1e9

@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from casnap.errors import UnsupportedTypeError
 from casnap.format.region import Region
 from casnap.state.flatten import flatten, inflate, shard_targets, tensor_targets
-from casnap.state.sharding import Shards, shards_of
+from casnap.state.sharded import Shards, shards_of
 from casnap.state.tensors import Leaf, describe
 from tests import sharded, spreading
 from tests.ranks import World

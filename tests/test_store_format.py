@@ -18,12 +18,12 @@ from casnap import Retention, Snapshot, Store
 from casnap.backends import LocalBackend
 from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.digest import Digest
-from casnap.format.format import encode, pack_key, root_key, seal, unseal
-from casnap.state.state import StateDict
+from casnap.format.records import encode, pack_key, root_key, seal, unseal
+from casnap.state.stateful import StateDict
 from casnap.storage.location import create_store
-from casnap.storage.manifest import Branch
 from casnap.storage.roots import succeed
 from casnap.storage.table import publish
+from casnap.storage.tree import Branch
 from tests.cli_calls import document, invoke
 from tools.make_fixture import FOLDER, SNAPSHOTS, allow_settings, app_state, stateful
 

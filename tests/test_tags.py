@@ -16,7 +16,7 @@ from casnap.errors import (
     SnapshotExistsError,
     SnapshotNotFoundError,
 )
-from casnap.format.format import Row
+from casnap.format.records import Row
 from tests.cli_calls import document, failure, invoke
 from tests.faults import assert_holds, elsewhere, faults, files, take
 from tests.test_cli import Terminal

@@ -15,7 +15,7 @@ import torch
 from casnap import Snapshot, StateDict, Store, release_memory
 from casnap.errors import NestedTakeError
 from casnap.runtime import buffers
-from casnap.runtime.pipeline import cores
+from casnap.runtime.threads import cores
 from casnap.take import staging
 from tests.faults import CHUNK, app_state, assert_store, backend_faults, in_child, take
 

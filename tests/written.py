@@ -9,7 +9,8 @@ import torch
 
 from casnap import Snapshot, Store
 from casnap.format.digest import DIGEST_SIZE
-from casnap.format.format import (
+from casnap.format.grid import Cells, grid_of
+from casnap.format.records import (
     INLINE_BYTES,
     INLINE_DIGESTS,
     BoxedTensorEntry,
@@ -23,16 +24,15 @@ from casnap.format.format import (
     encode,
     with_payload,
 )
-from casnap.format.grid import Cells, grid_of
 from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
 from casnap.runtime.buffers import bytes_at
-from casnap.runtime.pipeline import Crew
+from casnap.runtime.threads import Crew
 from casnap.state.flatten import Leaf, flatten
 from casnap.state.tensors import itemsize_of
 from casnap.storage.commit import Transaction
-from casnap.storage.manifest import build
 from casnap.storage.table import setting
+from casnap.storage.tree import build
 
 State = Mapping[str, Mapping[str, Any]]
 

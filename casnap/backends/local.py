@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from casnap.backends.base import Backend, translated
-from casnap.backends.names import NewNames
+from casnap.backends.durability import NewNames
 from casnap.errors import BackendError
-from casnap.format.format import CONFIG_KEY
+from casnap.format.records import CONFIG_KEY
 from casnap.runtime.buffers import PAGE, address_of
 
 _DIRECT = getattr(os, "O_DIRECT", 0)

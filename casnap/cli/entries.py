@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from casnap.errors import DamagedError
-from casnap.format.format import (
+from casnap.format.records import (
     BoxedTensorEntry,
     ContainerEntry,
     Entry,

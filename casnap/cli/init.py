@@ -7,7 +7,7 @@ import re
 import click
 
 from casnap.cli.output import Failure, emit, json_option, quoted, safe
-from casnap.format.format import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
+from casnap.format.records import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
 from casnap.storage.location import locate_store
 from casnap.store import Store
 

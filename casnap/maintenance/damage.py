@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from casnap.backends import Backend
 from casnap.errors import BackendError, DamagedError, ExhaustedError
-from casnap.format.format import root_key
+from casnap.format.records import root_key
 from casnap.storage.roots import read_root
 
 

@@ -9,10 +9,10 @@ from typing import Literal
 
 from casnap.errors import StoreError
 from casnap.format.digest import Digest
-from casnap.format.format import BoxedTensorEntry, Boxes, Entry, payload_of
+from casnap.format.records import BoxedTensorEntry, Boxes, Entry, payload_of
 from casnap.format.region import Region
 from casnap.storage.contents import Contents
-from casnap.storage.manifest import Tree
+from casnap.storage.tree import Tree
 
 Kind = Literal["added", "removed", "changed"]
 

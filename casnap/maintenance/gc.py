@@ -27,11 +27,11 @@ from casnap.errors import (
     StoreError,
 )
 from casnap.format.digest import split_digests
-from casnap.format.format import PackId, Root, pack_key, root_key
-from casnap.maintenance.inventory import Inventory, base_of
+from casnap.format.records import PackId, Root, pack_key, root_key
+from casnap.maintenance.files import Inventory, base_of
 from casnap.maintenance.marks import Marks, Progress
 from casnap.maintenance.repack import repack, sparse_packs
-from casnap.runtime.pipeline import Crew, gently, undisturbed
+from casnap.runtime.threads import Crew, gently, undisturbed
 from casnap.storage.index import View
 from casnap.storage.objects import Objects, take_again
 from casnap.storage.roots import succeed

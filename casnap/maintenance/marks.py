@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from casnap.format.format import PackId, RawRecord, Root, segment_records
+from casnap.format.records import PackId, RawRecord, Root, segment_records
 from casnap.maintenance.references import MANIFEST, TABLE, digest_in, is_node, of_row, walk
 from casnap.storage.objects import Objects
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from casnap.errors import DamagedError
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
-from casnap.format.format import LIST_DIGESTS, MAX_DEPTH, Entry, Manifest, Row, decode, payload_of
-from casnap.storage.manifest import DEEP, Load, Tree
+from casnap.format.records import LIST_DIGESTS, MAX_DEPTH, Entry, Manifest, Row, decode, payload_of
 from casnap.storage.objects import Objects
+from casnap.storage.tree import DEEP, Load, Tree
 
 TABLE, MANIFEST, TREE, DATA = b"T", b"m", b"t", b"d"
 _TOGETHER = 64

@@ -12,9 +12,9 @@ from functools import partial
 from casnap.errors import DamagedError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
-from casnap.format.format import PackId, Root
+from casnap.format.records import PackId, Root
 from casnap.maintenance.marks import Marks
-from casnap.runtime.pipeline import Crew
+from casnap.runtime.threads import Crew
 from casnap.storage.commit import Transaction
 from casnap.storage.index import View
 from casnap.storage.objects import Objects, ReadOptions, Want

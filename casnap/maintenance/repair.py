@@ -24,7 +24,7 @@ from casnap.errors import (
 )
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
-from casnap.format.format import (
+from casnap.format.records import (
     CONFIG_KEY,
     PackId,
     Place,
@@ -35,14 +35,14 @@ from casnap.format.format import (
     pack_key,
 )
 from casnap.maintenance.damage import Damage, kind_of, roots_damaged
-from casnap.maintenance.heal import chunks_in
-from casnap.maintenance.inventory import Inventory
-from casnap.maintenance.listing import bad_records, can_lie_at, read_footer
+from casnap.maintenance.files import Inventory
 from casnap.maintenance.marks import Progress
+from casnap.maintenance.places import bad_records, can_lie_at, read_footer
 from casnap.maintenance.repack import one_at_a_time
+from casnap.maintenance.sources import chunks_in
 from casnap.maintenance.survey import Survey
 from casnap.runtime.buffers import shared_pool
-from casnap.runtime.pipeline import Crew, undisturbed
+from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.index import View
 from casnap.storage.objects import Objects, ReadOptions, Want
 from casnap.storage.pack import CHUNKS, NODES, PackWriter, moved_place, new_id

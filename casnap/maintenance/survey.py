@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from casnap.errors import BackendError, DamagedError, ExhaustedError
 from casnap.format.digest import Digest, split_digests
-from casnap.format.format import (
+from casnap.format.records import (
     FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
     BoxedTensorEntry,
@@ -32,11 +32,11 @@ from casnap.format.format import (
     segment_key,
 )
 from casnap.maintenance.damage import ALL, UNREAD, Damage, Hurt, kind_of, why_unread
-from casnap.maintenance.listing import Listing, bad_records, can_lie_at, read_footer
 from casnap.maintenance.marks import Progress
+from casnap.maintenance.places import Listing, bad_records, can_lie_at, read_footer
 from casnap.storage.contents import Contents
-from casnap.storage.manifest import Branch, Child, Leaf, Tree
 from casnap.storage.objects import Objects, Want
+from casnap.storage.tree import Branch, Child, Leaf, Tree
 
 T = TypeVar("T")
 _LOOKS = 5

@@ -1,6 +1,6 @@
 """What the ranks of one operation tell each other: collectives that carry errors, with a deadline.
 
-All run on a gloo group of casnap's own (:mod:`casnap.ranks.links`), never on the trainer's. Each begins
+All run on a gloo group of casnap's own (:mod:`casnap.ranks.link`), never on the trainer's. Each begins
 by telling all others how much follows. A rank that has failed tells them that instead, whichever
 collective they are in; so an error on one rank is raised on all, and the group stays in step. A
 rank that is killed or hangs breaks the group: whoever waits for it hears of that from gloo, finds
@@ -27,9 +27,9 @@ import torch.distributed as dist
 from casnap import errors
 from casnap.errors import CasnapError, RankError, StateError
 from casnap.format.digest import digest_of
-from casnap.format.format import encode
-from casnap.ranks.links import PATIENCE, Link, LostError, Said, ranks_named
-from casnap.state.modes import plain
+from casnap.format.records import encode
+from casnap.ranks.link import PATIENCE, Link, LostError, Said, ranks_named
+from casnap.state.torch_modes import plain
 
 Part = bytes | memoryview
 

@@ -13,7 +13,8 @@ import torch
 
 from casnap.errors import DamagedError, StateError
 from casnap.format.digest import split_digests
-from casnap.format.format import (
+from casnap.format.grid import Cells, Grid
+from casnap.format.records import (
     INLINE_BYTES,
     BoxedTensorEntry,
     Entry,
@@ -21,13 +22,11 @@ from casnap.format.format import (
     TensorEntry,
     payload_of,
 )
-from casnap.format.grid import Cells, Grid
 from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
-from casnap.runtime.pipeline import collector_paused
-from casnap.state.modes import fill
+from casnap.runtime.threads import collector_paused
 from casnap.state.tensors import (
     Leaf,
     allocate,
@@ -37,6 +36,7 @@ from casnap.state.tensors import (
     is_numpy,
     itemsize_of,
 )
+from casnap.state.torch_modes import fill
 from casnap.storage.contents import Contents
 from casnap.storage.objects import ReadOptions, Want
 from casnap.take.staging import pin, settle_workers

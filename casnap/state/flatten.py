@@ -1,6 +1,6 @@
 """A state as leaves with paths, and back.
 
-A container becomes a :class:`~casnap.format.format.ContainerEntry`, whose spec holds the keys in their
+A container becomes a :class:`~casnap.format.records.ContainerEntry`, whose spec holds the keys in their
 order, and below its path the leaves of its elements. Both ways walk with a stack of their own, so
 depth costs no recursion.
 """
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedTypeError
-from casnap.format.format import ContainerEntry, Payload, TensorEntry, ValueEntry, encode
+from casnap.format.records import ContainerEntry, Payload, TensorEntry, ValueEntry, encode
 from casnap.state.containers import Build, Node, open_container, open_sparse, reopen, segment_of
 from casnap.state.overlap import overlaps_itself
-from casnap.state.sharding import Shards, shards_of
+from casnap.state.sharded import Shards, shards_of
 from casnap.state.tensors import HollowTensorError, Leaf, assemble, describe, is_fillable
 from casnap.state.values import MALFORMED, decode_value, encode_value
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from casnap.errors import DamagedError, StateError, UnsupportedFormatError, UnsupportedTypeError
-from casnap.format.format import Entry, Payload, Quantization, TensorEntry
-from casnap.state.sharding import Shards, quietly, shards_of
+from casnap.format.records import Entry, Payload, Quantization, TensorEntry
+from casnap.state.sharded import Shards, quietly, shards_of
 
 if TYPE_CHECKING:
     import numpy as np

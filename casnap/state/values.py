@@ -21,9 +21,9 @@ from msgspec import Struct
 from torch.torch_version import TorchVersion
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
-from casnap.format.format import decode, encode
+from casnap.format.records import decode, encode
 from casnap.state.pickles import RefusedError
-from casnap.state.saved import bounded
+from casnap.state.torch_save import bounded
 
 PACKED_FROM = 1001
 """A list, tuple or set of so many plain values or more is one entry."""

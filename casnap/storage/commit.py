@@ -17,7 +17,7 @@ from msgspec import Struct
 from casnap.errors import FencedError, StorageFullError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
-from casnap.format.format import (
+from casnap.format.records import (
     ID_SIZE,
     INLINE_METADATA_BYTES,
     NodeRef,
@@ -33,15 +33,15 @@ from casnap.format.format import (
     segment_key,
 )
 from casnap.runtime.buffers import shared_pool
-from casnap.runtime.pipeline import Crew
+from casnap.runtime.threads import Crew
 from casnap.storage.index import View
-from casnap.storage.manifest import DEEP, Shape, Tree, table_shape
 from casnap.storage.objects import Objects
 from casnap.storage.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, moved_place
-from casnap.storage.packset import PackSet
+from casnap.storage.pack_set import PackSet
 from casnap.storage.reliance import PASSED, Reliance
 from casnap.storage.roots import following, put_root
 from casnap.storage.segments import added, written
+from casnap.storage.tree import DEEP, Shape, Tree, table_shape
 
 Changes = Mapping[str, Row | None]
 """Rows of the table to set, or (None) to remove."""

@@ -12,7 +12,7 @@ from casnap.errors import (
     NotAStoreError,
     UnsupportedFormatError,
 )
-from casnap.format.format import (
+from casnap.format.records import (
     CONFIG_KEY,
     FORMAT,
     KNOWN_FEATURES,

@@ -13,7 +13,8 @@ from typing import Any
 
 from casnap.errors import DamagedError, EntryNotFoundError, SnapshotNotFoundError, nearest
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
-from casnap.format.format import (
+from casnap.format.grid import Cells, grid_of
+from casnap.format.records import (
     INLINE_BYTES,
     LIST_DIGESTS,
     MAX_DEPTH,
@@ -26,10 +27,9 @@ from casnap.format.format import (
     decode,
     payload_of,
 )
-from casnap.format.grid import Cells, grid_of
 from casnap.format.tiling import tiling_of
-from casnap.storage.manifest import Tree
 from casnap.storage.objects import Objects
+from casnap.storage.tree import Tree
 
 # What is 64 KiB as JSON is up to 148 kB as a node: a float of three letters takes nine bytes. Bytes
 # that are no such metadata could take sixty times as much memory when they are decoded.

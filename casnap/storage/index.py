@@ -18,7 +18,7 @@ import lmdb
 from casnap.backends.base import EXHAUSTED, Backend
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, digest_of
-from casnap.format.format import (
+from casnap.format.records import (
     PackId,
     Place,
     Record,
@@ -30,8 +30,8 @@ from casnap.format.format import (
     segment_count,
     segment_key,
 )
-from casnap.storage.facts import Facts, LmdbFacts, MemoryFacts, facts_for
-from casnap.storage.packset import PackSet
+from casnap.storage.cache import Facts, LmdbFacts, MemoryFacts, facts_for
+from casnap.storage.pack_set import PackSet
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")

@@ -23,7 +23,8 @@ from casnap.errors import (
     StoreError,
     UntrustedStoreError,
 )
-from casnap.format.format import (
+from casnap.format.names import check_name
+from casnap.format.records import (
     CONFIG_KEY,
     DEEP_TABLE,
     DEFAULT_CHUNK_SIZE,
@@ -34,7 +35,6 @@ from casnap.format.format import (
     StoreConfig,
     root_key,
 )
-from casnap.format.names import check_name
 from casnap.runtime.environment import crowded_folders, trust_file
 from casnap.storage.config import headless, read_config
 from casnap.storage.roots import sealed_root

@@ -17,7 +17,7 @@ from casnap.errors import (
 )
 from casnap.format.codec import decompress
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
-from casnap.format.format import (
+from casnap.format.records import (
     MAX_NODE_BYTES,
     Place,
     Record,
@@ -26,12 +26,12 @@ from casnap.format.format import (
     pack_key,
 )
 from casnap.runtime.buffers import PAGE, SLOTS, Slot, shared_pool
-from casnap.runtime.pipeline import Crew, Shared, cores
+from casnap.runtime.threads import Crew, Shared, cores
 from casnap.storage.config import read_config
 from casnap.storage.index import Index, View
-from casnap.storage.manifest import Tree, table_shape
+from casnap.storage.reads import Run, coalesced, is_possible
 from casnap.storage.roots import check_writable, newest_root
-from casnap.storage.runs import Run, coalesced, is_possible
+from casnap.storage.tree import Tree, table_shape
 
 V = TypeVar("V")
 

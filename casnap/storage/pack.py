@@ -14,7 +14,7 @@ from casnap.backends.base import Backend
 from casnap.errors import StateError
 from casnap.format.codec import Codec, compress
 from casnap.format.digest import Digest, digest_of
-from casnap.format.format import (
+from casnap.format.records import (
     FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
     PackId,
@@ -25,7 +25,7 @@ from casnap.format.format import (
 )
 from casnap.runtime import buffers
 from casnap.runtime.buffers import PAGE, Pool, Slot
-from casnap.runtime.pipeline import Crew, Worker
+from casnap.runtime.threads import Crew, Worker
 
 CHUNKS, NODES = b"p", b"t"
 _ALIGN_FROM = 64 << 10

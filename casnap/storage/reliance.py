@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from casnap.errors import DamagedError, FencedError
 from casnap.format.digest import Digest, split_digests
-from casnap.format.format import (
+from casnap.format.records import (
     FOOTER_RECORD_SIZE,
     ID_SIZE,
     PackId,

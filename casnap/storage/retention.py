@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from casnap.errors import BackendError, DamagedError, ExhaustedError
-from casnap.format.format import Row
+from casnap.format.records import Row
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table, publish, unmark

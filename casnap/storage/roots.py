@@ -21,7 +21,7 @@ from casnap.errors import (
     UnsupportedFormatError,
 )
 from casnap.format.digest import DIGEST_SIZE
-from casnap.format.format import (
+from casnap.format.records import (
     ID_SIZE,
     KNOWN_FEATURES,
     MAX_ROOT_BYTES,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from casnap.errors import StorageFullError
-from casnap.format.format import (
+from casnap.format.records import (
     PackId,
     Record,
     Root,

@@ -16,12 +16,12 @@ from casnap.errors import (
     SnapshotNotFoundError,
     StateError,
 )
-from casnap.format.format import DEEP_TABLE, MAX_METADATA_BYTES, Root, Row
 from casnap.format.names import MARKER, check_name
-from casnap.runtime.pipeline import Crew, undisturbed
+from casnap.format.records import DEEP_TABLE, MAX_METADATA_BYTES, Root, Row
+from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import Transaction
-from casnap.storage.manifest import Tree
 from casnap.storage.objects import Objects
+from casnap.storage.tree import Tree
 
 _log = logging.getLogger("casnap")
 _FENCED_TRIES = 3

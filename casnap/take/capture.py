@@ -8,17 +8,17 @@ from typing import NamedTuple
 import torch
 
 from casnap.errors import NotStatefulError, UnsupportedTypeError
-from casnap.format.format import INLINE_BYTES, MAX_PATH_CHARS, TensorEntry, payload_of
 from casnap.format.grid import Grid, grid_of
+from casnap.format.records import INLINE_BYTES, MAX_PATH_CHARS, TensorEntry, payload_of
 from casnap.format.region import Region
 from casnap.format.tiling import Tiling
 from casnap.runtime.buffers import bytes_at
 from casnap.state.containers import segment_of
 from casnap.state.flatten import flatten
-from casnap.state.modes import plain
-from casnap.state.sharding import Shards
-from casnap.state.state import RNGState, Stateful
+from casnap.state.sharded import Shards
+from casnap.state.stateful import RNGState, Stateful
 from casnap.state.tensors import Leaf, elements, is_numpy, itemsize_of
+from casnap.state.torch_modes import plain
 from casnap.take.staging import (
     Part,
     Piece,

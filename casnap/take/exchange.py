@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from casnap.errors import RankError
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.ranks.comm import Comm
-from casnap.ranks.links import ranks_named
-from casnap.runtime.pipeline import Crew, Shared
-from casnap.take.edges import Edges
+from casnap.ranks.link import ranks_named
+from casnap.runtime.threads import Crew, Shared
+from casnap.take.split_cells import Edges
 from casnap.take.staging import Piece
 
 # Seconds that a round waits for more questions, and that a thread sleeps before it looks again.

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 
 from casnap.errors import StateError
-from casnap.format.format import Row
-from casnap.runtime.pipeline import NO_THREADS, Worker
+from casnap.format.records import Row
+from casnap.runtime.threads import NO_THREADS, Worker
 
 # One take at a time in a process: pending ones keep their order, and share their buffers.
 # A lock around what a caller does, and the take that goes on after that: an interrupt could lose

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from casnap.format.format import ContainerEntry, TensorEntry
+from casnap.format.records import ContainerEntry, TensorEntry
 from casnap.state.containers import segment_of
-from casnap.state.sharding import Shards
+from casnap.state.sharded import Shards
 from casnap.state.tensors import Leaf, is_numpy
 from casnap.take.capture import Capture
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from casnap.format.format import MAX_CHUNK_SIZE
 from casnap.format.grid import Grid
+from casnap.format.records import MAX_CHUNK_SIZE
 from casnap.format.region import Region
 from casnap.format.tiling import Tiling
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot, bytes_at, view_at
-from casnap.runtime.pipeline import Crew, Shared, cores
+from casnap.runtime.threads import Crew, Shared, cores
 
 PIECE_BYTES = 8 << 20
 _BATCH = 256

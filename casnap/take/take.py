@@ -16,27 +16,27 @@ import msgspec
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest
-from casnap.format.format import INLINE_BYTES, Root, Row, Stats, encode, payload_of
 from casnap.format.names import MARKER
+from casnap.format.records import INLINE_BYTES, Root, Row, Stats, encode, payload_of
 from casnap.ranks.comm import Alone, Comm
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
-from casnap.runtime.pipeline import Crew, Shared, collector_paused, cores, undisturbed
-from casnap.state.modes import plain
-from casnap.state.state import RNGState, Stateful, same_random_state
+from casnap.runtime.threads import Crew, Shared, collector_paused, cores, undisturbed
+from casnap.state.stateful import RNGState, Stateful, same_random_state
+from casnap.state.torch_modes import plain
 from casnap.storage.commit import Partners, Transaction
 from casnap.storage.objects import Objects
 from casnap.storage.pack import Choose
 from casnap.storage.retention import Pruning, Retention, check_retention, prune
 from casnap.storage.table import check_free, checked_metadata, setting
 from casnap.take import pending as background
-from casnap.take.agreement import Agreed, Hashed, agree, alone
 from casnap.take.capture import Capture, random_states_first
-from casnap.take.edges import Edges
+from casnap.take.division import Division, divide
 from casnap.take.exchange import Exchange
-from casnap.take.handover import check_written, follow, lead
+from casnap.take.joint_commit import check_written, follow, lead
+from casnap.take.ownership import Agreed, Hashed, agree, alone
 from casnap.take.pending import PendingTake
 from casnap.take.scopes import rules_for
-from casnap.take.sharing import Division, divide
+from casnap.take.split_cells import Edges
 from casnap.take.staging import PIECE_BYTES, Held, Piece, batched, give_back
 
 _log = logging.getLogger("casnap")

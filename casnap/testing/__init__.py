@@ -12,7 +12,7 @@ import sys
 
 from casnap.backends import Backend, LocalBackend
 from casnap.format.codec import Codec
-from casnap.format.format import DEFAULT_CHUNK_SIZE
+from casnap.format.records import DEFAULT_CHUNK_SIZE
 from casnap.storage.location import Location
 from casnap.store import Store
 from casnap.testing.faults import (

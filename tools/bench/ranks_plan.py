@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from casnap.format.format import Payload, TensorEntry, encode
 from casnap.format.grid import grid_of
-from casnap.restore.passing import Units, deal_out, window_for
+from casnap.format.records import Payload, TensorEntry, encode
+from casnap.restore.shared_reads import Units, deal_out, window_for
 from casnap.runtime.buffers import SLOT_BYTES
-from casnap.runtime.pipeline import collector_paused
-from casnap.take import exchange, sharing
+from casnap.runtime.threads import collector_paused
+from casnap.take import division as sharing
+from casnap.take import exchange
 from casnap.take.plan import own_runs, part_region
 from tools.bench.measure import PeakMemory
 from tools.bench.settings import GIB, MIB, Settings

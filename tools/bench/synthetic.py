@@ -12,7 +12,7 @@ from pathlib import Path
 
 from casnap import Store
 from casnap.format.digest import Digest
-from casnap.format.format import (
+from casnap.format.records import (
     Manifest,
     PackId,
     Payload,
@@ -23,10 +23,10 @@ from casnap.format.format import (
     encode,
     pack_key,
 )
-from casnap.runtime.pipeline import Crew, undisturbed
+from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import Transaction
-from casnap.storage.manifest import build
 from casnap.storage.table import setting
+from casnap.storage.tree import build
 
 _CHUNK = 1 << 20
 _TENSORS = 100

@@ -20,25 +20,25 @@ import torch
 
 from casnap.errors import StateError
 from casnap.format.digest import digest_of
-from casnap.format.format import (
+from casnap.format.grid import Grid, grid_of
+from casnap.format.records import (
     BoxedTensorEntry,
     Boxes,
     Entry,
     TensorEntry,
     encode,
 )
-from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region
 from casnap.format.tiling import MAX_BOXES, Tiling
 from casnap.ranks.comm import Comm
-from casnap.ranks.links import ranks_named
-from casnap.state.sharding import Shards, holders_of
+from casnap.ranks.link import ranks_named
+from casnap.state.sharded import Shards, holders_of
 from casnap.state.tensors import itemsize_of
 from casnap.take.capture import Assignment, Capture, grid_for
-from casnap.take.edges import Target
 from casnap.take.plan import RankPlan, TensorPlan, own_runs, part_region, plan_tensor
 from casnap.take.sampling import Sampler
 from casnap.take.scopes import Rules, Scope, scopes_of
+from casnap.take.split_cells import Target
 from casnap.take.staging import Part
 
 _log = logging.getLogger("casnap")

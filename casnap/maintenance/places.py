@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from casnap.backends import Backend
 from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest
-from casnap.format.format import (
+from casnap.format.records import (
     FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
     PackId,
@@ -21,7 +21,7 @@ from casnap.format.format import (
     segment_records,
 )
 from casnap.storage.objects import Objects, Want
-from casnap.storage.runs import is_possible
+from casnap.storage.reads import is_possible
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15

@@ -26,11 +26,11 @@ from msgspec import Struct
 
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, digest_of
-from casnap.format.format import encode
+from casnap.format.records import encode
 from casnap.ranks.comm import Comm
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot
-from casnap.runtime.pipeline import Crew, Shared, cores
+from casnap.runtime.threads import Crew, Shared, cores
 from casnap.storage.objects import DEFAULT_READ, Objects, ReadOptions, Want
 
 _log = logging.getLogger("casnap")

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from casnap.format.digest import digest_of
-from casnap.format.format import encode
+from casnap.format.records import encode
 
 T = TypeVar("T")
 Said = tuple[str, str]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from casnap.format.format import PackId
+from casnap.format.records import PackId
 
 
 class PackSet:

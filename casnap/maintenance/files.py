@@ -9,8 +9,8 @@ from functools import cache
 
 from casnap.backends.base import Backend
 from casnap.errors import BackendError, DamagedError
-from casnap.format.format import PackId, Root, id_from_name, pack_key, segment_key
-from casnap.runtime.pipeline import Crew, Shared
+from casnap.format.records import PackId, Root, id_from_name, pack_key, segment_key
+from casnap.runtime.threads import Crew, Shared
 from casnap.storage.index import View
 from casnap.storage.roots import read_root
 

@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 import lmdb
 
 from casnap.format.digest import Digest, digest_of
-from casnap.format.format import ID_SIZE, PackId, Place, Record, SegmentId
+from casnap.format.records import ID_SIZE, PackId, Place, Record, SegmentId
 from casnap.runtime.environment import boot_id, cache_folder
 from casnap.storage.lmdb_files import WRITING, inode, nbytes, open_environment, remove
 

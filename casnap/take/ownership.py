@@ -18,7 +18,7 @@ import msgspec
 
 from casnap.errors import StateError
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
-from casnap.format.format import (
+from casnap.format.records import (
     INLINE_BYTES,
     INLINE_DIGESTS,
     LIST_DIGESTS,
@@ -32,10 +32,10 @@ from casnap.format.format import (
     with_payload,
 )
 from casnap.ranks.comm import Comm
-from casnap.storage.manifest import build
+from casnap.storage.tree import build
 from casnap.take.capture import Capture
+from casnap.take.division import OWN_NAMES, Division, owner_of, path_part, said_by_all
 from casnap.take.scopes import Scope
-from casnap.take.sharing import OWN_NAMES, Division, owner_of, path_part, said_by_all
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""

@@ -10,9 +10,8 @@ import torch
 
 from casnap.errors import MismatchError
 from casnap.format.digest import split_digests
-from casnap.format.format import INLINE_BYTES, Payload, TensorEntry
+from casnap.format.records import INLINE_BYTES, Payload, TensorEntry
 from casnap.format.region import Region
-from casnap.restore.indexing import Index, Selection, select
 from casnap.restore.loading import (
     Loading,
     check_entry,
@@ -22,8 +21,8 @@ from casnap.restore.loading import (
     preparation,
     with_item_axis,
 )
+from casnap.restore.selection import Index, Selection, select
 from casnap.state.flatten import inflate
-from casnap.state.modes import fill, plain
 from casnap.state.overlap import filled_in_place, overlaps_itself
 from casnap.state.tensors import (
     Leaf,
@@ -34,6 +33,7 @@ from casnap.state.tensors import (
     is_hollow,
     itemsize_of,
 )
+from casnap.state.torch_modes import fill, plain
 from casnap.storage.contents import Contents
 from casnap.storage.objects import ReadOptions, Want
 from casnap.take.staging import settle, settle_workers

@@ -12,8 +12,8 @@ import msgspec
 
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, digest_of
-from casnap.format.format import Boxes
 from casnap.format.grid import grid_of
+from casnap.format.records import Boxes
 from casnap.format.region import Region
 from casnap.format.tiling import tile
 from casnap.runtime.buffers import bytes_at, view_at
@@ -142,7 +142,7 @@ def _numpy(file: Path) -> Iterator[Found]:
 
 
 def _torch(file: Path) -> Iterator[Found]:
-    from casnap.state.saved import tensors_in
+    from casnap.state.torch_save import tensors_in
 
     with file.open("rb") as stream:
         for tensor in tensors_in(_mapped(stream), stream):

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from casnap.errors import DamagedError
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
-from casnap.format.format import DEEP_TABLE, Root, encode
+from casnap.format.records import DEEP_TABLE, Root, encode
 
 V = TypeVar("V")
 

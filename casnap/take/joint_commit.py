@@ -10,9 +10,9 @@ import msgspec
 
 from casnap.backends import Backend
 from casnap.errors import FencedError, RankError, StoreError
-from casnap.format.format import Row, SegmentId, encode, pack_key, segment_key
+from casnap.format.records import Row, SegmentId, encode, pack_key, segment_key
 from casnap.ranks.comm import Comm, as_error, told
-from casnap.ranks.links import Said
+from casnap.ranks.link import Said
 from casnap.storage.commit import Handover, Partners, Transaction
 
 _log = logging.getLogger("casnap")

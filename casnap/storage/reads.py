@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from casnap.format.format import ID_SIZE, MAX_NODE_BYTES, Place
+from casnap.format.records import ID_SIZE, MAX_NODE_BYTES, Place
 from casnap.runtime.buffers import PAGE
 
 T = TypeVar("T")
