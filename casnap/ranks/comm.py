@@ -29,7 +29,7 @@ from casnap.errors import CasnapError, RankError, StateError
 from casnap.format.digest import digest_of
 from casnap.format.records import encode
 from casnap.ranks.link import PATIENCE, Link, LostError, Said, ranks_named
-from casnap.state.torch_modes import plain
+from casnap.runtime.torch_modes import plain
 
 Part = bytes | memoryview
 

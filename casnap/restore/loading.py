@@ -27,6 +27,7 @@ from casnap.format.tiling import tiling_of
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
 from casnap.runtime.threads import collector_paused
+from casnap.runtime.torch_modes import fill
 from casnap.state.tensors import (
     Leaf,
     allocate,
@@ -36,7 +37,6 @@ from casnap.state.tensors import (
     is_numpy,
     itemsize_of,
 )
-from casnap.state.torch_modes import fill
 from casnap.storage.contents import Contents
 from casnap.storage.objects import ReadOptions, Want
 from casnap.take.staging import pin, settle_workers

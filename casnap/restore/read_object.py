@@ -22,6 +22,7 @@ from casnap.restore.loading import (
     with_item_axis,
 )
 from casnap.restore.selection import Index, Selection, select
+from casnap.runtime.torch_modes import fill, plain
 from casnap.state.flatten import inflate
 from casnap.state.overlap import filled_in_place, overlaps_itself
 from casnap.state.tensors import (
@@ -33,7 +34,6 @@ from casnap.state.tensors import (
     is_hollow,
     itemsize_of,
 )
-from casnap.state.torch_modes import fill, plain
 from casnap.storage.contents import Contents
 from casnap.storage.objects import ReadOptions, Want
 from casnap.take.staging import settle, settle_workers

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import torch
 
+from casnap.runtime.torch_modes import fill
 from casnap.state.tensors import elements
-from casnap.state.torch_modes import fill
 
 Name = TypeVar("Name", bound=tuple[str, int])
 

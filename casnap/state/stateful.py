@@ -56,7 +56,7 @@ class RNGState:
 
         import torch
 
-        from casnap.state.torch_modes import plain
+        from casnap.runtime.torch_modes import plain
 
         version, words, gauss = random.getstate()
         with plain():
@@ -76,7 +76,7 @@ class RNGState:
 
         import torch
 
-        from casnap.state.torch_modes import plain
+        from casnap.runtime.torch_modes import plain
 
         version, words, gauss = state_dict["python"]
         with plain():
@@ -95,7 +95,7 @@ def same_random_state(a: Any, b: Any) -> bool:
     """Whether two random states, as :class:`RNGState` gives them, are the same."""
     import torch
 
-    from casnap.state.torch_modes import plain
+    from casnap.runtime.torch_modes import plain
 
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         with plain():

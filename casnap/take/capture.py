@@ -13,12 +13,12 @@ from casnap.format.records import INLINE_BYTES, MAX_PATH_CHARS, TensorEntry, pay
 from casnap.format.region import Region
 from casnap.format.tiling import Tiling
 from casnap.runtime.buffers import bytes_at
+from casnap.runtime.torch_modes import plain
 from casnap.state.containers import segment_of
 from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards
 from casnap.state.stateful import RNGState, Stateful
 from casnap.state.tensors import Leaf, elements, is_numpy, itemsize_of
-from casnap.state.torch_modes import plain
 from casnap.take.staging import (
     Part,
     Piece,

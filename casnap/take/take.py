@@ -21,8 +21,8 @@ from casnap.format.records import INLINE_BYTES, Root, Row, Stats, encode, payloa
 from casnap.ranks.comm import Alone, Comm
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.threads import Crew, Shared, collector_paused, cores, undisturbed
+from casnap.runtime.torch_modes import plain
 from casnap.state.stateful import RNGState, Stateful, same_random_state
-from casnap.state.torch_modes import plain
 from casnap.storage.commit import Partners, Transaction
 from casnap.storage.objects import Objects
 from casnap.storage.pack import Choose
