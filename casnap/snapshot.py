@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from casnap.format.entries import Entry
 from casnap.format.names import check_name
-from casnap.format.records import Entry, Row, Stats
+from casnap.format.records import Row, Stats
 from casnap.runtime import calls
 from casnap.storage.contents import Contents
 

@@ -16,9 +16,9 @@ import torch
 import casnap.maintenance.check
 import casnap.maintenance.gc
 import casnap.maintenance.repair
-import casnap.maintenance.usage  # noqa: F401
+import casnap.maintenance.usage
 import casnap.restore.restore
-import casnap.take.take
+import casnap.take.take  # noqa: F401
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import CasnapError, DamagedError
 from casnap.format.records import PackId, read_pack_footer

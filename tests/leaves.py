@@ -8,7 +8,7 @@ from collections import Counter, deque
 import numpy as np
 import torch
 
-from casnap.format.records import ContainerEntry
+from casnap.format.entries import ContainerEntry
 from casnap.state.flatten import flatten, inflate
 from casnap.state.tensors import allocate
 

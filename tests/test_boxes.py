@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from casnap import StateDict, Store
 from casnap.errors import EntryNotFoundError, MismatchError
-from casnap.format.records import BoxedTensorEntry, pack_key
+from casnap.format.entries import BoxedTensorEntry
+from casnap.format.records import pack_key
 from casnap.format.region import Region
 from casnap.maintenance.diff import Change
 from casnap.restore.loading import Loading

@@ -26,15 +26,13 @@ from casnap.cli.shares import share
 from casnap.errors import CasnapError
 from casnap.format.codec import Codec, compress, decompress
 from casnap.format.digest import digest_of
+from casnap.format.entries import Entry, Manifest, TensorEntry
 from casnap.format.names import check_name
 from casnap.format.records import (
     CONFIG_KEY,
-    Entry,
-    Manifest,
     PackId,
     Row,
     StoreConfig,
-    TensorEntry,
     decode,
     encode,
     merged_segment,

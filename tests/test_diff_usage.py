@@ -17,7 +17,7 @@ import torch
 from casnap import StateDict, Store
 from casnap.errors import DamagedError, EntryNotFoundError, StoreError
 from casnap.format.digest import Digest, split_digests
-from casnap.format.records import Payload, TensorEntry, ValueEntry, payload_of
+from casnap.format.entries import Payload, TensorEntry, ValueEntry, payload_of
 from casnap.maintenance.diff import Change, diff
 from casnap.maintenance.usage import Usage, shared_bytes, stored_bytes, usage
 from casnap.storage.contents import Contents
@@ -386,6 +386,7 @@ def test_a_path_that_is_not_there_names_the_nearest(store: Store) -> None:
 
 
 def test_neither_imports_torch() -> None:
-    code = "import sys, casnap.maintenance.diff, casnap.maintenance.usage; print('torch' in sys.modules)"
+    modules = "sys, casnap.maintenance.diff, casnap.maintenance.usage"
+    code = f"import {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

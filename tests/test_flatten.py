@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.torch_version import TorchVersion
 
 from casnap.errors import DamagedError, UnsupportedTypeError
-from casnap.format.records import ContainerEntry, Payload, TensorEntry, ValueEntry
+from casnap.format.entries import ContainerEntry, Payload, TensorEntry, ValueEntry
 from casnap.state.flatten import Leaf, flatten, inflate, segment_of, tensor_targets
 from tests.leaves import leaves_of, round_trip, same
 

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
-from casnap.format.records import ContainerEntry, Payload, ValueEntry
+from casnap.format.entries import ContainerEntry, Payload, ValueEntry
 from casnap.state import flatten as flatten_module
 from casnap.state.flatten import Leaf, flatten, inflate, tensor_targets
 from casnap.state.stateful import RNGState, StateDict, Stateful

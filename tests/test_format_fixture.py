@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from casnap import RNGState, Snapshot, StateDict, Store
-from casnap.format.records import ContainerEntry, TensorEntry, ValueEntry, payload_of
+from casnap.format.entries import ContainerEntry, TensorEntry, ValueEntry, payload_of
 from tests.bitwise import assert_same
 from tools import make_fixture
 from tools.make_fixture import FOLDER, SNAPSHOTS, app_state, metadata

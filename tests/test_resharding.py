@@ -28,7 +28,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import StateError, UnsupportedTypeError
-from casnap.format.records import BoxedTensorEntry
+from casnap.format.entries import BoxedTensorEntry
 from casnap.format.region import Region
 from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards

@@ -12,7 +12,7 @@ from torch import nn
 
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.errors import MismatchError, NotStatefulError, SnapshotExistsError
-from casnap.format.records import TensorEntry
+from casnap.format.entries import TensorEntry
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
-from casnap.format.records import Payload, Quantization, TensorEntry
+from casnap.format.entries import Payload, Quantization, TensorEntry
 from casnap.state.tensors import (
     TENSOR_DTYPES,
     Leaf,
@@ -387,7 +387,7 @@ sys.modules["numpy"] = None  # as if it were not installed
 import torch
 from casnap.errors import UnsupportedTypeError
 from casnap.state.flatten import Leaf, flatten, inflate
-from casnap.format.records import Payload, TensorEntry
+from casnap.format.entries import Payload, TensorEntry
 from casnap.state.stateful import RNGState
 leaves = {l.path: l for l in flatten({"a": torch.ones(2), "b": 1}, "m")}
 assert inflate("m", leaves)["b"] == 1

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casnap.errors import DamagedError
+from casnap.format.entries import BoxedTensorEntry, Payload, TensorEntry
 from casnap.format.grid import grid_of
-from casnap.format.records import BoxedTensorEntry, Payload, TensorEntry
 from casnap.format.region import Region
 from casnap.format.tiling import MAX_BOXES, tile, tiling_of
 from tests.test_grid import chunk_sizes, cut, itemsizes, numbered, regions, shapes

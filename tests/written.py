@@ -9,21 +9,17 @@ import torch
 
 from casnap import Snapshot, Store
 from casnap.format.digest import DIGEST_SIZE
-from casnap.format.grid import Cells, grid_of
-from casnap.format.records import (
-    INLINE_BYTES,
-    INLINE_DIGESTS,
+from casnap.format.entries import (
     BoxedTensorEntry,
     Boxes,
     Entry,
     Manifest,
     Payload,
-    Row,
-    Stats,
     TensorEntry,
-    encode,
     with_payload,
 )
+from casnap.format.grid import Cells, grid_of
+from casnap.format.records import INLINE_BYTES, INLINE_DIGESTS, Row, Stats, encode
 from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
 from casnap.runtime.buffers import bytes_at

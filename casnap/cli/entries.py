@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from casnap.errors import DamagedError
-from casnap.format.records import (
+from casnap.format.entries import (
     BoxedTensorEntry,
     ContainerEntry,
     Entry,

@@ -20,7 +20,7 @@ from casnap.cli.output import (
     table,
 )
 from casnap.cli.places import facts_of, metadata_of
-from casnap.format.records import BoxedTensorEntry, ContainerEntry, Entry, TensorEntry, payload_of
+from casnap.format.entries import BoxedTensorEntry, ContainerEntry, Entry, TensorEntry, payload_of
 from casnap.maintenance.usage import shared_bytes
 from casnap.snapshot import Snapshot
 from casnap.storage.contents import Contents, Entries

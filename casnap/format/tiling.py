@@ -15,8 +15,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from casnap.errors import DamagedError
+from casnap.format.entries import BoxedTensorEntry, Boxes, TensorEntry
 from casnap.format.grid import Grid, grid_of
-from casnap.format.records import BoxedTensorEntry, Boxes, TensorEntry
 from casnap.format.region import Region
 
 MAX_BOXES = 1 << 16

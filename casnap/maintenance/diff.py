@@ -9,7 +9,7 @@ from typing import Literal
 
 from casnap.errors import StoreError
 from casnap.format.digest import Digest
-from casnap.format.records import BoxedTensorEntry, Boxes, Entry, payload_of
+from casnap.format.entries import BoxedTensorEntry, Boxes, Entry, payload_of
 from casnap.format.region import Region
 from casnap.storage.contents import Contents
 from casnap.storage.tree import Tree

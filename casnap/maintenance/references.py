@@ -11,7 +11,8 @@ from typing import Any
 
 from casnap.errors import DamagedError
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
-from casnap.format.records import LIST_DIGESTS, MAX_DEPTH, Entry, Manifest, Row, decode, payload_of
+from casnap.format.entries import Entry, Manifest, payload_of
+from casnap.format.records import LIST_DIGESTS, MAX_DEPTH, Row, decode
 from casnap.storage.objects import Objects
 from casnap.storage.tree import DEEP, Load, Tree
 

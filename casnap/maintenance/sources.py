@@ -12,8 +12,8 @@ import msgspec
 
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, digest_of
+from casnap.format.entries import Boxes
 from casnap.format.grid import grid_of
-from casnap.format.records import Boxes
 from casnap.format.region import Region
 from casnap.format.tiling import tile
 from casnap.runtime.buffers import bytes_at, view_at

@@ -12,12 +12,10 @@ from typing import TypeVar
 
 from casnap.errors import BackendError, DamagedError, ExhaustedError
 from casnap.format.digest import Digest, split_digests
+from casnap.format.entries import BoxedTensorEntry, Boxes, Entry, TensorEntry, payload_of
 from casnap.format.records import (
     FOOTER_RECORD_SIZE,
     PACK_TAIL_SIZE,
-    BoxedTensorEntry,
-    Boxes,
-    Entry,
     PackId,
     Place,
     Record,
@@ -25,10 +23,8 @@ from casnap.format.records import (
     Row,
     SegmentId,
     SegmentRef,
-    TensorEntry,
     merged_segment,
     pack_key,
-    payload_of,
     segment_key,
 )
 from casnap.maintenance.damage import ALL, UNREAD, Damage, Hurt, kind_of, why_unread

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from casnap.format.digest import Digest
-from casnap.format.records import Entry, Row, pack_key
+from casnap.format.entries import Entry
+from casnap.format.records import Row, pack_key
 from casnap.maintenance.references import MANIFEST, digest_in, is_node, references, walk
 from casnap.storage.contents import Contents
 from casnap.storage.index import View

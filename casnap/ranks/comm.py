@@ -1,10 +1,10 @@
 """What the ranks of one operation tell each other: collectives that carry errors, with a deadline.
 
-All run on a gloo group of casnap's own (:mod:`casnap.ranks.link`), never on the trainer's. Each begins
-by telling all others how much follows. A rank that has failed tells them that instead, whichever
-collective they are in; so an error on one rank is raised on all, and the group stays in step. A
-rank that is killed or hangs breaks the group: whoever waits for it hears of that from gloo, finds
-out who is at fault, and the next operation makes a new group.
+All run on a gloo group of casnap's own (:mod:`casnap.ranks.link`), never on the trainer's. Each
+begins by telling all others how much follows. A rank that has failed tells them that instead,
+whichever collective they are in; so an error on one rank is raised on all, and the group stays in
+step. A rank that is killed or hangs breaks the group: whoever waits for it hears of that from gloo,
+finds out who is at fault, and the next operation makes a new group.
 """
 
 from __future__ import annotations

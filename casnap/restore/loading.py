@@ -13,21 +13,16 @@ import torch
 
 from casnap.errors import DamagedError, StateError
 from casnap.format.digest import split_digests
+from casnap.format.entries import BoxedTensorEntry, Entry, Payload, TensorEntry, payload_of
 from casnap.format.grid import Cells, Grid
-from casnap.format.records import (
-    INLINE_BYTES,
-    BoxedTensorEntry,
-    Entry,
-    Payload,
-    TensorEntry,
-    payload_of,
-)
+from casnap.format.records import INLINE_BYTES
 from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import fill
+from casnap.state.cuda import pin, settle_workers
 from casnap.state.tensors import (
     Leaf,
     allocate,
@@ -39,7 +34,6 @@ from casnap.state.tensors import (
 )
 from casnap.storage.contents import Contents
 from casnap.storage.objects import ReadOptions, Want
-from casnap.take.staging import pin, settle_workers
 
 Progress = Callable[[int, int], None]
 Sink = Callable[[memoryview], None]

@@ -10,7 +10,8 @@ import torch
 
 from casnap.errors import MismatchError
 from casnap.format.digest import split_digests
-from casnap.format.records import INLINE_BYTES, Payload, TensorEntry
+from casnap.format.entries import Payload, TensorEntry
+from casnap.format.records import INLINE_BYTES
 from casnap.format.region import Region
 from casnap.restore.loading import (
     Loading,
@@ -23,6 +24,7 @@ from casnap.restore.loading import (
 )
 from casnap.restore.selection import Index, Selection, select
 from casnap.runtime.torch_modes import fill, plain
+from casnap.state.cuda import settle, settle_workers
 from casnap.state.flatten import inflate
 from casnap.state.overlap import filled_in_place, overlaps_itself
 from casnap.state.tensors import (
@@ -36,7 +38,6 @@ from casnap.state.tensors import (
 )
 from casnap.storage.contents import Contents
 from casnap.storage.objects import ReadOptions, Want
-from casnap.take.staging import settle, settle_workers
 
 
 @plain()

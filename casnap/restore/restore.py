@@ -12,20 +12,20 @@ import msgspec
 import torch
 
 from casnap.errors import MismatchError
-from casnap.format.records import ContainerEntry, Entry, TensorEntry, encode
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry
+from casnap.format.records import encode
 from casnap.ranks.comm import Comm
 from casnap.restore.loading import Loading, Progress
 from casnap.restore.shared_reads import fetch_once
 from casnap.runtime.torch_modes import plain
 from casnap.state.containers import reopen, segment_of
+from casnap.state.cuda import settle
 from casnap.state.flatten import flatten, inflate, shard_targets, tensor_targets
 from casnap.state.overlap import end_of, filled_in_place, overlapping
 from casnap.state.sharded import Shards, quietly, shards_of
-from casnap.state.stateful import RNGState, Stateful
+from casnap.state.stateful import RNGState, Stateful, random_states_first
 from casnap.state.tensors import Leaf, carrier_dtype, is_float4, is_hollow
 from casnap.storage.contents import Contents, rank_names
-from casnap.take.capture import random_states_first
-from casnap.take.staging import settle
 
 
 @dataclass

@@ -18,7 +18,8 @@ import torch
 from msgspec import Struct
 
 from casnap.errors import DamagedError, UnsupportedFormatError, UnsupportedTypeError
-from casnap.format.records import ContainerEntry, decode, encode
+from casnap.format.entries import ContainerEntry
+from casnap.format.records import decode, encode
 from casnap.state.values import (
     Key,
     find_class,

@@ -1,8 +1,8 @@
 """A state as leaves with paths, and back.
 
-A container becomes a :class:`~casnap.format.records.ContainerEntry`, whose spec holds the keys in their
-order, and below its path the leaves of its elements. Both ways walk with a stack of their own, so
-depth costs no recursion.
+A container becomes a :class:`~casnap.format.entries.ContainerEntry`, whose spec holds the keys in
+their order, and below its path the leaves of its elements. Both ways walk with a stack of their
+own, so depth costs no recursion.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedTypeError
-from casnap.format.records import ContainerEntry, Payload, TensorEntry, ValueEntry, encode
+from casnap.format.entries import ContainerEntry, Payload, TensorEntry, ValueEntry
+from casnap.format.records import encode
 from casnap.state.containers import Build, Node, open_container, open_sparse, reopen, segment_of
 from casnap.state.overlap import overlaps_itself
 from casnap.state.sharded import Shards, shards_of

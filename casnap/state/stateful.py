@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import sys
 from collections import UserDict
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
+
+from casnap.errors import NotStatefulError
 
 
 @runtime_checkable
@@ -130,3 +133,29 @@ def _set_numpy_state(state: dict[str, Any]) -> None:
         key = state["state"]["key"].cpu().numpy().astype(np.uint32)
         state = {**state, "state": {**state["state"], "key": key}}
     np.random.set_state(state)
+
+
+def random_states_first(app_state: Mapping[str, Stateful]) -> list[str]:
+    """Return the keys, that of the random state first, since to read states may draw from it.
+
+    Raises:
+        NotStatefulError: A value lacks ``state_dict`` or ``load_state_dict``.
+        RuntimeError: There are two random states.
+    """
+    if not isinstance(app_state, Mapping):
+        raise NotStatefulError(
+            f"an app state is a dict of keys and Statefuls, like {{'model': model}}; got a "
+            f"{type(app_state).__qualname__}"
+        )
+    for key, value in app_state.items():
+        if not isinstance(key, str):
+            raise NotStatefulError(f"the keys of an app state are str; got {key!r}")
+        if not isinstance(value, Stateful):
+            raise NotStatefulError(
+                f"app_state[{key!r}] is a {type(value).__qualname__}, which lacks state_dict() or "
+                "load_state_dict(); wrap plain values in casnap.StateDict"
+            )
+    random = [k for k, v in app_state.items() if isinstance(v, RNGState)]
+    if len(random) > 1:
+        raise RuntimeError(f"an app state holds one RNGState at most; found {', '.join(random)}")
+    return random + [k for k in app_state if k not in random]

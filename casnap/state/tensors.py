@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from casnap.errors import DamagedError, StateError, UnsupportedFormatError, UnsupportedTypeError
-from casnap.format.records import Entry, Payload, Quantization, TensorEntry
+from casnap.format.entries import Entry, Payload, Quantization, TensorEntry
 from casnap.state.sharded import Shards, quietly, shards_of
 
 if TYPE_CHECKING:

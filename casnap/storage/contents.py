@@ -13,19 +13,15 @@ from typing import Any
 
 from casnap.errors import DamagedError, EntryNotFoundError, SnapshotNotFoundError, nearest
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
+from casnap.format.entries import Entry, Manifest, Payload, TensorEntry, payload_of
 from casnap.format.grid import Cells, grid_of
 from casnap.format.records import (
     INLINE_BYTES,
     LIST_DIGESTS,
     MAX_DEPTH,
     MAX_METADATA_BYTES,
-    Entry,
-    Manifest,
-    Payload,
     Row,
-    TensorEntry,
     decode,
-    payload_of,
 )
 from casnap.format.tiling import tiling_of
 from casnap.storage.objects import Objects

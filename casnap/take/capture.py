@@ -7,27 +7,21 @@ from typing import NamedTuple
 
 import torch
 
-from casnap.errors import NotStatefulError, UnsupportedTypeError
+from casnap.errors import UnsupportedTypeError
+from casnap.format.entries import TensorEntry, payload_of
 from casnap.format.grid import Grid, grid_of
-from casnap.format.records import INLINE_BYTES, MAX_PATH_CHARS, TensorEntry, payload_of
+from casnap.format.records import INLINE_BYTES, MAX_PATH_CHARS
 from casnap.format.region import Region
 from casnap.format.tiling import Tiling
 from casnap.runtime.buffers import bytes_at
 from casnap.runtime.torch_modes import plain
 from casnap.state.containers import segment_of
+from casnap.state.cuda import settle
 from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards
-from casnap.state.stateful import RNGState, Stateful
+from casnap.state.stateful import RNGState, Stateful, random_states_first
 from casnap.state.tensors import Leaf, elements, is_numpy, itemsize_of
-from casnap.take.staging import (
-    Part,
-    Piece,
-    Source,
-    part_of,
-    pieces_between,
-    pieces_of,
-    settle,
-)
+from casnap.take.staging import Part, Piece, Source, part_of, pieces_between, pieces_of
 
 
 class Span(NamedTuple):
@@ -256,29 +250,3 @@ def _small_bytes(content: torch.Tensor | bytes) -> bytes:
         return b""
     host = elements(content).cpu().contiguous()
     return bytes_at(host.data_ptr(), host.nbytes)
-
-
-def random_states_first(app_state: Mapping[str, Stateful]) -> list[str]:
-    """Return the keys, that of the random state first, since to read states may draw from it.
-
-    Raises:
-        NotStatefulError: A value lacks ``state_dict`` or ``load_state_dict``.
-        RuntimeError: There are two random states.
-    """
-    if not isinstance(app_state, Mapping):
-        raise NotStatefulError(
-            f"an app state is a dict of keys and Statefuls, like {{'model': model}}; got a "
-            f"{type(app_state).__qualname__}"
-        )
-    for key, value in app_state.items():
-        if not isinstance(key, str):
-            raise NotStatefulError(f"the keys of an app state are str; got {key!r}")
-        if not isinstance(value, Stateful):
-            raise NotStatefulError(
-                f"app_state[{key!r}] is a {type(value).__qualname__}, which lacks state_dict() or "
-                "load_state_dict(); wrap plain values in casnap.StateDict"
-            )
-    random = [k for k, v in app_state.items() if isinstance(v, RNGState)]
-    if len(random) > 1:
-        raise RuntimeError(f"an app state holds one RNGState at most; found {', '.join(random)}")
-    return random + [k for k in app_state if k not in random]

@@ -20,14 +20,9 @@ import torch
 
 from casnap.errors import StateError
 from casnap.format.digest import digest_of
+from casnap.format.entries import BoxedTensorEntry, Boxes, Entry, TensorEntry
 from casnap.format.grid import Grid, grid_of
-from casnap.format.records import (
-    BoxedTensorEntry,
-    Boxes,
-    Entry,
-    TensorEntry,
-    encode,
-)
+from casnap.format.records import encode
 from casnap.format.region import Region
 from casnap.format.tiling import MAX_BOXES, Tiling
 from casnap.ranks.comm import Comm

@@ -18,19 +18,16 @@ import msgspec
 
 from casnap.errors import StateError
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
-from casnap.format.records import (
-    INLINE_BYTES,
-    INLINE_DIGESTS,
-    LIST_DIGESTS,
+from casnap.format.entries import (
     BoxedTensorEntry,
     Entry,
     Manifest,
     Payload,
     TensorEntry,
-    encode,
     payload_of,
     with_payload,
 )
+from casnap.format.records import INLINE_BYTES, INLINE_DIGESTS, LIST_DIGESTS, encode
 from casnap.ranks.comm import Comm
 from casnap.storage.tree import build
 from casnap.take.capture import Capture

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from casnap.format.records import ContainerEntry, TensorEntry
+from casnap.format.entries import ContainerEntry, TensorEntry
 from casnap.state.containers import segment_of
 from casnap.state.sharded import Shards
 from casnap.state.tensors import Leaf, is_numpy

@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from casnap.format.tiling import Tiling
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot, bytes_at, view_at
 from casnap.runtime.threads import Crew, Shared, cores
+from casnap.state.cuda import pin, side_stream
 
 PIECE_BYTES = 8 << 20
 _BATCH = 256
@@ -198,7 +198,7 @@ def _from_cuda(number: int, first: int, sizes: list[int], block: torch.Tensor) -
     try:
         pin(slot, block.device)
         target = torch.frombuffer(slot.view, dtype=torch.uint8, count=block.nbytes)
-        stream = _side_stream(block.device)
+        stream = side_stream(block.device)
         stream.wait_stream(torch.cuda.current_stream(block.device))
         with torch.cuda.stream(stream):
             target.copy_(block.reshape(-1).view(torch.uint8), non_blocking=True)
@@ -211,53 +211,6 @@ def _from_cuda(number: int, first: int, sizes: list[int], block: torch.Tensor) -
     return Piece(
         number, first, sizes, view, block, event.synchronize, lambda: _pinned.release(slot)
     )
-
-
-def settle(contents: Iterable[object]) -> None:
-    """Wait for what the calling thread has begun on the devices of these tensors."""
-    for device in _devices(contents):
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        elif (module := getattr(torch, device.type, None)) is not None:
-            # Of other accelerators casnap knows no streams: all that they do ends.
-            getattr(module, "synchronize", lambda: None)()
-
-
-def settle_workers(contents: Iterable[object]) -> None:
-    """Wait for what threads of casnap have begun on the GPUs of these tensors."""
-    for device in _devices(contents):
-        if device.type == "cuda":
-            torch.cuda.default_stream(device).synchronize()
-
-
-def _devices(contents: Iterable[object]) -> set[torch.device]:
-    tensors = (c for c in contents if isinstance(c, torch.Tensor))
-    return {t.device for t in tensors if t.device.type not in ("cpu", "meta")}
-
-
-def pin(slot: Slot, device: torch.device) -> None:
-    """Have the driver of GPUs know a slot, so that copies from and to it need no detour.
-
-    Args:
-        slot: The slot.
-        device: A GPU that this process uses. The slot serves all, but a thread that names none
-            would begin to use the first.
-    """
-    if slot.unpin is None:
-        address = buffers.address_of(slot.view)
-        with torch.cuda.device(device):
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(runtime.cudaHostRegister(address, len(slot.view), 0))
-        slot.unpin = partial(runtime.cudaHostUnregister, address)
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
 
 
 def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:

@@ -16,20 +16,21 @@ import msgspec
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest
+from casnap.format.entries import payload_of
 from casnap.format.names import MARKER
-from casnap.format.records import INLINE_BYTES, Root, Row, Stats, encode, payload_of
+from casnap.format.records import INLINE_BYTES, Root, Row, Stats, encode
 from casnap.ranks.comm import Alone, Comm
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.threads import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.runtime.torch_modes import plain
-from casnap.state.stateful import RNGState, Stateful, same_random_state
+from casnap.state.stateful import RNGState, Stateful, random_states_first, same_random_state
 from casnap.storage.commit import Partners, Transaction
 from casnap.storage.objects import Objects
 from casnap.storage.pack import Choose
 from casnap.storage.retention import Pruning, Retention, check_retention, prune
 from casnap.storage.table import check_free, checked_metadata, setting
 from casnap.take import pending as background
-from casnap.take.capture import Capture, random_states_first
+from casnap.take.capture import Capture
 from casnap.take.division import Division, divide
 from casnap.take.exchange import Exchange
 from casnap.take.joint_commit import check_written, follow, lead

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from casnap.format.entries import Payload, TensorEntry
 from casnap.format.grid import grid_of
-from casnap.format.records import Payload, TensorEntry, encode
+from casnap.format.records import encode
 from casnap.restore.shared_reads import Units, deal_out, window_for
 from casnap.runtime.buffers import SLOT_BYTES
 from casnap.runtime.threads import collector_paused

@@ -12,17 +12,8 @@ from pathlib import Path
 
 from casnap import Store
 from casnap.format.digest import Digest
-from casnap.format.records import (
-    Manifest,
-    PackId,
-    Payload,
-    Place,
-    Row,
-    Stats,
-    TensorEntry,
-    encode,
-    pack_key,
-)
+from casnap.format.entries import Manifest, Payload, TensorEntry
+from casnap.format.records import PackId, Place, Row, Stats, encode, pack_key
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import Transaction
 from casnap.storage.table import setting

@@ -1,0 +1,132 @@
+"""What a snapshot holds: the entries of a manifest.
+
+``docs/format.md`` gives the same byte for byte. What comes from a store is untrusted: each entry
+is decoded into a closed type.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+
+class Payload(Struct, frozen=True, array_like=True, gc=False):
+    """Some bytes: in place, or as the digests of chunks.
+
+    Attributes:
+        nbytes: Length of the bytes.
+        inline: The bytes themselves, up to 64 of them.
+        digests: Otherwise up to four digests, one behind the other.
+        depth: 0 where they name chunks; above, each names a list of digests of one depth less.
+    """
+
+    nbytes: int
+    inline: bytes = b""
+    digests: bytes = b""
+    depth: int = 0
+
+
+class Quantization(Struct, frozen=True, array_like=True):
+    """How the integers of a quantized tensor map to numbers.
+
+    Attributes:
+        scheme: ``per_tensor_affine``, ``per_channel_affine`` or
+            ``per_channel_affine_float_qparams``.
+        scales: Little-endian float64 (float32 for float qparams), one a channel.
+        zero_points: Little-endian int64 (float32 for float qparams), one a channel.
+        axis: The channel axis; 0 for ``per_tensor_affine``.
+    """
+
+    scheme: str
+    scales: bytes
+    zero_points: bytes
+    axis: int = 0
+
+
+class TensorEntry(Struct, frozen=True, array_like=True, tag="t", gc=False):
+    """A tensor, numpy array or numpy scalar.
+
+    Attributes:
+        dtype: Name in torch (``bfloat16``), or numpy's typestr (``<f4``) for numpy kinds.
+        shape: The global shape.
+        data: Its bytes, row-major and little-endian, cut by the grid.
+        kind: ``tensor``, ``parameter``, ``buffer``, ``ndarray`` or ``numpy_scalar``.
+        requires_grad: As it was.
+        quantization: For quantized dtypes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Payload
+    kind: str = "tensor"
+    requires_grad: bool = False
+    quantization: Quantization | None = None
+
+
+Boxes: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+class BoxedTensorEntry(TensorEntry, frozen=True, array_like=True, tag="b", gc=False):
+    """A tensor that is cut into boxes first, each with a grid of its own.
+
+    Attributes:
+        boxes: Offsets and sizes of each, sorted by offset. They tile the tensor, and the digests
+            of ``data`` are those of the cells of one box after the other.
+    """
+
+    boxes: Boxes = ()
+
+
+class ValueEntry(Struct, frozen=True, array_like=True, tag="v", gc=False):
+    """A value that is neither tensor nor container.
+
+    Attributes:
+        kind: Which encoding ``data`` has (see ``flatten.py``): ``int``, ``str``, ``object``, …
+        data: The encoded bytes.
+    """
+
+    kind: str
+    data: Payload
+
+
+class ContainerEntry(Struct, frozen=True, array_like=True, tag="c", gc=False):
+    """A dict, list, tuple, set, … whose elements are entries below its path.
+
+    Attributes:
+        kind: Which container (see ``flatten.py``).
+        count: The number of elements.
+        spec: Encoded keys, in order, and what else it takes to build it again.
+    """
+
+    kind: str
+    count: int
+    spec: Payload
+
+
+Entry: TypeAlias = TensorEntry | BoxedTensorEntry | ValueEntry | ContainerEntry
+
+
+def payload_of(entry: Entry) -> Payload:
+    """Return the bytes that an entry describes."""
+    return entry.spec if isinstance(entry, ContainerEntry) else entry.data
+
+
+def with_payload(entry: Entry, payload: Payload) -> Entry:
+    """Return the entry with other bytes."""
+    if isinstance(entry, ContainerEntry):
+        return msgspec.structs.replace(entry, spec=payload)
+    return msgspec.structs.replace(entry, data=payload)
+
+
+class Manifest(Struct, frozen=True):
+    """The top of a snapshot's tree: for every key of the app state the digest of its subtree.
+
+    Attributes:
+        shared: ``global/<key>``: what is restorable on any rank.
+        ranks: ``ranks/<r>/<key>``: what belongs to one rank.
+    """
+
+    shared: dict[str, bytes] = msgspec.field(name="global")
+    ranks: dict[str, dict[str, bytes]]
