@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.ranks import Pool, World
+from tests.support.ranks import Pool, World
 
 settings.register_profile(
     "default",
@@ -88,6 +88,6 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def world(_cache_dir: Path) -> Iterator[Callable[[int], World]]:
-    """Return the worlds of this session by their size; see ``tests/ranks.py``."""
+    """Return the worlds of this session by their size; see ``tests/support/ranks.py``."""
     with Pool() as pool:
         yield pool.world

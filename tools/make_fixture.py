@@ -1,4 +1,4 @@
-"""Make the store that `tests/test_format_fixture.py` reads: one of this format, of fixed content.
+"""Make the store of `tests/format/test_format_fixture.py`: of this format, and fixed content.
 
     python -m tools.make_fixture [FOLDER]
 

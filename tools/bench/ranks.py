@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from casnap import Snapshot, StateDict
 from casnap.backends.local import LocalBackend
-from tests.ranks import Pool, World
+from tests.support.ranks import Pool, World
 from tools.bench import peers, states
 from tools.bench.measure import fsync_tree, remove, rotated, settle
 from tools.bench.settings import MIB, Settings

@@ -1,0 +1,342 @@
+"""The faulty backend does what it says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from casnap.backends import Backend, LocalBackend, MemoryBackend
+from casnap.errors import BackendError, StorageFullError
+from casnap.testing import (
+    Act,
+    Call,
+    Crash,
+    Fault,
+    FaultyBackend,
+    Gate,
+    after,
+    alter,
+    before,
+    crash,
+    delay,
+    fail,
+    flip,
+    hold,
+    lose_answer,
+    open_store,
+    repeat,
+    short,
+    stale,
+    tear,
+)
+from tests.support.faults import CHUNK, files, in_child
+
+
+@pytest.fixture
+def inner(tmp_path: Path) -> Backend:
+    return MemoryBackend(str(tmp_path))
+
+
+@pytest.fixture
+def backend(inner: Backend) -> FaultyBackend:
+    return FaultyBackend(inner)
+
+
+def test_every_call_is_wrapped() -> None:
+    """A method that a backend gains must not go past the faults."""
+    composed = {"size_if_there"}  # by default it asks `size`, which is wrapped
+    calls = {name for name in vars(Backend) if not name.startswith("_") and name != "uri"}
+    assert calls - composed <= vars(FaultyBackend).keys()
+
+
+def test_composed_calls_meet_the_faults(backend: FaultyBackend) -> None:
+    assert backend.size_if_there("a") is None
+    backend.faults.append(Fault(fail(), "size"))
+    with pytest.raises(BackendError):
+        backend.size_if_there("a")
+
+
+def test_calls_are_logged(backend: FaultyBackend) -> None:
+    backend.write("a/b", b"1")
+    backend.copy("a/b", "a/c")
+    backend.sync()
+    backend.faults.append(Fault(fail(), "read"))
+    with pytest.raises(BackendError):
+        backend.read("a/b")
+    assert backend.log == [("write", "a/b"), ("copy", "a/b"), ("sync", ""), ("read", "a/b")]
+
+
+def struck(backend: FaultyBackend, keys: list[str]) -> list[str]:
+    """Return those keys at which a read fails."""
+    failed = []
+    for key in keys:
+        try:
+            backend.read(key)
+        except FileNotFoundError:
+            continue
+        except BackendError:
+            failed.append(key)
+    return failed
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["a/0"]),
+        ({"skip": 2}, ["b/1"]),
+        ({"times": None}, ["a/0", "b/0", "b/1", "b/2/x"]),
+        ({"keys": "b/*"}, ["b/0"]),
+        ({"keys": "b/*", "skip": 1, "times": None}, ["b/1", "b/2/x"]),
+        ({"keys": "*/[12]*", "times": 2}, ["b/1", "b/2/x"]),
+        ({"calls": "write", "times": None}, []),
+        ({"calls": ("write", "read"), "times": 1}, ["a/0"]),
+        ({"chance": 0.0, "times": None}, []),
+    ],
+)
+def test_which_calls_a_fault_strikes_at(
+    backend: FaultyBackend, options: dict[str, object], expected: list[str]
+) -> None:
+    fault = Fault(fail(), **options)
+    with backend.during(fault):
+        assert struck(backend, ["a/0", "b/0", "b/1", "b/2/x"]) == expected
+    assert fault.struck == len(expected)
+    assert struck(backend, ["a/0", "b/0", "b/1", "b/2/x"]) == []
+
+
+def test_chance_is_repeatable(backend: FaultyBackend) -> None:
+    keys = [str(n) for n in range(200)]
+    found = []
+    for seed in (1, 1, 2):
+        with backend.during(Fault(fail(), times=None, chance=0.3, seed=seed)):
+            found.append(struck(backend, keys))
+    assert found[0] == found[1] != found[2]
+    assert 30 < len(found[0]) < 90
+
+
+def test_a_fault_strikes_at_either_key_of_a_copy(backend: FaultyBackend) -> None:
+    backend.write("packs/a", b"1")
+    for keys in ("packs/a", "packs/b"):
+        with backend.during(Fault(fail(), keys=keys)), pytest.raises(BackendError):
+            backend.copy("packs/a", "packs/b")
+    assert backend.names("packs") == ["a"]
+
+
+@pytest.mark.parametrize(
+    "error", [BackendError, StorageFullError, FileNotFoundError, lambda what: OSError(5, what)]
+)
+def test_a_call_that_fails_is_not_done(backend: FaultyBackend, error: type[Exception]) -> None:
+    expected = type(error("x"))
+    with backend.during(Fault(fail(error))), pytest.raises(expected, match=r"write\(a\)"):
+        backend.write("a", b"1")
+    assert backend.names("") == []
+
+
+def test_a_lost_answer(backend: FaultyBackend) -> None:
+    with backend.during(Fault(lose_answer())), pytest.raises(BackendError):
+        backend.put_if_absent("a", b"1")
+    assert backend.read("a") == b"1"
+
+
+def test_a_repeated_call_answers_as_the_last(backend: FaultyBackend) -> None:
+    with backend.during(Fault(repeat())):
+        assert backend.put_if_absent("a", b"1") is False
+    assert backend.read("a") == b"1"
+
+
+def test_a_torn_write_leaves_nothing_in_place(tmp_path: Path) -> None:
+    backend = FaultyBackend(LocalBackend(tmp_path), Fault(tear(4), times=2))
+    for write in (backend.write, backend.put_if_absent):
+        with pytest.raises(BackendError, match="after 4 bytes"):
+            write("packs/a", b"123456")
+    assert not backend.names("packs")
+    assert len(backend.names("tmp")) == 2
+    assert backend.tidy(3600) == 0
+    assert backend.tidy(0) == 8
+    assert backend.names("tmp") == []
+
+
+def test_a_torn_write_in_place(backend: FaultyBackend) -> None:
+    with (
+        backend.during(Fault(tear(4, StorageFullError, in_place=True))),
+        pytest.raises(StorageFullError),
+    ):
+        backend.write("a", b"123456")
+    assert backend.read("a") == b"1234"
+
+
+def test_bytes_change_on_their_way(backend: FaultyBackend) -> None:
+    backend.write("a", b"\x00\x01\x02\x03")
+    target = bytearray(b"....")
+    with backend.during(Fault(flip(9), times=None)):
+        assert backend.read("a") == b"\x00\x03\x02\x03"
+        assert backend.read_into("a", 1, memoryview(target)) == 3
+        assert target == b"\x01\x00\x03."
+        backend.write("b", b"\x00\x00")
+    with backend.during(Fault(short(2), times=None)):
+        assert backend.read("a") == b"\x00\x01"
+        assert backend.read_into("a", 0, memoryview(target)) == 2
+        assert target == b"\x00\x01\x00\x00"
+        assert backend.put_if_absent("c", b"123") is True
+    with backend.during(Fault(alter(bytes.upper))):
+        backend.write("d", memoryview(b"abc"))
+    assert backend.read("a") == b"\x00\x01\x02\x03"
+    assert [backend.read(key) for key in "bcd"] == [b"\x00\x02", b"12", b"ABC"]
+
+
+def test_a_stale_listing(backend: FaultyBackend) -> None:
+    backend.write("a/1", b"")
+    with backend.during(Fault(stale(), times=None, calls="names")):
+        assert backend.names("a") == ["1"]
+        backend.names("a").append("not seen by others")
+        backend.write("a/2", b"")
+        backend.delete("a/1")
+        assert backend.names("a") == ["1"]
+        assert backend.read("a/2") == b""
+    assert backend.names("a") == ["2"]
+
+
+def test_a_write_that_others_overtake(backend: FaultyBackend) -> None:
+    memory = bytearray(b"held")
+    with backend.during(Fault(hold(2))):
+        backend.write("a", memoryview(memory))
+    memory[:] = b"used"
+    backend.write("b", b"")
+    assert backend.names("") == ["b"]
+    assert sorted(backend.names("")) == ["a", "b"]
+    assert backend.read("a") == b"held"
+
+
+def test_a_write_that_is_held_until_the_sync(backend: FaultyBackend) -> None:
+    with backend.during(Fault(hold())):
+        backend.write("a", b"held")
+    for _ in range(10):
+        assert backend.names("") == []
+    backend.sync()
+    assert backend.read("a") == b"held"
+
+
+def test_a_gate(backend: FaultyBackend) -> None:
+    gate = Gate()
+    backend.faults.append(Fault(gate, "write"))
+    writer = threading.Thread(target=backend.write, args=("a", b"1"))
+    writer.start()
+    assert gate.reached.wait(60)
+    assert backend.names("") == []
+    gate.open()
+    writer.join()
+    assert backend.names("") == ["a"]
+
+
+def test_a_delay(backend: FaultyBackend) -> None:
+    backend.faults.append(Fault(delay(0.05)))
+    started = time.monotonic()
+    backend.sync()
+    assert time.monotonic() - started >= 0.05
+
+
+def test_what_others_do_first(backend: FaultyBackend, inner: Backend) -> None:
+    backend.faults.append(Fault(before(lambda: inner.put_if_absent("a", b"theirs"))))
+    assert backend.put_if_absent("a", b"mine") is False
+
+
+def test_acts_go_around_each_other(backend: FaultyBackend) -> None:
+    """The first is the outermost; an act of one's own is any function."""
+
+    def note(call: Call) -> object:
+        return [str(call), *call.go()]
+
+    backend.write("a/1", b"")
+    backend.faults += [Fault(note), Fault(repeat()), Fault(note)]
+    assert backend.names("a") == ["names(a)", "names(a)", "1"]
+
+
+@pytest.mark.parametrize("act", [hold(), tear(1), stale(), flip()])
+def test_an_act_that_does_not_fit(backend: FaultyBackend, act: Act) -> None:
+    backend.faults.append(Fault(act))
+    with pytest.raises(TypeError, match=r"size\(a\)"):
+        backend.size("a")
+
+
+def test_a_dead_process_does_nothing_more(backend: FaultyBackend, inner: Backend) -> None:
+    backend.write("a", b"1")
+    backend.faults += [Fault(hold(), keys="c"), Fault(crash(), keys="b"), Fault(hold(), keys="d")]
+    backend.write("c", b"held back for ever")
+    with pytest.raises(Crash, match=r"write\(b\)"):
+        backend.write("b", b"2")
+    for call in (backend.sync, lambda: backend.read("a"), lambda: backend.delete("a")):
+        with pytest.raises(Crash):
+            call()
+    assert inner.names("") == ["a"]
+
+
+def test_a_crash_right_after_a_call(backend: FaultyBackend, inner: Backend) -> None:
+    backend.faults.append(Fault(after(crash())))
+    with pytest.raises(Crash):
+        backend.write("a", b"1")
+    assert inner.read("a") == b"1"
+
+
+def test_a_call_that_waits_while_the_process_dies(backend: FaultyBackend, inner: Backend) -> None:
+    gate, raised = Gate(), []
+    backend.faults.append(Fault(gate))
+
+    def write() -> None:
+        with pytest.raises(Crash) as caught:
+            backend.write("a", b"1")
+        raised.append(caught.type)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert gate.reached.wait(60)
+    backend.crash()
+    gate.open()
+    writer.join()
+    assert raised == [Crash]
+    assert inner.names("") == []
+
+
+def test_a_dead_machine_forgets_what_was_not_synced(backend: FaultyBackend, inner: Backend) -> None:
+    backend.write("old", b"old")
+    backend.write("gone", b"gone")
+    backend.sync()
+    backend.put_if_absent("new", b"new")
+    assert backend.put_if_absent("old", b"") is False
+    backend.copy("old", "copy")
+    backend.delete("gone")
+    backend.write("twice", b"1")
+    backend.delete("twice")
+    backend.crash(losing_unsynced=True)
+    assert sorted(inner.names("")) == ["gone", "old"]
+    assert inner.read("gone") == b"gone"
+
+
+def test_a_dead_machine_forgets_some(backend: FaultyBackend, inner: Backend) -> None:
+    for key in "abcd":
+        backend.write(key, b"")
+    backend.crash(losing_unsynced=lambda key: key in "bd")
+    assert sorted(inner.names("")) == ["a", "c"]
+
+
+def test_a_real_death(tmp_path: Path) -> None:
+    def die() -> None:
+        kill = before(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        backend = FaultyBackend(LocalBackend(tmp_path), Fault(kill, "write", skip=1))
+        backend.write("a", b"1")
+        backend.write("b", b"2")
+
+    assert in_child(die) == -signal.SIGKILL
+    assert files(tmp_path) == {"a"}
+
+
+def test_a_store_is_opened_where_none_was(tmp_path: Path) -> None:
+    for inner in (LocalBackend(tmp_path / "deep" / "store"), MemoryBackend(str(tmp_path))):
+        backend = FaultyBackend(FaultyBackend(inner))
+        store = open_store(backend, chunk_size=CHUNK)
+        assert store.chunk_size == CHUNK
+        assert open_store(inner).id == store.id
+        assert ("put_if_absent", "casnap.json") in backend.log

@@ -1,0 +1,473 @@
+"""The command: what each does and prints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import casnap
+from casnap import Snapshot, StateDict, Store
+from casnap.cli import COMMANDS
+from tests.support.cli_calls import CHUNK, COMMAND, document, failure, fill, invoke, process
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store that no test changes."""
+    return fill(tmp_path_factory.mktemp("cli") / "ckpts")
+
+
+@pytest.fixture
+def own_store(tmp_path: Path) -> Path:
+    """Return a store that the test may change."""
+    return fill(tmp_path / "ckpts")
+
+
+# --- the group --------------------------------------------------------------------------------
+
+
+def test_help_has_one_line_a_command_and_examples() -> None:
+    text = invoke("--help").stdout
+    for name in COMMANDS:
+        assert re.search(rf"^  {name}  +[A-Z].*\.$", text, re.MULTILINE), name
+    assert "casnap show /ckpts/run1/step_100 0/model/layer.weight" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str) -> None:
+    text = invoke(name, "--help").stdout
+    assert "--json" in text
+    assert len(text.splitlines()) > 6
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_nothing_is_listed_that_is_not_there() -> None:
+    for later in ("cp", "export", "import"):
+        assert "No such command" in failure(later, status=2)
+
+
+def test_version() -> None:
+    assert invoke("--version").stdout == f"casnap {casnap.__version__}\n"
+
+
+def test_the_entry_point_and_the_module_are_the_same() -> None:
+    code = "from casnap.cli import main; main()"
+    script = subprocess.run(
+        [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True
+    )
+    assert script.stdout == process("--version").stdout
+
+
+# --- ls ---------------------------------------------------------------------------------------
+
+SNAPSHOT_KEYS = {
+    "name",
+    "path",
+    "commit",
+    "seq",
+    "time",
+    "world_size",
+    "logical_bytes",
+    "new_bytes",
+    "entries",
+    "seconds",
+    "metadata",
+    "tags",
+}
+
+
+def test_ls(store: Path) -> None:
+    header, *rows = invoke("ls", store).stdout.splitlines()
+    assert header.split() == ["NAME", "TIME", "LOGICAL", "NEW", "ENTRIES", "METADATA"]
+    assert [row.split()[0] for row in rows] == [
+        "run1/step_0",
+        "run1/step_1",
+        "run1/step_2",
+        "run2/step_0",
+    ]
+    assert rows[1].endswith("loss=1.25 step=1")
+    assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +\d+\.\d kB", rows[0])
+
+
+def test_ls_json(store: Path) -> None:
+    found = document("ls", store)
+    assert set(found) == {"store", "prefix", "snapshots"}
+    assert (found["store"], found["prefix"]) == (str(store), "")
+    assert all(set(s) == SNAPSHOT_KEYS for s in found["snapshots"])
+    snapshot = Store(store)["run1/step_1"]
+    listed = found["snapshots"][1]
+    assert listed["name"] == "run1/step_1"
+    assert listed["path"] == f"{store}/run1/step_1"
+    assert listed["commit"] == snapshot.commit_id
+    assert listed["time"] == snapshot.time
+    assert listed["metadata"] == {"loss": 1.25, "step": 1}
+    assert listed["logical_bytes"] == snapshot.stats.logical_bytes
+
+
+def test_ls_of_a_prefix(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(*arguments: object) -> list[str]:
+        return [s["name"] for s in document("ls", *arguments)["snapshots"]]
+
+    assert names(store, "run2") == ["run2/step_0"]
+    assert names(store / "run2") == ["step_0"]
+    assert names(store, "run1/step_1") == ["run1/step_1"]
+    monkeypatch.chdir(store)
+    assert names() == names(store)
+    assert names("run2") == ["step_0"]
+    monkeypatch.chdir(store / "run2")
+    assert names() == ["step_0"]
+
+
+def test_ls_of_a_wrong_prefix_names_the_nearest(store: Path) -> None:
+    message = failure("ls", store, "rum1")
+    assert message.startswith("casnap: ")
+    assert "no snapshot below 'rum1'" in message
+    assert "run1" in message
+    assert "run1" in failure("ls", store / "rum1")
+
+
+def test_ls_of_an_empty_store(tmp_path: Path) -> None:
+    Store(tmp_path / "new")
+    result = invoke("ls", tmp_path / "new")
+    assert result.stdout == ""
+    assert "no snapshot yet" in result.stderr
+    assert document("ls", tmp_path / "new")["snapshots"] == []
+
+
+# --- show -------------------------------------------------------------------------------------
+
+
+def test_show_a_snapshot(store: Path) -> None:
+    text = invoke("show", store / "run1/step_1").stdout
+    assert f"{store}/run1/step_1" in text
+    assert "loss=1.25 step=1" in text
+    assert re.search(r"^model +3 +393\.2 kB$", text, re.MULTILINE)
+    assert re.search(r"^0/rng ", text, re.MULTILINE)
+
+
+def test_show_a_snapshot_json(store: Path) -> None:
+    found = document("show", store / "run1/step_1")
+    assert set(found) == {"store", "keys"} | SNAPSHOT_KEYS
+    keys = {key["path"]: key for key in found["keys"]}
+    assert set(keys) == {"model", "progress", "0/rng"}
+    assert all(set(key) == {"path", "rank", "entries", "bytes"} for key in found["keys"])
+    assert (keys["model"]["rank"], keys["0/rng"]["rank"]) == (None, 0)
+    assert sum(key["entries"] for key in found["keys"]) == found["entries"]
+    assert sum(key["bytes"] for key in found["keys"]) == found["logical_bytes"]
+
+
+@pytest.mark.parametrize("path", ["0/model/weight", "model/weight"])
+def test_show_a_tensor(store: Path, path: str) -> None:
+    text = invoke("show", store / "run1/step_1", path).stdout
+    assert re.search(r"^dtype +float32$", text, re.MULTILINE)
+    assert re.search(r"^shape +\[98304\]$", text, re.MULTILINE)
+    assert re.search(r"^chunks +6$", text, re.MULTILINE)
+    assert re.search(r"^shared +327,680 \(327\.7 kB\)", text, re.MULTILINE)
+    assert document("show", store / "run1/step_1", path) == {
+        "store": str(store),
+        "name": "run1/step_1",
+        "path": path,
+        "rank": None,
+        "type": "tensor",
+        "kind": "tensor",
+        "nbytes": 6 * CHUNK,
+        "dtype": "float32",
+        "shape": [98304],
+        "requires_grad": False,
+        "quantization": None,
+        "chunks": 6,
+        "shared_bytes": 5 * CHUNK,
+    }
+
+
+def test_show_whose_an_entry_is(store: Path) -> None:
+    assert document("show", store / "run1/step_1", "model/weight")["rank"] is None
+    assert "scope" not in invoke("show", store / "run1/step_1", "model/weight").stdout
+    assert document("show", store / "run1/step_1", "rng/torch")["rank"] == 0
+    text = invoke("show", store / "run1/step_1", "rng/torch").stdout
+    assert re.search(r"^scope +rank 0's own$", text, re.MULTILINE)
+
+
+def test_what_is_shared_with_later_snapshots_does_not_count(store: Path) -> None:
+    assert document("show", store / "run1/step_0", "model/weight")["shared_bytes"] == 0
+    assert document("show", store / "run2/step_0", "model/weight")["shared_bytes"] == 6 * CHUNK
+
+
+def test_show_a_small_tensor(store: Path) -> None:
+    assert "none: kept in the tree" in invoke("show", store / "run1/step_0", "model/bias").stdout
+    assert document("show", store / "run1/step_0", "model/bias")["chunks"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "value"),
+    [
+        ("step", "int", 1),
+        ("name", "str", "é" * 50),
+        ("many/0", "float", 1.5),
+        ("many/1", "none", None),
+        ("many/2", "bool", True),
+        ("data", "bytes", b"\0\1"),
+        ("odd/a%2Fb", "int", 1),
+    ],
+)
+def test_show_a_value(store: Path, path: str, kind: str, value: object) -> None:
+    found = document("show", store / "run1/step_1", f"0/progress/{path}")
+    assert set(found) == {"store", "name", "path", "rank", "type", "kind", "nbytes", "value"}
+    assert (found["type"], found["kind"]) == ("value", kind)
+    assert found["value"] == (value.hex() if isinstance(value, bytes) else value)
+    assert repr(value) in invoke("show", store / "run1/step_1", f"progress/{path}").stdout
+
+
+def test_show_a_value_that_needs_torch_or_is_long(tmp_path: Path) -> None:
+    state = {"s": StateDict(dtype=torch.float16, long="x" * 5000, packed=list(range(500)))}
+    path = tmp_path / "store/a"
+    Snapshot.take(path, state)
+    assert document("show", path, "s/dtype")["value"] == "float16"
+    assert "value" not in document("show", path, "s/long")
+    assert document("show", path, "s/packed")["type"] in ("value", "container")
+
+
+def test_show_a_container(store: Path) -> None:
+    text = invoke("show", store / "run1/step_1", "progress").stdout
+    assert re.search(r"^elements +5$", text, re.MULTILINE)
+    assert re.search(r"^progress/many +list of 3 +4 ", text, re.MULTILINE)
+    found = document("show", store / "run1/step_1", "0/progress/many")
+    assert (found["type"], found["kind"], found["count"]) == ("container", "list", 3)
+    assert [child["path"] for child in found["children"]] == [
+        "0/progress/many/0",
+        "0/progress/many/1",
+        "0/progress/many/2",
+    ]
+    assert all(set(c) == {"path", "what", "entries", "bytes"} for c in found["children"])
+
+
+def test_children_of_a_long_list_are_in_order_and_limited(tmp_path: Path) -> None:
+    path = tmp_path / "store/a"
+    Snapshot.take(path, {"s": StateDict(items=[torch.zeros(1)] * 12)})
+    text = invoke("show", path, "s/items", "--limit", 11).stdout
+    assert text.index("s/items/9") < text.index("s/items/10")
+    assert "s/items/11" not in text
+    assert "1 element more" in text
+    assert len(document("show", path, "s/items")["children"]) == 12
+
+
+def test_a_name_that_begins_another_name_is_one_child(tmp_path: Path) -> None:
+    path = tmp_path / "store/a"
+    Snapshot.take(path, {"s": StateDict(**{"a": {"x": 1}, "a.b": {"y": 1}, "a-": 2})})
+    found = document("show", path, "s")["children"]
+    assert {c["path"]: (c["what"], c["entries"]) for c in found} == {
+        "s/a": ("dict of 1", 2),
+        "s/a.b": ("dict of 1", 2),
+        "s/a-": ("int", 1),
+    }
+
+
+def test_wrong_paths_name_the_nearest(store: Path) -> None:
+    assert "model/weight" in failure("show", store / "run1/step_1", "0/model/wieght")
+    assert "model/weight" in failure("show", store / "run1/step_1", "7/model/weight")
+    assert "run1/step_1" in failure("show", store / "run1/stp_1")
+
+
+# --- diff -------------------------------------------------------------------------------------
+
+
+def test_diff(store: Path) -> None:
+    summary, header, *rows = invoke(
+        "diff", store / "run1/step_0", store / "run1/step_1"
+    ).stdout.splitlines()
+    assert summary.startswith("2 changed, 0 added, 0 removed; 65.5 kB")
+    assert header.split() == ["PATH", "TYPE", "CHANGED", "OF"]
+    assert rows[0].split() == [
+        "~",
+        "model/weight",
+        "float32",
+        "[98304]",
+        "65.5",
+        "kB",
+        "393.2",
+        "kB",
+    ]
+    assert rows[1].split()[:2] == ["~", "progress/step"]
+
+
+def test_diff_json(store: Path) -> None:
+    found = document("diff", store / "run1/step_2", store / "run2/step_0")
+    assert set(found) == {"a", "b", "changed", "added", "removed", "changed_bytes", "changes"}
+    assert set(found["a"]) == {"store", "name", "commit"}
+    assert (found["a"]["name"], found["b"]["name"]) == ("run1/step_2", "run2/step_0")
+    changes = {change["path"]: change for change in found["changes"]}
+    keys = {"path", "change", "changed_bytes", "total_bytes", "old", "new"}
+    assert all(set(change) == keys for change in changes.values())
+    assert changes["model/extra"]["change"] == "added"
+    assert changes["model/extra"]["old"] is None
+    assert changes["model/extra"]["new"]["shape"] == [100]
+    assert changes["model/bias"]["change"] == "removed"
+    assert changes["model/bias"]["new"] is None
+    assert "model/weight" not in changes
+    assert found["added"] + found["removed"] + found["changed"] == len(changes)
+
+
+@pytest.mark.parametrize("second", ["step_1", "run1/step_1"])
+def test_the_second_snapshot_may_be_a_bare_name(store: Path, second: str) -> None:
+    found = document("diff", store / "run1/step_0", second)
+    assert found["b"]["name"] == "run1/step_1"
+
+
+def test_paths_are_relative_to_the_current_folder(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(store / "run1")
+    assert document("diff", "step_0", "../run2/step_0")["b"]["name"] == "run2/step_0"
+    assert document("show", "step_0")["name"] == "run1/step_0"
+
+
+def test_diff_of_what_is_equal(store: Path) -> None:
+    assert invoke("diff", store / "run1/step_0", "step_0").stdout == "no difference\n"
+    assert document("diff", store / "run1/step_0", "step_0")["changes"] == []
+
+
+def test_diff_is_limited(store: Path) -> None:
+    text = invoke("diff", store / "run1/step_0", "step_1", "--limit", 1).stdout
+    assert "model/weight" in text
+    assert "1 entry more" in text
+    found = document("diff", store / "run1/step_0", "step_1", "--limit", 1)
+    assert len(found["changes"]) == 1
+    assert found["changed"] == 2
+
+
+def test_a_wrong_second_snapshot_names_the_nearest(store: Path) -> None:
+    assert "run1/step_1" in failure("diff", store / "run1/step_0", "stp_1")
+    assert "run1/step_1" in failure("diff", store / "run1/step_0", store / "run1/stp_1")
+
+
+# --- du ---------------------------------------------------------------------------------------
+
+
+def test_du(store: Path) -> None:
+    header, *rows, total = invoke("du", store).stdout.splitlines()
+    assert header.split() == ["NAME", "LOGICAL", "STORED", "UNIQUE"]
+    assert [row.split()[0] for row in rows][-1] == "run2/step_0"
+    assert total.startswith("4 snapshots of ")
+    assert re.search(rf"{store} takes up .* in packs$", total)
+
+
+def test_du_json(store: Path) -> None:
+    found = document("du", store)
+    assert set(found) == {"store", "prefix", "snapshots", "logical_bytes", "store_bytes"}
+    keys = {"name", "logical_bytes", "stored_bytes", "unique_bytes"}
+    assert all(set(s) == keys for s in found["snapshots"])
+    assert found["logical_bytes"] == sum(s["logical_bytes"] for s in found["snapshots"])
+    first, _, third, other = found["snapshots"]
+    assert CHUNK < first["unique_bytes"] < 2 * CHUNK
+    assert third["unique_bytes"] < CHUNK  # its new chunk is in the other run too
+    assert other["stored_bytes"] > 6 * CHUNK
+    assert found["store_bytes"] > 8 * CHUNK
+
+
+def test_du_of_a_prefix_counts_what_others_share(store: Path) -> None:
+    whole = {s["name"]: s for s in document("du", store)["snapshots"]}
+    (part,) = document("du", store, "run2")["snapshots"]
+    assert part == whole["run2/step_0"]
+    (part,) = document("du", store / "run2")["snapshots"]
+    assert part == {**whole["run2/step_0"], "name": "step_0"}
+
+
+def test_du_of_an_empty_store(tmp_path: Path) -> None:
+    Store(tmp_path / "new")
+    assert invoke("du", tmp_path / "new").stdout.startswith("0 snapshots of 0 B")
+
+
+# --- rm ---------------------------------------------------------------------------------------
+
+
+def test_rm(own_store: Path) -> None:
+    snapshot = Store(own_store)["run1/step_0"]
+    found = document("rm", own_store / "run1/step_0", "--yes")
+    assert found == {
+        "deleted": [{"store": str(own_store), "name": "run1/step_0", "commit": snapshot.commit_id}]
+    }
+    assert "run1/step_0" not in Store(own_store)
+    text = invoke("rm", own_store / "run1/step_1", own_store / "run2/step_0", "-y").stdout
+    assert len(text.splitlines()) == 2
+    assert [s.name for s in Store(own_store).snapshots()] == ["run1/step_2"]
+
+
+def test_rm_deletes_all_or_nothing_of_what_it_was_given(own_store: Path) -> None:
+    message = failure("rm", own_store / "run1/step_0", own_store / "run1/step_9", "--yes")
+    assert "run1/step_9" in message
+    assert len(Store(own_store).snapshots()) == 4
+
+
+def test_rm_of_one_name_twice(own_store: Path) -> None:
+    invoke("rm", own_store / "run1/step_0", f"{own_store}/run1/../run1/step_0", "--yes")
+    assert len(Store(own_store).snapshots()) == 3
+
+
+def test_rm_does_not_go_ahead_unasked(own_store: Path) -> None:
+    assert "--yes" in failure("rm", own_store / "run1/step_0", status=2)
+    assert failure("rm", status=2)
+    assert len(Store(own_store).snapshots()) == 4
+
+
+class Terminal:
+    """A command with a terminal of its own."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [*COMMAND, *map(str, arguments)], stdin=slave, stdout=slave, stderr=slave
+        )
+        os.close(slave)
+
+    def read_until(self, text: str) -> str:
+        seen = ""
+        while text not in seen:
+            assert select.select([self.master], [], [], 30)[0], seen
+            seen += os.read(self.master, 4096).decode()
+        return seen
+
+    def rest(self) -> tuple[int, str]:
+        """Return its exit status and what else it prints."""
+        seen = b""
+        try:
+            while chunk := os.read(self.master, 4096):
+                seen += chunk
+        except OSError:  # Linux says EIO where the other end is closed
+            pass
+        os.close(self.master)
+        return self.process.wait(30), seen.decode()
+
+
+@pytest.mark.parametrize(("answer", "status", "left"), [("y", 0, 3), ("n", 1, 4), ("", 1, 4)])
+def test_rm_asks_on_a_terminal(own_store: Path, answer: str, status: int, left: int) -> None:
+    terminal = Terminal("rm", own_store / "run1/step_0")
+    asked = terminal.read_until("Delete 1 snapshot?")
+    assert str(own_store / "run1/step_0") in asked
+    os.write(terminal.master, f"{answer}\n".encode())
+    assert terminal.rest()[0] == status
+    assert len(Store(own_store).snapshots()) == left
+
+
+def test_ctrl_c_ends_it_with_130(own_store: Path) -> None:
+    terminal = Terminal("rm", own_store / "run1/step_0")
+    terminal.read_until("Delete")
+    # A signal that comes between the prompt and the read of the answer is lost on the read.
+    while terminal.process.poll() is None:
+        terminal.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            terminal.process.wait(0.2)
+    status, seen = terminal.rest()
+    assert status == 130
+    assert "Traceback" not in seen
+    assert len(Store(own_store).snapshots()) == 4

@@ -1,0 +1,458 @@
+"""A check finds every damage, and names exactly what cannot be restored because of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.errors import BackendError
+from casnap.format.codec import Codec
+from casnap.format.digest import Digest
+from casnap.format.records import PACK_TAIL_SIZE, PackId, pack_key
+from casnap.maintenance.check import CheckReport
+from casnap.runtime.threads import undisturbed
+from casnap.storage.commit import Transaction
+from casnap.storage.roots import succeed
+from tests.robustness.test_damage import (
+    KEY,
+    STEPS,
+    damages,
+    expected,
+    flip,
+    forget_cache,
+    forget_copies,
+    make,
+    newest,
+    objects_of,
+)
+from tests.support.checks import (
+    FROZEN,
+    broken,
+    change,
+    check,
+    drop_from_index,
+    listing_of,
+    record_of,
+)
+from tests.support.cli_calls import invoke
+from tests.support.faults import CHUNK, elsewhere, files
+from tests.support.forger import Forger
+
+Hurts = set[tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store that nobody damages: three snapshots, the second a change of the first."""
+    folder = tmp_path_factory.mktemp("pristine") / "store"
+    make(folder)
+    return folder
+
+
+@pytest.fixture
+def store(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "store"))
+
+
+def hurts_of(report: CheckReport) -> Hurts:
+    return {(hurt.snapshot, hurt.path) for hurt in report.hurts}
+
+
+def everywhere(path: str) -> Hurts:
+    return {(name, path) for name in STEPS}
+
+
+def test_a_whole_store(store: Path) -> None:
+    before = files(store)
+    report = check(store)
+    assert report.ok
+    assert (report.snapshots, report.packs, report.root) == (3, 6, 3)
+    assert report.read_bytes == report.orphans == report.temporary == 0
+    assert report.sample is None
+    told: list[tuple[str, int, int]] = []
+    report = check(store, data=True, progress=lambda *call: told.append(call))
+    assert report.ok
+    assert report.read_bytes == report.stored_bytes > 500_000
+    assert ("reading", report.stored_bytes, report.stored_bytes) in told
+    phases = list(dict.fromkeys(what for what, _, _ in told))
+    assert phases == ["reading the index", "looking at packs", "reading", "looking at snapshots"]
+    assert files(store) == before
+
+
+@pytest.mark.parametrize("uri", ["memory://empty-to-check", "memory://one-to-check"])
+def test_stores_in_memory(uri: str) -> None:
+    store = Store(uri)
+    assert store.check(data=True).ok
+    store.take({"s": StateDict(x=torch.arange(1000))}, "one")
+    assert store.check(data=True).snapshots == 1
+
+
+def test_compressed_chunks(tmp_path: Path) -> None:
+    store = Store(tmp_path, chunk_size=CHUNK, compress=True)
+    store.take({"s": StateDict(x=torch.zeros(100_000))}, "zeros")
+    assert store.check(data=True).ok
+    _, place = record_of(tmp_path, torch.zeros(CHUNK // 4))
+    assert place.codec == Codec.ZSTD
+    change(tmp_path / pack_key(place.pack), flip(place.offset + 9))
+    report = store.check(data=True)
+    assert hurts_of(report) == {("zeros", "s/x")}
+    assert store.check().ok
+
+
+# --- packs ------------------------------------------------------------------------------------
+
+
+def test_a_flipped_chunk(store: Path) -> None:
+    digest, place = record_of(store, FROZEN)
+    change(store / pack_key(place.pack), flip(place.offset + 5))
+    assert check(store).ok
+    [damage] = check(store, data=True).damages
+    assert damage.kind == "changed"
+    assert damage.object == pack_key(place.pack)
+    assert damage.digest == digest.hex()
+    assert {(h.snapshot, h.path) for h in damage.hurts} == everywhere(f"{KEY}/frozen")
+
+
+def test_a_flipped_gap_hurts_nothing(store: Path) -> None:
+    listing = listing_of(store)
+    gaps = [
+        (pack, one.offset + one.stored)
+        for pack in listing.packs
+        for (_, one), (_, two) in zip(
+            listing.of_pack(pack), listing.of_pack(pack)[1:], strict=False
+        )
+        if two.offset > one.offset + one.stored
+    ]
+    pack, at = gaps[0]
+    change(store / pack_key(pack), flip(at))
+    assert check(store, data=True).ok
+
+
+@pytest.mark.parametrize("at", [-1, -35, -42, -PACK_TAIL_SIZE - 1, -PACK_TAIL_SIZE - 30])
+@pytest.mark.parametrize("data", [False, True])
+def test_a_flipped_footer(store: Path, at: int, data: bool) -> None:
+    """Digest, magic, count and records of the footer."""
+    _, place = record_of(store, FROZEN)
+    file = store / pack_key(place.pack)
+    change(file, flip(file.stat().st_size + at))
+    report = check(store, data=data)
+    assert [(d.kind, d.object, d.digest) for d in report.damages] == [
+        ("changed", pack_key(place.pack), "")
+    ]
+    assert "footer" in report.damages[0].message
+    assert hurts_of(report) == set()
+
+
+def test_a_footer_that_disagrees(store: Path) -> None:
+    """A whole footer, but of another pack."""
+    listing = listing_of(store)
+    one, two = sorted(listing.packs, key=lambda p: (store / pack_key(p)).stat().st_size)[-2:]
+    file, other = store / pack_key(one), (store / pack_key(two)).read_bytes()
+    change(file, lambda raw: raw + other)
+    assert ["disagree" in d.message for d in check(store).damages] == [True]
+
+
+def test_a_pack_that_is_cut_off(store: Path) -> None:
+    """What lies before the cut is whole, and hurts nobody."""
+    digest, place = record_of(store, FROZEN)
+    change(store / pack_key(place.pack), lambda raw: raw[: place.offset + place.stored])
+    lost = {
+        r.hex() for r, p in listing_of(store).of_pack(PackId(place.pack)) if p.offset > place.offset
+    }
+    for data in (False, True):
+        [damage] = check(store, data=data).damages
+        assert (damage.kind, damage.object) == ("cut off", pack_key(place.pack))
+        assert damage.hurts
+    assert lost
+    assert digest.hex() not in lost
+
+
+def test_a_missing_pack(store: Path) -> None:
+    _, place = record_of(store, expected(1)["weight"][: CHUNK // 4])
+    (store / pack_key(place.pack)).unlink()
+    for data in (False, True):
+        report = check(store, data=data)
+        assert [(d.kind, d.object) for d in report.damages] == [("missing", pack_key(place.pack))]
+        names = ("weight", "bias", "notes/1/text")
+        assert hurts_of(report) == {("b", f"{KEY}/{name}") for name in names}
+
+
+def test_a_damaged_tree_is_found_though_it_is_cached(store: Path) -> None:
+    """A check believes the store alone, and needs no --data to read trees."""
+    opened = Store(store)
+    row = opened.row("b")
+    assert opened["b"].get_manifest()
+    for copies, hurt in enumerate([set(), {("b", "")}], 1):
+        place = listing_of(store).places(Digest(row.manifest.digest))[copies - 1]
+        change(store / pack_key(place.pack), flip(place.offset + 3))
+        assert opened["b"].get_manifest()
+        report = opened.check()
+        assert hurts_of(report) == hurt
+        assert [d.digest for d in report.damages] == [row.manifest.digest.hex()] * copies
+
+
+def test_damages_of_one_copy_hurt_nobody(store: Path) -> None:
+    opened = Store(store)
+    digest, place = record_of(store, FROZEN)
+
+    def copy(crew: object) -> None:
+        transaction = Transaction(opened.objects, crew)  # type: ignore[arg-type]
+        try:
+            transaction.copy(digest, memoryview(FROZEN.numpy()).cast("B"), is_node=False)
+            transaction.publish(lambda table, seq: {})
+        finally:
+            transaction.close()
+
+    undisturbed(copy)
+    change(store / pack_key(place.pack), flip(place.offset))
+    report = opened.check(data=True)
+    assert hurts_of(report) == set()
+    [damage] = report.damages
+    assert (damage.object, damage.digest) == (pack_key(place.pack), digest.hex())
+    assert "another copy is whole" in damage.message
+
+
+def test_a_damage_that_nothing_needs(store: Path) -> None:
+    digest, place = record_of(store, expected(1)["weight"][: CHUNK // 4])
+    opened = Store(store)
+    opened.delete("b")
+    change(store / pack_key(place.pack), flip(place.offset))
+    [damage] = opened.check(data=True).damages
+    assert damage.digest == digest.hex()
+    assert "nothing needs it" in damage.message
+
+
+def test_what_the_storage_refuses(store: Path) -> None:
+    """One chunk that cannot be read does not make its neighbours bad."""
+    digest, place = record_of(store, FROZEN)
+    from casnap.backends import LocalBackend
+
+    real = LocalBackend.read_into
+
+    def read_into(
+        self: LocalBackend, key: str, offset: int, target: memoryview, **how: bool
+    ) -> int:
+        sector = place.offset + 4096
+        if key == pack_key(place.pack) and offset <= sector < offset + len(target):
+            raise BackendError(f"{key}: Input/output error")
+        return real(self, key, offset, target, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalBackend, "read_into", read_into)
+        [damage] = check(store, data=True).damages
+    assert (damage.kind, damage.digest) == ("unreadable", digest.hex())
+
+
+def test_what_goes_while_it_is_looked_at_is_no_damage(store: Path) -> None:
+    """At each look, what the root at hand needs is replaced and collected; yet all is whole."""
+    others = Store(store)
+
+    @elsewhere
+    def go_on(what: str, done: int, _total: int) -> None:
+        if (what, done) == ("looking at packs", 0):
+            others.take({KEY: StateDict(x=torch.randn(CHUNK))}, "often", overwrite=True)
+            others.gc(grace=0)
+
+    go_on("looking at packs", 0, 0)
+    assert check(store, progress=go_on).ok
+    digest, place = record_of(store, FROZEN)
+    change(store / pack_key(place.pack), flip(place.offset))
+    [damage] = check(store, data=True, progress=go_on).damages
+    assert damage.digest == digest.hex()
+
+
+def test_what_is_missing_is_missing_though_others_go_on(store: Path) -> None:
+    """A chunk that no pack of the index holds: no file can be named, but who is hurt."""
+    opened = Store(store)
+    _, place = record_of(store, FROZEN)
+    drop_from_index(opened, place.pack)
+
+    @elsewhere
+    def go_on(what: str, _done: int, _total: int) -> None:
+        if what == "looking at snapshots":
+            opened.take({KEY: StateDict(x=1)}, "often", overwrite=True)
+
+    found = check(store, progress=go_on)
+    assert everywhere(f"{KEY}/frozen") <= hurts_of(found)
+
+
+# --- segments and roots -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 7, 8, 13, 20 + 5, 20 + 2 * 16 + 40, -1], ids=str)
+def test_a_flipped_segment(store: Path, at: int) -> None:
+    file = sorted((store / "index").iterdir())[1]
+    change(file, lambda raw: flip(at % len(raw))(raw))
+    report = check(store)
+    assert [(d.kind, d.object) for d in report.damages] == [("changed", f"index/{file.name}")]
+    assert hurts_of(report) == {("*", ""), ("b", "")}
+
+
+def test_a_missing_segment(store: Path) -> None:
+    """What only it listed is blamed on it."""
+    file = sorted((store / "index").iterdir())[0]
+    file.unlink()
+    report = check(store, data=True)
+    assert [(d.kind, d.object) for d in report.damages] == [("missing", f"index/{file.name}")]
+    paths = ("exact", "frozen", "notes/0")
+    assert hurts_of(report) >= {("a", ""), *(("b", f"{KEY}/{path}") for path in paths)}
+
+
+@pytest.mark.parametrize("seq", [0, 1])
+def test_older_roots(store: Path, seq: int) -> None:
+    file = store / f"roots/0/{seq}"
+    kept = file.read_bytes()
+    for damage, kind in ((flip(20), "changed"), (lambda _: None, "missing")):
+        change(file, damage)
+        report = check(store)
+        assert report.ok
+        assert [(d.kind, d.object) for d in report.history] == [(kind, f"roots/0/{seq}")]
+        file.write_bytes(kept)
+
+
+def test_the_newest_root(store: Path) -> None:
+    opened = Store(store)
+    change(newest(store), flip(30))
+    [damage] = opened.check().damages
+    assert (damage.kind, damage.object, damage.hurts) == ("changed", "roots/0/3", {})
+    assert "its copy stands in for it" in damage.message
+    forget_copies(store)
+    [damage] = opened.check().damages
+    assert (damage.kind, damage.object) == ("unreadable", "roots/0/3")
+    assert "Restore this file from a backup; never delete it" in damage.message
+
+
+def test_the_record_of_the_store(store: Path) -> None:
+    opened = Store(store)
+    change(store / "casnap.json", lambda raw: raw[:20])
+    assert [(d.object, d.kind) for d in opened.check().damages] == [("casnap.json", "changed")]
+
+
+def test_needed_but_condemned(store: Path) -> None:
+    opened = Store(store)
+    _, place = record_of(store, FROZEN)
+    root = opened.objects.newest()
+    assert succeed(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
+    [damage] = opened.check(data=True).damages
+    assert (damage.kind, damage.object) == ("condemned", pack_key(place.pack))
+    assert ("run/c", f"{KEY}/frozen") in {(h.snapshot, h.path) for h in damage.hurts}
+
+
+def test_known_to_be_lost_and_not_listed(store: Path) -> None:
+    """A pack that left the index: what was in it is missing, or lost if the root says so."""
+    opened = Store(store)
+    digest, place = record_of(store, FROZEN)
+    drop_from_index(opened, place.pack, lost=digest)
+    report = opened.check()
+    kinds = {d.digest: d.kind for d in report.damages}
+    assert kinds.pop(digest.hex()) == "lost"
+    assert set(kinds.values()) == {"missing"}
+    assert hurts_of(report) >= everywhere(f"{KEY}/frozen")
+    assert report.orphans > 1
+
+
+def test_what_is_left_over(store: Path) -> None:
+    left = store / pack_key(PackId(b"\0" * 5 + b"\1" + os.urandom(10)))
+    left.parent.mkdir(exist_ok=True)
+    left.write_bytes(bytes(1000))
+    (store / "tmp").mkdir(exist_ok=True)
+    (store / "tmp" / os.urandom(12).hex()).write_bytes(bytes(50))
+    (store / "packs" / "README").write_text("not ours")
+    report = check(store)
+    assert report.ok
+    assert (report.orphans, report.orphan_bytes) == (1, 1000)
+    assert (report.temporary, report.temporary_bytes) == (1, 50)
+    assert "`casnap gc` frees" in invoke("check", store).stdout
+
+
+# --- lies -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        (0, 0, 4, 1 << 31, 0),
+        (0, 1 << 60, 4000, 4000, 0),
+        (0, 0, 4000, 4000, 9),
+        (0, 0, 7, 1 << 30, 1),
+    ],
+    ids=["length", "offset", "codec", "bomb"],
+)
+@pytest.mark.parametrize("data", [False, True])
+def test_an_index_that_lies(tmp_path: Path, place: tuple[int, ...], data: bool) -> None:
+    forger = Forger(tmp_path / "store")
+    chunk = forger.add(bytes(4000))
+    entry = ["t", "float32", [1000], [4000, b"", chunk]]
+    forger.places[chunk] = place
+    forger.publish({"s": forger.tree(["/x", entry])})
+    report = check(tmp_path / "store", data=data)
+    assert ("evil", "s/x") in hurts_of(report)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ["t", "float32", [1000], [4000, b"", b"\1" * 31]],
+        ["t", "float32", [9], [4000, b"", b"\1" * 32]],
+        ["t", "float32", [1000], [4000, b"", b"\1" * 32, 200]],
+    ],
+    ids=["digest", "shape", "depth"],
+)
+def test_trees_that_lie(tmp_path: Path, entry: list[object]) -> None:
+    forger = Forger(tmp_path / "store")
+    forger.publish({"s": forger.tree(["/x", entry])})
+    report = check(tmp_path / "store", data=True)
+    assert [d.kind for d in report.damages] == ["malformed"]
+    assert hurts_of(report) == {("evil", "s/x")}
+
+
+def test_a_tensor_that_takes_a_chunk_for_another_length(tmp_path: Path) -> None:
+    forger = Forger(tmp_path / "store")
+    chunk = forger.add(bytes(4000))
+    forger.publish({"s": forger.tree(["/x", ["t", "float32", [999], [3996, b"", chunk]]])})
+    assert hurts_of(check(tmp_path / "store")) == {("evil", "s/x")}
+
+
+def test_a_manifest_that_lies(tmp_path: Path) -> None:
+    forger = Forger(tmp_path / "store")
+    forger.publish({}, manifest={"global": {"s": b"short"}, "ranks": {"0": {}}})
+    assert hurts_of(check(tmp_path / "store")) == {("evil", "")}
+
+
+# --- all of it --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_named_is_what_cannot_be_restored(
+    pristine: Path, tmp_path: Path, cache_dir: Path, seed: int
+) -> None:
+    """Whatever file is damaged: exactly the snapshots that are named cannot be restored."""
+    choose = random.Random(seed)
+    store = tmp_path / "store"
+    keys = [p.relative_to(pristine) for p in objects_of(pristine) if p.name != "casnap.json"]
+    for key in keys:
+        if key == newest(pristine).relative_to(pristine):
+            continue
+        for damage in choose.sample(list(damages(pristine / key, choose)), 3):
+            shutil.rmtree(store, ignore_errors=True)
+            shutil.copytree(pristine, store)
+            change(store / key, damage)
+            forget_cache(cache_dir)
+            named = {snapshot for snapshot, _ in hurts_of(check(store, data=True))}
+            forget_cache(cache_dir)
+            assert broken(store) == (set(STEPS) if "*" in named else named), key
+
+
+def test_a_pack_ends_without_a_gap_where_the_last_chunks_were_known(tmp_path, monkeypatch):
+    # One hashing thread comes to the copy when all that it holds is in the pack already.
+    monkeypatch.setattr("casnap.take.take.cores", lambda: 1)
+    store = Store(tmp_path / "store")
+    tensor = torch.randint(0, 255, (9, 1_000_003), dtype=torch.uint8)
+    store.take({"model": StateDict(x=tensor, y=tensor.clone())}, "a")
+    assert store.check(data=True).damages == []

@@ -1,0 +1,116 @@
+"""A check of a part, of a store that others change meanwhile, and as a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.format.records import pack_key
+from casnap.maintenance.gc import GcOptions, collect
+from tests.robustness.test_damage import KEY, content, flip, make
+from tests.support.checks import FROZEN, change, check, record_of
+from tests.support.cli_calls import document, failure, invoke
+from tests.support.faults import CHUNK, backend_faults, elsewhere, faults
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    make(tmp_path / "store")
+    return tmp_path / "store"
+
+
+def test_a_sample(store: Path) -> None:
+    report = check(store, sample=0.5, seed=1)
+    assert 0 < report.read_bytes < report.stored_bytes
+    assert check(store, sample=0.5, seed=1).read_bytes == report.read_bytes
+    assert len({check(store, sample=0.5, seed=seed).read_bytes for seed in range(5)}) > 1
+
+
+@pytest.mark.parametrize("sample", [0, -0.5, 1.5, float("nan")])
+def test_no_such_sample(store: Path, sample: float) -> None:
+    with pytest.raises(ValueError, match="sample is a share"):
+        check(store, sample=sample)
+
+
+def test_a_collector_meanwhile(store: Path) -> None:
+    """What a collector deletes while the check goes on is no damage."""
+
+    def collect_all() -> None:
+        other = Store(store, create=False)
+        other.delete("a")
+        other.delete("b")
+        assert collect(other.objects, GcOptions(grace=0)).deleted_packs
+
+    with backend_faults(0, collect_all, ["size"]) as calls:
+        report = check(store, data=True)
+    assert calls.struck
+    assert report.ok
+    assert report.snapshots == 1
+
+
+def test_a_take_meanwhile(store: Path) -> None:
+    """A take that merges the segments which the check is about to read."""
+
+    @elsewhere
+    def take() -> None:
+        for step in range(8):
+            Store(store).take({KEY: StateDict(content(step))}, f"more/{step}")
+        collect(Store(store).objects, GcOptions(grace=0))
+
+    from casnap.backends import LocalBackend
+
+    with faults(LocalBackend, ["read"], 4, take) as calls:
+        report = check(store)
+    assert calls.struck
+    assert report.ok
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_command(store: Path) -> None:
+    printed = invoke("check", store).stdout
+    assert "no damage found" in printed
+    assert "--data reads every byte" in printed
+    assert "were read and verified" in invoke("check", store, "--data").stdout
+    assert "(--seed 7)" in invoke("check", store, "--sample", "50%", "--seed", "7").stdout
+    found = document("check", store, "--sample", "0.5")
+    assert found["ok"]
+    assert found["sample"] == 0.5
+    assert found["seed"] is not None
+
+
+@pytest.mark.parametrize("share", ["0", "101%", "x", "-1", "nan"])
+def test_a_share_that_is_none(store: Path, share: str) -> None:
+    assert "write it like 5%" in failure("check", store, "--sample", share, status=2)
+
+
+def test_command_on_damage(store: Path) -> None:
+    digest, place = record_of(store, FROZEN)
+    change(store / pack_key(place.pack), flip(place.offset))
+    invoke("check", store)
+    result = invoke("check", store, "--data", status=1)
+    assert digest.hex() in result.stdout
+    assert f"hurts run/c {KEY}/frozen" in result.stdout
+    assert f"`casnap repair {store}` saves what can be saved" in result.stdout
+    import json
+
+    found = json.loads(invoke("check", store, "--data", "--json", status=1).stdout)
+    assert not found["ok"]
+    assert [d["digest"] for d in found["damages"]] == [digest.hex()]
+    assert {"snapshot": "b", "path": f"{KEY}/frozen"} in found["hurt"]
+
+
+def test_much_damage_is_little_output(tmp_path: Path) -> None:
+    store = Store(tmp_path, chunk_size=CHUNK)
+    state = {f"x{i}": torch.full((100,), i, dtype=torch.int32) for i in range(200)}
+    store.take({"s": StateDict(state)}, "one")
+    _, place = record_of(tmp_path, state["x7"])
+    change(tmp_path / pack_key(place.pack), lambda raw: bytes(80_000) + raw[80_000:])
+    printed = invoke("check", tmp_path, "--data", status=1).stdout
+    assert "178 damages more (--json)" in printed
+    assert len(printed.splitlines()) < 60
+    assert len(store.check(data=True).damages) == 198

@@ -1,0 +1,288 @@
+"""Garbage is collected, and nothing else."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.errors import SnapshotNotFoundError
+from tests.support.cli_calls import document, failure, invoke
+from tests.support.faults import (
+    CHUNK,
+    app_state,
+    assert_holds,
+    assert_store,
+    backend_faults,
+    files,
+    in_child,
+    system_faults,
+    take,
+)
+from tests.support.garbage import assert_tidy
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def stored(path: Path) -> int:
+    """Return the bytes of packs and segments."""
+    return sum((path / f).stat().st_size for f in files(path) if f.startswith(("packs", "index")))
+
+
+def test_what_only_a_deleted_snapshot_needs_is_freed(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    store.gc(grace=0)
+    alone = stored(path)
+    for step in range(1, 6):
+        take(store, step)
+    for step in range(1, 6):
+        store.delete(f"step_{step}")
+    report = store.gc(grace=0)
+    assert report.snapshots == 1
+    assert report.condemned_packs > 0
+    assert report.deleted_packs == report.condemned_packs
+    assert report.freed_bytes > 5 * 80_000
+    # The table and the manifest may be packed differently.
+    assert abs(stored(path) - alone) < 10_000
+    assert_tidy(path)
+    assert_store(path, {0})
+
+
+def test_nothing_is_freed_before_the_grace_is_over(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    take(store, 1)
+    store.delete("step_1")
+    before = files(path, "packs")
+    first = store.gc(grace=timedelta(hours=1))
+    assert first.condemned_packs
+    assert (first.waiting_packs, first.deleted_packs) == (first.condemned_packs, 0)
+    second = store.gc(grace=3600.0)
+    assert (second.condemned_packs, second.deleted_packs) == (0, 0)
+    assert second.waiting_bytes == first.condemned_bytes
+    assert before <= files(path, "packs")
+    third = store.gc(grace=0)
+    assert third.deleted_packs == first.condemned_packs
+    assert_tidy(path)
+    assert_store(path, {0})
+
+
+def test_a_deleted_snapshot_can_be_read_until_the_grace_is_over(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    reader = take(store, 1)
+    store.delete("step_1")
+    store.gc()
+    assert_holds(reader, 1)
+    store.gc(grace=0)
+    with pytest.raises(SnapshotNotFoundError, match=r"step_1.*deleted.*collected"):
+        reader.restore(app_state(0))
+    with pytest.raises(SnapshotNotFoundError, match=r"step_1.*deleted.*collected"):
+        reader.read_object("0/state/weight")
+
+
+def test_what_is_condemned_is_taken_anew_and_then_kept(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    take(store, 1)
+    store.delete("step_1")
+    store.gc()
+    again = take(store, 1)
+    assert again.stats.new_bytes > 80_000
+    store.gc(grace=0)
+    assert_store(path, {0, 1})
+    assert_tidy(path)
+
+
+def test_packs_that_are_mostly_dead_are_copied(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    weights = torch.randn(100 * CHUNK // 4)
+    store.take({"m": StateDict(w=weights)}, "whole")
+    store.take({"m": StateDict(w=weights[: 10 * CHUNK // 4].clone())}, "part")
+    tree = store["part"].contents.manifest.shared
+    store.delete("whole")
+    assert store.gc(grace=0, repack=0.0).repacked_packs == 0
+    assert stored(path) > 100 * CHUNK
+    plan = store.gc(grace=0, dry_run=True)
+    assert plan.repacked_packs > 0
+    report = store.gc(grace=0)
+    assert report.repacked_packs == plan.repacked_packs
+    assert report.copied_bytes == plan.copied_bytes
+    assert 10 * CHUNK < stored(path) < 12 * CHUNK
+    assert store["part"].contents.manifest.shared == tree
+    state = {"m": StateDict(w=torch.zeros(10 * CHUNK // 4))}
+    store["part"].restore(state)
+    assert torch.equal(state["m"]["w"], weights[: 10 * CHUNK // 4])
+    assert_tidy(path)
+    assert store.gc(grace=0).repacked_packs == 0
+
+
+def test_compressed_chunks_are_repacked_compressed(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK, compress=True)
+    weights = torch.randint(0, 4, (100 * CHUNK // 4,), dtype=torch.int32)
+    store.take({"m": StateDict(w=weights)}, "whole")
+    store.take({"m": StateDict(w=weights[: 10 * CHUNK // 4].clone())}, "part")
+    store.delete("whole")
+    report = Store(path).gc(grace=0)
+    assert report.repacked_packs
+    assert stored(path) < 3 * CHUNK
+    state = {"m": StateDict(w=torch.zeros(10 * CHUNK // 4, dtype=weights.dtype))}
+    store["part"].restore(state)
+    assert torch.equal(state["m"]["w"], weights[: 10 * CHUNK // 4])
+
+
+def test_duplicates_go_once_the_newer_copy_is_proven(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    state = {"m": StateDict(w=torch.randn(20 * CHUNK // 4))}
+
+    def take_too() -> None:
+        assert in_child(lambda: Store(path).take(state, "b")) == 0
+
+    with backend_faults(0, take_too, names=["put_if_absent"]):
+        store.take(state, "a")
+    assert stored(path) > 40 * CHUNK
+    report = store.gc(grace=0)
+    assert report.repacked_packs
+    assert stored(path) < 22 * CHUNK
+    for name in ("a", "b"):
+        found = {"m": StateDict(w=torch.zeros(20 * CHUNK // 4))}
+        store[name].restore(found)
+        assert torch.equal(found["m"]["w"], state["m"]["w"])
+    assert_tidy(path)
+
+
+def test_a_collection_with_nothing_to_do_changes_nothing(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    take(store, 1)
+    store.gc(grace=0)
+    before = files(path)
+    for _ in range(3):
+        report = store.gc(grace=0)
+        assert (report.condemned_packs, report.deleted_packs, report.fence) == (0, 0, None)
+        assert report.snapshots == 2
+    assert files(path) == before
+
+
+def test_a_dry_run_changes_nothing(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    for step in range(4):
+        take(store, step)
+    store.delete("step_1")
+    (path / "tmp" / ("ab" * 12)).write_bytes(b"left behind")
+    before = files(path)
+    plans = [store.gc(grace=0, dry_run=True) for _ in range(2)]
+    assert files(path) == before
+    report = store.gc(grace=0)
+    for plan in plans:
+        assert plan.dry_run
+        assert plan.condemned_packs == report.condemned_packs
+        assert plan.condemned_bytes == report.condemned_bytes
+        assert plan.live_bytes == report.live_bytes
+
+
+def test_a_store_without_snapshots(path: Path) -> None:
+    store = Store(path)
+    assert store.gc(grace=0).snapshots == 0
+    take(store, 0)
+    store.delete("step_0")
+    assert store.gc(grace=0).freed_bytes > 0
+    assert not [f for f in files(path) if f.startswith(("packs", "index", "tmp"))]
+    take(store, 1)
+    assert_store(path, {1})
+
+
+def test_temporary_files_of_the_dead_go_and_those_of_the_living_stay(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    left = path / "tmp" / ("0f" * 12)
+    left.write_bytes(bytes(1000))
+    foreign = path / "tmp" / "notes.txt"
+    foreign.write_bytes(b"not ours")
+    store.gc()
+    assert left.exists()
+    seen: list[int] = []
+
+    def collect() -> None:
+        seen.append(len(files(path, "tmp")))
+        store.objects.backend.tidy(0)
+        seen.append(len(files(path, "tmp")))
+
+    with system_faults(0, collect, names=["link"]):
+        take(Store(path), 1)
+    assert seen == [3, 2]
+    assert not left.exists()
+    assert foreign.exists()
+    assert_store(path, {0, 1})
+
+
+def test_foreign_files_are_never_deleted(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    foreign = [
+        "packs/zz/" + "0" * 32,
+        "packs/00/" + "0" * 31 + "1",
+        "packs/00/" + "A" * 32,
+        "packs/00/readme",
+        "index/" + "0" * 31,
+        "index/notes",
+    ]
+    for key in foreign:
+        (path / key).parent.mkdir(exist_ok=True)
+        (path / key).write_bytes(b"mine")
+    store.gc(grace=0)
+    assert all((path / key).exists() for key in foreign)
+
+
+def test_a_dry_run_without_grace_says_what_will_be_freed(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    for step in range(4):
+        take(store, step)
+        if step:
+            store.delete(f"step_{step}")
+    plan, report = store.gc(grace=0, repack=0, dry_run=True), store.gc(grace=0, repack=0)
+    assert plan.deleted_packs == report.deleted_packs > 0
+    assert plan.waiting_packs == report.waiting_packs == 0
+    assert 0 < plan.freed_bytes <= report.freed_bytes
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_the_command(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    take(store, 1)
+    store.delete("step_1")
+    assert "would be condemned" in invoke("gc", path, "--dry-run").stdout
+    said = invoke("gc", path).stdout
+    assert "condemned" in said
+    assert "when the grace is over" in said
+    report = document("gc", path, "--grace", "0")
+    assert report["deleted_packs"] > 0
+    assert report["freed_bytes"] > 80_000
+    assert report["store"] == str(path)
+    for wrong in (["--grace", "-3h"], ["--grace", "soon"], ["--repack", "300%"]):
+        assert "write" in failure("gc", path, *wrong, status=2)
+    assert_tidy(path)
+
+
+def test_prune_with_gc_frees_what_it_forgets(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    for step in range(4):
+        take(store, step)
+    plan = document("prune", path, "--keep-last", 1, "--gc", "--grace", 0, "--dry-run")
+    assert plan["gc"]["dry_run"]
+    assert_store(path, {0, 1, 2, 3})
+    said = invoke("prune", path, "--keep-last", 1, "--gc", "--grace", 0, "--yes").stdout
+    assert "3 snapshots forgotten" in said
+    assert "freed" in said
+    assert_store(path, {3})
+    assert_tidy(path)

@@ -1,0 +1,215 @@
+"""Clocks that are ten years off: they change when garbage goes, never what is garbage."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from casnap import Store
+from casnap.maintenance.gc import GcReport
+from tests.support.faults import (
+    CHUNK,
+    app_state,
+    assert_no_orphans,
+    assert_store,
+    backend_faults,
+    files,
+    held,
+    in_child,
+    kill,
+    take,
+)
+
+DAY = 86400.0
+YEARS = 3652 * DAY
+KILLED = -signal.SIGKILL
+
+TAKERS = pytest.mark.parametrize("taker", [0.0, YEARS, -YEARS], ids=["right", "ahead", "behind"])
+COLLECTORS = pytest.mark.parametrize(
+    "collector", [0.0, YEARS, -YEARS], ids=["right", "ahead", "behind"]
+)
+
+
+PAIRS = pytest.mark.parametrize(
+    ("taker", "collector"),
+    [
+        pytest.param(0, YEARS, id="collector-ahead"),
+        pytest.param(0, -YEARS, id="collector-behind"),
+        pytest.param(YEARS, 0, id="taker-ahead"),
+        pytest.param(-YEARS, 0, id="taker-behind"),
+        pytest.param(YEARS, -YEARS, id="taker-ahead-collector-behind"),
+        pytest.param(-YEARS, YEARS, id="taker-behind-collector-ahead"),
+    ],
+)
+
+
+@contextmanager
+def clock(skew: float) -> Iterator[None]:
+    """Let the clock be wrong by some seconds."""
+    real = time.time
+    with mock.patch.object(time, "time", side_effect=lambda: real() + skew):
+        yield
+
+
+def take_at(skew: float, path: Path, step: int) -> None:
+    with clock(skew):
+        take(path, step)
+
+
+def collect_at(skew: float, path: Path, grace: float = DAY) -> GcReport:
+    with clock(skew):
+        return Store(path, chunk_size=CHUNK).gc(grace=grace, repack=0.9)
+
+
+@pytest.mark.parametrize("grace", [0, DAY], ids=["at-once", "a-day"])
+@PAIRS
+def test_what_is_needed_stays(tmp_path: Path, taker: float, collector: float, grace: float) -> None:
+    path = tmp_path / "store"
+    take_at(taker, path, 0)
+    for step in range(1, 3):
+        take_at(taker, path, step)
+        Store(path).delete(f"step_{step - 1}")
+        collect_at(collector, path, grace)
+        take_at(-taker, path, step + 100)
+        collect_at(-collector, path, grace)
+        Store(path).delete(f"step_{step + 100}")
+        # It comes back, from packs that are condemned, or gone.
+        take_at(taker, path, step - 1)
+        Store(path).delete(f"step_{step - 1}")
+        collect_at(0, path, grace)
+    assert_store(path, {2})
+    collect_at(collector, path, 0)
+    assert_no_orphans(path)
+    assert_store(path, {2})
+
+
+@pytest.mark.parametrize("grace", [0, DAY], ids=["at-once", "a-day"])
+@PAIRS
+def test_a_take_beside_a_collector(
+    tmp_path: Path, taker: float, collector: float, grace: float
+) -> None:
+    """What it relies on is deleted, and collected, before it commits."""
+    path, me, calls = tmp_path / "store", os.getpid(), itertools.count()
+    take_at(taker, path, 0)
+    take_at(taker, path, 1)
+
+    def collect() -> None:
+        store = Store(path)
+        store.delete("step_0")
+        store.delete("step_1")
+        collect_at(collector, path, grace)
+        collect_at(-collector, path, grace)
+
+    def once() -> None:
+        if os.getpid() == me and next(calls) == 0:
+            assert in_child(collect) == 0
+
+    with clock(taker), backend_faults(0, once, ["put_if_absent"]):
+        Store(path).take(app_state(1), "again", metadata={"step": 1})
+    assert held(path) == {"again": 1}
+    collect_at(collector, path, 0)
+    assert_no_orphans(path)
+    assert held(path) == {"again": 1}
+
+
+@pytest.fixture
+def garbage(tmp_path: Path) -> Path:
+    """Return a store of one snapshot and garbage, deleted and never committed."""
+    path = tmp_path / "store"
+    for step in range(3):
+        take(path, step)
+    Store(path).delete("step_0")
+    Store(path).delete("step_1")
+
+    def killed() -> None:
+        with backend_faults(0, kill, ["put_if_absent"]):
+            take(path, 3)
+
+    assert in_child(killed) == KILLED
+    return path
+
+
+@COLLECTORS
+def test_what_another_clock_condemned_goes_within_a_grace(garbage: Path, collector: float) -> None:
+    """A time in the future counts as the time when it was first seen."""
+    assert collect_at(collector, garbage).condemned_packs > 0
+    collect_at(0, garbage)
+    report = collect_at(DAY + 3600, garbage)
+    assert report.waiting_packs == 0
+    assert_no_orphans(garbage)
+    assert_store(garbage, {2})
+
+
+@TAKERS
+def test_what_a_killed_take_left_goes_within_a_grace(garbage: Path, taker: float) -> None:
+    take_at(taker, garbage, 4)
+    collect_at(0, garbage)
+    collect_at(DAY + 3600, garbage)
+    # The first of the two may have condemned some more.
+    collect_at(2 * DAY + 7200, garbage)
+    assert_no_orphans(garbage)
+    assert_store(garbage, {2, 4})
+
+
+@TAKERS
+def test_what_a_killed_take_alone_left_goes_within_a_grace(tmp_path: Path, taker: float) -> None:
+    """No collector puts a root that has a time of its own, since nothing is to be condemned."""
+    path = tmp_path / "store"
+    take(path, 0)
+
+    def killed() -> None:
+        with backend_faults(0, kill, ["put_if_absent"]):
+            take(path, 3)
+
+    assert in_child(killed) == KILLED
+    take_at(taker, path, 1)
+    for days in (0, 1, 2):
+        with clock(days * (DAY + 3600)):
+            Store(path).gc(grace=DAY, repack=0)
+    assert_no_orphans(path)
+    assert_store(path, {0, 1})
+
+
+@TAKERS
+def test_a_right_clock_waits_for_the_grace(garbage: Path, taker: float) -> None:
+    """Whatever the clocks of takers say, a collector whose clock is right is patient."""
+    take_at(taker, garbage, 4)
+    before = files(garbage, "packs")
+    collect_at(0, garbage)
+    collect_at(DAY - 3600, garbage)
+    if taker >= 0:
+        assert files(garbage, "packs") >= before
+
+
+@pytest.mark.parametrize("age", [0, YEARS, -YEARS], ids=["new", "old", "of-the-future"])
+def test_temporary_files_of_any_time(garbage: Path, age: float) -> None:
+    left = garbage / "tmp" / ("0" * 24)
+    left.write_bytes(bytes(5000))
+    os.utime(left, times=(time.time() - age,) * 2)
+    collect_at(0, garbage, grace=0)
+    assert_no_orphans(garbage)
+    assert_store(garbage, {2})
+
+
+@pytest.mark.parametrize("age", [0, YEARS, -YEARS], ids=["new", "old", "of-the-future"])
+def test_a_temporary_file_that_is_being_written(garbage: Path, age: float) -> None:
+    """Whatever its time says, its writer lives."""
+    being_written = garbage / "tmp" / ("0" * 24)
+    with being_written.open("wb") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        os.utime(being_written, times=(time.time() - age,) * 2)
+        for grace in (0, DAY):
+            collect_at(0, garbage, grace)
+            assert being_written.exists()
+    collect_at(0, garbage, grace=0)
+    assert_no_orphans(garbage)
+    assert_store(garbage, {2})

@@ -1,0 +1,195 @@
+"""Takes, deletes and collectors at the same time: what a take commits is kept."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from casnap import StateDict, Store
+from casnap.errors import FencedError
+from tests.support.faults import (
+    CHUNK,
+    app_state,
+    assert_holds,
+    assert_store,
+    backend_faults,
+    interrupt,
+    take,
+)
+from tests.support.garbage import assert_tidy, places_of
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def test_a_take_takes_back_what_was_condemned_after_it_began(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    take(store, 1)
+    other = Store(path)
+
+    def collect() -> None:
+        if not done:
+            done.append(other.delete("step_1"))
+            other.gc()
+
+    done: list[Any] = []
+    with backend_faults(0, collect, names=["put_if_absent"]):
+        snapshot = store.take(app_state(1), "again", metadata={"step": 1})
+    assert snapshot.stats.new_bytes < 40_000
+    assert not set(store.objects.newest().condemned) & {p.pack for p in places_of(store, snapshot)}
+    store.gc(grace=0)
+    assert_holds(snapshot, 1)
+    assert_tidy(path)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_take_that_the_fence_has_passed_goes_on(path: Path, asynchronous: bool) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    take(store, 1)
+    other = Store(path)
+
+    def collect() -> None:
+        if not done:
+            done.append(other.delete("step_1"))
+            # Deletes the packs that the take has written, which no root names.
+            done.append(other.gc(grace=0))
+
+    done: list[Any] = []
+    with backend_faults(0, collect, names=["put_if_absent"]):
+        if asynchronous:
+            pending = store.async_take(app_state(2), "step_2", metadata={"step": 2})
+            # Its packs were deleted before they could be moved, and the state is gone.
+            with pytest.raises(FencedError, match="take again"):
+                pending.wait()
+            take(store, 2)
+        else:
+            take(store, 2)
+    assert done[1].fence is not None
+    assert_store(path, {0, 2})
+    store.gc(grace=0)
+    assert_store(path, {0, 2})
+    assert_tidy(path)
+
+
+def test_a_fenced_async_take_moves_its_packs(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    take(store, 1)
+    other = Store(path)
+    done: list[Any] = []
+
+    def fence() -> None:
+        if not done:
+            done.append(other.delete("step_1"))
+            # It raises the fence, and dies before it deletes what the take has written.
+            with (
+                backend_faults(0, interrupt, names=["delete"], lasting=True),
+                pytest.raises(KeyboardInterrupt),
+            ):
+                other.gc(grace=0)
+            done.append(other.objects.newest().fence)
+
+    with backend_faults(0, fence, names=["put_if_absent"]):
+        snapshot = store.async_take(app_state(2), "step_2", metadata={"step": 2}).wait()
+    assert done[1] > 2
+    assert_holds(snapshot, 2)
+    store.gc(grace=0)
+    assert_store(path, {0, 2})
+    assert_tidy(path)
+
+
+def test_two_collectors_of_one_process_that_copy(tmp_path: Path) -> None:
+    stores = [Store(tmp_path / name, chunk_size=CHUNK) for name in "abc"]
+    for store in stores:
+        for part in range(40):
+            weights = torch.randn(20 * CHUNK // 4)
+            store.take({"m": StateDict(w=weights)}, f"whole_{part}")
+            store.take({"m": StateDict(w=weights[: 5 * CHUNK // 4].clone())}, f"part_{part}")
+            store.delete(f"whole_{part}")
+    with ThreadPoolExecutor(3) as pool:
+        for report in pool.map(lambda store: store.gc(grace=0), stores):
+            assert report.repacked_packs >= 40
+    for store in stores:
+        assert store.check(data=True).ok
+
+
+def test_takes_deletes_and_collectors_at_once(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+
+    def collect() -> None:
+        own = Store(path)
+        for _ in range(6):
+            own.gc(grace=0, repack=0.9)
+
+    def delete() -> None:
+        own = Store(path)
+        for step in range(1, 5):
+            if f"step_{step}" in own:
+                own.delete(f"step_{step}")
+
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(work) for work in (collect, collect, delete)]
+        for step in range(1, 9):
+            take_again_where_fenced(store, step)
+        for other in others:
+            other.result()
+    steps = {s.metadata.user["step"] for s in store.snapshots()}
+    assert steps >= {0, 5, 6, 7, 8}
+    assert_store(path, steps)
+    store.gc(grace=0)
+    assert_tidy(path)
+    assert_store(path, steps)
+
+
+def take_again_where_fenced(store: Store, step: int) -> None:
+    for _ in range(10):
+        try:
+            take(store, step)
+        except FencedError:
+            continue
+        return
+    raise AssertionError("collectors without any grace starve a take")
+
+
+@given(st.data())
+def test_marking_in_parts_marks_the_same(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    from casnap.maintenance import marks
+
+    folder = tmp_path_factory.mktemp("parts")
+    results = []
+    steps = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=5, unique=True))
+    gone = data.draw(st.sets(st.sampled_from(steps)))
+    store = Store(folder / "s", chunk_size=CHUNK)
+    for step in steps:
+        take(store, step)
+    for step in gone:
+        store.delete(f"step_{step}")
+    root = store.objects.newest()
+    for part in (marks._PART, data.draw(st.integers(1, 50))):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(marks, "_PART", part)
+            found = marks.Marks(store.objects, root, lambda *_: None)
+            everything = {d for d, _, _ in found.contents_of(set(found.uses))}
+            results.append(
+                (
+                    found.count,
+                    found.nbytes,
+                    found.uses,
+                    found.snapshots,
+                    found.needed_of(everything),
+                )
+            )
+    assert results[0] == results[1]

@@ -1,0 +1,203 @@
+"""A collector that meets damage, a lost answer or bad input frees nothing that is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.backends import LocalBackend
+from casnap.errors import (
+    CasnapError,
+    DamagedError,
+    NotAStoreError,
+    StoreError,
+    UnsupportedFormatError,
+)
+from casnap.format.records import CONFIG_KEY, pack_key, segment_key
+from casnap.storage.objects import Objects
+from casnap.testing import Fault, FaultyBackend, flip, lose_answer, open_store
+from tests.support.checks import drop_from_index
+from tests.support.cli_calls import failure
+from tests.support.faults import CHUNK, assert_store, elsewhere, files, take
+from tests.support.garbage import assert_tidy, places_of
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+# --- bad input --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grace", [-1, math.nan, math.inf, True, timedelta(days=-1), "1h"])
+def test_durations_that_make_no_sense(path: Path, grace: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="grace"):
+        Store(path).gc(grace=grace)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan, True])
+def test_shares_that_make_no_sense(path: Path, share: Any) -> None:
+    with pytest.raises(ValueError, match="repack"):
+        Store(path).gc(repack=share)
+
+
+def configure(path: Path, **changes: Any) -> None:
+    config = json.loads((path / CONFIG_KEY).read_text())
+    (path / CONFIG_KEY).write_text(json.dumps(config | changes))
+
+
+def test_stores_that_must_not_be_collected(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "not a casnap store" in failure("gc", tmp_path / "empty")
+    with pytest.raises(NotAStoreError):
+        Store(tmp_path / "empty", create=False)
+    take(Store(path, chunk_size=CHUNK), 0)
+    before = files(path)
+    configure(path, put_if_absent=False)
+    with pytest.raises(StoreError, match="exclusive"):
+        Store(path).gc(grace=0)
+    assert "--exclusive" in failure("gc", path)
+    Store(path).gc(grace=0, dry_run=True, exclusive=True)
+    assert files(path) == before
+    configure(path, put_if_absent=True, write_features=["x"])
+    with pytest.raises(UnsupportedFormatError, match="update casnap"):
+        Store(path).gc(grace=0)
+    configure(path, write_features=[], format=3)
+    assert "update casnap" in failure("gc", path)
+    assert files(path) == before
+
+
+# --- damage -----------------------------------------------------------------------------------
+
+
+def test_a_pack_stays_whose_rest_cannot_be_copied(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    weights = torch.randn(40 * CHUNK // 4)
+    store.take({"m": StateDict(w=weights)}, "whole")
+    part = store.take({"m": StateDict(w=weights[: 4 * CHUNK // 4].clone())}, "part")
+    store.delete("whole")
+    place = places_of(store, part)[0]
+    file = path / pack_key(place.pack)
+    content = bytearray(file.read_bytes())
+    content[place.offset] ^= 1
+    file.write_bytes(content)
+    for _ in range(3):
+        report = Store(path).gc(grace=0)
+        assert file.exists()
+    assert report.repacked_packs == 0
+    # The damage is repaired by hand.
+    content[place.offset] ^= 1
+    file.write_bytes(content)
+    assert Store(path).gc(grace=0).repacked_packs > 0
+    assert not file.exists()
+    state = {"m": StateDict(w=torch.zeros(4 * CHUNK // 4))}
+    Store(path)["part"].restore(state)
+    assert torch.equal(state["m"]["w"], weights[: 4 * CHUNK // 4])
+    assert_tidy(path)
+
+
+def test_a_lost_answer_and_a_bad_read_do_not_undo_a_root(path: Path) -> None:
+    backend = FaultyBackend(LocalBackend(path))
+    store = open_store(backend, chunk_size=CHUNK)
+    for step in range(4):
+        take(store, step)
+    for step in range(3):
+        store.delete(f"step_{step}")
+    store.gc()
+    fence_root = f"roots/0/{store.objects.newest().seq + 1}"
+    lost = Fault(lose_answer(), ["put_if_absent"], keys=fence_root)
+    hidden = Fault(flip(), ["read"], keys=fence_root)
+    with backend.during(lost, hidden), contextlib.suppress(CasnapError):
+        store.gc(grace=0)
+    view = Objects(LocalBackend(path)).view()
+    assert all((path / segment_key(ident)).exists() for ident in view.segments)
+    assert_store(path, {3})
+    Store(path).gc(grace=0)
+    assert_tidy(path)
+    assert_store(path, {3})
+
+
+def test_takes_that_go_on_do_not_keep_it_from_saying_what_is_damaged(path: Path) -> None:
+    """Each marking sees a newer root, which does not bring back what is lost."""
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    segment = store.objects.newest().segments[0]
+    [(_, place), *_] = store.objects.index.segment(segment).records
+    drop_from_index(store, place.pack)
+    markings = []
+
+    @elsewhere
+    def go_on(what: str, done: int, _total: int) -> None:
+        if (what, done) == ("reading the index", 0):
+            markings.append(what)
+            store.take({"s": StateDict(x=len(markings))}, f"other/{len(markings)}")
+
+    with pytest.raises(DamagedError):
+        Store(path).gc(progress=go_on)
+    assert len(markings) < 3
+
+
+def test_an_old_root_that_cannot_be_read_costs_patience_alone(path: Path) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    take(store, 1)
+    store.delete("step_1")
+    store.gc()
+    condemning = newest_root(path)
+    take(store, 2)
+    condemning.write_bytes(condemning.read_bytes()[:-1] + b"?")
+    older = path / "roots/0/1"
+    older.unlink()
+    older.mkdir()
+    Store(path).gc()
+    assert Store(path).gc(grace=0).deleted_packs > 0
+    assert_tidy(path)
+    assert_store(path, {0, 2})
+
+
+def newest_root(path: Path) -> Path:
+    return max((path / "roots" / "0").iterdir(), key=lambda p: int(p.name))
+
+
+@pytest.mark.parametrize("what", ["root", "segment", "tree", "segment-gone", "tree-gone"])
+def test_what_cannot_be_read_stops_it(path: Path, cache_dir: Path, what: str) -> None:
+    store = Store(path, chunk_size=CHUNK)
+    take(store, 0)
+    take(store, 1)
+    store.delete("step_1")
+    trees = [
+        p for p in (path / "packs").rglob("*") if p.is_file() and b"CASNAPt1" in p.read_bytes()
+    ]
+    hurt = {
+        "root": newest_root(path),
+        "segment": next((path / "index").iterdir()),
+        "tree": min(trees, key=lambda p: p.name),
+    }[what.partition("-")[0]]
+    if what == "root":
+        next((path / "roots/copies").iterdir()).unlink()
+    if what.endswith("gone"):
+        hurt.unlink()
+    else:
+        content = bytearray(hurt.read_bytes())
+        content[: len(content) - 100] = bytes(len(content) - 100)
+        hurt.write_bytes(content)
+    for folder in cache_dir.iterdir():
+        folder.rename(cache_dir.parent / f"old-{folder.name}")
+    before = files(path)
+    with pytest.raises(DamagedError) as e:
+        Store(path).gc(grace=0)
+    assert str(path) in str(e.value)
+    assert files(path) == before
+    said = failure("gc", path, "--grace", 0)
+    assert "Nothing was deleted" in said
+    assert said.count(f"`casnap check {path}`") == said.count(f"`casnap repair {path}`") == 1
+    assert files(path) == before

@@ -1,0 +1,426 @@
+"""A repair saves what is whole, and names what is not; and `casnap repair`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from inspect import stack
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.backends import LocalBackend
+from casnap.errors import BackendError, DamagedError
+from casnap.format.digest import digest_of
+from casnap.format.records import PackId, pack_key
+from casnap.maintenance.gc import GcOptions, collect
+from casnap.maintenance.survey import Survey
+from casnap.storage.roots import succeed
+from tests.cli.test_cli import Terminal
+from tests.robustness.test_damage import (
+    KEY,
+    STEPS,
+    content,
+    damage_everywhere,
+    damages,
+    expected,
+    flip,
+    forget_cache,
+    forget_copies,
+    newest,
+    objects_of,
+)
+from tests.support.checks import (
+    FROZEN,
+    broken,
+    change,
+    check,
+    drop_from_index,
+    listing_of,
+    record_of,
+)
+from tests.support.cli_calls import failure, invoke
+from tests.support.damaged import (
+    WEIGHT,
+    copied_store,  # noqa: F401 - a fixture
+    damage_chunk,
+    lost_in,
+    named,
+    pristine_store,  # noqa: F401 - a fixture
+    repair,
+    safetensors,
+)
+from tests.support.faults import CHUNK, backend_faults, elsewhere, files, in_child
+
+# --- what is saved ----------------------------------------------------------------------------
+
+
+def test_nothing_to_repair(store: Path) -> None:
+    before = files(store)
+    report = repair(store)
+    assert report.ok
+    assert not report.found
+    assert files(store) == before
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_damage_to_any_object(
+    pristine: Path, tmp_path: Path, cache_dir: Path, seed: int
+) -> None:
+    """Afterwards only what is lost is wrong, and a second repair does nothing."""
+    choose = random.Random(seed)
+    store = tmp_path / "store"
+    for file in objects_of(pristine):
+        key = file.relative_to(pristine)
+        if key.parts[0] == "casnap.json":
+            continue
+        for damage in choose.sample(list(damages(file, choose)), 2):
+            shutil.rmtree(store, ignore_errors=True)
+            shutil.copytree(pristine, store)
+            forget_cache(cache_dir)
+            change(store / key, damage)
+            report = repair(store)
+            forget_cache(cache_dir)
+            if key.parts[0] == "roots":
+                assert report.ok
+                assert [str(key)] == [d.object for d in report.found] or "copies" in key.parts
+                assert Store(store).check(data=True).ok
+                continue
+            if key.parts[0] == "index":
+                assert report.ok
+            assert broken(store) == (set(STEPS) if "*" in named(report) else named(report)), key
+            lost = lost_in(store)
+            assert bool(lost) != report.ok
+            again = repair(store)
+            assert again.root == report.root
+            assert {bytes.fromhex(d.digest) for d in again.remaining} == lost
+
+
+def test_the_rest_of_a_damaged_pack(store: Path) -> None:
+    digest, place = damage_chunk(store, FROZEN)
+    report = repair(store)
+    assert (report.replaced_packs, report.saved_chunks) == (1, 11)
+    assert [(d.kind, d.digest) for d in report.remaining] == [("lost", digest.hex())]
+    assert named(report) == set(STEPS)
+    assert Store(store).objects.newest().lost == digest
+    assert place.pack not in listing_of(store)
+    assert torch.equal(Store(store)["a"].read_object(f"{KEY}/weight"), expected(0)["weight"])
+    with pytest.raises(DamagedError, match=digest.hex()):
+        Store(store)["a"].read_object(f"{KEY}/frozen")
+
+
+def test_the_next_take_heals(store: Path) -> None:
+    damage_chunk(store, FROZEN)
+    repair(store)
+    # A take by another process: nothing that this one has learned helps it.
+    work = lambda: Store(store).take({KEY: StateDict(content(0))}, "again")  # noqa: E731
+    assert in_child(work) == 0
+    assert lost_in(store) == set()
+    assert repair(store).ok
+    assert Store(store).objects.newest().lost == b""
+    assert broken(store) == set()
+
+
+def test_a_footer_alone(store: Path) -> None:
+    _, place = record_of(store, FROZEN)
+    change(store / pack_key(place.pack), lambda raw: raw[:-40])
+    report = repair(store)
+    assert report.ok
+    assert report.saved_chunks == 12
+    assert lost_in(store) == set()
+    assert broken(store) == set()
+
+
+def test_another_copy_is_enough(store: Path) -> None:
+    """A pack whose chunks all lie in another pack, too, just leaves the index."""
+    opened = Store(store)
+    damage_chunk(store, FROZEN)
+    assert in_child(lambda: _take_anew(store)) == 0
+    report = opened.repair()
+    assert report.ok
+    assert report.replaced_packs == 1
+    assert lost_in(store) == set()
+
+
+def _take_anew(store: Path) -> None:
+    opened = Store(store)
+    with pytest.raises(DamagedError):
+        opened["a"].restore({KEY: StateDict(content(0))})
+    opened.take({KEY: StateDict(content(0))}, "again")
+
+
+def test_compressed(tmp_path: Path) -> None:
+    store = Store(tmp_path, chunk_size=CHUNK, compress=True)
+    state = {f"x{i}": torch.full((CHUNK // 4,), i) for i in range(4)}
+    store.take({"s": StateDict(state)}, "one")
+    size = listing_of(tmp_path).stored_bytes
+    damage_chunk(tmp_path, state["x2"][: CHUNK // 8])
+    report = store.repair()
+    assert {h.path for d in report.remaining for h in d.hurts} == {"s/x2"}
+    assert torch.equal(store["one"].read_object("s/x3"), state["x3"])
+    assert listing_of(tmp_path).stored_bytes < size
+
+
+def test_in_memory() -> None:
+    store = Store("memory://to-repair", chunk_size=CHUNK)
+    store.take({"s": StateDict(x=torch.arange(100_000))}, "one")
+    backend = store.objects.backend
+    backend.delete(f"index/{backend.names('index')[0]}")
+    report = Store("memory://to-repair").repair()
+    assert report.ok
+    assert report.adopted_packs == 2
+    assert store.check(data=True).ok
+
+
+def test_needed_but_condemned(store: Path) -> None:
+    opened = Store(store)
+    _, place = record_of(store, FROZEN)
+    root = opened.objects.newest()
+    assert succeed(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
+    report = opened.repair()
+    assert report.ok
+    assert report.rescued_packs == 1
+    assert opened.objects.newest().condemned == {}
+    assert lost_in(store) == set()
+
+
+def test_condemned_and_damaged(store: Path) -> None:
+    opened = Store(store)
+    digest, place = damage_chunk(store, FROZEN)
+    root = opened.objects.newest()
+    assert succeed(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
+    opened.repair()
+    assert opened.objects.newest().condemned == {}
+    assert lost_in(store) == {digest}
+
+
+def test_what_is_lost_can_be_deleted(store: Path) -> None:
+    """A snapshot whose tree is lost stops a collector; without it all is well again."""
+    opened = Store(store)
+    damage_everywhere(store, opened.row("b").manifest.digest)
+    opened.objects.index.facts.delete()
+    assert named(repair(store)) == {"b"}
+    with pytest.raises(DamagedError):
+        collect(opened.objects, GcOptions(grace=0))
+    Store(store).delete("b")
+    assert collect(Store(store).objects, GcOptions(grace=0)).deleted_packs
+    assert lost_in(store) == set()
+    assert repair(store).ok
+    assert Store(store).objects.newest().lost == b""
+
+
+# --- the index --------------------------------------------------------------------------------
+
+
+def test_the_whole_index(store: Path) -> None:
+    """All segments are gone, and one chunk is damaged: the packs say what is where."""
+    digest, _ = damage_chunk(store, WEIGHT)
+    shutil.rmtree(store / "index")
+    report = repair(store)
+    assert (report.dropped_segments, report.adopted_packs) == (3, 6)
+    assert named(report) == {"b"}
+    assert lost_in(store) == {digest}
+    assert broken(store) == {"b"}
+
+
+def test_a_pack_that_left_the_index(store: Path) -> None:
+    """What is needed is looked for in packs that no segment lists."""
+
+    opened = Store(store)
+    _, place = record_of(store, FROZEN)
+    drop_from_index(opened, place.pack)
+    report = opened.repair()
+    assert report.ok
+    assert report.adopted_packs == 1
+    assert lost_in(store) == set()
+    assert broken(store) == set()
+
+
+def test_what_is_left_over_is_left_alone(store: Path) -> None:
+    """Packs that nothing needs are not entered, damaged ones included."""
+    damage_chunk(store, FROZEN)
+    assert repair(store).adopted_packs == 0
+    assert repair(store).adopted_packs == 0
+    shutil.rmtree(store / "index")
+    report = repair(store)
+    assert named(report) == set(STEPS)
+    assert repair(store).root == report.root
+
+
+def test_a_footer_and_a_segment(store: Path) -> None:
+    """What neither the index nor a footer lists is nowhere to be found."""
+    _, place = record_of(store, WEIGHT)
+    change(store / pack_key(place.pack), lambda raw: raw[:-40])
+    shutil.rmtree(store / "index")
+    report = repair(store)
+    assert named(report) == {"b"}
+    assert [why for why in report.skipped if PackId(place.pack).hex() in why]
+
+
+# --- roots and storage ------------------------------------------------------------------------
+
+
+def test_the_newest_root(store: Path) -> None:
+    change(newest(store), flip(30))
+    forget_copies(store)
+    before = files(store)
+    with pytest.raises(DamagedError, match="Restore this file from a backup; never delete it"):
+        repair(store)
+    assert files(store) == before
+    assert "Restore this file" in failure("repair", store, "--yes")
+
+
+@pytest.mark.parametrize("damage", [flip(30), lambda _: None])
+def test_a_newest_root_that_has_a_copy(
+    store: Path, damage: Callable[[bytes], bytes | None]
+) -> None:
+    """Another one is put behind it, and nothing needs it any more."""
+    change(newest(store), damage)
+    assert "its copy stands in for it" in invoke("check", store, status=1).stdout
+    assert "damaged or lost" in invoke("repair", store, "--yes").stdout
+    forget_copies(store)
+    assert check(store, data=True).ok
+    assert broken(store) == set()
+    assert Store(store).objects.newest().seq == 4
+
+
+def test_what_may_not_be_read_is_not_given_up(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, place = record_of(store, FROZEN)
+    real = LocalBackend.size
+
+    def size(self: LocalBackend, key: str) -> int:
+        if key == pack_key(place.pack):
+            raise BackendError(f"{key}: Permission denied") from PermissionError()
+        return real(self, key)
+
+    monkeypatch.setattr(LocalBackend, "size", size)
+    root = Store(store).objects.newest()
+    with pytest.raises(BackendError, match="Make it readable"):
+        repair(store)
+    assert Store(store).objects.newest() == root
+
+
+def test_what_cannot_be_read_now_is_not_given_up(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many open files, a server that does not answer: that passes, and nothing was lost."""
+    real = LocalBackend.read_into
+    before = files(store)
+
+    def read_into(self: LocalBackend, key: str, at: int, target: memoryview, **how: bool) -> int:
+        if key.startswith("packs/") and any(f.function == "read_places" for f in stack()):
+            raise BackendError(f"/missing/cut off/{key}: Too many open files")
+        return real(self, key, at, target, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "read_into", read_into)
+        with pytest.raises(BackendError, match=r"Too many open files.*Make it readable"):
+            repair(store)
+    assert files(store) == before
+    assert repair(store).ok
+
+
+def test_takes_meanwhile(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is lost to a take costs no second look at the store."""
+    looks: list[object] = []
+    again = Survey.again
+    monkeypatch.setattr(Survey, "again", lambda self: (looks.append(self), again(self))[1])
+    damage_chunk(store, FROZEN)
+
+    def take() -> None:
+        Store(store).take({KEY: StateDict(content(5))}, "other")
+
+    with backend_faults(0, elsewhere(take), ["put_if_absent"]):
+        report = repair(store)
+    assert len(report.remaining) == 1
+    assert len(looks) == 1
+
+
+def test_a_full_disk(store: Path) -> None:
+    damage_chunk(store, FROZEN)
+    root = Store(store).objects.newest()
+
+    def full() -> None:
+        raise BackendError("no space left")
+
+    with backend_faults(0, full, ["write"]), pytest.raises(BackendError, match="no space"):
+        repair(store)
+    assert Store(store).objects.newest() == root
+    assert len(repair(store).remaining) == 1
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_a_dry_run(store: Path, tmp_path: Path) -> None:
+    damage_chunk(store, FROZEN)
+    damage_chunk(store, WEIGHT)
+    source = safetensors(tmp_path / "x.safetensors", {"x": expected(1)["weight"]})
+    before = {key: (store / key).read_bytes() for key in files(store)}
+    report = repair(store, source, dry_run=True)
+    assert {key: (store / key).read_bytes() for key in files(store)} == before
+    assert (report.replaced_packs, report.healed_chunks) == (2, 1)
+    assert [d.digest for d in report.remaining] == [digest_of(FROZEN.numpy().tobytes()).hex()]
+    assert named(report) == set(STEPS)
+    done = repair(store, source)
+    assert (done.saved_chunks, done.healed_chunks) == (report.saved_chunks, 1)
+
+
+def test_a_dry_run_without_an_index(store: Path) -> None:
+    """What the trees need is not known then, so any damage may turn out to hurt."""
+    sorted((store / "index").iterdir())[2].unlink()
+    assert repair(store, dry_run=True).ok
+    digest, _ = damage_chunk(store, WEIGHT)
+    assert [d.digest for d in repair(store, dry_run=True).remaining] == [digest.hex()]
+    assert "nothing needs it" not in invoke("check", store, "--data", status=1).stdout
+    shutil.rmtree(store / "index")
+    before = files(store)
+    report = repair(store, dry_run=True)
+    assert files(store) == before
+    assert (report.dropped_segments, report.adopted_packs) == (3, 6)
+    assert report.healed_chunks == 0
+
+
+def test_command(store: Path, tmp_path: Path) -> None:
+    damage_chunk(store, FROZEN)
+    assert "pass --yes" in failure("repair", store, status=2)
+    foreseen = invoke("repair", store, "--dry-run", status=1).stdout
+    assert "what may stay lost:" in foreseen
+    printed = invoke("repair", store, "--yes", status=1).stdout
+    assert "damaged packs replaced: 1" in printed
+    assert f"hurts run/c {KEY}/frozen" in printed
+    found = json.loads(invoke("repair", store, "-y", "--json", status=1).stdout)
+    assert [d["kind"] for d in found["remaining"]] == ["lost"]
+    source = safetensors(tmp_path / "x.safetensors", {"x": expected(0)["frozen"]})
+    unknown = tmp_path / "x.gguf"
+    unknown.touch()
+    result = invoke("repair", store, "--from", unknown, "--from", source, "--yes")
+    assert "lost chunks found elsewhere: 1" in result.stdout
+    assert "everything is whole" in result.stdout
+    assert f"skipped: {unknown} is none of .safetensors, " in result.stderr
+    assert "no damage found" in invoke("repair", store, "--yes").stdout
+
+
+def test_command_on_old_roots(store: Path) -> None:
+    (store / "roots/0/1").unlink()
+    before = files(store)
+    for command in (("repair", store, "--yes"), ("check", store)):
+        printed = invoke(*command).stdout
+        assert "damaged or lost" in printed
+    assert files(store) == before
+
+
+@pytest.mark.parametrize(("answer", "status"), [("y", 0), ("n", 1)])
+def test_command_asks(store: Path, answer: str, status: int) -> None:
+    sorted((store / "index").iterdir())[0].unlink()
+    root = Store(store).objects.newest()
+    terminal = Terminal("repair", store)
+    assert f"Repair {store}?" in terminal.read_until("[y/N]").replace("\r\n", "")
+    os.write(terminal.master, f"{answer}\n".encode())
+    assert terminal.rest()[0] == status
+    assert (Store(store).objects.newest() == root) == (answer == "n")

@@ -1,0 +1,58 @@
+"""A repair beside takes and collectors without grace: what went meanwhile is no reason to fail."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from casnap import Store
+from casnap.backends import LocalBackend
+from casnap.format.records import pack_key
+from casnap.testing import Call, Fault, FaultyBackend, open_store
+from tests.robustness.test_damage import flip
+from tests.support.checks import change, record_of
+from tests.support.damaged import repair
+from tests.support.faults import CHUNK, assert_store, content, elsewhere, memory_folder, take
+
+
+def damaged_store(path: Path) -> FaultyBackend:
+    """Make a store with segments to merge, and a damaged chunk that nobody needs any more."""
+    store = Store(path, chunk_size=CHUNK)
+    for step in range(4):
+        take(store, step)
+    place = record_of(path, content(3)["weight"][: CHUNK // 4])[1]
+    change(path / pack_key(place.pack), flip(place.offset + 11))
+    return FaultyBackend(LocalBackend(path))
+
+
+def churn(path: Path) -> None:
+    """Have all segments written anew, and the old ones deleted."""
+    store = Store(path)
+    store.delete("step_0")
+    take(store, 0)
+    store.gc(grace=0, repack=0)
+
+
+@pytest.mark.parametrize("calls", ["read", "size", "read_into", "write", "put_if_absent"])
+def test_repair_beside_a_collector_without_grace(calls: str) -> None:
+    for number in count(0, 1 if calls == "read" else 8):
+        with memory_folder() as folder:
+            path = folder / "store"
+            backend = damaged_store(path)
+
+            def act(call: Call, path: Path = path) -> object:
+                elsewhere(churn)(path)
+                return call.go()
+
+            fault = Fault(act, calls, "index/*" if calls == "read" else "*", skip=number)
+            store = open_store(backend)
+            with backend.during(fault):
+                store.repair()
+            if not fault.struck:
+                return
+            assert {d.kind for d in repair(path).remaining} <= {"lost"}
+            Store(path).delete("step_3")
+            assert_store(path, {0, 1, 2})
+            assert Store(path).check(data=True).ok

@@ -1,0 +1,366 @@
+"""Collectives that carry errors: what each rank gets of others, also when they raise."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from casnap.errors import DamagedError, MismatchError, StateError
+from casnap.ranks import comm as comm_module
+from casnap.ranks import link as links
+from casnap.ranks.comm import Alone, Comm, join
+from tests.support.ranks import World
+from tests.support.yard import SOON, OnPurposeError, Seen, Yard, heard_of, talk, watch
+
+Worlds = Callable[[int], World]
+
+
+# --- what is carried --------------------------------------------------------------------------
+
+
+def carry(sizes: list[int], kind: str) -> None:
+    """Send so many bytes, and a few more, to each rank, made by who sends and who receives."""
+
+    def content(source: int, target: int) -> bytes:
+        return bytes([source, target]) * (sizes[(source + target) % len(sizes)] // 2)
+
+    made: Callable[[bytes], Any] = {
+        "bytes": bytes,
+        "writable": lambda part: memoryview(bytearray(part)),
+        "read-only": memoryview,
+    }[kind]
+    with join(None, 60, "the carrying of bytes") as comm:
+        parts = [made(content(comm.rank, target)) for target in range(comm.size)]
+        got = comm.all_to_all(parts)
+        expected = [content(source, comm.rank) for source in range(comm.size)]
+        assert [bytes(part) for part in got] == expected
+        nbytes = sum(len(part) for rank, part in enumerate(expected) if rank != comm.rank)
+        for room in (bytearray(nbytes), bytearray(nbytes + 5), bytearray(max(0, nbytes - 1))):
+            got = comm.all_to_all(parts, memoryview(room))
+            assert [bytes(part) for part in got] == expected
+            inside = [p.obj is room for r, p in enumerate(got) if r != comm.rank]
+            assert all(inside) == (len(room) >= nbytes)
+
+
+@pytest.mark.parametrize("sizes", [[0], [2], [0, 10, 4000], [0, 0, 6, 0], [1 << 23, 0, 2]])
+def test_parts_of_any_size_arrive(world: Worlds, sizes: list[int]) -> None:
+    for size in (2, 4, 3):
+        for kind in ("bytes", "writable", "read-only"):
+            world(size).run(carry, sizes, kind)
+
+
+def carry_by_all_means() -> None:
+    with join(None, 60, "the carrying of bytes") as comm:
+        own = b"%d" % comm.rank
+        ranks = [b"%d" % rank for rank in range(comm.size)]
+        assert comm.all_gather(own) == ranks
+        assert comm.gather(own) == (ranks if comm.rank == 0 else [])
+        assert comm.broadcast(b"all" if comm.rank == 0 else b"") == b"all"
+        assert comm.broadcast() == b""
+        assert comm.scatter([part * 3 for part in ranks]) == own * 3
+        same = memoryview(bytearray(b"x" * (1 << 20)))
+        assert all(part == same for part in comm.all_to_all([same] * comm.size))
+
+
+def test_all_collectives(world: Worlds) -> None:
+    world(3).run(carry_by_all_means)
+
+
+def test_a_single_process_talks_to_itself() -> None:
+    with join(None, None, "the talk of one") as comm:
+        assert isinstance(comm, Alone)
+        assert comm.all_gather(b"x") == [b"x"]
+        assert comm.gather(b"x") == [b"x"]
+        assert comm.broadcast(b"x") == comm.scatter([b"x"]) == b"x"
+        comm.at("here")
+        comm.await_end(0)
+    with pytest.raises(StateError, match="init_process_group"):
+        join(object(), None, "the talk of one")
+    with pytest.raises(ValueError, match="above 0"):
+        join(None, 0, "the talk of one")
+    with pytest.raises(ValueError, match="above 0"):
+        join(None, float("nan"), "the talk of one")
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+def err(failing: list[int], at: int, error: BaseException) -> tuple[Seen, str, Seen, str]:
+    """Raise on some ranks before a collective, then talk again."""
+
+    def strike(i: int, comm: Comm) -> None:
+        if i == at and comm.rank in failing:
+            raise error
+
+    talk(60)
+    name = group_name()
+    seen = watch(partial(talk, 60, 3, strike))
+    return seen, name, watch(partial(talk, 60)), group_name()
+
+
+def group_name() -> str:
+    (link,) = (x for x in comm_module._links.values() if x.size == dist.get_world_size())
+    return link._name
+
+
+@pytest.mark.parametrize("failing", [[0], [1], [0, 2], [0, 1, 2]])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_error_on_some_ranks_is_raised_on_all(
+    world: Worlds, failing: list[int], at: int
+) -> None:
+    for error in (OnPurposeError("it broke"), DamagedError("it broke"), KeyboardInterrupt()):
+        outcomes = world(3).run(err, failing, at, error)
+        for rank, (seen, before, again, after) in enumerate(outcomes):
+            if rank in failing:
+                assert (seen.error, seen.text) == (type(error).__name__, str(error))
+            elif isinstance(error, DamagedError):
+                assert (seen.error, seen.text) == ("DamagedError", f"rank {failing[0]}: it broke")
+            else:
+                assert seen.error == "RankError"
+                assert seen.ranks == tuple(failing)
+                also = "" if len(failing) == 1 else f" (and rank {failing[1]})"
+                what = f"the talk of ranks: rank {failing[0]} failed{also}: {type(error).__name__}"
+                assert seen.text == f"{what}: {error}"
+            # The group is in step still.
+            assert again.value == heard_of(3)
+            assert before == after
+
+
+def err_at_the_end() -> Seen:
+    def strike(i: int, comm: Comm) -> None:
+        if i == 1 and comm.rank == 1:
+            comm.leave()
+            raise MismatchError("too late for the others")
+
+    seen = watch(partial(talk, 60, 1, strike))
+    assert talk(60) == heard_of(2)
+    return seen
+
+
+def test_an_error_after_the_last_collective_is_a_ranks_own(world: Worlds) -> None:
+    first, second = world(2).run(err_at_the_end)
+    assert first.value == heard_of(2)
+    assert second.error == "MismatchError"
+
+
+def talk_after_the_end() -> None:
+    with join(None, 60, "the talk of ranks") as comm:
+        comm.all_gather(b"")
+    with pytest.raises(StateError, match="the talk of ranks: it has ended already"):
+        comm.all_gather(b"")
+    comm.fail(ValueError())  # nobody listens
+    comm.leave()
+
+
+def test_what_has_ended_is_over(world: Worlds) -> None:
+    world(2).run(talk_after_the_end)
+
+
+def err_while_others_are_busy(folder: str) -> tuple[Seen, Seen]:
+    links.PATIENCE = comm_module.PATIENCE = 0.5
+    yard = Yard(folder)
+
+    def strike(i: int, comm: Comm) -> None:
+        if i == 2 and comm.rank == 1:
+            raise DamagedError("a chunk is missing")
+        if i == 2:
+            yard.wait("raised")
+
+    seen = watch(partial(talk, 60, 3, strike))
+    if dist.get_rank() == 1:
+        yard.leave("raised")
+    return seen, watch(partial(talk, 60))
+
+
+def test_who_fails_does_not_wait_for_those_who_are_busy(world: Worlds, tmp_path: Path) -> None:
+    with world(3).fresh() as fresh:
+        outcomes = fresh.run(err_while_others_are_busy, str(tmp_path))
+    for rank, (seen, again) in enumerate(outcomes):
+        assert seen.error == "DamagedError"
+        assert seen.text == ("a chunk is missing" if rank == 1 else "rank 1: a chunk is missing")
+        assert seen.seconds < SOON
+        assert again.value == heard_of(3)
+
+
+def interrupted_in_the_middle() -> tuple[Seen, Seen]:
+    real = comm_module._as_tensor
+
+    def interrupt(part: Any) -> torch.Tensor:
+        comm_module._as_tensor = real
+        raise KeyboardInterrupt
+
+    def strike(i: int, comm: Comm) -> None:
+        if i == 1 and comm.rank == 1:
+            comm_module._as_tensor = interrupt
+
+    return watch(partial(talk, 60, 3, strike)), watch(partial(talk, 60))
+
+
+def test_an_interrupt_within_a_collective_breaks_it_off_for_all(world: Worlds) -> None:
+    outcomes = world(3).run(interrupted_in_the_middle)
+    for rank, (seen, again) in enumerate(outcomes):
+        assert seen.error == ("KeyboardInterrupt" if rank == 1 else "RankError")
+        assert rank == 1 or "rank 1 failed: KeyboardInterrupt" in seen.text
+        assert seen.seconds < SOON
+        assert again.value == heard_of(3)
+
+
+# --- groups -----------------------------------------------------------------------------------
+
+
+def talk_in_groups() -> list[Any]:
+    rank = dist.get_rank()
+    groups = [dist.new_group(members) for members in ([1, 2], [0, 1], [2, 0])]
+    heard: list[Any] = []
+    for _ in range(2):
+        for members, group in zip(([1, 2], [0, 1], [2, 0]), groups, strict=True):
+            if rank in members:
+                heard.append(talk(60, 2, pg=group) == heard_of(2))
+            else:
+                with pytest.raises(StateError, match="not in the process group"):
+                    join(group, 60, "nothing")
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    assert isinstance(join(alone, 60, "the talk of one"), Alone)
+    return heard
+
+
+def test_groups_of_some_ranks(world: Worlds) -> None:
+    assert world(3).run(talk_in_groups) == [[True] * 4] * 3
+
+
+def fail_in_one_group() -> tuple[Seen, Seen]:
+    """Groups that share rank 1: one breaks, which does the other no harm."""
+    rank = dist.get_rank()
+    left, right = dist.new_group([0, 1]), dist.new_group([1, 2])
+    own = left if rank == 0 else right
+
+    def strike(i: int, comm: Comm) -> None:
+        if (rank, i) == (2, 1):
+            raise OnPurposeError("it broke")
+
+    if rank == 1:
+        talk(60, pg=left)
+    seen = watch(partial(talk, 60, 2, strike, pg=own)) if rank else watch(partial(talk, 60, pg=own))
+    again = watch(partial(talk, 60, pg=own))
+    if rank == 1:
+        talk(60, pg=left)
+    return seen, again
+
+
+def test_a_group_that_fails_does_others_no_harm(world: Worlds) -> None:
+    (zero, zero_again), (one, one_again), (two, two_again) = world(3).run(fail_in_one_group)
+    assert zero.value == zero_again.value == one_again.value == two_again.value == heard_of(2)
+    assert one.text == "the talk of ranks: rank 1 failed: OnPurposeError: it broke"
+    assert two.error == "OnPurposeError"
+
+
+def talk_while_another_goes_on(folder: str) -> list[str]:
+    """Begin an operation while one goes on in the background: it waits for its turn."""
+    yard, order = Yard(folder), list[str]()
+    begun = threading.Event()
+
+    def background() -> None:
+        with join(None, 60, "the talk behind") as comm:
+            comm.all_gather(b"")
+            begun.set()
+            yard.wait("next")
+            comm.all_gather(b"")
+            order.append("first")
+
+    thread = threading.Thread(target=background)
+    thread.start()
+    assert begun.wait(60)
+    if dist.get_rank() == 0:
+        threading.Timer(0.2, lambda: yard.leave("next")).start()
+    talk(60, 2)
+    order.append("second")
+    thread.join()
+    return order
+
+
+def test_operations_take_turns(world: Worlds, tmp_path: Path) -> None:
+    assert world(2).run(talk_while_another_goes_on, str(tmp_path)) == [["first", "second"]] * 2
+
+
+def lose_a_turn() -> Seen:
+    """Begin an operation and forget it, as an interrupt can make it happen."""
+    join(None, 60, "nothing")
+    return watch(partial(talk, 60))
+
+
+def test_a_lost_operation_frees_its_turn(world: Worlds) -> None:
+    assert [seen.value for seen in world(2).run(lose_a_turn)] == [heard_of(2)] * 2
+
+
+def begin_anew(port: int) -> list[list[bytes]]:
+    """Destroy the default group and make another."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    heard = []
+    for i in range(3):
+        dist.destroy_process_group()
+        server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        store = dist.PrefixStore(str(i), server)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        heard.append(talk(20, 2))
+        if i == 1:
+            # What is left in the store of an older group is not taken for a newer one.
+            comm_module.forget_after_fork()
+            heard.append(talk(20, 2))
+    return heard
+
+
+def test_process_groups_come_and_go(world: Worlds) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with world(2).fresh() as fresh:
+        assert fresh.run(begin_anew, server.port) == [[heard_of(2)] * 4] * 2
+
+
+# --- forks ------------------------------------------------------------------------------------
+
+
+def fork_in_between() -> list[bytes]:
+    """Fork, as data loaders do, between operations and while one goes on."""
+    talk(60)
+    with join(None, 60, "the talk of ranks") as comm:
+        comm.all_gather(b"")
+        pid = os.fork()
+        if pid == 0:
+            fine = not comm_module._links
+            os._exit(0 if fine else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        comm.all_gather(b"")
+    return talk(60)
+
+
+def test_forks_leave_the_parents_alone(world: Worlds) -> None:
+    assert world(2).run(fork_in_between) == [heard_of(2)] * 2
+
+
+def test_a_process_is_known_by_more_than_its_number() -> None:
+    own = links._Process.own()
+    if not own.host:
+        assert not own.is_gone(own.host)
+        return
+    assert not own.is_gone(own.host)
+    assert own._replace(start=own.start + 1).is_gone(own.host)
+    assert not own._replace(start=own.start + 1).is_gone(own.host + 1)
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    child = links._Process(own.host, pid, int(links._stat(pid)[19]))
+    assert not child.is_gone(own.host)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert child.is_gone(own.host)  # a zombie
+    os.waitpid(pid, 0)
+    assert child.is_gone(own.host)

@@ -1,0 +1,136 @@
+"""The worlds that the tests of many ranks run in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from casnap.errors import DamagedError
+from tests.support.ranks import RankDied, RankError, RankHung, RanksFailed, World
+
+Worlds = Callable[[int], World]
+
+
+def summed(number: float) -> float:
+    tensor = torch.tensor([number + dist.get_rank()])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def summed_by_mesh(shape: tuple[int, ...]) -> float:
+    mesh = init_device_mesh("cpu", shape)
+    rows = distribute_tensor(torch.arange(60.0).reshape(10, 6), mesh, [Shard(0)] * len(shape))
+    return (rows @ rows.t()).full_tensor().sum().item()
+
+
+def fails(how: str) -> int:
+    class Local(Exception):  # noqa: N818
+        pass
+
+    rank = dist.get_rank()
+    if rank == 1 and how == "raise":
+        raise DamagedError("a chunk is missing", ("model/weight",))
+    if rank == 1 and how == "raise what cannot be sent":
+        raise Local("of no module")
+    if rank == 1 and how == "die":
+        os.write(2, b"last words")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and how == "hang":
+        threading.Event().wait()
+    return rank
+
+
+def test_each_rank_answers_in_worlds_of_any_size(world: Worlds) -> None:
+    for size in (2, 4, 3, 4, 1):
+        results = world(size).run(summed, 10.0)
+        assert results == [10.0 * size + size * (size - 1) / 2] * size
+
+
+def test_meshes_of_groups_that_are_gone_do_no_harm(world: Worlds) -> None:
+    expected = torch.arange(60.0).reshape(10, 6)
+    for shape in ((2, 2), (3,), (2, 2), (4,), (2,), (2, 2)):
+        results = world(torch.Size(shape).numel()).run(summed_by_mesh, shape)
+        assert set(results) == {(expected @ expected.t()).sum().item()}
+
+
+def test_errors_arrive_with_their_types_and_places(world: Worlds) -> None:
+    with pytest.raises(RanksFailed, match=r"rank 1: DamagedError: a chunk[^$]*in fails") as caught:
+        world(3).run(fails, "raise")
+    (error,) = caught.value.errors.values()
+    assert isinstance(error, DamagedError)
+    first, second, third = world(3).run(fails, "raise what cannot be sent", expect_errors=True)
+    assert (first, third) == (0, 2)
+    assert isinstance(second, RankError)
+    assert "Local: of no module" in str(second)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [("die", RankDied, "-9\nlast words"), ("hang", RankHung, "in fails")],
+)
+def test_who_dies_or_hangs_is_replaced(
+    world: Worlds, how: str, error: type[Exception], text: str
+) -> None:
+    first, second = world(2).run(fails, how, expect_errors=True, timeout=2)
+    assert first == 0
+    assert isinstance(second, error)
+    assert text in str(second)
+    assert world(2).run(summed, 0.0) == [1.0, 1.0]
+
+
+def test_a_fresh_world_has_other_processes(world: Worlds) -> None:
+    usual = set(world(2).run(os.getpid))
+    with world(2).fresh() as fresh:
+        assert usual.isdisjoint(fresh.run(os.getpid))
+    assert set(world(2).run(os.getpid)) == usual
+
+
+def test_ranks_have_the_environment_of_the_test(
+    world: Worlds, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert world(2).run(os.getenv, "CASNAP_CACHE_DIR") == [str(cache_dir)] * 2
+    monkeypatch.delenv("CASNAP_CACHE_DIR")
+    assert world(2).run(os.getenv, "CASNAP_CACHE_DIR") == [None] * 2
+
+
+_SESSION = """
+import os, sys
+from tests.support import ranks
+from tests.support.ranks import Pool
+from tests.ranks.test_ranks import end_session
+
+ranks._PRELOADED = ("torch.distributed",)
+if __name__ == "__main__":
+    with Pool() as pool:
+        pool.world(2).run(end_session, os.getpid(), sys.argv[1])
+"""
+
+
+def end_session(session: int, fifo: str) -> None:
+    with open(fifo, "wb"):  # noqa: PTH123 - held until this process ends
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.kill(session, signal.SIGKILL)
+        threading.Event().wait()
+
+
+def test_no_rank_outlives_a_session_that_is_killed(tmp_path: Path) -> None:
+    script, fifo = tmp_path / "session.py", tmp_path / "fifo"
+    script.write_text(_SESSION)
+    os.mkfifo(fifo)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    session = subprocess.Popen([sys.executable, script, fifo], env=environment)
+    with fifo.open("rb") as held_by_ranks:
+        assert held_by_ranks.read() == b""  # at its end when no rank is left
+    assert session.wait() == -signal.SIGKILL

@@ -1,0 +1,226 @@
+"""Restores on more or fewer ranks: what comes back, and what stands in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from casnap import RNGState, Snapshot, StateDict
+from casnap.errors import MismatchError
+from casnap.restore.restore import RestoreReport
+from tests.support.ranks import World
+
+Worlds = Callable[[int], World]
+
+COMMON = ("model", "optim", "progress")
+OWN = ("loader", "rng")
+
+
+def rank_of() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def state_of(value: float) -> dict[str, Any]:
+    """Return a state in which all is filled with a value, or is of the rank and the value."""
+    rank = rank_of()
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(100, 300))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=value, momentum=0.9)
+    torch.manual_seed(int(value) * 100 + rank)
+    loader = StateDict(position=int(value) * 100 + rank, order=torch.full((5000,), value + rank))
+    return {
+        "rng": RNGState(),
+        "model": model,
+        "optim": optimizer,
+        "loader": loader,
+        "progress": StateDict(step=value, losses=[value, torch.tensor(value)]),
+    }
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    """Return all that a state holds in a form that can be compared."""
+
+    def listed(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.tolist()
+        if isinstance(value, dict):
+            return {k: listed(v) for k, v in value.items()}
+        return [listed(v) for v in value] if isinstance(value, list | tuple) else value
+
+    return {key: listed(dict(value.state_dict())) for key, value in state.items()}
+
+
+def take(path: str) -> dict[str, Any]:
+    state = state_of(1.0)
+    Snapshot.take(path, state)
+    return plain(state)
+
+
+def restore(path: str, keys: tuple[str, ...], strict: bool, read_once: bool = True) -> Any:
+    """Restore some keys of a fresh state; return what it was, what it is now, and the report."""
+    state = state_of(2.0)
+    before = plain(state)
+    try:
+        some = {key: state[key] for key in keys}
+        outcome: Any = Snapshot(path).restore(some, strict, read_once=read_once)
+    except MismatchError as e:
+        outcome = str(e)
+    return before, plain(state), outcome
+
+
+@pytest.fixture(scope="module")
+def taken(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the path of a snapshot that three ranks took, and what each had."""
+    path = str(tmp_path_factory.mktemp("elastic") / "store/s")
+    return path, world(3).run(take, path)
+
+
+def test_each_rank_gets_its_own_back(world: Worlds, taken: Any) -> None:
+    path, had = taken
+    for (_, after, report), mine in zip(
+        world(3).run(restore, path, COMMON + OWN, True), had, strict=True
+    ):
+        assert after == mine
+        assert report == RestoreReport()
+
+
+@pytest.mark.parametrize("read_once", [True, False])
+@pytest.mark.parametrize("keys", [(*COMMON, *OWN), (*COMMON, "rng"), ("loader", "model")], ids=str)
+def test_what_belongs_to_ranks_stands_in_the_way_of_a_new_rank(
+    world: Worlds, taken: Any, keys: tuple[str, ...], read_once: bool
+) -> None:
+    path, _ = taken
+    for before, after, error in world(4).run(restore, path, keys, True, read_once):
+        assert isinstance(error, str)
+        assert "rank 3 is new" in error
+        for key in OWN:
+            assert (f"    {key}" in error) == (key in keys)
+        assert "model is" not in error
+        assert after == before
+
+
+def test_a_new_rank_gets_what_is_everyones(world: Worlds, taken: Any) -> None:
+    path, had = taken
+    for before, after, report in world(5).run(restore, path, COMMON, True):
+        assert {key: after[key] for key in COMMON} == {key: had[0][key] for key in COMMON}
+        assert {key: after[key] for key in OWN} == {key: before[key] for key in OWN}
+        assert report == RestoreReport()
+
+
+def test_a_new_rank_keeps_its_own_if_that_is_allowed(world: Worlds, taken: Any) -> None:
+    path, had = taken
+    results = world(4).run(restore, path, COMMON + OWN, False)
+    for (_, after, report), mine in zip(results, had, strict=False):
+        assert after == mine
+        assert not report
+    before, after, report = results[3]
+    assert {key: after[key] for key in COMMON} == {key: had[0][key] for key in COMMON}
+    assert {key: after[key] for key in OWN} == {key: before[key] for key in OWN}
+    assert report
+    assert any(p.startswith("loader/position is kept for ranks 0, 1 and 2") for p in report.missing)
+    assert {p.partition("/")[0].split()[0] for p in report.missing} == set(OWN)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_fewer_ranks_leave_the_rest_behind(world: Worlds, taken: Any, size: int) -> None:
+    path, had = taken
+    results = world(size).run(restore, path, COMMON + OWN, True)
+    for (_, after, report), mine in zip(results, had, strict=False):
+        assert after == mine
+        assert report.left_behind == [f"{r}/{key}" for r in range(size, 3) for key in OWN]
+        assert not report
+
+
+def test_a_process_without_a_group_is_rank_0(taken: Any) -> None:
+    path, had = taken
+    random = torch.get_rng_state()
+    _, after, report = restore(path, COMMON + OWN, True)
+    torch.set_rng_state(random)
+    assert after == had[0]
+    assert report.left_behind == [f"{r}/{key}" for r in (1, 2) for key in OWN]
+
+
+def grow_and_shrink(last: str, name: str) -> None:
+    """Take with what is there on each number of ranks, as a job does that changes its size."""
+    state = {key: value for key, value in state_of(2.0).items() if key in COMMON}
+    Snapshot(last).restore(state)
+    Snapshot.take(name, state)
+
+
+def test_a_job_that_changes_its_size_keeps_its_state(
+    world: Worlds, taken: Any, tmp_path: Path
+) -> None:
+    path, had = taken
+    sizes = [2, 4, 1, 3]
+    manifests = [Snapshot(path).contents.manifest.shared]
+    for size in sizes:
+        name = f"{Path(path).parent}/again-{size}"
+        world(size).run(grow_and_shrink, path, name)
+        path = name
+        manifests.append(Snapshot(path).contents.manifest.shared)
+    assert all(m == {key: manifests[0][key] for key in COMMON} for m in manifests[1:])
+    _, after, _ = restore(path, COMMON, True)
+    assert {key: after[key] for key in COMMON} == {key: had[0][key] for key in COMMON}
+
+
+# --- keys that not all ranks ask for ------------------------------------------------------------
+
+
+def restore_what_i_like(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    rank = dist.get_rank()
+    state = state_of(2.0)
+    keys = [("model", "loader", "rng"), ("rng", "optim", "model"), (), ("progress",)][rank]
+    before = plain(state)
+    Snapshot(path).restore({key: state[key] for key in keys})
+    after = plain(state)
+    return {key: after[key] for key in keys}, {
+        key: (after[key], before[key]) for key in state if key not in keys
+    }
+
+
+def test_ranks_may_ask_for_different_keys_in_any_order(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "store/s")
+    had = world(4).run(take, path)
+    for (asked, left), mine in zip(world(4).run(restore_what_i_like, path), had, strict=True):
+        assert asked == {key: mine[key] for key in asked}
+        for after, before in left.values():
+            assert after == before
+
+
+def restore_what_differs(path: str, differing: dict[str, Any]) -> str:
+    """Restore, with something else on one rank."""
+    state = state_of(2.0)
+    if rank_of() == 1:
+        state |= differing
+    before = plain(state)
+    with pytest.raises(MismatchError) as caught:
+        Snapshot(path).restore(state)
+    assert plain(state) == before
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("differing", "said"),
+    [
+        ({"other": StateDict()}, "other"),
+        (
+            {"model": nn.Sequential(nn.Linear(3, 2), nn.Linear(100, 301))},
+            "(301, 100) here, (300, 100) in the snapshot",
+        ),
+    ],
+    ids=["a key", "a shape"],
+)
+def test_what_does_not_fit_on_one_rank_is_named_on_all(
+    world: Worlds, taken: Any, differing: dict[str, Any], said: str
+) -> None:
+    path, _ = taken
+    for error in world(3).run(restore_what_differs, path, differing):
+        assert said in error

@@ -1,0 +1,459 @@
+"""Saved in one layout, restored in another: any sharding from any other, bit by bit."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedStateDictConfig,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+from casnap import Snapshot, StateDict, Store
+from casnap.errors import StateError, UnsupportedTypeError
+from casnap.format.entries import BoxedTensorEntry
+from casnap.format.region import Region
+from casnap.state.flatten import flatten
+from casnap.state.sharded import Shards
+from tests.support import spreading
+from tests.support.bitwise import noise, raw
+from tests.support.cli_calls import document, invoke
+from tests.support.ranks import World
+from tests.support.sharded import LAYOUTS, Training, assert_same, expected, full_state, training
+from tests.support.spreading import Way, is_right, spread
+
+Worlds = Callable[[int], World]
+
+CHUNK = 64 << 10
+
+# --- a training state, in every layout from every other -------------------------------------------
+
+WORLDS = {4: LAYOUTS, 2: ("fsdp2",), 3: ("fsdp2",), 8: ("fsdp2",)}
+ALONE = "plain on 1"
+SOURCES = (ALONE, *(f"{layout} on {size}" for size, some in WORLDS.items() for layout in some))
+
+wanted = lru_cache(1)(expected)
+
+
+def without_steps(module: nn.Module) -> Training:
+    """Return the model with an optimizer that has made no step."""
+    return Training(module, torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.0))
+
+
+def as_it_is(given: Training) -> dict[str, Any]:
+    return {"model": given.model, "optim": given.optimizer}
+
+
+def save(folder: str, layouts: tuple[str, ...]) -> None:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    for layout in layouts:
+        given = training(layout, 1)
+        # Directly, DDP's names have a `module.` that others lack.
+        direct = as_it_is(given) if layout != "ddp" else {}
+        Store(folder).take({"train": given, **direct}, f"{layout} on {size}")
+
+
+@pytest.fixture(scope="module")
+def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a store of one training state that was saved in each layout."""
+    folder = str(tmp_path_factory.mktemp("resharding") / "store")
+    Store(folder, chunk_size=CHUNK)
+    save(folder, ("plain",))
+    for size, layouts in WORLDS.items():
+        world(size).run(save, folder, layouts)
+    return folder
+
+
+def spoil(given: Training) -> None:
+    """Overwrite all that a restore should bring back."""
+    moments = [t for state in given.optimizer.state.values() for t in state.values()]
+    with torch.no_grad():
+        for tensor in (*given.model.parameters(), *given.model.buffers(), *moments):
+            tensor.fill_(-1.0)
+
+
+def check(state: Any) -> None:
+    """Check that all that this rank holds of a ``Training`` is that of seed 1."""
+    whole, seen = wanted(1), set()
+    for path, content, _ in kinds_of(state):
+        seen.add(path)
+        if isinstance(content, Shards):
+            for box, part in zip(content.boxes, content.tensors, strict=True):
+                assert torch.equal(part, whole[path][box.within(Region.whole(content.shape))]), path
+        else:
+            assert torch.equal(content, whole[path]), path
+    assert seen == whole.keys()
+
+
+def kinds_of(state: Any) -> list[tuple[str, Any, str]]:
+    """Return path, content and type of all tensors of a state."""
+    leaves = ((leaf.path.removeprefix("s/"), leaf.content) for leaf in flatten(state, "s"))
+    return [
+        (path, content, type(getattr(content, "value", content)).__name__)
+        for path, content in leaves
+        if not isinstance(content, bytes)
+    ]
+
+
+def load(folder: str, layout: str, every: bool) -> None:
+    store, given = Store(folder), training(layout, 2)
+    kinds = [kind for *_, kind in kinds_of(given.state_dict())]
+    where = {name: id(parameter) for name, parameter in given.model.named_parameters()}
+    for number, source in enumerate(SOURCES):
+        spoil(given)
+        assert not store[source].restore({"train": given})
+        check(given.state_dict())
+        if layout == "ddp" or source.startswith("ddp"):
+            continue
+        if every or number % 2:
+            spoil(given)
+            assert not store[source].restore(as_it_is(given))
+            check(given.state_dict())
+        if every or not number % 2:
+            # As after a crash: the optimizer has no state yet.
+            spoil(given)
+            anew = without_steps(given.model)
+            assert not store[source].restore(as_it_is(anew))
+            check(anew.state_dict())
+            assert [kind for *_, kind in kinds_of(anew.state_dict())] == kinds
+    store[ALONE].restore({"train": given})
+    assert_same(full_state(given.state_dict()), wanted(1))
+    assert {name: id(parameter) for name, parameter in given.model.named_parameters()} == where
+
+
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+@pytest.mark.parametrize(
+    ("size", "layout"), [(size, layout) for size, some in WORLDS.items() for layout in some]
+)
+def test_a_training_state_from_every_layout(
+    world: Worlds, saved: str, size: int, layout: str, every: bool
+) -> None:
+    world(size).run(load, saved, layout, every)
+
+
+def test_a_training_state_in_one_process_without_a_group(saved: str) -> None:
+    for source in SOURCES:
+        given = without_steps(training("plain", 2).model)
+        Store(saved)[source].restore({"train": given})
+        check(given.state_dict())
+        if not source.startswith("ddp"):
+            anew = without_steps(training("plain", 3).model)
+            Store(saved)[source].restore(as_it_is(anew))
+            check(anew.state_dict())
+
+
+def test_a_sharded_snapshot_is_read_without_ranks(saved: str) -> None:
+    whole = wanted(1)
+    for source in SOURCES:
+        snapshot = Store(saved)[source]
+        manifest = snapshot.get_manifest()
+        for path in ("model/blocks.1.down.weight", "optim/state/embedding.weight/exp_avg"):
+            assert torch.equal(snapshot.read_object(f"train/{path}"), whole[path])
+            rank = snapshot.world_size - 1
+            out = torch.zeros(whole[path].shape, dtype=torch.float64)
+            assert snapshot.read_object(f"{rank}/train/{path}", out) is out
+            assert torch.equal(out, whole[path].double())
+            part = snapshot.read_object(f"train/{path}", index=(slice(5, 90, 7), slice(-3, None)))
+            assert torch.equal(part, whole[path][5:90:7, -3:])
+            assert manifest[f"{rank}/train/{path}"].shape == tuple(whole[path].shape)
+        state = snapshot.get_state_dict_for_key("train")
+        assert torch.equal(state["model"]["head.weight"], whole["model/head.weight"])
+
+
+def test_the_command_shows_sharded_snapshots(saved: str) -> None:
+    names = {row["name"]: row for row in document("ls", saved)["snapshots"]}
+    assert names.keys() == set(SOURCES)
+    boxed, plain = f"{saved}/fsdp_tp on 4", f"{saved}/{ALONE}"
+    assert document("show", boxed)["world_size"] == 4
+    shown = document("show", boxed, "train/model/blocks.0.down.weight")
+    assert (shown["shape"], shown["boxes"]) == ([96, 384], 4)
+    assert "boxes" in invoke("show", boxed, "2/train/model/blocks.0.down.weight").stdout
+    assert document("diff", plain, f"{saved}/fsdp2 on 3")["changed"] == 0
+    assert document("check", saved, "--data")
+
+
+# --- any tensor, spread in any way, from any other ------------------------------------------------
+
+_numbers = count()
+Asked = tuple[int, tuple[int, ...], torch.dtype, Way, Way]
+"""Seed, shape, dtype, and how the tensor is spread when taken and when restored."""
+
+
+def whole_of(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return noise(dtype, shape)
+
+
+def take_any(path: str, asked: list[Asked]) -> None:
+    state = {
+        f"{seed}": spread(whole_of(seed, shape, dtype), way) for seed, shape, dtype, way, _ in asked
+    }
+    Snapshot.take(path, {"state": StateDict(state)})
+
+
+def restore_any(path: str, asked: list[Asked]) -> list[int]:
+    """Return the seeds of what is not as it was."""
+    state = StateDict(
+        {
+            f"{seed}": spread(torch.zeros(shape, dtype=dtype), way)
+            for seed, shape, dtype, _, way in asked
+        }
+    )
+    given = dict(state)
+    Snapshot(path).restore({"state": state})
+    return [
+        seed
+        for seed, shape, dtype, _, way in asked
+        if not is_right(state[f"{seed}"], whole_of(seed, shape, dtype))
+        or (way is not None and state[f"{seed}"] is not given[f"{seed}"])
+    ]
+
+
+@st.composite
+def spreads(draw: st.DrawFn, before: int, after: int) -> list[Asked]:
+    asked = []
+    for seed in range(draw(st.integers(1, 24))):
+        shape, dtype = draw(spreading.shapes()), draw(st.sampled_from(spreading.DTYPES))
+        ways = [spreading.ways(shape, dtype, size) for size in (before, after)]
+        asked.append((seed, shape, dtype, *map(draw, ways)))
+    return asked
+
+
+def check_any(world: Worlds, store: Path, before: int, after: int, examples: int) -> None:
+    @settings(max_examples=examples, phases=(Phase.explicit, Phase.generate))
+    @given(spreads(before, after))
+    def as_it_was(asked: list[Asked]) -> None:
+        path = f"{store}/{next(_numbers)}"
+        world(before).run(take_any, path, asked)
+        assert world(after).run(restore_any, path, asked) == [[]] * after
+        snapshot = Snapshot(path)
+        for seed, shape, dtype, *_ in asked:
+            assert raw(snapshot.read_object(f"state/{seed}")) == raw(whole_of(seed, shape, dtype))
+
+    as_it_was()
+
+
+@pytest.fixture(scope="module")
+def any_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("any") / "store"
+    Store(folder, chunk_size=CHUNK)
+    return folder
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 4), (4, 3), (2, 8), (1, 4)])
+def test_any_spread_from_any_other(world: Worlds, any_store: Path, before: int, after: int) -> None:
+    check_any(world, any_store, before, after, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("before", [1, 2, 3, 4, 8])
+def test_any_spread_from_any_other_long(
+    world: Worlds, any_store: Path, before: int, after: int
+) -> None:
+    check_any(world, any_store, before, after, 25)
+
+
+# --- other kinds of shards ------------------------------------------------------------------------
+
+
+def flat_model(value: float) -> nn.Module:
+    module = nn.Sequential(nn.Linear(7, 501), nn.Linear(501, 3))
+    for number, parameter in enumerate(module.parameters()):
+        nn.init.constant_(parameter, value + number)
+    return module
+
+
+class OfFSDP1:
+    """A model of FSDP's first version, whose state is made of ShardedTensors."""
+
+    def __init__(self, value: float) -> None:
+        self.module = FullyShardedDataParallel(flat_model(value), device_id=torch.device("cpu"))
+
+    def _as_shards(self) -> Any:
+        kind = StateDictType.SHARDED_STATE_DICT
+        return FullyShardedDataParallel.state_dict_type(
+            self.module, kind, ShardedStateDictConfig(_use_dtensor=False)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._as_shards():
+            return self.module.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with self._as_shards():
+            self.module.load_state_dict(state)
+
+    def values(self) -> list[float]:
+        with FullyShardedDataParallel.summon_full_params(self.module):
+            return [t.unique().item() for t in self.module.parameters()]
+
+
+def through_fsdp1(folder: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch has deprecated it
+        store, size = Store(folder), dist.get_world_size()
+        if size == 2:
+            store.take({"model": OfFSDP1(1.0)}, "fsdp1")
+            store.take({"model": fully_shard(flat_model(5.0))}, "fsdp2")
+        for name, value in (("fsdp1", 1.0), ("fsdp2", 5.0)):
+            given = OfFSDP1(9.0)
+            assert type(given.state_dict()["0.weight"]).__name__ == "ShardedTensor"
+            store[name].restore({"model": given})
+            assert given.values() == [value, value + 1, value + 2, value + 3]
+            sharded = fully_shard(flat_model(9.0))
+            store[name].restore({"model": sharded})
+            full = [t.full_tensor().unique().item() for t in sharded.parameters()]
+            assert full == given.values()
+
+
+def test_fsdp1_to_fsdp2_and_back(world: Worlds, tmp_path: Path) -> None:
+    folder = str(tmp_path / "store")
+    for size in (2, 3):
+        world(size).run(through_fsdp1, folder)
+    plain = flat_model(9.0)
+    Store(folder)["fsdp1"].restore({"model": plain})
+    assert [t.unique().item() for t in plain.parameters()] == [1, 2, 3, 4]
+
+
+def table(whole: torch.Tensor, shift: int) -> DTensor:
+    """Return a table as torchrec has it: some ranks hold several runs of rows, some none."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    edges = [0, 3, 700, 701, 2500, len(whole)]
+    owners = [0, 1, 0, size - 1, 1]
+    rows = [
+        (start, stop)
+        for start, stop, owner in zip(edges, edges[1:], owners, strict=False)
+        if (owner + shift) % size == rank
+    ]
+    local = LocalShardsWrapper(
+        [whole[start:stop].clone() for start, stop in rows], [(start, 0) for start, _ in rows]
+    )
+    mesh = init_device_mesh("cpu", (size,))
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride(), run_check=False
+    )
+
+
+def through_tables(path: str, takes: bool) -> None:
+    whole = whole_of(1, (5000, 16), torch.float32)
+    if takes:
+        Snapshot.take(path, {"tables": StateDict(t=table(whole, 0))})
+    state = StateDict(t=table(torch.zeros(5000, 16), 1))
+    Snapshot(path).restore({"tables": state})
+    assert is_right(state["t"], whole)
+
+
+def test_tables_of_several_shards_a_rank(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "store/s")
+    world(4).run(through_tables, path, True)
+    world(3).run(through_tables, path, False)
+    found = Snapshot(path).read_object("tables/t")
+    assert raw(found) == raw(whole_of(1, (5000, 16), torch.float32))
+
+
+def refused(path: str, what: str) -> tuple[str, str]:
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    value: Any = distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)])
+    if what == "partial":
+        value = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    elif what == "plain on one":
+        value = value.redistribute(placements=[Replicate()])
+        value = torch.ones(6, 4) if rank else value
+    elif what == "another shape":
+        value = distribute_tensor(torch.ones(6 + rank, 4), mesh, [Shard(0)], src_data_rank=None)
+    elif what == "not held":
+        value = DTensor.from_local(
+            LocalShardsWrapper([torch.ones(2, 4)], [(rank * 3, 0)]),
+            mesh,
+            [Shard(0)],
+            shape=torch.Size((6, 4)),
+            stride=(4, 1),
+            run_check=False,
+        )
+    with pytest.raises((StateError, UnsupportedTypeError)) as caught:
+        Snapshot.take(path, {"state": StateDict(x=value)})
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "hint"),
+    [
+        ("partial", "redistribute it first"),
+        ("plain on one", "is sharded, but not on rank 1"),
+        ("another shape", "all ranks must hold pieces of one tensor"),
+        ("not held", r"nobody holds the box at offsets \(2, 0\)"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_on_all_ranks(
+    world: Worlds, tmp_path: Path, what: str, hint: str
+) -> None:
+    for kind, said in world(2).run(refused, str(tmp_path / "store/s"), what):
+        assert kind in ("StateError", "UnsupportedTypeError")
+        assert "state/x" in said
+        assert re.search(hint, said), said
+    assert Store(tmp_path / "store").snapshots() == []
+
+
+# --- the same weights cost nothing on another world -----------------------------------------------
+
+
+def take_again(folder: str, layout: str, name: str) -> tuple[int, int]:
+    stats = Store(folder).take({"train": training(layout, 1)}, name).stats
+    return stats.new_bytes, stats.logical_bytes
+
+
+def test_the_same_weights_are_stored_once_on_all_worlds(world: Worlds, tmp_path: Path) -> None:
+    folder = str(tmp_path / "store")
+    store = Store(folder)
+    trees, first = set(), 0
+    for number, (size, layout) in enumerate(
+        [(1, "plain"), (2, "ddp"), (4, "fsdp2"), (8, "fsdp2"), (3, "fsdp2"), (1, "plain")]
+    ):
+        new, logical = world(size).run(take_again, folder, layout, f"{number}")[0]
+        first = first or new
+        trees.add(store[f"{number}"].contents.manifest.shared["train"])
+        assert new >= logical if number == 0 else new <= 0.005 * first, (size, layout, new)
+    assert len(trees) == 1
+
+
+def take_in_boxes(folder: str) -> list[int]:
+    given, store = training("fsdp_tp", 1), Store(folder)
+    return [store.take({"train": given}, name).stats.new_bytes for name in ("tp", "tp again")]
+
+
+def test_columns_of_tensor_parallelism_are_stored_once(world: Worlds, tmp_path: Path) -> None:
+    folder = str(tmp_path / "store")
+    store = Store(folder)
+    world(4).run(take_again, folder, "fsdp2", "fsdp2")
+    first, second = world(4).run(take_in_boxes, folder)[0]
+    assert second < 2000
+    # RowwiseParallel cuts columns: such a tensor lies in boxes of its own, all others are known.
+    entries = store["tp"].get_manifest()
+    boxed = [p for p, e in entries.items() if isinstance(e, BoxedTensorEntry)]
+    assert {p.split("/")[-1] for p in boxed if p.startswith("0/train/model/")} == {
+        f"blocks.{i}.{name}.weight" for i in range(2) for name in ("out", "down")
+    }
+    in_boxes = sum(entries[p].data.nbytes for p in boxed if p.startswith("0/"))
+    assert in_boxes <= first < 1.01 * in_boxes + 20_000

@@ -1,0 +1,387 @@
+"""Restoring what does not fit: one complete error beforehand, or a report of what was left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from casnap import StateDict, Store
+from casnap.errors import MismatchError
+from tests.support.bitwise import assert_same, raw
+
+
+@pytest.fixture
+def store(request):
+    return Store(f"memory://{request.node.nodeid}", chunk_size=64 << 10)
+
+
+class Net(nn.Module):
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+
+OLD = {"same": (300, 100), "small": (3,), "gone": (5,), "wider": (300, 100), "turned": (4, 7)}
+NEW = {"same": (300, 100), "small": (3,), "added": (5,), "wider": (300, 101), "turned": (7, 4)}
+
+
+def live():
+    return {
+        "a": Net(**NEW),
+        "b": Net(x=(3, 3), y=(2,)),
+        "fine": Net(w=(200, 100)),
+        "progress": StateDict(step=0, t=torch.zeros(50_000)),
+        "absent": StateDict(k=torch.zeros(3)),
+    }
+
+
+@pytest.fixture
+def snapshot(store):
+    state = {
+        "a": Net(**OLD),
+        "b": Net(x=(3, 3), z=(2,)),
+        "fine": Net(w=(200, 100)),
+        "progress": StateDict(step=7, t=torch.ones(50_000)),
+        "not asked for": StateDict(q=1),
+    }
+    snapshot = store.take(state, "step")
+    snapshot.taken = state
+    return snapshot
+
+
+def bits(app_state):
+    return {
+        key: {n: raw(t) for n, t in s.state_dict().items() if isinstance(t, torch.Tensor)}
+        for key, s in app_state.items()
+    }
+
+
+def test_one_error_lists_everything_and_nothing_was_written(snapshot):
+    state = live()
+    before = bits(state)
+    with pytest.raises(MismatchError) as e:
+        snapshot.restore(state)
+    assert isinstance(e.value, RuntimeError)
+    message = str(e.value)
+    missing, rest = message.split("missing in the snapshot")[1].split("unexpected in the snapshot")
+    unexpected, shapes = rest.split("of another shape")
+    assert all(p in missing for p in ("a/added", "b/y", "absent"))
+    assert all(p in unexpected for p in ("a/gone", "b/z"))
+    assert all(p in shapes for p in ("a/wider", "(300, 101)", "(300, 100)", "a/turned", "(7, 4)"))
+    assert "not asked for" not in message
+    assert "strict=False" in message
+    for fits in ("a/same", "fine", "progress"):
+        assert fits not in message
+    assert bits(state) == before
+    assert state["progress"]["step"] == 0
+
+
+def test_not_strict_restores_what_fits_and_reports_the_rest(snapshot):
+    state = live()
+    before = bits(state)
+    report = snapshot.restore(state, strict=False)
+    assert report
+    assert sorted(report.missing) == ["a/added", "absent", "b/y"]
+    assert sorted(report.unexpected) == ["a/gone", "b/z"]
+    assert sorted(p.partition(":")[0] for p in report.mismatched) == ["a/turned", "a/wider"]
+    after, taken = bits(state), bits(snapshot.taken)
+    assert after["fine"] == taken["fine"]
+    assert after["progress"] == taken["progress"]
+    assert after["a"]["same"] == taken["a"]["same"]
+    assert after["a"]["small"] == taken["a"]["small"]
+    assert after["b"]["x"] == taken["b"]["x"]
+    for name in ("added", "wider", "turned"):
+        assert after["a"][name] == before["a"][name]
+    assert after["b"]["y"] == before["b"]["y"]
+    assert after["absent"] == before["absent"]
+    assert state["progress"]["step"] == 7
+
+
+def test_an_empty_report_where_all_fits(snapshot):
+    report = snapshot.restore({"fine": Net(w=(200, 100))}, strict=False)
+    assert not report
+    assert (report.missing, report.unexpected, report.mismatched) == ([], [], [])
+
+
+def test_a_container_in_place_of_a_tensor(store):
+    class Extra(Net):
+        def get_extra_state(self):
+            return {"version": 3, "table": torch.arange(20_000)}
+
+        def set_extra_state(self, state):
+            self.extra = state
+
+    snapshot = store.take({"m": Extra(w=(3, 3))}, "step")
+    other = Extra(w=(3, 3))
+    snapshot.restore({"m": other})
+    assert_same(other.extra, {"version": 3, "table": torch.arange(20_000)})
+    with pytest.raises(MismatchError, match="_extra_state"):
+        snapshot.restore({"m": Net(w=(3, 3))})
+    assert snapshot.restore({"m": Net(w=(3, 3))}, strict=False).unexpected == ["m/_extra_state"]
+
+
+def test_names_with_slashes_and_percents(store):
+    model = nn.ModuleDict({"a/b": nn.Linear(2, 3), "c%": nn.Linear(3, 4)})
+    snapshot = store.take({"m": model}, "step")
+    other = nn.ModuleDict({"a/b": nn.Linear(2, 3), "c%": nn.Linear(3, 4)})
+    snapshot.restore({"m": other})
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    other["a/b"] = nn.Linear(3, 3)
+    report = snapshot.restore({"m": other}, strict=False)
+    assert [m.partition(":")[0] for m in report.mismatched] == ["m/a%2Fb.weight"]
+    other["d/e"] = nn.Linear(3, 3, bias=False)
+    assert snapshot.restore({"m": other}, strict=False).missing == ["m/d%2Fe.weight"]
+
+
+def test_a_module_on_the_meta_device_holds_nothing_to_restore_into(store):
+    """torch copies into it without effect; a restore must not report that as success."""
+    snapshot = store.take({"m": nn.Linear(2, 3)}, "step")
+    with torch.device("meta"):
+        hollow = nn.Linear(2, 3)
+    with pytest.raises(MismatchError, match="meta"):
+        snapshot.restore({"m": hollow})
+    report = snapshot.restore({"m": hollow}, strict=False)
+    assert [m.partition(":")[0] for m in report.mismatched] == ["m/bias", "m/weight"]
+    hollow.to_empty(device="cpu")
+    snapshot.restore({"m": hollow})
+    assert_same(dict(hollow.state_dict()), dict(snapshot.get_state_dict_for_key("m")))
+
+
+def test_a_state_dict_keeps_a_field_that_the_snapshot_lacks(store):
+    """So a newer program can go on; what is nested is replaced as a whole, as in TorchSnapshot."""
+    old = StateDict(step=7, nested={"a": 1}, t=torch.ones(30_000))
+    snapshot = store.take({"s": old}, "step")
+    new = StateDict(step=0, nested={"a": 0, "b": 2}, t=torch.zeros(30_000), best=0.5)
+    held = new.data
+    assert not snapshot.restore({"s": new})
+    assert_same(dict(new), {**old.data, "best": 0.5})
+    assert new.data is held
+
+
+# --- modules that change the state on its way -------------------------------------------------
+
+
+class Renaming(Net):
+    """Takes states of an earlier version, where `w` was called `weight`."""
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        renamed = {("w" if k == "weight" else k): v for k, v in state_dict.items()}
+        return super().load_state_dict(renamed, strict=strict, assign=assign)
+
+
+def hooked(**shapes):
+    def rename(module, state_dict, prefix, *_):
+        state_dict[prefix + "w"] = state_dict.pop(prefix + "weight")
+
+    module = Net(**shapes)
+    module.register_load_state_dict_pre_hook(rename)
+    return module
+
+
+@pytest.mark.parametrize("make", [Renaming, hooked])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_module_that_renames(store, make, strict):
+    old = Net(weight=(300, 100), b=(3,))
+    snapshot = store.take({"m": old}, "step")
+    new = make(w=(300, 100), b=(3,))
+    assert not snapshot.restore({"m": new}, strict=strict)
+    assert raw(new.w) == raw(old.weight)
+    assert raw(new.b) == raw(old.b)
+
+
+def shifted(**shapes):
+    """A layer was put before the others, so each of those takes the one before it."""
+
+    def shift(module, state_dict, prefix, *_):
+        for n in (2, 1):
+            state_dict[f"{prefix}w{n}"] = state_dict.pop(f"{prefix}w{n - 1}")
+        state_dict[f"{prefix}w0"] = torch.zeros(300, 100)
+
+    module = Net(**shapes)
+    module.register_load_state_dict_pre_hook(shift)
+    return module
+
+
+class Shifted(Net):
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        moved = {f"w{n + 1}": state_dict[f"w{n}"] for n in range(2)}
+        return super().load_state_dict({"w0": torch.zeros(300, 100), **moved}, strict, assign)
+
+
+@pytest.mark.parametrize("make", [shifted, Shifted])
+def test_a_module_that_shifts_its_layers(store, make):
+    """Were the old layers restored in place first, one would be copied from what replaced it."""
+    old = Net(w0=(300, 100), w1=(300, 100))
+    snapshot = store.take({"m": old}, "step")
+    new = make(w0=(300, 100), w1=(300, 100), w2=(300, 100))
+    snapshot.restore({"m": new})
+    assert not new.w0.any()
+    assert raw(new.w1) == raw(old.w0)
+    assert raw(new.w2) == raw(old.w1)
+
+
+def test_a_mismatch_that_only_the_module_knows(store):
+    """A module with a hook compares by itself; its own error is not hidden."""
+    snapshot = store.take({"m": Net(weight=(300, 100), b=(3,))}, "step")
+    with pytest.raises(RuntimeError, match="added"):
+        snapshot.restore({"m": hooked(w=(300, 100), b=(3,), added=(2,))})
+    report = snapshot.restore({"m": hooked(w=(300, 100), b=(3,), added=(2,))}, strict=False)
+    assert report.missing == ["m/added"]
+
+
+def test_a_module_with_a_loader_of_its_own_below(store):
+    """As when a layer's parameters were once called otherwise."""
+
+    class Layer(Net):
+        def _load_from_state_dict(self, state_dict, prefix, *args):
+            if prefix + "gamma" in state_dict:
+                state_dict[prefix + "w"] = state_dict.pop(prefix + "gamma")
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    old = nn.Sequential(Net(gamma=(300, 100)), Net(w=(300, 100)))
+    snapshot = store.take({"m": old}, "step")
+    new = nn.Sequential(Layer(w=(300, 100)), Net(w=(300, 100)))
+    where = new[1].w.data_ptr()
+    snapshot.restore({"m": new})
+    assert raw(new[0].w) == raw(old[0].gamma)
+    assert raw(new[1].w) == raw(old[1].w)
+    assert new[1].w.data_ptr() == where
+
+
+def test_weight_norm(store):
+    """Its hook renames what an older torch called otherwise."""
+    from torch.nn.utils.parametrizations import weight_norm
+
+    old, new = weight_norm(nn.Linear(300, 100)), weight_norm(nn.Linear(300, 100))
+    snapshot = store.take({"m": old}, "step")
+    snapshot.restore({"m": new})
+    assert_same(dict(new.state_dict()), dict(old.state_dict()))
+
+
+def test_a_load_state_dict_that_knows_no_strict(store):
+    class Own(Net):
+        def load_state_dict(self, state_dict):
+            super().load_state_dict(state_dict)
+
+    old = Net(w=(3, 3))
+    snapshot = store.take({"m": old}, "step")
+    for strict in (True, False):
+        new = Own(w=(3, 3))
+        snapshot.restore({"m": new}, strict=strict)
+        assert raw(new.w) == raw(old.w)
+
+
+def test_an_error_of_load_state_dict_is_passed_on(store):
+    class Failing(StateDict):
+        def load_state_dict(self, state_dict):
+            raise ZeroDivisionError("on purpose")
+
+    snapshot = store.take({"s": StateDict(x=1)}, "step")
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        snapshot.restore({"s": Failing()})
+
+
+def test_an_optimizer_of_other_groups(store):
+    model = nn.Linear(3, 3)
+    snapshot = store.take({"o": torch.optim.Adam(model.parameters())}, "step")
+    two = torch.optim.Adam([{"params": [model.weight]}, {"params": [model.bias]}])
+    with pytest.raises(ValueError, match="group"):
+        snapshot.restore({"o": two})
+
+
+def test_a_module_with_lazy_parameters(store):
+    built = nn.LazyLinear(3)
+    built(torch.randn(2, 5))
+    snapshot = store.take({"m": built}, "step")
+    lazy = nn.LazyLinear(3)
+    snapshot.restore({"m": lazy})
+    assert raw(lazy.weight) == raw(built.weight)
+
+
+# --- a hook on one child ----------------------------------------------------------------------
+
+
+def with_one_hook(width=100, outputs=300):
+    from torch.nn.utils.parametrizations import weight_norm
+
+    return nn.Sequential(Net(w=(300, width)), weight_norm(nn.Linear(100, outputs)), Net(b=(2,)))
+
+
+def with_patched_loader(**kwargs):
+    module = with_one_hook(**kwargs)
+    child = module[1]
+    child._load_state_dict_pre_hooks.clear()
+    original = child._load_from_state_dict
+
+    def patched(*args):
+        original(*args)
+
+    child._load_from_state_dict = patched
+    return module
+
+
+@pytest.mark.parametrize("make", [with_one_hook, with_patched_loader])
+def test_a_hook_on_one_child_leaves_the_others_checked(store, make):
+    snapshot = store.take({"m": make(), "other": StateDict(t=torch.ones(50_000))}, "step")
+    live = {"m": make(width=101), "other": StateDict(t=torch.zeros(50_000))}
+    live["m"].append(Net(added=(2,)))
+    before = bits(live)
+    with pytest.raises(MismatchError) as e:
+        snapshot.restore(live)
+    assert "m/0.w: (300, 101) here, (300, 100) in the snapshot" in str(e.value)
+    assert "m/3.added" in str(e.value)
+    assert "m/1." not in str(e.value)
+    assert bits(live) == before
+    report = snapshot.restore(live, strict=False)
+    assert report.missing == ["m/3.added"]
+    assert [p.partition(":")[0] for p in report.mismatched] == ["m/0.w"]
+    after = bits(live)
+    assert after["m"]["0.w"] == before["m"]["0.w"]
+    taken = snapshot.get_state_dict_for_key("m")
+    assert all(after["m"][n] == raw(t) for n, t in taken.items() if n != "0.w")
+
+
+def test_not_strict_passes_over_shapes_that_only_the_hooked_child_can_tell(store):
+    old, new = with_one_hook(), with_one_hook(outputs=301)
+    snapshot = store.take({"m": old}, "step")
+    before = bits({"m": new})["m"]
+    report = snapshot.restore({"m": new}, strict=False)
+    weight = "1.parametrizations.weight.original"
+    assert [p.partition(":")[0] for p in report.mismatched] == [
+        f"m/{n}" for n in ("1.bias", f"{weight}0", f"{weight}1")
+    ]
+    after = bits({"m": new})["m"]
+    taken = {n: raw(t) for n, t in old.state_dict().items()}
+    assert after == {n: (before if n.startswith("1.") else taken)[n] for n in taken}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        snapshot.restore({"m": new})
+
+
+def test_a_post_hook_that_forgives_what_is_missing(store):
+    """As adapters do that are not in the snapshot of the base model."""
+
+    def forgive(module, incompatible):
+        incompatible.missing_keys.clear()
+
+    old, new = nn.Sequential(Net(w=(3, 3))), nn.Sequential(Net(w=(3, 3)))
+    new.append(Net(added=(2,)))
+    new.register_load_state_dict_post_hook(forgive)
+    snapshot = store.take({"m": old}, "step")
+    snapshot.restore({"m": new})
+    assert raw(new[0].w) == raw(old[0].w)
+    new[0] = Net(w=(3, 4))
+    before = bits({"m": new})
+    with pytest.raises(MismatchError, match=r"m/0\.w"):
+        snapshot.restore({"m": new})
+    assert bits({"m": new}) == before
+
+
+def test_a_module_whose_load_state_dict_was_patched(store):
+    old, new = Net(weight=(300, 100)), Net(w=(300, 100))
+    original = new.load_state_dict
+    new.load_state_dict = lambda state: original({"w": state["weight"]})
+    snapshot = store.take({"m": old}, "step")
+    snapshot.restore({"m": new})
+    assert raw(new.w) == raw(old.weight)

@@ -1,0 +1,475 @@
+"""What is no store, no name, no state or no disk: a clear error, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casnap import Snapshot, StateDict, Store
+from casnap.errors import (
+    BackendError,
+    DamagedError,
+    EntryNotFoundError,
+    InvalidNameError,
+    NotAStoreError,
+    NotStatefulError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StateError,
+    UnsupportedFormatError,
+    UnsupportedTypeError,
+    UntrustedStoreError,
+)
+from casnap.format.digest import digest_of
+from tests.support.faults import (
+    CHUNK,
+    app_state,
+    assert_store,
+    files,
+    take,
+)
+from tests.support.mounts import as_nobody
+
+TINY = {"s": StateDict(x=1)}
+Take = Callable[..., Any]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """Return a store of two snapshots."""
+    store = Store(tmp_path / "base", chunk_size=CHUNK)
+    take(store, 0)
+    take(store, 1)
+    return tmp_path / "base"
+
+
+def async_take(store: Store, *args: Any, **options: Any) -> Snapshot:
+    return store.async_take(*args, **options).wait()
+
+
+BOTH = pytest.mark.parametrize("how", [Store.take, async_take], ids=["take", "async_take"])
+
+# --- no store ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["missing", "empty", "below/a/file"])
+def test_what_is_no_store(tmp_path: Path, what: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below/a").touch()
+    before = files(tmp_path)
+    for open_it in (
+        lambda: Store(tmp_path / what, create=False),
+        lambda: Snapshot(tmp_path / what / "step"),
+        lambda: Snapshot("step", store=tmp_path / what),
+    ):
+        with pytest.raises(NotAStoreError, match=re.escape(str(tmp_path / what))) as e:
+            open_it()
+        assert "casnap init" in str(e.value)
+    assert files(tmp_path) == before
+
+
+def test_a_file_is_no_store(tmp_path: Path) -> None:
+    file = tmp_path / "model.pt"
+    file.write_text("mine")
+    for open_it in (
+        lambda: Store(file),
+        lambda: Store(file, create=False),
+        lambda: Snapshot.take(file / "step", TINY),
+        lambda: Snapshot.take("step", TINY, store=file),
+    ):
+        with pytest.raises(NotAStoreError, match="is a file"):
+            open_it()
+    with pytest.raises(BackendError, match="Not a directory"):
+        Store(file / "below")
+    assert files(tmp_path) == {"model.pt"}
+    assert file.read_text() == "mine"
+
+
+def test_paths_that_name_no_place(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for path in ("", "\0", "\ud800", str(tmp_path / "a\0b")):
+        with pytest.raises(NotAStoreError):
+            Store(path)
+    for path in ("", "/", ".", "..", str(tmp_path / ".."), "file://"):
+        with pytest.raises(InvalidNameError, match="name"):
+            Snapshot.take(path, TINY)
+    for folder in ("a\0b", "x" * 300, "loop", "\ud800"):
+        with pytest.raises((NotAStoreError, BackendError)):
+            Snapshot.take(tmp_path / folder / "step", TINY)
+    assert files(tmp_path) == set()
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/run", "gs://bucket/run", "https://host/run"])
+def test_places_that_this_version_does_not_know(uri: str) -> None:
+    for open_it in (lambda: Store(uri), lambda: Snapshot.take(f"{uri}/step", TINY)):
+        with pytest.raises(NotAStoreError, match="on local disk") as e:
+            open_it()
+        assert uri.partition("//")[0] in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"store_id": "\xff"}',
+        b'{"format": "new"}',
+        b'{"store_id": "short", "chunk_size": 1048576}',
+        b'{"store_id": "0123456789abcdef0123456789abcdef", "chunk_size": 1000000}',
+        b'{"store_id": "0123456789abcdef0123456789abcdef", "chunk_size": 4611686018427387904}',
+        b'{"store_id": "0123456789abcdef0123456789abcdef", "chunk_size": "1 MiB"}',
+    ],
+)
+def test_a_damaged_configuration(base: Path, content: bytes) -> None:
+    whole = (base / "casnap.json").read_bytes()
+    (base / "casnap.json").write_bytes(content)
+    before = files(base)
+    for open_it in (
+        lambda: Store(base),
+        lambda: Store(base, create=False),
+        lambda: Snapshot(base / "step_0"),
+        lambda: Snapshot.take(base / "step_2", app_state(2)),
+    ):
+        with pytest.raises(DamagedError, match=r"casnap\.json is damaged"):
+            open_it()
+    assert files(base) == before
+    (base / "casnap.json").write_bytes(whole)
+    assert_store(base, {0, 1})
+
+
+# --- another version --------------------------------------------------------------------------
+
+
+def change_configuration(store: Path, **changes: Any) -> None:
+    config = json.loads((store / "casnap.json").read_text())
+    (store / "casnap.json").write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize("change", [{"format": 3}, {"read_features": ["holograms"]}])
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_store_of_a_newer_casnap(base: Path, change: dict[str, Any], empty: bool) -> None:
+    change_configuration(base, **change)
+    if empty:
+        # Its layout may be another one: what looks like a creation that was cut off is not ours.
+        for folder in ("roots", "packs", "index"):
+            shutil.rmtree(base / folder)
+    before = files(base)
+    for open_it in (
+        lambda: Store(base),
+        lambda: Store(base, create=False),
+        lambda: Snapshot(base / "step_0"),
+        lambda: Snapshot.take(base / "step_2", app_state(2)),
+        lambda: Snapshot.async_take(base / "step_2", app_state(2)),
+    ):
+        with pytest.raises(UnsupportedFormatError, match="update casnap"):
+            open_it()
+    assert files(base) == before
+
+
+def test_a_root_of_a_newer_format(base: Path) -> None:
+    newest = max((base / "roots/0").iterdir(), key=lambda p: int(p.name))
+    record = newest.read_bytes()
+    body = record[:7] + b"3" + record[8:-32]
+    newest.with_name("3").write_bytes(body + digest_of(body))
+    store = Store(base)
+    for use in (store.snapshots, lambda: take(store, 2), lambda: store.delete("step_0")):
+        with pytest.raises(UnsupportedFormatError, match="update casnap"):
+            use()
+
+
+def test_unknown_features_of_writing_let_readers_pass(base: Path) -> None:
+    change_configuration(base, write_features=["holograms"], unknown_field=[1])
+    before = files(base)
+    assert_store(base, {0, 1})
+    store = Store(base)
+    for write in (
+        lambda: take(store, 2),
+        lambda: take(store, 1, overwrite=True),
+        lambda: async_take(store, app_state(2), "step_2"),
+        lambda: store.delete("step_0"),
+    ):
+        with pytest.raises(UnsupportedFormatError, match="holograms"):
+            write()
+    assert files(base) == before
+    assert_store(base, {0, 1})
+
+
+# --- no name ----------------------------------------------------------------------------------
+
+NO_NAMES = {
+    "is empty": ["", "/", "//"],
+    "empty, '.' or '..'": [".", "..", "../a", "a/..", "a/../../b", "a//b", "./a", "a/."],
+    "the store uses itself": [
+        *("roots", "packs/a", "index/a/b", "tmp", "casnap.json"),
+        *("casnap-snapshot.json", "a/casnap-snapshot.json/b"),
+    ],
+    "control characters": ["a\nb", "a\0b", "\x1b[2J", "a\x7f", "\ud800", "\udcff"],
+    "backslash": ["a\\b"],
+    "longer than 255": ["x" * 256, "a/" + "ä" * 128],
+    "longer than 1,024": ["/".join(["x" * 200] * 6)],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [(name, why) for why, names in NO_NAMES.items() for name in names]
+)
+def test_names_that_cannot_be_used(base: Path, name: str, why: str) -> None:
+    store, before = Store(base), files(base)
+    for use in (
+        lambda: store.take(TINY, name),
+        lambda: store.async_take(TINY, name),
+        lambda: Snapshot.take(name, TINY, store=base),
+        lambda: Snapshot(name, store=base),
+        lambda: store[name],
+        lambda: store.delete(name),
+    ):
+        with pytest.raises(InvalidNameError, match=re.escape(why)) as e:
+            use()
+        assert isinstance(e.value, ValueError)
+    assert files(base) == before
+
+
+@pytest.mark.parametrize("name", ["roots", "packs/a", "casnap.json", "a\nb", "a\0b", "x" * 256])
+def test_paths_that_end_in_no_name(base: Path, name: str) -> None:
+    before = files(base)
+    for use in (lambda: Snapshot.take(base / name, TINY), lambda: Snapshot(base / name)):
+        with pytest.raises(InvalidNameError):
+            use()
+    assert files(base) == before
+
+
+def test_a_name_that_is_taken(base: Path) -> None:
+    store, before = Store(base), files(base)
+    for use in (
+        lambda: store.take(TINY, "step_0"),
+        lambda: store.async_take(TINY, "step_0"),
+        lambda: Snapshot.take(base / "step_0", TINY),
+        lambda: Snapshot.async_take(base / "step_0", TINY),
+    ):
+        with pytest.raises(SnapshotExistsError, match="overwrite=True") as e:
+            use()
+        assert isinstance(e.value, FileExistsError)
+    assert files(base) == before
+    assert_store(base, {0, 1})
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_no_name_begins_another(base: Path, overwrite: bool) -> None:
+    store = Store(base)
+    store.take(TINY, "run/a/b")
+    before = files(base)
+    for name in ("run", "run/a", "run/a/b/c", "run/a/b/c/d", "step_0/x"):
+        for use in (store.take, store.async_take):
+            with pytest.raises(SnapshotExistsError, match=re.escape(repr(name))):
+                use(TINY, name, overwrite=overwrite)
+    assert files(base) == before
+    for name in ("run/a/c", "run/ab", "ru", "step_00", "run/a/b.c"):
+        store.take(TINY, name)
+
+
+def test_a_name_that_is_not_there(base: Path) -> None:
+    store = Store(base)
+    for use in (lambda: store["step_7"], lambda: store.delete("step_7")):
+        with pytest.raises(SnapshotNotFoundError, match=r"'step_7'; nearest: step_[01]") as e:
+            use()
+        assert isinstance(e.value, KeyError)
+    with pytest.raises(SnapshotNotFoundError, match="nearest"):
+        Snapshot(base / "step_7")
+    assert "step_7" not in store
+    assert 7 not in store
+
+
+# --- no state ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [torch.nn.Linear(2, 2), [StateDict()], None, {"x": {"a": 1}}])
+def test_what_is_no_app_state(base: Path, state: Any) -> None:
+    store, before = Store(base), files(base)
+    for use in (store.take, store.async_take):
+        with pytest.raises(NotStatefulError, match=r"model|StateDict"):
+            use(state, "x")
+    with pytest.raises(NotStatefulError):
+        store["step_0"].restore(state)
+    assert files(base) == before
+
+
+@pytest.mark.parametrize("option", ["replicated", "per_rank"])
+def test_one_glob_is_not_a_list_of_globs(base: Path, option: str) -> None:
+    """As a list of characters it would match all, or nothing."""
+    store, before = Store(base), files(base)
+    for use in (store.take, store.async_take):
+        with pytest.raises(TypeError, match=rf"{option}.*\['model/\*'\]"):
+            use({"s": StateDict(x=1)}, "x", **{option: "model/*"})
+    assert files(base) == before
+
+
+class Plain:
+    """Has no safe encoding."""
+
+
+def test_unknown_objects_and_the_way_out(base: Path) -> None:
+    store, before = Store(base), files(base)
+    state = {"s": StateDict(deep=[{"x": Plain()}])}
+    for use in (store.take, store.async_take):
+        with pytest.raises(UnsupportedTypeError, match=r"s/deep/0/x.*allow_pickle"):
+            use(state, "x")
+    unpicklable = {"s": StateDict(deep=[{"x": lambda: 0}])}
+    for allow in (False, True):
+        with pytest.raises(UnsupportedTypeError, match="s/deep/0/x"):
+            store.take(unpicklable, "x", allow_pickle=allow)
+    assert files(base) == before
+    snapshot = store.take(state, "x", allow_pickle=True)
+    with pytest.raises(UnsupportedTypeError, match="allow_pickle"):
+        snapshot.read_object("s/deep/0/x")
+    assert isinstance(snapshot.read_object("s/deep/0/x", allow_pickle=True), Plain)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {1: 2},
+        {"a": {None: 1}},
+        {"a": [{"b": {1, 2}}]},
+        {"a": b"bytes"},
+        {"a": torch.ones(2)},
+        {"a": Plain()},
+        {"a": 1 << 64},
+        {"a": 1j},
+        {"a": "\ud800"},
+        {"\udcff": 1},
+        {"a": "x" * (64 << 10)},
+        ["a"],
+        "text",
+    ],
+    ids=lambda metadata: repr(metadata)[:20],
+)
+def test_metadata_that_cannot_be_kept(base: Path, metadata: Any) -> None:
+    store, before = Store(base), files(base)
+    for use in (store.take, store.async_take):
+        with pytest.raises(StateError, match="metadata"):
+            use(TINY, "x", metadata=metadata)
+    assert files(base) == before
+    assert_store(base, {0, 1})
+
+
+def test_metadata_that_nests_without_end(base: Path) -> None:
+    endless: dict[str, Any] = {}
+    endless["a"] = endless
+    with pytest.raises(StateError, match="nested"):
+        Store(base).take(TINY, "x", metadata=endless)
+
+
+def test_metadata_is_that_of_the_call(base: Path) -> None:
+    metadata = {"a": [1, -(1 << 63), 2.5, None, True, "ä"], "b": {"c": (float("inf"), {})}}
+    pending = Store(base).async_take(TINY, "x", metadata=metadata)
+    metadata["a"].append("later")  # type: ignore[attr-defined]
+    assert pending.wait().metadata.user == {
+        "a": [1, -(1 << 63), 2.5, None, True, "ä"],
+        "b": {"c": [float("inf"), {}]},
+    }
+    text = "x" * ((64 << 10) - len('{"a":""}'))
+    Store(base).take(TINY, "y", metadata={"a": text})
+    assert Store(base)["y"].metadata.user == {"a": text}
+
+
+def test_a_path_that_is_not_there(base: Path) -> None:
+    snapshot = Store(base)["step_0"]
+    for path, near in {"0/state/wieght": "state/weight", "stat/bias": "state/bias"}.items():
+        with pytest.raises(EntryNotFoundError, match=f"nearest: .*{near}") as e:
+            snapshot.read_object(path)
+        assert isinstance(e.value, KeyError)
+    with pytest.raises(EntryNotFoundError, match="nearest"):
+        snapshot.get_state_dict_for_key("stat")
+    with pytest.raises((EntryNotFoundError, StateError), match="other"):
+        snapshot.restore({"other": StateDict()})
+
+
+# --- arguments --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, -1, 1, 1 << 15, (1 << 20) + 1, 3 << 20, 1 << 27])
+def test_chunk_sizes_that_are_none(tmp_path: Path, size: int) -> None:
+    with pytest.raises(ValueError, match=f"from 64 KiB to 64 MiB; got {size}"):
+        Store(tmp_path / "store", chunk_size=size)
+    assert not (tmp_path / "store").exists()
+
+
+def test_arguments_of_later_versions(tmp_path: Path) -> None:
+    path = tmp_path / "run/step"
+    for use in (
+        lambda: Snapshot.take(path, TINY, pg=object()),
+        lambda: Snapshot.async_take(path, TINY, pg=object()),
+    ):
+        with pytest.raises(StateError, match="init_process_group"):
+            use()
+    for use in (
+        lambda: Snapshot.take(path, TINY, storage_options={"a": 1}),
+        lambda: Snapshot(path, storage_options={"a": 1}),
+        lambda: Store(tmp_path / "run", storage_options={"a": 1}),
+    ):
+        with pytest.raises(NotImplementedError, match="not supported in this version"):
+            use()
+    assert files(tmp_path) == set()
+    Snapshot.take(path, TINY, pg=None, replicated=["**"], storage_options={})
+
+
+# --- a folder that cannot be written ----------------------------------------------------------
+
+
+def test_a_store_that_one_may_only_read(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> None:
+        assert_store(base, {0, 1})
+        store = Store(base)
+        for write in (
+            lambda: take(store, 2),
+            lambda: async_take(store, app_state(2), "step_2"),
+            lambda: store.delete("step_0"),
+            lambda: Store(tmp_path / "new"),
+            lambda: Snapshot.take(tmp_path / "new/step", TINY),
+        ):
+            with pytest.raises(BackendError, match=r"[Pp]ermission denied.*writable"):
+                write()
+        with pytest.raises(UntrustedStoreError, match="another user"):
+            Snapshot(base / "step_0")
+        assert_store(base, {0, 1})
+
+    before = files(base)
+    as_nobody(tmp_path, monkeypatch, work)
+    assert files(base) == before
+
+
+def test_a_wrong_path_among_many_costs_little() -> None:
+    state = {f"layers.{i // 3}.attention.{'qkv'[i % 3]}_proj.weight": i for i in range(20_000)}
+    snapshot = Store("memory://paths").take({"model": StateDict(state)}, "step_0")
+    start = time.process_time()
+    with pytest.raises(EntryNotFoundError, match=r"layers\.41\.attention\.q_proj\.weight"):
+        snapshot.read_object("model/layers.41.atention.q_proj.weight")
+    assert time.process_time() - start < 1.0  # 0.2 to 0.3 s where this was written; 2.0 s before
+
+
+def test_big_endian_machines_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = Snapshot.take(tmp_path / "run" / "step", {"s": StateDict(x=1)})
+    monkeypatch.setattr("sys.byteorder", "big")
+    for use in (
+        lambda: Store(tmp_path / "run"),
+        lambda: Snapshot(taken.path),
+        lambda: Snapshot.take(tmp_path / "run" / "other", {"s": StateDict(x=1)}),
+    ):
+        with pytest.raises(UnsupportedFormatError, match="big-endian"):
+            use()

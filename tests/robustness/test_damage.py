@@ -1,0 +1,491 @@
+"""Damage anywhere in a store: the right bytes or a typed error, and never anything else."""
+
+from __future__ import annotations
+
+import copy
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.errors import CasnapError, DamagedError
+from casnap.format.digest import Digest
+from casnap.format.records import Place, Record, SegmentId, decode_segment, pack_key, segment_key
+from casnap.runtime.threads import Crew
+from casnap.storage.commit import Transaction
+from tests.support.faults import CHUNK, assert_equal
+
+STEPS = {"a": 0, "b": 1, "run/c": 2}
+KEY = "state"
+
+
+class Spy(StateDict):
+    """A state that counts how often it was loaded."""
+
+    loads = 0
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loads += 1
+        super().load_state_dict(state_dict)
+
+
+def content(step: int) -> dict[str, Any]:
+    """Return what the state holds at a step, to be changed at will."""
+    return copy.deepcopy(expected(step))
+
+
+@lru_cache
+def expected(step: int) -> dict[str, Any]:
+    """Return tensors of seven chunks (so a list), two, one, a part of one, and none."""
+    return {
+        "frozen": torch.arange(100_000, dtype=torch.float32),
+        "weight": torch.arange(20_000, dtype=torch.float32) * (step + 1),
+        "exact": torch.arange(CHUNK // 4, dtype=torch.int32) + step // 2,
+        "bias": torch.full((64,), float(step)),
+        "inline": torch.full((4,), step),
+        "notes": ["x" * 100, {"step": step, "text": f"{step}" * 80}],
+    }
+
+
+def make(folder: Path) -> Store:
+    store = Store(folder, chunk_size=CHUNK)
+    for name, step in STEPS.items():
+        store.take({KEY: StateDict(content(step))}, name, metadata={"step": step})
+    return store
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store that nobody damages."""
+    folder = tmp_path_factory.mktemp("pristine") / "store"
+    make(folder)
+    return folder
+
+
+@pytest.fixture
+def store(pristine: Path, tmp_path: Path, cache_dir: Path) -> Path:
+    """Return a copy of a store, under a cache that no other test uses."""
+    return Path(shutil.copytree(pristine, tmp_path / "store"))
+
+
+# --- what is seen of a store ------------------------------------------------------------------
+
+Outcomes = dict[str, "CasnapError | None"]
+
+
+def observe(path: Path) -> Outcomes:
+    """Do all there is to do; whatever succeeds must be right, and whatever fails be typed."""
+    outcomes: Outcomes = {}
+
+    def attempt(what: str, work: Callable[[Store], object]) -> None:
+        try:
+            work(Store(path, create=False))
+            outcomes[what] = None
+        except CasnapError as e:
+            outcomes[what] = e
+
+    attempt("list", lambda s: _check_names([x.name for x in s.snapshots()]))
+    for name, step in STEPS.items():
+        attempt(f"restore {name}", lambda s, n=name, i=step: _check_restore(s, n, i))
+        attempt(f"read {name}", lambda s, n=name, i=step: _check_reads(s, n, i))
+        attempt(f"manifest {name}", lambda s, n=name: _check_manifest(s, n))
+    attempt("diff", _check_diff)
+    attempt("usage", lambda s: s.usage())
+    return outcomes
+
+
+def _check_names(names: list[str]) -> None:
+    # Whoever deletes the newest root goes back to the one before: nothing can tell.
+    assert names == list(STEPS)[: len(names)]
+
+
+def _check_restore(store: Store, name: str, step: int) -> None:
+    state = Spy(content(step + 5))
+    weight = state["weight"]
+    snapshot = store[name]
+    try:
+        report = snapshot.restore({KEY: state})
+    except CasnapError:
+        assert state.loads == 0
+        raise
+    assert state.loads == 1
+    assert not report
+    assert_equal(state.data, expected(step))
+    assert state["weight"] is weight
+
+
+def _check_reads(store: Store, name: str, step: int) -> None:
+    snapshot, holds = store[name], expected(step)
+    assert torch.equal(snapshot.read_object(f"0/{KEY}/weight"), holds["weight"])
+    part = snapshot.read_object(f"{KEY}/frozen", index=slice(30_000, 40_000))
+    assert torch.equal(part, holds["frozen"][30_000:40_000])
+    assert snapshot.read_object(f"{KEY}/notes") == holds["notes"]
+
+
+def _check_manifest(store: Store, name: str) -> None:
+    manifest = store[name].get_manifest()
+    assert manifest.keys() >= {f"0/{KEY}/{key}" for key in expected(0)}
+    assert manifest[f"0/{KEY}/frozen"].shape == (100_000,)
+
+
+def _check_diff(store: Store) -> None:
+    found = store.diff("a", "b")
+    changed = [change.path.removeprefix(f"{KEY}/") for change in found.changes]
+    assert changed == ["bias", "inline", "notes/1/step", "notes/1/text", "weight"]
+
+
+def failed(outcomes: Outcomes) -> set[str]:
+    return {what for what, error in outcomes.items() if error is not None}
+
+
+# --- damages ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def damaged(file: Path, damage: Callable[[bytes], bytes | None]) -> Iterator[None]:
+    """Change a file, or (None) delete it, for a while."""
+    before = file.read_bytes()
+    after = damage(before)
+    file.unlink()
+    if after is not None:
+        file.write_bytes(after)
+    try:
+        yield
+    finally:
+        file.write_bytes(before)
+
+
+def flip(at: int, bit: int = 0) -> Callable[[bytes], bytes]:
+    return lambda raw: raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :]
+
+
+def objects_of(store: Path) -> list[Path]:
+    tops = ("roots", "packs", "index", "casnap.json")
+    files = [p for p in sorted(store.rglob("*")) if p.is_file()]
+    return [p for p in files if p.relative_to(store).parts[0] in tops]
+
+
+def newest(store: Path) -> Path:
+    return max((store / "roots" / "0").iterdir(), key=lambda p: int(p.name))
+
+
+def forget_copies(store: Path) -> None:
+    """Leave the newest root without a copy."""
+    shutil.rmtree(store / "roots" / "copies")
+
+
+def damages(file: Path, choose: random.Random) -> Iterator[Callable[[bytes], bytes | None]]:
+    """Yield bits to flip, lengths to cut off at, and the deletion."""
+    size = file.stat().st_size
+    places = {7, size // 2, size - 40, *(choose.choices(range(size), k=2))}
+    for at in sorted(p for p in places if 0 <= p < size):
+        yield flip(at, choose.randrange(8))
+    for length in (0, choose.randrange(size), size - 1):
+        yield lambda raw, n=length: raw[:n]
+    yield lambda raw: raw + b"\0"
+    yield lambda _: None
+
+
+def forget_cache(cache_dir: Path) -> None:
+    for folder in cache_dir.iterdir():
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["fresh cache", "old cache"])
+def test_any_damage_to_any_object(store: Path, cache_dir: Path, cached: bool) -> None:
+    """Whatever happens to one file: right, or a typed error."""
+    assert failed(observe(store)) == set()
+    choose = random.Random(cached)
+    hurt: dict[str, int] = {}
+    for file in objects_of(store):
+        # What is cached is not read, so there is less to see.
+        for damage in islice(damages(file, choose), 0, None, 3 if cached else 1):
+            forget_cache(cache_dir)
+            if cached:
+                Store(store, create=False)["run/c"].get_manifest()
+            with damaged(file, damage):
+                top = file.relative_to(store).parts[0]
+                hurt[top] = hurt.get(top, 0) + bool(failed(observe(store)))
+    assert hurt.keys() == {"roots", "packs", "index", "casnap.json"}
+    # Each root and node is there twice: one damage to either hurts nobody.
+    assert not hurt["roots"]
+    if not cached:
+        assert all(count for top, count in hurt.items() if top != "roots")
+    forget_cache(cache_dir)
+    assert failed(observe(store)) == set()
+
+
+@pytest.mark.parametrize("damage", [*map(flip, range(0, 230, 23)), lambda raw: raw[:9], None])
+def test_the_copy_of_the_newest_root_stands_in_for_it(
+    store: Path, cache_dir: Path, damage: Callable[[bytes], bytes] | None
+) -> None:
+    """Damaged or lost: all is there, and what is committed then follows it."""
+    opened, lost = Store(store, create=False), newest(store)
+    with damaged(lost, damage or (lambda _: None)):
+        forget_cache(cache_dir)
+        assert failed(observe(store)) == set()
+        for where, name in ((Store(store), "d"), (opened, "e")):
+            where.take({KEY: StateDict(content(4))}, name)
+        assert int(newest(store).name) == int(lost.name) + 2
+        assert [s.name for s in Store(store).snapshots()] == [*STEPS, "d", "e"]
+        for name, step in {**STEPS, "d": 4, "e": 4}.items():
+            _check_restore(Store(store), name, step)
+        assert Store(store).gc(grace=0).snapshots == len(STEPS) + 2
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_several_roots_that_are_lost(store: Path, cache_dir: Path, known: bool) -> None:
+    """The copy of the last one says that they were there: no number is put again."""
+    opened = Store(store, create=False)
+    seq = int(newest(store).name)
+    if known:
+        opened.snapshots()
+    for step in (5, 6):
+        Store(store).take({KEY: StateDict(content(step))}, f"lost/{step}")
+        newest(store).rename(store / f"away-{step}")
+        forget_cache(cache_dir)
+    opened.take({KEY: StateDict(content(7))}, "d")
+    assert int(newest(store).name) == seq + 3
+    opened.take({KEY: StateDict(content(8))}, "e")
+    assert [s.name for s in Store(store).snapshots()] == [*STEPS, "lost/5", "lost/6", "d", "e"]
+    _check_restore(Store(store), "lost/5", 5)
+    assert Store(store).check(data=True).ok
+
+
+def test_a_store_that_was_copied_while_it_was_written_to(store: Path, tmp_path: Path) -> None:
+    """It is what it was when its roots were copied, though the copy of a later one came along."""
+    backup = tmp_path / "backup"
+    shutil.copytree(store, backup)
+    for step in (5, 6):
+        Store(store).take({KEY: StateDict(content(step))}, f"later/{step}")
+    forget_copies(backup)
+    shutil.copytree(store / "roots/copies", backup / "roots/copies")
+    for step in (7, 8, 9):
+        Store(backup).take({KEY: StateDict(content(step))}, f"own/{step}")
+    names = [s.name for s in Store(backup).snapshots()]
+    assert names == [*STEPS, "own/7", "own/8", "own/9"]
+    _check_restore(Store(backup), "own/7", 7)
+    assert Store(backup).check(data=True).ok
+
+
+def test_a_damaged_newest_root_is_no_older_root(store: Path, cache_dir: Path) -> None:
+    """While neither it nor its copy can be read, nothing can be: older ones are never believed."""
+    file = newest(store)
+    forget_copies(store)
+    size = file.stat().st_size
+    before = {p: p.read_bytes() for p in objects_of(store) if p != file}
+    cuts = [lambda raw, n=n: raw[:n] for n in range(0, size, 23)]
+    for damage in [*(flip(at, at % 8) for at in range(0, size, 5)), *cuts]:
+        with damaged(file, damage):
+            with pytest.raises(CasnapError):
+                Store(store, create=False).latest()
+            with pytest.raises(CasnapError):
+                Store(store, create=False)["a"]
+            with pytest.raises(CasnapError):
+                Store(store).take({KEY: StateDict(x=1)}, "d")
+    with damaged(file, flip(60)):
+        outcomes = observe(store)
+        assert failed(outcomes) == set(outcomes)
+        assert all(isinstance(e, DamagedError) for e in outcomes.values())
+    assert {p: p.read_bytes() for p in objects_of(store) if p != file} == before
+
+
+# --- who is hurt ------------------------------------------------------------------------------
+
+
+def all_places_of(store: Path) -> list[Record]:
+    root = Store(store).objects.newest()
+    keys = [segment_key(SegmentId(ref.id)) for ref in root.segments]
+    return [r for k in keys for r in decode_segment((store / k).read_bytes(), k).records]
+
+
+def places_of(store: Path) -> dict[Digest, Place]:
+    return dict(all_places_of(store))
+
+
+def damage_everywhere(store: Path, digest: bytes) -> None:
+    """Flip a bit at all the places of a chunk or node."""
+    for other, place in all_places_of(store):
+        if other == digest:
+            file = store / pack_key(place.pack)
+            file.write_bytes(flip(place.offset)(file.read_bytes()))
+
+
+def users_of(store: Path) -> dict[Digest, dict[str, set[str]]]:
+    """Return, for each chunk, the snapshots that need it, and for which entries."""
+    users: dict[Digest, dict[str, set[str]]] = {}
+    for snapshot in Store(store).snapshots():
+        for path, entry in snapshot.contents.entries():
+            for digest, _ in snapshot.contents.chunks(path, entry):
+                users.setdefault(digest, {}).setdefault(snapshot.name, set()).add(path)
+    return users
+
+
+def test_a_damaged_chunk_hurts_whom_it_belongs_to(store: Path) -> None:
+    """The error names the entries hurt; what does not need the chunk is restored as ever."""
+    places, users = places_of(store), users_of(store)
+    assert len(users) > 15
+    for digest, by_name in users.items():
+        place = places[digest]
+        with damaged(store / pack_key(place.pack), flip(place.offset + place.stored // 2)):
+            outcomes = observe(store)
+        assert outcomes["list"] is outcomes["usage"] is outcomes["diff"] is None
+        for name in STEPS:
+            error = outcomes[f"restore {name}"]
+            assert outcomes[f"manifest {name}"] is None
+            if name not in by_name:
+                assert error is None
+                continue
+            assert isinstance(error, DamagedError)
+            assert set(error.paths) == by_name[name]
+            assert all(path in str(error) for path in error.paths)
+
+
+def test_damage_between_chunks_hurts_nobody(store: Path, cache_dir: Path) -> None:
+    """Padding and footers are not needed to read."""
+    places = sorted(places_of(store).values(), key=lambda p: (p.pack, p.offset))
+    for pack in {p.pack for p in places}:
+        file = store / pack_key(pack)
+        here = [p for p in places if p.pack == pack]
+        used = {at for p in here for at in range(p.offset, p.offset + p.stored)}
+        free = [at for at in range(file.stat().st_size) if at not in used]
+        for at in (free[0], free[len(free) // 2], free[-1]):
+            forget_cache(cache_dir)
+            with damaged(file, flip(at)):
+                assert failed(observe(store)) == set()
+
+
+def test_a_damaged_list_of_digests_names_its_tensor(store: Path, cache_dir: Path) -> None:
+    entry = Store(store)["a"].get_manifest()[f"0/{KEY}/frozen"]
+    forget_cache(cache_dir)
+    damage_everywhere(store, entry.data.digests)
+    for name in STEPS:
+        with pytest.raises(DamagedError) as caught:
+            Store(store)[name].restore({KEY: Spy(content(7))})
+        assert caught.value.paths == (f"{KEY}/frozen",)
+        assert Store(store)[name].read_object(f"{KEY}/notes") == expected(STEPS[name])["notes"]
+
+
+def test_one_damage_to_a_node_hurts_nobody(store: Path, cache_dir: Path) -> None:
+    """Each stands twice in its pack, on different pages."""
+    records = all_places_of(store)
+    chunks = users_of(store).keys()
+    nodes = [(digest, place) for digest, place in records if digest not in chunks]
+    assert len(nodes) >= 2 * 10
+    for digest, place in nodes:
+        pages = {p.offset // 4096 for d, p in nodes if (d, p.pack) == (digest, place.pack)}
+        assert len(pages) == 2
+        page = place.offset // 4096 * 4096
+        wiped = lambda raw, at=page: raw[:at] + bytes(4096) + raw[at + 4096 :]  # noqa: E731
+        forget_cache(cache_dir)
+        with damaged(store / pack_key(place.pack), wiped):
+            for name, step in STEPS.items():
+                _check_restore(Store(store), name, step)
+
+
+def test_a_node_that_is_too_large_to_stand_twice_stands_once(store: Path) -> None:
+    nodes = [bytes([i]) * nbytes for i, nbytes in enumerate([100, 30 << 20, 200, 20 << 20, 300])]
+    objects = Store(store).objects
+    with Crew() as crew:
+        transaction = Transaction(objects, crew)
+        digests = [transaction.put_node(node) for node in nodes]
+        transaction.publish(lambda table, seq: {})
+        transaction.close()
+    found = [digest for digest, _ in all_places_of(store)]
+    assert [found.count(digest) for digest in digests] == [2, 1, 2, 2, 2]
+    assert [Store(store).objects.node(digest) for digest in digests] == nodes
+    assert Store(store).check(data=True).ok
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut off", "deleted"])
+def test_all_that_is_hurt_is_named(store: Path, how: str) -> None:
+    """A whole pack that is damaged names every tensor with a chunk in it."""
+    places, users = places_of(store), users_of(store)
+    pack = next(places[d].pack for d, names in users.items() if set(names) == set(STEPS))
+    change = {
+        "flipped": lambda raw: bytes(b ^ 1 for b in raw),
+        "cut off": lambda raw: raw[:10],
+        "deleted": lambda raw: None,
+    }[how]
+    lost = {d for d, place in places.items() if place.pack == pack}
+    with damaged(store / pack_key(pack), change):
+        for name, step in STEPS.items():
+            with pytest.raises(DamagedError) as caught:
+                Store(store)[name].restore({KEY: Spy(content(step + 1))})
+            hurt = {p for d in lost & users.keys() for p in users[d].get(name, ())}
+            assert set(caught.value.paths) == hurt
+
+
+# --- healing ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [("chunk", "flipped"), ("chunk", "deleted"), ("list", "flipped")]
+)
+def test_the_same_bytes_taken_again_heal(store: Path, how: str, kind: str, cache_dir: Path) -> None:
+    """What a process saw damaged, a take of that process stores anew, for all that need it."""
+    entry = Store(store)["a"].get_manifest()[f"0/{KEY}/frozen"]
+    users, places = users_of(store), places_of(store)
+    if kind == "chunk":
+        digest = next(d for d, names in users.items() if set(names) == set(STEPS))
+    else:
+        digest = Digest(entry.data.digests)
+    file = store / pack_key(places[digest].pack)
+    forget_cache(cache_dir)
+    if how == "flipped":
+        damage_everywhere(store, digest)
+    else:
+        file.unlink()
+    opened = Store(store)
+    with pytest.raises(DamagedError, match="take the same bytes again"):
+        opened["run/c"].restore({KEY: Spy(content(3))})
+    opened.take({KEY: StateDict(content(2))}, "healed")
+    for fresh in (False, True):
+        if fresh:
+            forget_cache(cache_dir)
+        _check_restore(Store(store), "healed", 2)
+        _check_restore(Store(store), "run/c", 2)
+    again = Store(store).take({KEY: StateDict(content(2))}, "again")
+    assert again.stats.new_bytes < 1_000
+
+
+# --- one valid object in place of another -----------------------------------------------------
+
+
+@pytest.mark.parametrize("top", ["packs", "index", "roots"])
+def test_objects_that_stand_in_for_others(store: Path, cache_dir: Path, top: str) -> None:
+    files = [p for p in objects_of(store) if p.relative_to(store).parts[0] == top]
+    hurt = 0
+    for file in files:
+        for other in files:
+            if other != file and (top != "packs" or (files.index(file) + files.index(other)) % 2):
+                forget_cache(cache_dir)
+                with damaged(file, lambda _, o=other: o.read_bytes()):
+                    outcomes = observe(store)
+                hurt += bool(failed(outcomes))
+    # The newest root has a copy.
+    assert bool(hurt) == (top != "roots")
+    forget_cache(cache_dir)
+    assert failed(observe(store)) == set()
+
+
+@pytest.mark.parametrize("chunk_size", [CHUNK, 1 << 20])
+def test_the_record_of_another_store(store: Path, tmp_path: Path, chunk_size: int) -> None:
+    """Another id does no harm; under another chunk size all larger tensors are refused."""
+    Store(tmp_path / "other", chunk_size=chunk_size)
+    other = (tmp_path / "other" / "casnap.json").read_bytes()
+    with damaged(store / "casnap.json", lambda _: other):
+        outcomes = observe(store)
+    if chunk_size == CHUNK:
+        assert failed(outcomes) == set()
+    else:
+        assert isinstance(outcomes["restore a"], DamagedError)
+        assert outcomes["list"] is None

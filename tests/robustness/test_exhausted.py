@@ -1,0 +1,106 @@
+"""A process that may open no more files says so, and takes nothing for damaged or missing."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+# What is imported at its first use cannot be where no file may be opened.
+import casnap.maintenance.gc
+import casnap.maintenance.repair  # noqa: F401
+from casnap import Store
+from casnap.backends import LocalBackend
+from casnap.errors import ExhaustedError
+from casnap.testing import Fault, FaultyBackend, fail, open_store
+from tests.support.checks import record_of
+from tests.support.faults import CHUNK, app_state, assert_holds, content, files, in_child, take
+
+
+@pytest.fixture
+def path(tmp_path: Path, cache_dir: Path) -> Path:
+    """Return a store of two steps."""
+    for step in range(2):
+        take(tmp_path / "store", step)
+    return tmp_path / "store"
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """Let this process open no file any more."""
+    least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    top = max(int(fd) for fd in os.listdir("/proc/self/fd"))  # noqa: PTH208
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(top)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1, most))
+    while True:
+        try:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            break
+    try:
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
+
+
+ASKED: dict[str, Callable[[Store], object]] = {
+    "restore": lambda s: assert_holds(s["step_0"], 0),
+    "take": lambda s: take(s, 2),
+    "check": lambda s: s.check(data=True),
+    "repair": lambda s: s.repair(),
+    "gc": lambda s: s.gc(grace=0),
+    "open": lambda s: Store(s.uri),
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_a_process_that_may_open_no_more_files(path: Path, what: str) -> None:
+    def work() -> None:
+        store = Store(path)
+        assert_holds(store["step_0"], 0)
+        with no_more_files(), pytest.raises(ExhaustedError, match="too many files open"):
+            ASKED[what](store)
+        before = len(files(path, "packs"))
+        # All is known still, and nothing is distrusted.
+        assert take(store, 3).stats.new_bytes < 120_000
+        assert len(files(path, "packs")) == before + 2
+        assert store.check(data=True).ok
+
+    assert in_child(work) == 0
+
+
+CALLS = ["read", "read_into", "size", "names"]
+
+
+@pytest.mark.parametrize("what", ASKED)
+@pytest.mark.parametrize("call", CALLS)
+def test_any_call_that_fails_for_that(path: Path, what: str, call: str) -> None:
+    """Whichever it is: the answer is right, or the error says so."""
+    number, struck = 0, True
+    step = 1 if what in ("restore", "take") else 3
+    while struck:
+        backend = FaultyBackend(LocalBackend(path))
+        store = open_store(backend)
+        with backend.during(Fault(fail(ExhaustedError), call, skip=number)) as (fault,):
+            try:
+                answer = ASKED[what](store) if what != "open" else open_store(backend)
+                assert getattr(answer, "ok", True)
+            except ExhaustedError:
+                pass
+        struck = bool(fault.struck)
+        number += step
+        if "step_2" in Store(path):
+            Store(path).delete("step_2")
+    store = Store(path)
+    assert store.check(data=True).ok
+    objects = store.objects
+    digest = record_of(path, content(0)["frozen"][: CHUNK // 4])[0]
+    assert len(objects.index.find_all(objects.view(), digest)) == 1
+    assert_holds(store["step_1"], 1)
+    store.take(app_state(4), "again")

@@ -1,0 +1,370 @@
+"""Takes, collectors and readers that stand still, for as long as it takes to collect what they use.
+
+A process is stopped by a signal at one call after the other; while it stands still the snapshots
+that it relies on are deleted, and collected.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+from casnap import Store
+from casnap.errors import CasnapError, DamagedError, FencedError, SnapshotNotFoundError
+from tests.support.faults import (
+    CHUNK,
+    Calls,
+    app_state,
+    assert_holds,
+    assert_no_orphans,
+    backend_faults,
+    held,
+    in_child,
+    littered_store,
+    memory_folder,
+    start,
+    stop,
+    system_faults,
+    take,
+    wait,
+    while_stopped,
+)
+
+REFUSED = 3
+READS = ["read", "read_into", "size", "names"]
+Act = Callable[[Path], object]
+Check = Callable[[Path, int], object]
+Faults = Callable[..., AbstractContextManager[Calls]]
+Report = Callable[[str, object], None]
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Path]:
+    with memory_folder() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def pair(memory: Path) -> Path:
+    """Return a store of two snapshots."""
+    store = Store(memory / "pair", chunk_size=CHUNK)
+    take(store, 0)
+    take(store, 1)
+    return memory / "pair"
+
+
+@pytest.fixture(scope="module")
+def littered(memory: Path) -> Path:
+    """Return a store with garbage of every kind."""
+    return littered_store(memory / "littered")
+
+
+def fresh(base: Path) -> Path:
+    copy = base.with_name("copy")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(base, copy)
+    return copy
+
+
+def stalls(base: Path, work: Act, meanwhile: Act, check: Check, faults: Faults) -> int:
+    """Do some work on copies of a store, stopped at each of its calls in turn; return how many."""
+    for k in itertools.count():
+        copy = fresh(base)
+        cache = mkdtemp(dir=base.parent)
+
+        def with_cold_cache(copy: Path = copy, cache: str = cache) -> None:
+            # What is not cached has to be read, and may be gone.
+            os.environ["CASNAP_CACHE_DIR"] = cache
+            work(copy)
+
+        stopped, ended = while_stopped(with_cold_cache, faults(k, stop), partial(meanwhile, copy))
+        shutil.rmtree(cache)
+        if not stopped:
+            assert ended == 0
+            return k
+        check(copy, ended)
+    raise AssertionError
+
+
+def refusing(work: Act, *errors: type[CasnapError]) -> Act:
+    """Return some work that ends its process with a status of its own for some errors."""
+
+    def refused(path: Path) -> None:
+        try:
+            work(path)
+        except errors:
+            os._exit(REFUSED)
+
+    return refused
+
+
+def note(record: Report, name: str, count: int) -> None:
+    record("cases", count)
+    print(f"{name}: stopped at {count} calls")
+    assert count > 5
+
+
+# --- takes ------------------------------------------------------------------------------------
+
+
+def again(path: Path) -> None:
+    """Take what there is: all the packs of a snapshot are relied on."""
+    Store(path).take(app_state(1), "again", metadata={"step": 1})
+
+
+def again_async(path: Path) -> None:
+    Store(path).async_take(app_state(1), "again", metadata={"step": 1}).wait()
+
+
+def new(path: Path) -> None:
+    """Take what is half new."""
+    Store(path).take(app_state(2), "again", metadata={"step": 2})
+
+
+def new_async(path: Path) -> None:
+    Store(path).async_take(app_state(2), "again", metadata={"step": 2}).wait()
+
+
+def delete_all(path: Path) -> None:
+    store = Store(path)
+    store.delete("step_0")
+    store.delete("step_1")
+
+
+def collect_all(path: Path) -> None:
+    delete_all(path)
+    for _ in range(2):
+        Store(path).gc(grace=0)
+
+
+def collect_one(path: Path) -> None:
+    """Leave what the deleted snapshot shared with another, in a pack that is mostly dead."""
+    Store(path).delete("step_0")
+    for _ in range(2):
+        Store(path).gc(grace=0, repack=0.9)
+
+
+def condemn_all(path: Path) -> None:
+    delete_all(path)
+    Store(path).gc(grace=3600)
+
+
+def condemn_then_collect(path: Path) -> None:
+    condemn_all(path)
+    take(path, 5)
+    Store(path).gc(grace=0)
+
+
+QUICK = [(again, collect_all), (again, condemn_all), (new_async, condemn_then_collect)]
+TAKES = [again, again_async, new, new_async]
+STALLS = [collect_all, collect_one, condemn_all, condemn_then_collect]
+OTHERS = [pair for pair in itertools.product(TAKES, STALLS) if pair not in QUICK]
+
+
+def check_take(path: Path, ended: int) -> None:
+    found = held(path)
+    if ended == REFUSED:
+        assert "again" not in found
+    else:
+        assert ended == 0
+        assert found["again"] in (1, 2)
+    take(path, 20)
+    Store(path).gc(grace=0)
+    assert_no_orphans(path)
+    assert held(path) == found | {"step_20": 20}
+
+
+def take_that_stands_still(
+    pair: Path, work: Act, meanwhile: Act, faults: Faults, record: Report
+) -> None:
+    # A state that is not there any more cannot be hashed again.
+    act = refusing(work, FencedError) if work in (again_async, new_async) else work
+    count = stalls(pair, act, meanwhile, check_take, faults)
+    note(record, f"{work.__name__}, {meanwhile.__name__}", count)
+
+
+@pytest.mark.parametrize(("work", "meanwhile"), QUICK)
+def test_a_take_that_stands_still(
+    pair: Path, work: Act, meanwhile: Act, record_property: Report
+) -> None:
+    take_that_stands_still(pair, work, meanwhile, backend_faults, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("work", "meanwhile"), OTHERS)
+def test_any_take_that_stands_still(
+    pair: Path, work: Act, meanwhile: Act, record_property: Report
+) -> None:
+    take_that_stands_still(pair, work, meanwhile, backend_faults, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("work", TAKES)
+def test_a_take_that_stands_still_at_a_system_call(
+    pair: Path, work: Act, record_property: Report
+) -> None:
+    take_that_stands_still(pair, work, collect_all, system_faults, record_property)
+
+
+def test_a_take_that_is_passed_again_and_again(pair: Path) -> None:
+    """Whenever it is about to commit, what it relies on is collected, and taken anew."""
+    path, me, passed = fresh(pair), os.getpid(), itertools.count()
+
+    def renew() -> None:
+        Store(path).delete("step_1")
+        Store(path).gc(grace=0)
+        take(path, 1)
+
+    def collector_passes() -> None:
+        if os.getpid() == me:
+            next(passed)
+            assert in_child(renew) == 0
+
+    with (
+        backend_faults(0, collector_passes, ["put_if_absent"], lasting=True),
+        pytest.raises(FencedError, match="take again"),
+    ):
+        again(path)
+    assert next(passed) == 5
+    assert held(path) == {"step_0": 0, "step_1": 1}
+    Store(path).gc(grace=0)
+    assert_no_orphans(path)
+
+
+# --- collectors -------------------------------------------------------------------------------
+
+
+def collect(path: Path) -> None:
+    Store(path).gc(grace=0, repack=0.9)
+
+
+def collect_with_grace(path: Path) -> None:
+    Store(path).gc(grace=3600, repack=0.9)
+
+
+def take_and_collect(path: Path) -> None:
+    """Take what only garbage holds, then new things; let another collector finish; delete."""
+    take(path, 0)
+    take(path, 20)
+    collect(path)
+    take(path, 2)
+    Store(path).delete("step_3")
+
+
+def take_garbage(path: Path) -> None:
+    """Take what only garbage holds."""
+    take(path, 0)
+    take(path, 2)
+
+
+def check_collector(left: set[int], path: Path, ended: int) -> None:
+    assert ended == 0
+    steps = {f"step_{step}": step for step in left}
+    assert held(path) == steps
+    take(path, 30)
+    collect(path)
+    assert_no_orphans(path)
+    assert held(path) == steps | {"step_30": 30}
+
+
+def collector_that_stands_still(
+    littered: Path, work: Act, meanwhile: Act, faults: Faults, record: Report
+) -> None:
+    left = {0, 2, 4, 20} if meanwhile is take_and_collect else {0, 2, 3, 4}
+    count = stalls(littered, work, meanwhile, partial(check_collector, left), faults)
+    note(record, f"{work.__name__}, {meanwhile.__name__}", count)
+
+
+@pytest.mark.parametrize("meanwhile", [take_and_collect, take_garbage])
+def test_a_collector_that_stands_still_before_it_writes(
+    littered: Path, meanwhile: Act, record_property: Report
+) -> None:
+    faults = partial(backend_faults, names=["write", "put_if_absent"])
+    collector_that_stands_still(littered, collect, meanwhile, faults, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("faults", [backend_faults, system_faults], ids=["backend", "system"])
+@pytest.mark.parametrize("meanwhile", [take_and_collect, take_garbage])
+@pytest.mark.parametrize("work", [collect, collect_with_grace])
+def test_a_collector_that_stands_still(
+    littered: Path, work: Act, meanwhile: Act, faults: Faults, record_property: Report
+) -> None:
+    collector_that_stands_still(littered, work, meanwhile, faults, record_property)
+
+
+def test_a_take_and_a_collector_that_stand_still(littered: Path, record_property: Report) -> None:
+    """Both, while another collector comes by; then the collector goes on first."""
+    taker: list[int] = []
+
+    def stopping(path: Path) -> None:
+        with backend_faults(0, stop, ["put_if_absent"]):
+            Store(path).take(app_state(3), "again", metadata={"step": 3})
+
+    def meanwhile(path: Path) -> None:
+        taker.append(start(partial(stopping, path)))
+        assert os.WIFSTOPPED(os.waitpid(taker[-1], os.WUNTRACED)[1])
+        Store(path).delete("step_3")
+        collect(path)
+
+    def check(path: Path, ended: int) -> None:
+        os.kill(taker[-1], signal.SIGCONT)
+        assert wait(taker[-1]) == 0
+        assert ended == 0
+        assert held(path) == {"again": 3, "step_4": 4}
+        collect(path)
+        assert_no_orphans(path)
+        assert held(path) == {"again": 3, "step_4": 4}
+
+    faults = partial(backend_faults, names=["write", "put_if_absent"])
+    count = stalls(littered, collect, meanwhile, check, faults)
+    note(record_property, "a collector and a take", count)
+
+
+# --- readers ----------------------------------------------------------------------------------
+
+
+def read(path: Path) -> None:
+    assert_holds(Store(path)["step_1"], 1)
+
+
+def condemn_all_twice(path: Path) -> None:
+    condemn_all(path)
+    take(path, 5)
+    Store(path).gc(grace=3600)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "errors"),
+    [
+        # What it reads comes to lie elsewhere.
+        pytest.param(collect_one, (), id="repacked"),
+        # It is there to be read, if the snapshot was found at all.
+        pytest.param(condemn_all_twice, (SnapshotNotFoundError,), id="condemned"),
+        pytest.param(collect_all, (SnapshotNotFoundError, DamagedError), id="gone"),
+    ],
+)
+def test_a_reader_that_stands_still(
+    pair: Path, meanwhile: Act, errors: tuple[type[CasnapError]], record_property: Report
+) -> None:
+    ends: list[int] = []
+    faults = partial(backend_faults, names=READS)
+    count = stalls(
+        pair, refusing(read, *errors), meanwhile, lambda _, ended: ends.append(ended), faults
+    )
+    assert set(ends) <= {0, REFUSED}
+    # Once it was found, it is read to the end, unless nothing is left of it.
+    assert ends == sorted(ends, reverse=True) or DamagedError in errors
+    note(record_property, f"read, {meanwhile.__name__}", count)

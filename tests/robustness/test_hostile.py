@@ -1,0 +1,443 @@
+"""Stores that were written to do harm: everything in them is sealed, and nothing of it is true."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from casnap import StateDict, Store
+from casnap.backends import MemoryBackend
+from casnap.errors import CasnapError, DamagedError
+from casnap.format.codec import Codec, decompress
+from casnap.format.digest import DIGEST_SIZE, digest_of
+from casnap.format.records import (
+    CONFIG_KEY,
+    encode,
+    root_key,
+    seal,
+)
+from casnap.storage.config import read_config
+from tests.support.faults import CHUNK, in_child
+from tests.support.forger import Forger, assert_refused, limit_memory
+
+ABSENT = bytes(DIGEST_SIZE)
+HUGE = 1 << 62
+
+
+@pytest.fixture
+def forger(tmp_path: Path, cache_dir: Path) -> Forger:
+    return Forger(tmp_path / "store")
+
+
+def test_what_is_forged_well_is_read(forger: Forger) -> None:
+    """So whatever is refused below is refused for what is wrong with it."""
+    raw = bytes(range(200)) * 2
+    places = forger.add(raw), forger.add(raw[::-1], zstandard.compress(raw[::-1]), codec=1)
+    items = [
+        ["", container("list", 2)],
+        *([f"/{i}", tensor([100], chunks(400, d), "int32")] for i, d in enumerate(places)),
+    ]
+    forger.publish({"s": branch(forger, ["", forger.tree(*items), 3])})
+    found = Store(forger.folder)["evil"].read_object("s")
+    assert [x.numpy().tobytes() for x in found] == [raw, raw[::-1]]
+    state = {"s": StateDict()}
+    with pytest.raises((TypeError, ValueError)):
+        Store(forger.folder)["evil"].restore(state)  # a StateDict takes no list
+    assert [s.name for s in Store(forger.folder).snapshots()] == ["evil"]
+
+
+# --- entries ----------------------------------------------------------------------------------
+
+
+def tensor(
+    shape: list[int],
+    payload: list[Any],
+    dtype: str = "float32",
+    kind: str = "tensor",
+    quantization: Any = None,
+) -> list[Any]:
+    return ["t", dtype, shape, payload, kind, False, quantization]
+
+
+def value(kind: str, data: bytes) -> list[Any]:
+    return ["v", kind, [len(data), data, b"", 0]]
+
+
+def container(kind: str, count: int, spec: bytes = b"") -> list[Any]:
+    return ["c", kind, count, [len(spec), spec, b"", 0]]
+
+
+def inline(data: bytes) -> list[Any]:
+    return [len(data), data, b"", 0]
+
+
+def chunks(nbytes: int, digests: bytes, depth: int = 0) -> list[Any]:
+    return [nbytes, b"", digests, depth]
+
+
+def quantized(scheme: str, scales: bytes, zeros: bytes, axis: int) -> list[Any]:
+    return tensor([4], inline(b"1234"), "qint8", quantization=[scheme, scales, zeros, axis])
+
+
+def nested_key(depth: int) -> Any:
+    key: Any = 1
+    for _ in range(depth):
+        key = ["tuple", encode([key])]
+    return key
+
+
+F = bytes(16)  # four float32
+ENTRIES: dict[str, Any] = {
+    "huge_shape": tensor([1 << 30, 1 << 30], chunks(HUGE, ABSENT)),
+    "large_shape": tensor([1 << 40], chunks(1 << 42, ABSENT * 4)),
+    "negative_shape": tensor([-2, -2], inline(F)),
+    "negative_length": tensor([-4], [-16, b"", b"", 0]),
+    "huge_empty_shape": tensor([0, (1 << 64) - 1], inline(b"")),
+    "another_length": tensor([5], inline(F)),
+    "length_without_bytes": tensor([4], [16, b"", b"", 0]),
+    "bytes_without_length": tensor([4], [16, bytes(1000), b"", 0]),
+    "length_of_2_to_the_62": tensor([4], chunks(HUGE, ABSENT)),
+    "fractional_digest": tensor([100], chunks(400, ABSENT + b"x")),
+    "short_digest": tensor([100], chunks(400, b"x")),
+    "no_digest": tensor([100], chunks(400, b"")),
+    "too_many_digests": tensor([100], chunks(400, ABSENT * 5)),
+    "absent_chunk": tensor([100], chunks(400, ABSENT)),
+    "absent_list": tensor([100_000], chunks(400_000, ABSENT, 1)),
+    "depth_of_1000": tensor([100_000], chunks(400_000, ABSENT, 1000)),
+    "negative_depth": tensor([100_000], chunks(400_000, ABSENT, -1)),
+    "huge_depth": tensor([100_000], chunks(400_000, ABSENT, HUGE)),
+    "unknown_dtype": tensor([4], inline(F), "float99"),
+    "sub_byte_dtype": tensor([4], inline(F), "quint4x2"),
+    "attribute_as_dtype": tensor([4], inline(F), "save"),
+    "unknown_kind": tensor([4], inline(F), kind="evil"),
+    "dtype_of_objects": tensor([2], inline(F), "|O8", "ndarray"),
+    "dtype_of_records": tensor([2], inline(F), "f4,O", "ndarray"),
+    "dtype_of_long_items": tensor([1], inline(F), "|V99999", "ndarray"),
+    "dtype_of_no_bytes": tensor([1], inline(b""), "|V0", "ndarray"),
+    "unknown_scheme": quantized("evil", b"", b"", 0),
+    "short_scales": quantized("per_tensor_affine", b"", b"", 0),
+    "too_few_scales": quantized("per_channel_affine", bytes(8), bytes(8), 0),
+    "huge_axis": quantized("per_channel_affine", bytes(32), bytes(32), HUGE),
+    "unknown_value": value("evil", b"x"),
+    "malformed_bool": value("bool", b"x"),
+    "malformed_float": value("float", b"x"),
+    "malformed_str": value("str", b"\xff"),
+    "malformed_range": value("range", encode([1, 2])),
+    "malformed_dtype": value("dtype", b"save"),
+    "malformed_device": value("device", b"evil:-1"),
+    "malformed_date": value("date", b"99999-99-99"),
+    "malformed_list": value("packed_list", b"\xdd\xff\xff\xff\xff"),
+    "nested_list": value("packed_list", encode([[1]])),
+    "unhashable_set": value("packed_set", encode([[1]])),
+    "enum_of_no_class": value("enum", encode(["os", "system", "ls"])),
+    "malformed_object": value("object", b"PK\3\4"),
+    "pickle": value("pickle", b"cos\nsystem\n(S'true'\ntR."),
+    "pickle_as_object": value("object", b"cos\nsystem\n(S'true'\ntR."),
+    "value_of_2_to_the_62": ["v", "bytes", chunks(HUGE, ABSENT * 4)],
+    "value_of_negative_length": ["v", "bytes", [-1, b"", b"", 0]],
+    "endless_list": container("list", HUGE),
+    "negative_list": container("list", -1, b"x"),
+    "unknown_container": container("evil", 0),
+    "missing_keys": container("dict", 3, encode([["a"], None, None])),
+    "missing_children": container("dict", 1, encode([["a"], None, None])),
+    "endless_keys": container("dict", 1, b"\x93\xdd\xff\xff\xff\xff"),
+    "nested_keys": ["c", "dict", 1, chunks(70_000, ABSENT * 2)],
+    "unknown_key": container("dict", 1, encode([[["evil", b""]], None, None])),
+    "same_keys": container("dict", 2, encode([["a", "a"], None, None])),
+    "unknown_factory": container("defaultdict", 0, encode([[], "system", None])),
+    "namedtuple_of_code": container("namedtuple", 1, encode(["os", "x", ["a b"]])),
+    "short_deque": container("deque", 9, encode([1])),
+    "hollow_sparse": container("sparse_coo", 2, encode([[HUGE, HUGE], True, False, False])),
+    "no_entry": None,
+    "no_tag": ["z", 1],
+    "text_as_shape": ["t", "float32", "abc", inline(F)],
+    "floats_as_shape": ["t", "float32", [4.5], inline(F)],
+}
+
+
+CHILDREN: dict[str, dict[str, Any]] = {
+    "same_keys": {"/x/a": value("none", b"")},
+    "namedtuple_of_code": {"/x/a b": value("none", b"")},
+    "hollow_sparse": {
+        "/x/indices": tensor([2, 1], inline(bytes(16)), "int64"),
+        "/x/values": tensor([2], inline(bytes(8))),
+    },
+}
+
+
+@pytest.mark.parametrize("case", ENTRIES)
+def test_hostile_entries(forger: Forger, case: str) -> None:
+    spec = encode([["x"], None, None])
+    items = {"": container("dict", 1, spec), "/x": ENTRIES[case], **CHILDREN.get(case, {})}
+    tree = forger.tree(*map(list, sorted(items.items())))
+    forger.publish({"s": tree})
+    assert_refused(forger.folder)
+
+
+def test_keys_nested_deeply(forger: Forger) -> None:
+    spec = encode([[nested_key(3000)], None, None])
+    assert len(spec) < CHUNK
+    x = ["c", "dict", 1, chunks(len(spec), forger.add(spec))]
+    forger.publish({"s": forger.tree(STATE, ["/x", x])})
+    assert_refused(forger.folder)
+
+
+def test_many_axes(forger: Forger) -> None:
+    """A shape of very many axes is refused, or is a tensor; it is no crash."""
+    x = tensor([1] * 100_000, inline(bytes(4)))
+    forger.publish({"s": forger.tree(["", x])})
+    found = []
+
+    def work() -> None:
+        try:
+            found.append(Store(forger.folder)["evil"].read_object("s"))
+        except CasnapError:
+            return
+        assert found[0].numel() == 1
+
+    assert in_child(work) == 0
+
+
+# --- trees ------------------------------------------------------------------------------------
+
+GOOD = tensor([4], inline(F))
+STATE = ["", container("dict", 1, encode([["x"], None, None]))]
+
+
+def branch(forger: Forger, *children: Any) -> bytes:
+    return forger.add(encode(["b", list(children)]))
+
+
+TREES: dict[str, Callable[[Forger], bytes]] = {
+    "unsorted": lambda f: f.tree(["/x", GOOD], STATE),
+    "key_twice": lambda f: f.tree(STATE, ["/x", GOOD], ["/x", GOOD]),
+    "branch_of_branches": lambda f: branch(f, ["", branch(f, ["", f.tree(STATE), 1]), 1]),
+    "unsorted_branch": lambda f: branch(
+        f, ["b", f.tree(["b", GOOD]), 1], ["a", f.tree(["a", GOOD]), 1]
+    ),
+    "same_leaf_twice": lambda f: branch(f, ["", f.tree(STATE), 1], ["", f.tree(STATE), 1]),
+    "negative_count": lambda f: branch(f, ["", f.tree(STATE), -5]),
+    "huge_count": lambda f: branch(f, ["", f.tree(STATE), HUGE]),
+    "short_digest": lambda f: branch(f, ["", b"x", 1]),
+    "empty_digest": lambda f: branch(f, ["", b"", 1]),
+    "absent_leaf": lambda f: branch(f, ["", ABSENT, 1]),
+    "absent_tree": lambda f: ABSENT,
+    "no_digest": lambda f: b"x",
+    "long_digest": lambda f: b"x" * 1000,
+    "no_leaf": lambda f: f.tree(),
+    "no_branch": lambda f: branch(f),
+    "garbage": lambda f: f.add(b"\xc1" * 100),
+    "empty_node": lambda f: f.add(b" "),
+    "endless_node": lambda f: f.add(b"\x92\xa1l\xdd\xff\xff\xff\xff"),
+    "deep_node": lambda f: f.add(b"\x92\xa1l" + b"\x91" * 100_000),
+    "manifest_as_tree": lambda f: f.add(encode({"global": {}, "ranks": {}})),
+    "list_as_tree": lambda f: f.add(ABSENT * 10),
+}
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_hostile_trees(forger: Forger, case: str) -> None:
+    forger.publish({"s": TREES[case](forger)})
+    assert_refused(forger.folder)
+
+
+def test_lists_that_grow(forger: Forger) -> None:
+    """Lists that name themselves over and over are not read beyond what the shape has."""
+    one = forger.add(ABSENT * 32_768)
+    for _ in range(3):
+        one = forger.add(one * 32_768)
+    x = tensor([100_000], chunks(400_000, one, 4))
+    forger.publish({"s": forger.tree(STATE, ["/x", x])})
+    assert_refused(forger.folder)
+
+
+MANIFESTS: dict[str, Any] = {
+    "list": [1, 2],
+    "no_ranks": {"global": {"s": ABSENT}},
+    "text_as_digest": {"global": {"s": "x" * 32}, "ranks": {"0": {}}},
+    "short_digest": {"global": {"s": b"x"}, "ranks": {"0": {}}},
+    "many_ranks": {"global": {"s": ABSENT}, "ranks": {str(i): {} for i in range(1000)}},
+}
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_hostile_manifests(forger: Forger, case: str) -> None:
+    forger.publish({}, MANIFESTS[case])
+    assert_refused(forger.folder)
+
+
+# --- rows and roots ---------------------------------------------------------------------------
+
+ROWS: dict[str, dict[str, Any]] = {
+    "huge_world": {"world_size": HUGE},
+    "negative_world": {"world_size": -1},
+    "text_as_world": {"world_size": "one"},
+    "no_digest": {"manifest": [b"", None]},
+    "long_digest": {"manifest": [b"x" * 1000, None]},
+    "absent_manifest": {"manifest": [ABSENT, None]},
+    "negative_hint": {"manifest": [ABSENT, [b"p" * 16, -1, -1, -1, -1]]},
+    "huge_hint": {"manifest": [ABSENT, [b"p" * 16, (1 << 64) - 1, 1 << 63, 1 << 63, 1 << 63]]},
+    "hint_to_a_folder": {"manifest": [ABSENT, [b"", 0, 10, 10, 0]]},
+    "hint_of_long_pack": {"manifest": [ABSENT, [b"p" * 500, 0, 10, 10, 0]]},
+    "hint_as_text": {"manifest": [ABSENT, "here"]},
+    "stats_of_text": {"stats": ["a", "b"]},
+    "metadata_as_list": {"metadata": [1]},
+    "text_as_seq": {"seq": "last"},
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_hostile_rows(forger: Forger, case: str) -> None:
+    forger.row = ROWS[case]
+    forger.publish({"s": forger.tree(STATE, ["/x", GOOD])})
+    assert_refused(forger.folder)
+
+
+ROOTS: dict[str, dict[str, Any]] = {
+    "other_seq": {"seq": 77},
+    "negative_seq": {"seq": -1},
+    "text_as_seq": {"seq": "2"},
+    "table_of_nothing": {"table": [ABSENT, None]},
+    "table_without_digest": {"table": [b"", None]},
+    "table_with_hostile_hint": {"table": [ABSENT, [b"p" * 16, -5, -5, -5, 0]]},
+    "table_as_number": {"table": 5},
+    "absent_segment": {"segments": [[b"s" * 16, 1]]},
+    "no_segment_id": {"segments": [[b"", 1]]},
+    "long_segment_id": {"segments": [[b"s" * 600, 1]]},
+    "segments_as_map": {"segments": {}},
+    "segment_of_text": {"segments": [["x" * 16, 1]]},
+    "condemned_as_list": {"condemned": [1]},
+    "text_as_fence": {"fence": "x"},
+}
+
+
+@pytest.mark.parametrize("case", ROOTS)
+def test_hostile_roots(forger: Forger, case: str) -> None:
+    forger.root = ROOTS[case]
+    forger.publish({"s": forger.tree(STATE, ["/x", GOOD])})
+    assert_refused(forger.folder)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\x91" * 100_000, b"\xdf\xff\xff\xff\xff", encode([1]), encode({"seq": 2})]
+)
+def test_roots_of_garbage(forger: Forger, body: bytes) -> None:
+    forger.publish({"s": forger.tree(STATE)})
+    (forger.folder / root_key(2)).write_bytes(seal(b"r", body))
+    assert_refused(forger.folder)
+
+
+# --- places and codecs ------------------------------------------------------------------------
+
+PLACES: dict[str, tuple[int, ...]] = {
+    "beyond_the_end": (0, 1 << 40, 400, 400, 0),
+    "beyond_all_files": (0, (1 << 64) - 1, 400, 400, 0),
+    "before_the_limit": (0, (1 << 63) - 1, 400, 400, 0),
+    "huge": (0, 0, (1 << 32) - 1, (1 << 32) - 1, 0),
+    "huge_as_stored": (0, 0, (1 << 32) - 1, 400, 1),
+    "huge_as_raw": (0, 0, 400, (1 << 32) - 1, 1),
+    "empty": (0, 0, 0, 400, 0),
+    "another_length": (0, 0, 399, 400, 0),
+    "unknown_codec": (0, 0, 400, 400, 99),
+    "no_zstd": (0, 0, 400, 400, 1),
+    "pack_of_no_number": (7, 0, 400, 400, 0),
+}
+
+
+@pytest.mark.parametrize("of", ["chunk", "manifest"])
+@pytest.mark.parametrize("case", PLACES)
+def test_hostile_places(forger: Forger, case: str, of: str) -> None:
+    raw = bytes(range(200)) * 2
+    chunk = forger.add(raw)
+    tree = forger.tree(STATE, ["/x", tensor([100], chunks(400, chunk))])
+    manifest = {"global": {"s": tree}, "ranks": {"0": {}}}
+    forger.places[chunk if of == "chunk" else digest_of(encode(manifest))] = PLACES[case]
+    forger.publish({}, manifest)
+    assert_refused(forger.folder)
+
+
+def bombs() -> dict[str, bytes]:
+    """Return zstd frames that hold 1 GiB of zeros, and say 400 bytes, nothing, or the truth."""
+    large = bytes(1 << 30)
+    honest = zstandard.ZstdCompressor(level=1).compress(large)
+    assert zstandard.get_frame_parameters(honest).content_size == len(large)
+    at = honest.index(len(large).to_bytes(4, "little"))
+    silent = zstandard.ZstdCompressor(level=1, write_content_size=False).compress(large)
+    return {
+        "honest": honest,
+        "silent": silent,
+        "lying": honest[:at] + (400).to_bytes(4, "little") + honest[at + 4 :],
+    }
+
+
+@pytest.mark.parametrize("case", ["honest", "silent", "lying"])
+def test_decompression_bombs(forger: Forger, case: str) -> None:
+    """A chunk of 400 bytes that unfolds to a gigabyte is never unfolded."""
+    bomb = bombs()[case]
+    assert len(bomb) < CHUNK
+    with pytest.raises(DamagedError):
+        decompress(Codec.ZSTD, memoryview(bomb), 400)
+    chunk = forger.add(bytes(400), bomb, codec=Codec.ZSTD)
+    forger.publish({"s": forger.tree(STATE, ["/x", tensor([100], chunks(400, chunk))])})
+    assert_refused(forger.folder)
+
+
+def test_metadata_that_grow(forger: Forger) -> None:
+    """Empty lists take one byte each in a node, and sixty in memory."""
+    lists = b"\x81\xa1a\xdd" + (40 << 20).to_bytes(4, "big") + b"\x90" * (40 << 20)
+    forger.row["metadata_node"] = forger.add(lists, zstandard.compress(lists), codec=Codec.ZSTD)
+    forger.publish({"s": forger.tree(STATE, ["/x", GOOD])})
+
+    def work() -> None:
+        limit_memory()
+        store = Store(forger.folder)
+        with pytest.raises(DamagedError, match="too many"):
+            store["evil"].metadata.user  # noqa: B018
+        assert [d.kind for d in store.check().damages] == ["malformed"]
+
+    assert in_child(work) == 0
+
+
+# --- casnap.json ------------------------------------------------------------------------------
+
+CONFIG = {
+    "store_id": "0" * 32,
+    "chunk_size": CHUNK,
+    "format": 1,
+    "read_features": [],
+    "write_features": [],
+    "put_if_absent": True,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"store_id": "../../../../../../../../../evil/"},
+        {"store_id": "/" * 32},
+        {"store_id": "é" * 32},
+        {"store_id": ""},
+        {"store_id": 5},
+        {"chunk_size": 0},
+        {"chunk_size": -CHUNK},
+        {"chunk_size": CHUNK + 1},
+        {"chunk_size": 1 << 60},
+        {"format": 3},
+        {"format": 1 << 80},
+        {"format": "1"},
+        {"read_features": ["evil"]},
+        {"read_features": 5},
+    ],
+)
+def test_hostile_records_of_a_store(change: dict[str, Any]) -> None:
+    """The id names a folder of the cache, so it is nothing but an id."""
+    backend = MemoryBackend(f"hostile-{os.urandom(4).hex()}")
+    backend.put_if_absent(CONFIG_KEY, json.dumps(CONFIG | change).encode())
+    with pytest.raises(CasnapError):
+        read_config(backend)

@@ -1,0 +1,203 @@
+"""A repair that is killed, or not alone, harms nothing; and no whole chunk is lost by it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from casnap import StateDict, Store
+from casnap.backends import LocalBackend
+from casnap.format.digest import Digest, digest_of
+from casnap.format.records import PackId, pack_key
+from casnap.maintenance.gc import GcOptions, collect
+from casnap.maintenance.repair import RepairReport
+from tests.robustness.test_damage import KEY, content, damages, expected, forget_cache, objects_of
+from tests.support.checks import FROZEN, broken, change, check, listing_of, record_of
+from tests.support.damaged import (
+    WEIGHT,
+    copied_store,  # noqa: F401 - a fixture
+    damage_chunk,
+    lost_in,
+    named,
+    pristine_store,  # noqa: F401 - a fixture
+    repair,
+)
+from tests.support.faults import backend_faults, elsewhere, faults, in_child, kill
+
+
+def wreck(store: Path, *, index: bool) -> None:
+    """Damage a chunk, cut off a pack, and maybe lose a segment."""
+    damage_chunk(store, FROZEN)
+    _, place = record_of(store, WEIGHT)
+    change(store / pack_key(place.pack), lambda raw: raw[:-30])
+    if index:
+        sorted((store / "index").iterdir())[2].unlink()
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_killed_at_any_call(store: Path, cache_dir: Path, after: bool) -> None:
+    """A repair that was killed harmed nothing, and the next one finishes."""
+    wreck(store, index=not after)
+    wrecked = Path(shutil.copytree(store, store.parent / "wrecked"))
+    frozen = digest_of(FROZEN.numpy().tobytes())
+    names = ["write", "copy", "put_if_absent", *([] if after else ["sync"])]
+    forget_cache(cache_dir)
+    hurt = broken(store)
+    for k in itertools.count():
+        shutil.rmtree(store)
+        shutil.copytree(wrecked, store)
+        forget_cache(cache_dir)
+
+        def killed(k: int = k) -> None:
+            with backend_faults(k, kill, names, after=after):
+                repair(store)
+
+        status = in_child(killed)
+        assert broken(store) <= hurt
+        forget_cache(cache_dir)
+        report = repair(store)
+        assert {d.digest for d in report.remaining} == {frozen.hex()}
+        assert lost_in(store) == {frozen}
+        if status == 0:
+            assert k > 3
+            break
+        assert status == -signal.SIGKILL
+    collect(Store(store).objects, GcOptions(grace=0))
+    assert lost_in(store) == {frozen}
+    assert torch.equal(Store(store)["b"].read_object(f"{KEY}/weight"), expected(1)["weight"])
+
+
+def test_a_take_that_relied_on_a_damaged_pack(store: Path) -> None:
+    """The repair commits while a take is about to: it starts again, and stores the chunk anew."""
+    damage_chunk(store, FROZEN)
+    reports: list[RepairReport] = []
+    strike = lambda: reports.append(repair(store))  # noqa: E731
+    with backend_faults(0, strike, ["put_if_absent"]):
+        Store(store).take({KEY: StateDict(content(0))}, "again")
+    assert len(reports[0].remaining) == 1
+    assert lost_in(store) == set()
+    assert broken(store) == set()
+
+
+def test_a_take_meanwhile(store: Path) -> None:
+    """A take commits while a repair is about to: the repair looks again."""
+    damage_chunk(store, FROZEN)
+    sorted((store / "index").iterdir())[2].unlink()
+    taken: list[object] = []
+
+    @elsewhere
+    def take() -> None:
+        # By a process that still remembers the lost segment.
+        other = Store(store, create=False)
+        taken.append(other.take({KEY: StateDict(content(7))}, "meanwhile"))
+
+    with faults(LocalBackend, ["put_if_absent"], 1, take) as calls:
+        report = repair(store)
+    assert calls.struck
+    assert taken
+    assert "meanwhile" in named(report)
+    assert torch.equal(
+        Store(store)["meanwhile"].read_object(f"{KEY}/weight"), expected(7)["weight"]
+    )
+    assert lost_in(store) == {digest_of(FROZEN.numpy().tobytes())}
+
+
+def test_beside_takes(store: Path) -> None:
+    damage_chunk(store, WEIGHT)
+    failed: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            for step in range(10):
+                Store(store).take({KEY: StateDict(content(step))}, f"more/{step}")
+        except BaseException as e:  # noqa: BLE001 - raised below
+            failed.append(e)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    while thread.is_alive():
+        repair(store)
+    thread.join()
+    assert not failed
+    repair(store)
+    # One of the takes has the very bytes that were lost; it may have relied on them too early.
+    assert lost_in(store) <= {digest_of(WEIGHT.numpy().tobytes())}
+
+
+def test_a_collector_meanwhile(store: Path) -> None:
+    """A collector raises the fence and deletes all that no root names: what was saved is moved."""
+    damage_chunk(store, FROZEN)
+
+    def collect_all() -> None:
+        opened = Store(store, create=False)
+        opened.delete("b")
+        collect(opened.objects, GcOptions(grace=0))
+
+    with backend_faults(0, collect_all, ["put_if_absent"]) as calls:
+        report = repair(store)
+    assert calls.struck
+    assert named(report) == {"a", "run/c"}
+    assert lost_in(store) == {digest_of(FROZEN.numpy().tobytes())}
+
+
+def test_collected_afterwards(store: Path) -> None:
+    """What a repair took out of the index is garbage, and what it saved is not."""
+    damage_chunk(store, WEIGHT)
+    shutil.rmtree(store / "index")
+    repair(store)
+    assert collect(Store(store).objects, GcOptions(grace=0)).deleted_packs == 6
+    assert check(store).orphans == 0
+    assert broken(store) == {"b"}
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 1 << 32))
+def test_no_whole_chunk_is_lost(pristine: Path, seed: int) -> None:
+    """Whatever is damaged: a chunk that is whole, and that the index or a footer lists, stays."""
+    choose = random.Random(seed)
+    store = pristine.parent / f"random-{os.getpid()}"
+    shutil.rmtree(store, ignore_errors=True)
+    shutil.copytree(pristine, store)
+    listing = listing_of(store)
+    targets = [f for f in objects_of(store) if f.parent.name == "index" or "packs" in f.parts]
+    for file in choose.sample(targets, choose.randint(1, 4)):
+        change(file, choose.choice(list(damages(file, choose))))
+    survivors = _survivors(store, pristine, listing.packs)
+    report = repair(store)
+    found = listing_of(store)
+    assert not {digest for digest in survivors if not found.places(digest)}
+    lost = lost_in(store)
+    assert not lost & survivors
+    assert report.ok == (not lost)
+    shutil.rmtree(store)
+
+
+def _survivors(store: Path, pristine: Path, packs: tuple[PackId, ...]) -> set[Digest]:
+    """Return what is whole and can be found, told without any code of a repair."""
+    segments = [f.name for f in (pristine / "index").iterdir()]
+    same = [n for n in segments if _bytes(store / "index" / n) == _bytes(pristine / "index" / n)]
+    survivors: set[Digest] = set()
+    whole = listing_of(pristine)
+    for pack in packs:
+        now, before = _bytes(store / pack_key(pack)), _bytes(pristine / pack_key(pack))
+        footer = len(before) - len(whole.of_pack(pack)) * 49 - 44
+        listed = any(pack in _bytes(store / "index" / name) for name in same)
+        if listed or now[-(len(before) - footer) :] == before[footer:]:
+            for digest, p in whole.of_pack(pack):
+                if digest_of(now[p.offset : p.offset + p.stored]) == digest:
+                    survivors.add(digest)
+    return survivors
+
+
+def _bytes(file: Path) -> bytes:
+    return file.read_bytes() if file.exists() else b""

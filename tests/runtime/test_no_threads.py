@@ -1,0 +1,176 @@
+"""Threads that cannot be started, memory that cannot be pinned: nothing that was held is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import Snapshot, StateDict, Store
+from casnap.errors import StateError
+from casnap.runtime.buffers import SLOTS, Pool, shared_pool
+from casnap.storage.pack import PackWriter
+from casnap.take import staging
+from tests.support.faults import CHUNK, app_state, assert_holds, assert_store, faults, take
+
+
+def no_thread() -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def assert_nothing_is_lost() -> None:
+    for pool in (shared_pool(CHUNK + (64 << 10)), staging._kept):
+        assert len(pool._free) == pool._made
+    assert len(shared_pool(CHUNK + (64 << 10))._free) <= SLOTS
+    left = [t for t in threading.enumerate() if t.name.startswith("casnap")]
+    assert not [t for t in left if t.is_alive()]
+
+
+def async_take(store: Store, step: int) -> Snapshot:
+    name, metadata = f"step_{step}", {"step": step}
+    return store.async_take(app_state(step), name, metadata=metadata).wait()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    take(store, 1)
+    yield store
+    assert_nothing_is_lost()
+
+
+def starts() -> list[tuple[int, bool]]:
+    return [(k, lasting) for k in range(8) for lasting in (False, True)]
+
+
+@pytest.mark.parametrize(("k", "lasting"), starts())
+def test_a_thread_that_cannot_start(store: Store, k: int, lasting: bool) -> None:
+    """Fewer threads do the work; only a pending take needs one of its own."""
+    with faults(threading.Thread, ["start"], k, no_thread, lasting=lasting):
+        take(store, 2)
+        assert_holds(store["step_2"], 2)
+    assert_nothing_is_lost()
+    steps = {1, 2}
+    with faults(threading.Thread, ["start"], k, no_thread, lasting=lasting), suppress(StateError):
+        async_take(store, 3)
+        steps.add(3)
+    assert_nothing_is_lost()
+    with faults(threading.Thread, ["start"], k, no_thread, lasting=lasting):
+        store.delete("step_1")
+        store.gc(grace=0)
+        assert store.check(data=True)
+        store.repair()
+    async_take(store, 4)
+    assert_store(store.uri, steps - {1} | {4})
+
+
+def test_async_takes_fail_and_then_work(store: Store) -> None:
+    """The memory of each is found again: a bound on it would let the third one hang."""
+    big = {"state": StateDict(x=torch.ones(100 << 20, dtype=torch.uint8))}
+    for _ in range(3):
+        calls = faults(threading.Thread, ["start"])
+        with calls as counter:
+            store.async_take(big, "counted", max_staging_bytes=1, overwrite=True).wait()
+        assert counter.count > 2
+
+        real = threading.Thread.start
+
+        def refuse(thread: threading.Thread, real: Callable[..., None] = real) -> None:
+            if thread.name == "casnap-async-take":
+                no_thread()
+            real(thread)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(StateError, match="no more threads"):
+                store.async_take(big, "big", max_staging_bytes=1)
+        assert_nothing_is_lost()
+    store.async_take(big, "big", max_staging_bytes=1).wait()
+    store.delete("big")
+    store.delete("counted")
+
+
+def test_no_thread_writes_packs(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many times as there are slots: each would take one with it."""
+    real = threading.Thread.start
+    writing = PackWriter._write_packs
+
+    def refuse(thread: threading.Thread) -> None:
+        work = thread._target.__closure__  # type: ignore[attr-defined]
+        held = [cell.cell_contents for cell in work or ()]
+        if any(getattr(f, "__func__", None) is writing for f in held):
+            no_thread()
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for step in range(2, SLOTS + 3):
+        take(store, step)
+    assert_store(store.uri, set(range(1, SLOTS + 3)))
+
+
+def test_a_piece_that_cannot_be_given_back_keeps_no_other() -> None:
+    pool = Pool(4096, 2)
+    slots = [pool.take(), pool.take()]
+
+    def fails() -> None:
+        raise ZeroDivisionError("on purpose")
+
+    pieces = [
+        staging.Piece(0, 0, [1], slot.view, ready=fails, done=lambda s=slot: pool.release(s))
+        for slot in slots
+    ]
+    with pytest.raises(ZeroDivisionError):
+        staging.give_back(pieces)
+    assert len(pool._free) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch that cannot pin")
+def test_memory_that_cannot_be_pinned_goes_back() -> None:
+    """The driver is missing here, which is one way to fail."""
+    for _ in range(6):
+        with pytest.raises((AssertionError, RuntimeError, ValueError)):
+            staging._from_cuda(0, 0, [4], torch.zeros(1))
+    assert len(staging._pinned._free) == staging._pinned._made
+
+
+LATE = """
+import sys, threading
+import torch
+from casnap import StateDict, Store
+
+store = Store(sys.argv[1])
+backend, through = store.objects.backend, store.objects.backend.write
+exiting = threading.Event()
+
+def late(key, content):
+    # As Python 3.12.0 and 3.12.1 do it once they exit.
+    threading.main_thread().join()
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+    threading.Thread.start = refuse
+    return through(key, content)
+
+backend.write = late
+store.async_take({"s": StateDict(x=torch.arange(300_000), y=[1, 2])}, "step")
+"""
+
+
+def test_a_pending_take_finishes_where_no_thread_starts_at_exit(tmp_path: Path) -> None:
+    path = tmp_path / "late"
+    done = subprocess.run(
+        [sys.executable, "-c", LATE, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=dict(os.environ),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert torch.equal(Store(path)["step"].read_object("s/x"), torch.arange(300_000))

@@ -1,0 +1,350 @@
+"""States as leaves, and back."""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import pathlib
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.torch_version import TorchVersion
+
+from casnap.errors import DamagedError, UnsupportedTypeError
+from casnap.format.entries import ContainerEntry, Payload, TensorEntry, ValueEntry
+from casnap.state.flatten import Leaf, flatten, inflate, segment_of, tensor_targets
+from tests.support.leaves import leaves_of, round_trip, same
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.quantize", "ignore:Sparse invariant checks", "ignore:Sparse CSR"
+)
+
+
+# --- round trips ------------------------------------------------------------------------------
+
+texts = st.text(st.characters(exclude_categories=()), max_size=5)
+primitives = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(2**200), 2**200)
+    | st.floats()
+    | st.complex_numbers()
+    | texts
+    | st.sampled_from(["True", "None", "1", "nan", "a/b", "a%b", "1%int", "(1, 2)", "torch.int8"])
+    | st.binary(max_size=5)
+    | st.sampled_from([torch.float32, torch.int8])
+)
+keys = st.recursive(primitives, lambda k: st.lists(k, max_size=3).map(tuple), max_leaves=4)
+
+
+class Color(enum.Enum):
+    RED = "r"
+    BLUE = 2
+    CRIMSON = "r"  # noqa: PIE796 - an alias is meant
+
+
+class Mode(enum.Flag):
+    A = enum.auto()
+    B = enum.auto()
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object = None
+
+
+Plain = namedtuple("Plain", ["x", "class_"])
+
+singles = primitives | st.sampled_from(
+    [
+        bytearray(b"ab"),
+        range(3),
+        range(-(2**70), 2**70, 3),
+        slice(1, None, 2),
+        torch.device("cuda:1"),
+        torch.device("cpu"),
+        torch.strided,
+        torch.channels_last,
+        torch.per_tensor_affine,
+        TorchVersion("2.4.0"),
+        Color.CRIMSON,
+        Color.BLUE,
+        Mode.A | Mode.B,
+        Mode(0),
+        Level.LOW,
+        datetime.timedelta(-3, 4, 5),
+        datetime.date(2024, 2, 29),
+        datetime.datetime(2024, 2, 29, 1, 2, 3, 4),
+        datetime.datetime(2024, 2, 29, tzinfo=datetime.timezone.utc),
+        pathlib.Path("/a/b"),
+        torch.Size([2, 3]),
+        torch.ones(2, 3),
+        torch.zeros(()),
+        torch.empty(0, 3, dtype=torch.bfloat16),
+        torch.nn.Parameter(torch.ones(2)),
+        np.arange(6).reshape(2, 3),
+        np.float32(2.5),
+        np.str_("ü"),
+    ]
+)
+elements = st.recursive(
+    primitives | st.sampled_from([*Color, Mode.A | Mode.B]),
+    lambda e: st.lists(e, max_size=3).map(tuple) | st.frozensets(e, max_size=3),
+    max_leaves=4,
+)
+
+
+def containers(children):
+    dicts = st.dictionaries(keys, children, max_size=4)
+    lists = st.lists(children, max_size=4)
+    return st.one_of(
+        dicts,
+        dicts.map(OrderedDict),
+        dicts.map(lambda d: defaultdict(list, d)),
+        dicts.map(lambda d: defaultdict(None, d)),
+        dicts.map(Counter),
+        lists,
+        lists.map(tuple),
+        lists.map(deque),
+        lists.map(lambda x: deque(x, 7)),
+        st.sets(elements, max_size=4),
+        st.frozensets(elements, max_size=4),
+        st.builds(Pair, children, children),
+        st.builds(Plain, children, children),
+    )
+
+
+states = st.recursive(singles, containers, max_leaves=12)
+
+
+@given(states)
+@example({True: 1, "True": 2, 1.5: 3, "1.5": 4})
+@example({float("nan"): 1, float("nan"): 2, "nan": 3, "nan%float": 4})
+@example({"\ud800": 1, "%uD800": 2, "": 3, "é": 4, "x" * 5000: 5})
+def test_any_state_comes_back(state):
+    again = round_trip(state)
+    assert same(again, state), again
+    if isinstance(state, defaultdict):
+        assert again.default_factory is state.default_factory
+    if isinstance(state, deque):
+        assert again.maxlen == state.maxlen
+    if isinstance(state, (Pair, Plain)):
+        assert type(again) is type(state)
+
+
+@given(st.dictionaries(keys, st.integers(), max_size=8))
+def test_paths_depend_on_the_keys_alone(state):
+    assert list(leaves_of(state)) == list(leaves_of(dict.fromkeys(state, "x")))
+    assert all(path.count("/") == 1 for path in leaves_of(state) if path != "m")
+
+
+def test_paths():
+    state = {"a/b": {"%": [1, (2,)]}, "é": {3: Pair(1)}, "": None, "\udc80": 1}
+    assert list(leaves_of(state)) == [
+        "m",
+        "m/a%2Fb",
+        "m/a%2Fb/%25",
+        "m/a%2Fb/%25/0",
+        "m/a%2Fb/%25/1",
+        "m/a%2Fb/%25/1/0",
+        "m/é",
+        "m/é/3",
+        "m/é/3/first",
+        "m/é/3/second",
+        "m/",
+        "m/%uDC80",
+    ]
+    assert segment_of("a/%") == "a%2F%25"
+
+
+def test_keys_that_would_share_a_segment():
+    state = {1: "a", "1": "b", "True": "d", None: "e", "None": "f", 2: "g"}
+    assert list(leaves_of(state)) == [
+        "m", "m/1%int", "m/1", "m/True", "m/None%NoneType", "m/None", "m/2"
+    ]  # fmt: skip
+    two = {float("nan"): 1, float("nan"): 2}
+    assert list(leaves_of(two)) == ["m", "m/nan%float", "m/nan%float%2"]
+    assert round_trip({True: 1, "True": 2}) == {True: 1, "True": 2}
+
+
+def test_key_order_and_types_are_kept():
+    state = {"b": 1, 2: 2, "a": 3, (1, "x"): 4, b"z": 5, torch.int8: 6, -0.0: 7, 1j: 8, 2**99: 9}
+    again = round_trip(state)
+    assert list(again) == list(state)
+    assert [type(k) for k in again] == [type(k) for k in state]
+
+
+@pytest.mark.parametrize(
+    "key", [Color.RED, frozenset(), np.int64(1), object(), Level.LOW, (Color,)]
+)
+def test_keys_that_cannot_be_stored(key):
+    with pytest.raises(UnsupportedTypeError, match=r"m/deep: (the|a) key"):
+        list(flatten({"deep": {key: 1}}, "m"))
+
+
+def test_leaves():
+    tensor = torch.ones(2)
+    leaves = leaves_of({"t": tensor, "n": 5, "s": "é", "e": {}})
+    assert leaves["m"].entry == ContainerEntry("dict", 4, Payload(len(leaves["m"].content)))
+    assert leaves["m/t"] == Leaf("m/t", TensorEntry("float32", (2,), Payload(8)), tensor)
+    assert leaves["m/t"].content is tensor
+    assert leaves["m/n"] == Leaf("m/n", ValueEntry("int", Payload(1)), b"\5")
+    assert leaves["m/s"] == Leaf("m/s", ValueEntry("str", Payload(2)), "é".encode())
+    assert inflate("m/s", leaves) == "é"
+    assert inflate("m", leaves)["t"] is tensor
+
+
+def test_a_state_whose_root_is_a_leaf():
+    assert round_trip(5) == 5
+    assert torch.equal(round_trip(torch.ones(2)), torch.ones(2))
+
+
+def test_integers_of_any_size():
+    for value in (0, -1, 127, 128, -128, -129, 2**63, -(2**63), 2**64, 10**5000, -(10**5000)):
+        assert round_trip(value) == value
+
+
+def test_module_metadata_is_kept():
+    state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
+    again = round_trip(state)
+    assert again._metadata == state._metadata
+    assert type(again._metadata) is OrderedDict
+    state._metadata = {"": {"f": print}}
+    assert not hasattr(round_trip(state), "_metadata")
+
+
+def test_sets_have_one_order():
+    mixed = [1, "a", b"b", 2.5, None, (1, "x"), frozenset({3, "y"}), Color.RED, Mode.A | Mode.B]
+    contents = []
+    for _ in range(5):
+        random.shuffle(mixed)
+        contents.append([leaf.content for leaf in leaves_of(set(mixed)).values()])
+    assert all(content == contents[0] for content in contents)
+    deep = frozenset()
+    for _ in range(60):
+        deep = frozenset({deep, 1})
+    assert round_trip({deep}) == {deep}
+
+
+def test_namedtuples_whose_class_is_gone():
+    here = namedtuple("Gone", ["x", "y"])(1, 2)
+    again = round_trip(here)
+    assert (again, again._fields, type(again).__name__) == (here, ("x", "y"), "Gone")
+    assert type(again) is type(round_trip(here))
+
+
+def test_a_namedtuple_whose_class_has_changed(monkeypatch):
+    leaves = leaves_of(Pair(1, 2))
+    monkeypatch.setattr(sys.modules[__name__], "Pair", namedtuple("Pair", ["first", "third"]))
+    assert inflate("m", leaves)._fields == ("first", "second")
+
+
+# --- long plain lists -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, frozenset])
+def test_long_plain_sequences_are_one_entry(kind):
+    values = kind([*range(1000), -0.5, "x", b"y", None, 2**64 - 1])
+    leaves = leaves_of({"long": values})
+    assert leaves["m/long"].entry.kind == f"packed_{kind.__name__}"
+    assert list(leaves) == ["m", "m/long"]
+    assert same(inflate("m", leaves)["long"], values)
+
+
+@pytest.mark.parametrize("odd", [2**64, "\ud800", [], 1j, np.int64(1), Level.LOW])
+def test_what_is_not_plain_is_not_packed(odd):
+    values = [0] * 1001 + [odd]
+    leaves = leaves_of({"long": values})
+    assert leaves["m/long"].entry.kind == "list"
+    assert same(inflate("m", leaves)["long"], values)
+    assert leaves_of([0] * 1000)["m"].entry.kind == "list"
+
+
+def test_packed_elements_are_plain():
+    for data in (b"\x91\x90", b"\x91\x80", b"\x80", b"\xc0", b"\x91\xd6\xff\0\0\0\0"):
+        with pytest.raises(DamagedError):
+            inflate("m", {"m": Leaf("m", ValueEntry("packed_list", Payload(len(data))), data)})
+
+
+# --- tensors ----------------------------------------------------------------------------------
+
+
+def sparse():
+    dense = torch.tensor([[0, 1.5, 0, 0], [2, 0, 0, -3]])
+    indices = [[0, 0, 1], [1, 1, 0]]
+    uncoalesced = torch.sparse_coo_tensor(indices, [1.0, 2.0, 3.0], (2, 4), check_invariants=True)
+    return {
+        "coo": dense.to_sparse_coo(),
+        "coo_uncoalesced": uncoalesced,
+        "coo_hybrid": torch.sparse_coo_tensor([[0, 2]], torch.ones(2, 3), (4, 3)),
+        "coo_empty": torch.sparse_coo_tensor(size=(2, 0)),
+        "coo_grad": dense.to_sparse_coo().requires_grad_(),
+        "coo_parameter": torch.nn.Parameter(dense.to_sparse_coo()),
+        "csr": dense.to_sparse_csr(),
+        "csc": dense.to_sparse_csc(),
+        "bsr": dense.to_sparse_bsr((2, 2)),
+        "bsc": dense.to_sparse_bsc((1, 2)),
+        "csr_batch": torch.stack([dense, dense]).to_sparse_csr(),
+        "csr_bf16": dense.bfloat16().to_sparse_csr(),
+    }
+
+
+@pytest.mark.parametrize("name", ["coo", "coo_uncoalesced", "coo_hybrid", "coo_empty", "coo_grad",
+    "coo_parameter", "csr", "csc", "bsr", "bsc", "csr_batch", "csr_bf16"])  # fmt: skip
+def test_sparse_tensors(name):
+    value = sparse()[name]
+    leaves = leaves_of({"s": value})
+    assert leaves["m/s"].entry.kind == str(value.layout).removeprefix("torch.")
+    assert "m/s/values" in leaves
+    assert same(round_trip(value), value)
+    assert tensor_targets({"s": value}, "m") == {}
+
+
+def test_sparse_parts_are_checked():
+    leaves = leaves_of(sparse()["coo"])
+    leaves["m/indices"].content[0, 0] = 99
+    with pytest.raises(DamagedError, match="m cannot be put together"):
+        inflate("m", leaves)
+    leaves["m/indices"] = leaves_of("x", "m/indices")["m/indices"]
+    with pytest.raises(DamagedError):
+        inflate("m", leaves)
+    leaves = leaves_of(sparse()["csr"])
+    leaves["m/crow_indices"].content[1] = 77
+    with pytest.raises(DamagedError):
+        inflate("m", leaves)
+
+
+def test_targets():
+    shared = torch.ones(3)
+    model = torch.nn.Linear(2, 3)
+    state = {
+        "a": shared,
+        "again": shared.view(3, 1),
+        "t": torch.ones(2, 3).t(),
+        "p": model.weight,
+        "list": [1, (torch.zeros(()), object())],
+        "expanded": torch.ones(1).expand(4),
+        "conj": torch.ones(2, dtype=torch.complex64).conj(),
+        "meta": torch.empty(2, device="meta"),
+        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        "numpy": np.ones(2),
+        "long": [1] * 2000,
+        "odd": defaultdict(lambda: 0),
+        object(): 1,
+    }
+    targets = tensor_targets(state, "m")
+    assert list(targets) == ["m/a", "m/again", "m/t", "m/p", "m/list/1/0"]
+    assert targets["m/a"] is shared
+    assert targets["m/p"] is model.weight

@@ -1,0 +1,401 @@
+"""Sharded tensors as boxes: what each rank says that it holds is what it holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from casnap.errors import UnsupportedTypeError
+from casnap.format.region import Region
+from casnap.state.flatten import flatten, inflate, shard_targets, tensor_targets
+from casnap.state.sharded import Shards, shards_of
+from casnap.state.tensors import Leaf, describe
+from tests.support import sharded, spreading
+from tests.support.ranks import World
+from tests.support.sharded import assembled
+
+Worlds = Callable[[int], World]
+Pieces = list[tuple[Region, torch.Tensor]]
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """Return a mesh of the first ranks."""
+    return spreading.mesh_of(tuple(range(prod(shape))), shape)
+
+
+def counted(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor whose elements all differ, so that values say where they belong."""
+    return torch.arange(prod(shape)).reshape(shape)
+
+
+def pieces_of(value: torch.Tensor) -> Pieces:
+    shards = shards_of("state/x", value)
+    assert shards is not None
+    assert shards.value is value
+    return list(zip(shards.boxes, shards.tensors, strict=True))
+
+
+def check(shape: tuple[int, ...], held: list[Pieces]) -> None:
+    """Check that all ranks together hold a counted tensor, each element where they say."""
+    pieces = [piece for rank in held for piece in rank]
+    for box, part in pieces:
+        assert box.numel > 0
+        assert box.sizes == tuple(part.shape)
+    if prod(shape):
+        assert torch.equal(assembled(shape, pieces), counted(shape))
+    else:
+        assert not pieces
+
+
+# --- any tensor, on any mesh --------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    shape: tuple[int, ...]
+    placements: tuple[Shard | Replicate, ...]
+
+
+@st.composite
+def cases(draw: st.DrawFn, axes: int) -> Case:
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+    dims = st.none() | st.integers(0, len(shape) - 1) if shape else st.none()
+    chosen = draw(st.lists(dims, min_size=axes, max_size=axes))
+    return Case(shape, tuple(Replicate() if d is None else Shard(d) for d in chosen))
+
+
+def distributed(mesh_shape: tuple[int, ...], some: list[Case]) -> list[tuple[Pieces, torch.Tensor]]:
+    results = []
+    for shape, placements in some:
+        value = distribute_tensor(counted(shape), mesh_of(mesh_shape), placements)
+        results.append((pieces_of(value), value.full_tensor()))
+    return results
+
+
+@pytest.mark.parametrize("mesh", [(1,), (3,), (2, 2), (4, 2), (2, 2, 2)], ids=str)
+def test_boxes_hold_what_full_tensor_returns(world: Worlds, mesh: tuple[int, ...]) -> None:
+    @settings(max_examples=8)
+    @given(st.lists(cases(len(mesh)), min_size=1, max_size=8))
+    def whatever_the_placements(some: list[Case]) -> None:
+        by_rank = world(prod(mesh)).run(distributed, mesh, some)
+        for case, results in zip(some, zip(*by_rank, strict=True), strict=True):
+            check(case.shape, [pieces for pieces, _ in results])
+            for pieces, full in results:
+                assert torch.equal(full, counted(case.shape))
+                assert len(pieces) <= 1
+
+    whatever_the_placements()
+
+
+# --- strided placements -------------------------------------------------------------------------
+
+
+def linear(mesh_shape: tuple[int, ...], rows: int) -> tuple[str, Pieces, Pieces]:
+    """Shard the weight and bias of a layer by FSDP over TP, with replicas if there are 3 axes."""
+    mesh = init_device_mesh(
+        "cpu", mesh_shape, mesh_dim_names=("replicas", "dp", "tp")[-len(mesh_shape) :]
+    )
+    module = nn.Linear(3, rows)
+    with torch.no_grad():
+        module.weight.copy_(counted((rows, 3)))
+        module.bias.copy_(counted((rows,)))
+    parallelize_module(module, mesh["tp"], ColwiseParallel())
+    fully_shard(module, mesh=mesh["dp"] if len(mesh_shape) == 2 else mesh["replicas", "dp"])
+    assert isinstance(module.weight, DTensor)
+    placements = module.weight.placements
+    return str(placements), pieces_of(module.weight), pieces_of(module.bias)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 27])
+@pytest.mark.parametrize("mesh", [(2, 2), (4, 2), (2, 4), (2, 2, 2)], ids=str)
+def test_fsdp_over_tp(world: Worlds, mesh: tuple[int, ...], rows: int) -> None:
+    results = world(prod(mesh)).run(linear, mesh, rows)
+    assert "_StridedShard" in results[0][0]
+    check((rows, 3), [[(box, part.long()) for box, part in weight] for _, weight, _ in results])
+    check((rows,), [[(box, part.long()) for box, part in bias] for _, _, bias in results])
+    assert all(len(weight) <= 1 for _, weight, _ in results)
+
+
+def lone(
+    mesh_shape: tuple[int, ...], shape: tuple[int, ...], placements: list[Any]
+) -> tuple[Pieces, torch.Tensor]:
+    value = distribute_tensor(counted(shape), mesh_of(mesh_shape), placements, src_data_rank=None)
+    return pieces_of(value), value.to_local()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "placements", "first"),
+    [
+        ((2,), (8,), [_StridedShard(0, split_factor=2)], [(0, 2), (4, 2)]),
+        ((2,), (7,), [_StridedShard(0, split_factor=3)], [(0, 2), (3, 2), (6, 1)]),
+        ((3,), (4, 5), [_StridedShard(1, split_factor=2)], [((0, 0), (4, 1)), ((0, 3), (4, 1))]),
+        ((2, 2), (9,), [_StridedShard(0, split_factor=3), Shard(0)], [(0, 2), (3, 1)]),
+        ((2, 2), (8, 3), [Replicate(), _StridedShard(0, split_factor=2)], None),
+        (
+            (2, 2),
+            (5, 7),
+            [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=2)],
+            None,
+        ),
+        ((2, 2), (16,), [_StridedShard(0, split_factor=2), _StridedShard(0, split_factor=4)], None),
+    ],
+)
+def test_a_strided_shard_on_its_own_is_several_boxes(
+    world: Worlds, mesh: tuple[int, ...], shape: tuple[int, ...], placements: Any, first: Any
+) -> None:
+    results = world(prod(mesh)).run(lone, mesh, shape, placements)
+    check(shape, [pieces for pieces, _ in results])
+    for pieces, local in results:
+        assert sum(part.numel() for _, part in pieces) == local.numel()
+    if first is not None:
+        boxes = [(box.offsets, box.sizes) for box, _ in results[0][0]]
+        assert boxes == [b if isinstance(b[0], tuple) else ((b[0],), (b[1],)) for b in first]
+
+
+def in_another_order() -> Pieces:
+    """Split 10 rows by the last axis of the mesh first, as torch keeps it in the specification."""
+    mesh = mesh_of((2, 2))
+    full, (i, j) = counted((10, 2)), mesh.get_coordinate() or [0, 0]
+    local = full.chunk(2)[j].chunk(2)[i].contiguous()
+    meta = TensorMeta(full.shape, full.stride(), full.dtype)
+    placements = (Shard(0), Shard(0))
+    order = DTensorSpec.compute_default_shard_order(placements)
+    order = tuple(entry._replace(mesh_dims=entry.mesh_dims[::-1]) for entry in order)
+    spec = DTensorSpec(mesh, placements, tensor_meta=meta, shard_order=order)
+    return pieces_of(DTensor(local, spec, requires_grad=False))
+
+
+def test_the_order_of_splits_counts(world: Worlds) -> None:
+    results = world(4).run(in_another_order)
+    check((10, 2), results)
+    assert [pieces[0][0].offsets[0] for pieces in results] == [0, 5, 3, 8]
+
+
+# --- DTensors that are not as usual ---------------------------------------------------------------
+
+
+def of_some_ranks() -> tuple[Any, Pieces, Pieces]:
+    value = distribute_tensor(counted((5, 2)), DeviceMesh("cpu", [0, 2]), [Shard(0)])
+    again = distribute_tensor(counted((5, 2)), DeviceMesh("cpu", [0]), [Shard(1)])
+    return describe("x", value).entry, pieces_of(value), pieces_of(again)
+
+
+def test_a_rank_that_is_not_in_the_mesh_holds_nothing(world: Worlds) -> None:
+    entries, values, again = zip(*world(3).run(of_some_ranks), strict=True)
+    assert entries[0] == entries[1] == entries[2]
+    for held in (values, again):
+        check((5, 2), held)
+        assert held[1] == []
+
+
+def under_way() -> tuple[str, Pieces]:
+    value = distribute_tensor(counted((6, 4)), mesh_of((2,)), [Shard(0)])
+    moving = value.redistribute(placements=[Replicate()], async_op=True)
+    kind = type(moving._local_tensor).__name__
+    return kind, pieces_of(moving)
+
+
+def test_what_a_collective_still_brings_is_waited_for(world: Worlds) -> None:
+    for kind, pieces in world(2).run(under_way):
+        assert kind == "AsyncCollectiveTensor"
+        check((6, 4), [pieces])
+        assert type(pieces[0][1]) is torch.Tensor
+
+
+def refused(what: str) -> str:
+    mesh = mesh_of((2,))
+    if what == "partial":
+        value = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    elif what == "uneven":
+        rows = 3 - dist.get_rank()  # 3 and 2 of 6 rows
+        local = torch.ones(rows, 2)
+        value = DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size((6, 2)), stride=(2, 1))
+    elif what == "strided":
+        # As FSDP over TP makes it, but split one after the other; torch reads it otherwise.
+        placements = [_StridedShard(0, split_factor=2), Shard(0)]
+        mesh = mesh_of((4, 2))
+        value = distribute_tensor(counted((9,)), mesh, placements, src_data_rank=None)
+    elif what == "descending":
+        # FSDP2 and distribute_tensor go by the rank in the group, DTensor's offsets by the mesh.
+        value = distribute_tensor(torch.ones(4), DeviceMesh("cpu", [1, 0]), [Shard(0)])
+    elif what == "meta":
+        value = distribute_tensor(torch.ones(4, device="meta"), mesh, [Shard(0)])
+    else:
+        wrapper = LocalShardsWrapper([torch.ones(2, 3)], [(3, 0)])
+        value = DTensor.from_local(
+            wrapper, mesh, [Shard(0)], shape=torch.Size((4, 3)), stride=(3, 1), run_check=False
+        )
+    try:
+        describe("model/x", value)
+    except UnsupportedTypeError as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "ranks", "hint"),
+    [
+        ("partial", [0, 1], "redistribute it first"),
+        ("uneven", [1], "do not account for; make it with distribute_tensor"),
+        ("strided", [6, 7], "do not account for"),
+        ("descending", [0, 1], "ranks in ascending order"),
+        ("meta", [0, 1], "to_empty"),
+        ("outside", [0, 1], r"at \(3, 0\) does not lie inside"),
+    ],
+)
+def test_refusals(world: Worlds, what: str, ranks: list[int], hint: str) -> None:
+    answers = world(8 if what == "strided" else 2).run(refused, what)
+    assert [rank for rank, said in enumerate(answers) if said] == ranks
+    for rank in ranks:
+        assert answers[rank].startswith("model/x: ")
+        with pytest.raises(UnsupportedTypeError, match=hint):
+            raise UnsupportedTypeError(answers[rank])
+
+
+# --- several shards a rank ------------------------------------------------------------------------
+
+
+def tables(kind: str) -> tuple[Any, Pieces]:
+    """Hold rows 0–2 and 7–9 on rank 0, 3–6 on rank 1, none on rank 2."""
+    rank, full = dist.get_rank(), counted((10, 4))
+    rows = {0: [(0, 3), (7, 10)], 1: [(3, 7)], 2: []}[rank]
+    parts = [full[start:stop].clone() for start, stop in rows]
+    offsets = [(start, 0) for start, _ in rows]
+    if kind == "ShardedTensor":
+        shards = [
+            LocalShard.from_tensor_and_offsets(part, list(offset), rank)
+            for part, offset in zip(parts, offsets, strict=True)
+        ]
+        value: torch.Tensor = init_from_local_shards(shards, 10, 4)
+    elif kind == "LocalShardsWrapper":
+        value = DTensor.from_local(
+            LocalShardsWrapper(parts, offsets) if parts else LocalShardsWrapper([], []),
+            mesh_of((3,)),
+            [Shard(0)],
+            shape=full.shape,
+            stride=full.stride(),
+            run_check=False,
+        )
+    else:
+        group = dist.group.WORLD
+        value = _create_chunk_sharded_tensor(full, rank, dist.get_world_size(), 3, group)
+    return describe("x", value).entry if kind != "LocalShardsWrapper" else None, pieces_of(value)
+
+
+@pytest.mark.parametrize("kind", ["ShardedTensor", "LocalShardsWrapper", "as FSDP1"])
+def test_tables(world: Worlds, kind: str) -> None:
+    entries, held = zip(*world(3).run(tables, kind), strict=True)
+    check((10, 4), held)
+    assert entries[0] == entries[1] == entries[2]
+    if kind != "as FSDP1":
+        assert [len(pieces) for pieces in held] == [2, 1, 0]
+
+
+# --- as leaves of a state -------------------------------------------------------------------------
+
+
+def leaves() -> dict[str, Any]:
+    mesh = mesh_of((2,))
+    state = {
+        "weight": nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)])),
+        "frozen": nn.Parameter(
+            distribute_tensor(torch.ones(3, 4), mesh, [Shard(1)]), requires_grad=False
+        ),
+        "half": distribute_tensor(torch.ones(4, dtype=torch.bfloat16), mesh, [Replicate()]),
+        "conj": distribute_tensor(torch.ones(4, dtype=torch.complex64) * 1j, mesh, [Shard(0)]),
+        "scalar": distribute_tensor(torch.tensor(3.0), mesh, [Replicate()]),
+    }
+    conj = state["conj"]
+    state["conj"] = DTensor.from_local(conj.to_local().conj(), mesh, [Shard(0)])
+    found = {leaf.path: leaf for leaf in flatten(state, "s")}
+    contents = {p: leaf.content for p, leaf in found.items() if isinstance(leaf.content, Shards)}
+    assert contents.keys() == {f"s/{name}" for name in state}
+    for name, value in state.items():
+        content = contents[f"s/{name}"]
+        assert all(
+            type(part) is torch.Tensor and not part.requires_grad for part in content.tensors
+        )
+        if name != "conj":
+            assert [part.data_ptr() for part in content.tensors] == [value.to_local().data_ptr()]
+    (part,) = contents["s/conj"].tensors
+    assert part.tolist() == [-1j, -1j]
+    assert not part.is_conj()
+    return {path: leaf.entry for path, leaf in found.items()}
+
+
+def test_entries_are_of_the_whole(world: Worlds) -> None:
+    first, second = world(2).run(leaves)
+    assert first == second
+    weight, frozen = first["s/weight"], first["s/frozen"]
+    assert (weight.kind, weight.requires_grad, weight.dtype) == ("parameter", True, "float32")
+    assert (weight.shape, weight.data.nbytes) == ((5, 3), 60)
+    assert (frozen.kind, frozen.requires_grad, frozen.shape) == ("parameter", False, (3, 4))
+    assert (first["s/half"].kind, first["s/half"].data.nbytes) == ("tensor", 8)
+    assert (first["s/scalar"].shape, first["s/scalar"].data.nbytes) == ((), 4)
+
+
+def filled() -> None:
+    mesh = mesh_of((2,))
+    state = {
+        "weight": nn.Parameter(distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)])),
+        "columns": distribute_tensor(torch.zeros(3, 5), mesh, [Shard(1)]),
+        "plain": torch.zeros(2),
+    }
+    targets = shard_targets(state, "s")
+    assert targets.keys() == {"s/weight", "s/columns"}
+    assert tensor_targets(state, "s").keys() == {"s/plain"}
+    found = {leaf.path: leaf for leaf in flatten(state, "s")}
+    for path, shards in targets.items():
+        full = counted(shards.shape).float()
+        for box, part in zip(shards.boxes, shards.tensors, strict=True):
+            part.copy_(full[box.within(Region.whole(shards.shape))])
+        value = shards.value
+        assert isinstance(value, DTensor)
+        assert torch.equal(value.full_tensor().detach(), full)
+        found[path] = Leaf(path, found[path].entry, value)
+    again = inflate("s", found)
+    assert again["weight"] is state["weight"]
+    assert again["columns"] is state["columns"]
+
+
+def test_live_parts_are_filled_in_place(world: Worlds) -> None:
+    world(2).run(filled)
+
+
+def spread(layout: str) -> None:
+    training = sharded.training(layout, 3)
+    sharded.assert_same(sharded.full_state(training.state_dict()), sharded.expected(3))
+
+
+@pytest.mark.parametrize("layout", sharded.LAYOUTS)
+def test_a_training_state_in_all_layouts(world: Worlds, layout: str) -> None:
+    world(4).run(spread, layout)
+
+
+def test_who_has_no_sharded_tensors_imports_nothing_for_them() -> None:
+    code = (
+        "import sys, torch; from casnap.state.flatten import flatten, shard_targets\n"
+        "state = {'a': torch.ones(3), 'b': torch.nn.Parameter(torch.ones(2))}\n"
+        "list(flatten(state, 's')), shard_targets(state, 's')\n"
+        "assert 'torch.distributed.tensor' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

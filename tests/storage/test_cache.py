@@ -1,0 +1,405 @@
+"""The cache of the index may be anything, or nothing: that changes nothing but time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from casnap import Store
+from casnap.storage.cache import LmdbFacts
+from tests.support.faults import (
+    CHUNK,
+    app_state,
+    assert_holds,
+    assert_store,
+    in_child,
+    start,
+    take,
+    wait,
+)
+from tests.support.mounts import let_others_in
+
+
+def use(path: Path, step: int) -> None:
+    """Open a store as a new process does, take, and read everything."""
+
+    def work() -> None:
+        steps = {s.metadata.user["step"] for s in Store(path, chunk_size=CHUNK).snapshots()}
+        stats = take(path, step).stats
+        if steps:
+            # What never changes is still known to be there.
+            assert stats.new_bytes < 120_000
+        assert_store(path, steps | {step})
+
+    assert in_child(work) == 0
+
+
+@pytest.fixture
+def store(tmp_path: Path, cache_dir: Path) -> Path:
+    """Return a store of three snapshots whose cache this process has not opened."""
+    for step in range(3):
+        use(tmp_path / "store", step)
+    assert list(cache_dir.glob("*/data.mdb"))
+    return tmp_path / "store"
+
+
+def data_of(cache_dir: Path) -> Path:
+    (data,) = cache_dir.glob("*/data.mdb")
+    return data
+
+
+def test_a_cache_is_used(store: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cached is not read again: not the segments, nor the nodes."""
+    read: list[str] = []
+
+    def work() -> None:
+        from casnap.backends import LocalBackend
+
+        real = LocalBackend.read
+        monkeypatch.setattr(LocalBackend, "read", lambda s, k: read.append(k) or real(s, k))
+        Store(store).snapshots()
+        Store(store)["step_1"].get_manifest()
+        assert not [k for k in read if k.startswith("index")]
+
+    assert in_child(work) == 0
+
+
+def test_a_deleted_cache(store: Path, cache_dir: Path) -> None:
+    shutil.rmtree(cache_dir)
+    use(store, 3)
+
+
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "boot"])
+def test_a_deleted_file_of_the_cache(store: Path, cache_dir: Path, name: str) -> None:
+    (data_of(cache_dir).parent / name).unlink()
+    use(store, 3)
+
+
+def test_a_cache_deleted_while_it_is_open(store: Path, cache_dir: Path) -> None:
+    def work() -> None:
+        opened = Store(store)
+        assert_holds(opened["step_0"], 0)
+        shutil.rmtree(cache_dir)
+        assert_holds(opened["step_1"], 1)
+        take(opened, 3)
+        assert_holds(Store(store)["step_2"], 2)
+        take(Store(store), 4)
+        assert_store(store, {0, 1, 2, 3, 4})
+
+    assert in_child(work) == 0
+
+
+def test_a_truncated_cache(store: Path, cache_dir: Path) -> None:
+    size = data_of(cache_dir).stat().st_size
+    for step, keep in enumerate([0, 1, 4096, 8192, size // 2, size - 4096, size - 1], start=3):
+        os.truncate(data_of(cache_dir), keep)
+        use(store, step)
+
+
+@pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "boot"])
+def test_a_file_of_garbage_for_a_cache(store: Path, cache_dir: Path, name: str) -> None:
+    path = data_of(cache_dir).parent / name
+    path.write_bytes(random.Random(1).randbytes(path.stat().st_size))
+    use(store, 3)
+
+
+def test_a_cache_that_a_process_died_writing(store: Path, cache_dir: Path) -> None:
+    folder = data_of(cache_dir).parent
+    witness = folder / "witness"
+    witness.touch()
+    pid = start(lambda: None)
+    wait(pid)
+    (folder / f"writing-{os.getpid()}").touch()
+    use(store, 3)
+    assert witness.exists()
+    (folder / f"writing-{pid}").touch()
+    use(store, 4)
+    assert not witness.exists()
+    assert not (folder / f"writing-{pid}").exists()
+
+
+def test_a_folder_for_a_cache(store: Path, cache_dir: Path) -> None:
+    data = data_of(cache_dir)
+    data.unlink()
+    data.mkdir()
+    use(store, 3)
+
+
+def test_a_file_for_the_folder_of_a_cache(store: Path, cache_dir: Path) -> None:
+    folder = data_of(cache_dir).parent
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+    use(store, 3)
+
+
+def test_a_process_that_stands_still_while_it_writes_holds_nobody_up(
+    store: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stand_still() -> None:
+        facts = Store(store).objects.index.facts
+        assert isinstance(facts, LmdbFacts)
+        with facts._writing(1.0):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    monkeypatch.setattr("casnap.storage.cache._PATIENCE", 0.1)
+    monkeypatch.setattr("casnap.storage.cache._LITTLE", 0.1)
+    stopped = start(stand_still)
+    os.waitpid(stopped, os.WUNTRACED)
+    use(store, 3)
+    assert data_of(cache_dir).exists()
+    os.kill(stopped, signal.SIGCONT)
+    assert wait(stopped) == 0
+    use(store, 4)
+
+
+def test_a_cache_that_has_outgrown_its_store_is_made_anew(
+    store: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sign = data_of(cache_dir).parent / "sign"
+    sign.touch()
+    use(store, 3)
+    assert sign.exists()
+    monkeypatch.setattr("casnap.storage.index._CACHE_BYTES", 0)
+    monkeypatch.setattr("casnap.storage.index._BYTES_A_RECORD", 100)
+    use(store, 4)
+    assert not sign.exists()
+    use(store, 5)
+
+
+def test_a_cache_of_another_boot(store: Path, cache_dir: Path) -> None:
+    boot = data_of(cache_dir).parent / "boot"
+    boot.write_text("another boot")
+    use(store, 3)
+    assert boot.read_text() != "another boot"
+
+
+def damage_at_random(data: Path, dice: random.Random) -> str:
+    """Damage a few bytes or pages of a file, and say how."""
+    size = data.stat().st_size
+    kind = dice.choice(["bit", "bytes", "page", "zeros", "swap"])
+    with data.open("r+b") as f:
+        at = dice.randrange(size)
+        if kind == "bit":
+            f.seek(at)
+            byte = f.read(1)[0]
+            f.seek(at)
+            f.write(bytes([byte ^ 1 << dice.randrange(8)]))
+        elif kind == "bytes":
+            f.seek(at)
+            f.write(dice.randbytes(min(16, size - at)))
+        else:
+            pages = [dice.randrange(size // 4096) * 4096 for _ in range(2)]
+            f.seek(pages[1])
+            other = f.read(4096)
+            f.seek(pages[0])
+            f.write({"page": dice.randbytes(4096), "zeros": bytes(4096), "swap": other}[kind])
+            at = pages[0]
+    return f"{kind} at {at} of {size}"
+
+
+def fuzz(store: Path, cache_dir: Path, seeds: range) -> list[str]:
+    """Use a store again and again with a damaged cache; return what went wrong."""
+    folder = data_of(cache_dir).parent
+    whole = cache_dir.parent / "whole"
+    shutil.copytree(folder, whole)
+    bad = []
+    for seed in seeds:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder)
+        what = damage_at_random(folder / "data.mdb", random.Random(seed))
+
+        def work() -> None:
+            found = Store(store)
+            for step in range(3):
+                assert_holds(found[f"step_{step}"], step)
+            take(found, 3, overwrite=True)
+            take(found, 4, overwrite=True)
+            assert_store(store, {0, 1, 2, 3, 4})
+
+        status = in_child(work)
+        if status:
+            # LMDB aborts where it finds one of its pages in another's place; nobody may be hurt
+            # by the same damage again.
+            if status == -signal.SIGABRT and in_child(work) == 0:
+                continue
+            bad.append(f"seed {seed}: {what}: {status}")
+    return bad
+
+
+def test_a_cache_damaged_at_random(store: Path, cache_dir: Path) -> None:
+    assert fuzz(store, cache_dir, range(25, 45)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_cache_damaged_at_many_random_places(store: Path, cache_dir: Path) -> None:
+    assert fuzz(store, cache_dir, range(1000, 2000)) == []
+
+
+# --- folders ----------------------------------------------------------------------------------
+
+
+def test_another_cache_folder(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CASNAP_CACHE_DIR", str(tmp_path / "deep" / "other"))
+    use(store, 3)
+    assert list((tmp_path / "deep" / "other").glob("*/data.mdb"))
+
+
+def test_no_cache_folder_at_all(
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("CASNAP_CACHE_DIR", str(file))
+    monkeypatch.setattr("tempfile.tempdir", str(file))
+    use(store, 3)
+    with caplog.at_level(logging.WARNING, "casnap"):
+        assert_store(store, {0, 1, 2, 3})
+    assert "memory" in caplog.text
+
+
+def test_a_cache_folder_that_cannot_be_written(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o755)
+    monkeypatch.setenv("CASNAP_CACHE_DIR", str(locked))
+    monkeypatch.setattr("tempfile.tempdir", str(locked))
+    let_others_in(tmp_path)
+
+    def work() -> None:
+        os.setuid(65534)
+        assert_store(store, {0, 1, 2})
+
+    assert in_child(work) == 0
+    assert list(locked.iterdir()) == []
+
+
+# --- stores that share a cache ----------------------------------------------------------------
+
+
+def test_copies_of_a_store_used_in_turn(store: Path, tmp_path: Path) -> None:
+    """Copies have one id, but each goes its own way."""
+    copy = tmp_path / "copy"
+    shutil.copytree(store, copy)
+    steps = {store: {0, 1, 2}, copy: {0, 1, 2}}
+    for step in range(3, 9):
+        path = (store, copy)[step % 2]
+        use(path, step)
+        steps[path].add(step)
+    for path, held in steps.items():
+        assert_store(path, held)
+
+
+def test_copies_of_a_store_used_in_turn_by_one_process(store: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(store, copy)
+    stores = [Store(store), Store(copy)]
+    for step in range(3, 9):
+        take(stores[step % 2], step)
+        # The same state again, in the other: what the cache knows of one must not count here.
+        take(stores[1 - step % 2], step)
+    for opened in stores:
+        assert_store(opened.uri, set(range(9)))
+
+
+def test_a_store_that_is_rolled_back(store: Path, tmp_path: Path) -> None:
+    backup = tmp_path / "backup"
+    shutil.copytree(store, backup)
+    opened = Store(store)
+    for step in range(3, 6):
+        take(opened, step)
+    shutil.rmtree(store)
+    shutil.copytree(backup, store)
+    # The states that were lost, again: their chunks are known to the cache, and are not there.
+    for step in range(3, 6):
+        take(opened if step % 2 else store, step)
+    assert_store(store, set(range(6)))
+
+
+# --- processes --------------------------------------------------------------------------------
+
+
+def test_processes_that_share_a_cache(store: Path) -> None:
+    """A process that has the cache open sees what others put there, and the other way round."""
+    opened = Store(store)
+    assert_holds(opened["step_0"], 0)
+    for step in range(3, 9):
+        if step % 2:
+            use(store, step)
+        else:
+            take(opened, step)
+        assert_holds(opened[f"step_{step}"], step)
+    assert_store(store, set(range(9)))
+
+
+def test_processes_that_make_a_cache_at_once(store: Path, cache_dir: Path) -> None:
+    for _ in range(5):
+        shutil.rmtree(cache_dir)
+        children = [start(lambda: assert_store(store, {0, 1, 2})) for _ in range(4)]
+        assert [wait(pid) for pid in children] == [0, 0, 0, 0]
+
+
+def test_a_fork_of_a_process_that_has_the_cache_open(store: Path) -> None:
+    opened = Store(store)
+    snapshot = opened["step_0"]
+    take(opened, 3)
+
+    def work() -> None:
+        assert_holds(snapshot, 0)
+        take(opened, 4)
+        assert_store(store, {0, 1, 2, 3, 4})
+
+    for _ in range(2):
+        assert in_child(work) == 0
+        take(opened, 5)
+        assert_store(store, {0, 1, 2, 3, 4, 5})
+        opened.delete("step_4")
+        opened.delete("step_5")
+
+
+def test_a_fork_while_a_take_is_pending(store: Path) -> None:
+    opened = Store(store)
+    pending = opened.async_take(app_state(3), "step_3", metadata={"step": 3})
+
+    def work() -> None:
+        with pytest.raises(Exception, match="fork"):
+            pending.wait()
+        take(opened, 4)
+
+    pid = start(work)
+    assert_holds(pending.wait(), 3)
+    assert wait(pid) == 0
+    assert_store(store, {0, 1, 2, 3, 4})
+
+
+def test_a_fork_leaves_the_cache_of_its_parent_alone(tmp_path: Path, cache_dir: Path) -> None:
+    """LMDB does not open again in a fork; that is no reason to make the cache anew for all."""
+    path = tmp_path / "store"
+    take(Store(path), 0)
+    caches = {file: file.stat().st_ino for file in cache_dir.glob("*/data.mdb")}
+    assert caches
+
+    def grandchild() -> None:
+        take(Store(path), 2)
+        assert_store(path, {0, 1, 2})
+
+    def child() -> None:
+        take(Store(path), 1)
+        assert_store(path, {0, 1})
+        assert in_child(grandchild) == 0
+
+    assert in_child(child) == 0
+    assert {file: file.stat().st_ino for file in caches} == caches
+    assert_store(path, {0, 1, 2})

@@ -1,0 +1,324 @@
+"""Packs that others wrote are gone, cut off or damaged: no take relies on them in silence."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.backends import LocalBackend
+from casnap.errors import BackendError, DamagedError, ExhaustedError, FencedError
+from casnap.format.digest import digest_of
+from casnap.format.records import PackId, id_from_name, pack_key, segment_key
+from casnap.runtime.threads import Crew
+from casnap.storage.commit import Transaction
+from casnap.storage.pack_set import PackSet
+from casnap.storage.roots import succeed
+from casnap.testing import Call, Fault, FaultyBackend, open_store
+from tests.robustness.test_damage import flip
+from tests.support.checks import change, record_of
+from tests.support.faults import CHUNK, app_state, assert_holds, content, files, in_child, take
+
+FROZEN = content(0)["frozen"][: CHUNK // 4]
+ALONE = FROZEN * 7 + 1
+"""A chunk of all steps, and one of none."""
+
+
+@pytest.fixture
+def path(tmp_path: Path, cache_dir: Path) -> Path:
+    """Return a store of two steps, whose index is cached."""
+    for step in range(2):
+        take(tmp_path / "store", step)
+    return tmp_path / "store"
+
+
+def whole_elsewhere(path: Path, step: int) -> None:
+    """Check that a process that has cached nothing restores a step."""
+
+    def work() -> None:
+        os.environ["CASNAP_CACHE_DIR"] = str(path.parent / "no cache")
+        assert_holds(Store(path)[f"step_{step}"], step)
+
+    assert in_child(work) == 0
+
+
+def pack_of(path: Path, raw: torch.Tensor = FROZEN) -> Path:
+    return path / pack_key(record_of(path, raw)[1].pack)
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+HARM = {"gone": Path.unlink, "cut off": cut, "empty": lambda file: os.truncate(file, 0)}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_pack_that_is_harmed_before_a_take(
+    path: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    HARM[harm](pack_of(path))
+    opened = Store(path)
+    snapshot = take(opened, 2)
+    assert snapshot.stats.new_bytes > FROZEN.nbytes
+    assert "gone or cut off" in caplog.text
+    whole_elsewhere(path, 2)
+    # What was stored anew is relied on from then on.
+    assert take(path, 3).stats.new_bytes < snapshot.stats.new_bytes
+    whole_elsewhere(path, 3)
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_all_packs_are_harmed_before_a_take(path: Path, harm: str) -> None:
+    """Those of nodes too: what the snapshot needs is all there is."""
+    for key in files(path, "packs"):
+        HARM[harm](path / key)
+    # The table is what no take stores anew as a whole; it is cached here.
+    take(path, 1, overwrite=True)
+    whole_elsewhere(path, 1)
+
+
+def after_the_first_look(path: Path, harm: Callable[[Path], object]) -> FaultyBackend:
+    """Return the store's backend, which harms a pack as soon as it was looked at."""
+    pack = pack_of(path)
+
+    def act(call: Call) -> object:
+        size = call.go()
+        harm(pack)
+        return size
+
+    key = str(pack.relative_to(path))
+    return FaultyBackend(LocalBackend(path), Fault(act, "size", key))
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_pack_that_is_harmed_during_a_take(path: Path, harm: str) -> None:
+    backend = after_the_first_look(path, HARM[harm])
+    take(open_store(backend), 2)
+    assert backend.faults[0].struck
+    whole_elsewhere(path, 2)
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_pack_that_is_harmed_during_an_async_take(path: Path, harm: str) -> None:
+    store = open_store(after_the_first_look(path, HARM[harm]))
+    pending = store.async_take(app_state(2), "step_2")
+    with pytest.raises(FencedError, match="gone or cut off"):
+        pending.wait()
+    assert "step_2" not in Store(path)
+    take(path, 2)
+    whole_elsewhere(path, 2)
+
+
+def test_copies_elsewhere_are_relied_on(path: Path) -> None:
+    """A pack goes during a take, but all that it holds of this is in another one as well."""
+    pack = pack_of(path)
+    away = pack.rename(path.parent / "away")
+    take(path, 2)
+    away.rename(pack)
+    for key in files(path, "packs"):
+        # What comes first, the take relies on.
+        if pack_key(record_of(path, FROZEN)[1].pack) == key:
+            backend = after_the_first_look(path, Path.unlink)
+            stored = open_store(backend).async_take(app_state(3), "step_3").wait().stats
+            assert stored.new_bytes < 120_000
+    whole_elsewhere(path, 3)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EIO])
+def test_a_pack_that_cannot_be_looked_at_is_not_taken_for_gone(path: Path, number: int) -> None:
+    def refuse(*_args: object, **_options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    before = files(path)
+    with mock.patch("os.stat", refuse), pytest.raises(BackendError):
+        LocalBackend(path).size("casnap.json")
+
+    def act(_call: Call) -> object:
+        raise ExhaustedError("too many open files")
+
+    with pytest.raises(BackendError, match="too many"):
+        take(open_store(FaultyBackend(LocalBackend(path), Fault(act, "size", times=None))), 2)
+    assert files(path) == before
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_segment_that_is_harmed_is_not_built_on(path: Path, harm: str) -> None:
+    """Who has cached it would not notice, and nobody else could read what comes after it."""
+    (ref, *_) = Store(path).objects.newest().segments
+    before = files(path, "roots")
+    HARM[harm](path / segment_key(ref.id))
+    with pytest.raises(DamagedError, match="casnap repair"):
+        take(path, 2)
+    assert files(path, "roots") == before
+    assert Store(path).repair().ok
+    take(path, 2)
+    whole_elsewhere(path, 2)
+
+
+# --- what one process has found damaged -------------------------------------------------------
+
+
+def on_host(path: Path, work: Callable[[], object]) -> None:
+    """Do some work in a process of another host than this one, all of which share a cache."""
+
+    def there() -> None:
+        os.environ["CASNAP_CACHE_DIR"] = str(path.parent / "their cache")
+        work()
+
+    assert in_child(there) == 0
+
+
+def find_out(path: Path) -> None:
+    def work() -> None:
+        with pytest.raises(DamagedError):
+            assert_holds(Store(path)["step_0"], 0)
+
+    on_host(path, work)
+
+
+def harm(path: Path) -> tuple[Path, bytes]:
+    """Damage a chunk; return the pack, and what it held."""
+    place = record_of(path, FROZEN)[1]
+    pack = path / pack_key(place.pack)
+    whole = pack.read_bytes()
+    change(pack, flip(place.offset + 11))
+    return pack, whole
+
+
+def places(path: Path) -> int:
+    objects = Store(path).objects
+    return len(objects.index.find_all(objects.view(), record_of(path, FROZEN)[0]))
+
+
+def assert_noted(path: Path, count: int) -> None:
+    digest = record_of(path, FROZEN)[0]
+
+    def work() -> None:
+        objects = Store(path).objects
+        assert len(objects.index.distrusted(objects.view(), [digest])) == count
+
+    on_host(path, work)
+
+
+def test_others_on_the_host_learn_of_damage(path: Path) -> None:
+    harm(path)
+    on_host(path, lambda: take(path, 2))
+    assert places(path) == 1
+    find_out(path)
+    on_host(path, lambda: take(path, 3))
+    whole_elsewhere(path, 3)
+    # It is known where it is whole, so it is stored anew only once, by whomever.
+    on_host(path, lambda: take(path, 4))
+    assert places(path) == 2
+    whole_elsewhere(path, 4)
+    # Read elsewhere, it is not yet whole where it was damaged.
+    on_host(path, lambda: assert_holds(Store(path)["step_0"], 0))
+    assert_noted(path, 1)
+
+
+def test_damage_that_was_undone_is_forgotten(path: Path) -> None:
+    pack, whole = harm(path)
+    find_out(path)
+    assert_noted(path, 1)
+    pack.write_bytes(whole)
+    on_host(path, lambda: assert_holds(Store(path)["step_0"], 0))
+    assert_noted(path, 0)
+
+
+def test_damage_that_was_repaired_is_forgotten(path: Path) -> None:
+    pack, _ = harm(path)
+    find_out(path)
+    on_host(path, lambda: take(path, 2))
+    assert Store(path).repair().ok
+    assert pack_of(path) != pack
+    harm(path)
+    find_out(path)
+    assert_noted(path, 1)
+
+
+def test_threads_that_find_damage_at_once(path: Path) -> None:
+    objects = Store(path).objects
+    view = objects.view()
+    digest, place = record_of(path, FROZEN)
+    found = [(digest_of(bytes([n])), place) for n in range(20)]
+
+    class Meanwhile(PackSet):
+        def __contains__(self, pack: object) -> bool:
+            if found:
+                objects.index.distrust(view, [found.pop()])
+            return super().__contains__(pack)
+
+    packs = Meanwhile(view.segments.values())
+    objects.index.distrust(replace(view, packs=packs), [(digest, place)])
+    assert (digest, place) in objects.index.distrusted(view, [digest])
+
+
+@pytest.mark.parametrize("error", [ExhaustedError, BackendError])
+def test_what_cannot_be_read_is_no_damage(path: Path, error: type[BackendError]) -> None:
+    def act(_call: Call) -> object:
+        raise error("too many open files")
+
+    key = str(pack_of(path).relative_to(path))
+    backend = FaultyBackend(LocalBackend(path), Fault(act, "read_into", key, times=None))
+    with pytest.raises(BackendError, match="too many open files"):
+        open_store(backend)["step_0"].restore({"state": StateDict(content(1))})
+    take(path, 2)
+    assert places(path) == 1
+
+
+# --- a reader beside commits ------------------------------------------------------------------
+
+
+def test_damage_is_told_though_commits_come_with_every_look(path: Path) -> None:
+    pack, _ = harm(path)
+    writer, most = Store(path), 60
+
+    def act(call: Call) -> object:
+        writer.tag("step_1", f"tag{fault.struck}")
+        return call.go()
+
+    fault = Fault(act, "read_into", str(pack.relative_to(path)), times=most)
+    snapshot = open_store(FaultyBackend(LocalBackend(path), fault))["step_0"]
+    with pytest.raises(DamagedError, match="differ"):
+        snapshot.restore({"state": StateDict(content(1))})
+    assert 0 < fault.struck < most
+
+
+def test_what_moves_with_every_look_is_read(path: Path) -> None:
+    """Each look comes too late: what it finds was copied elsewhere, and deleted, meanwhile."""
+    moves, store = 15, Store(path)
+    store.take({"s": StateDict(alone=ALONE)}, "alone")
+    digest = record_of(path, ALONE)[0]
+
+    def move(pack: bytes) -> None:
+        with Crew() as crew:
+            transaction = Transaction(store.objects, crew)
+            raw = memoryview(bytearray(ALONE.numpy().tobytes()))
+            transaction.copy(digest, raw, is_node=False)
+            root = transaction.publish(lambda table, seq: {})
+            transaction.close()
+        assert succeed(store.objects.backend, root, condemned={PackId(pack): root.seq})
+        assert store.gc(grace=0).deleted_packs
+
+    def act(call: Call) -> object:
+        pack = id_from_name(call.key.rpartition("/")[2])
+        view = store.objects.view()
+        if pack in {p.pack for p in store.objects.index.find_all(view, digest)}:
+            looks.append(pack)
+            if len(looks) <= moves:
+                move(pack)
+        return call.go()
+
+    looks: list[bytes] = []
+    fault = Fault(act, "read_into", "packs/*", times=None)
+    snapshot = open_store(FaultyBackend(LocalBackend(path), fault))["alone"]
+    assert torch.equal(snapshot.read_object("s/alone"), ALONE)
+    assert len(looks) == moves + 1

@@ -1,0 +1,483 @@
+"""A path is a store plus a name: found by walking up, made where that is safe, shared as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from casnap import Snapshot, StateDict, Store
+from casnap.cli import cli
+from casnap.errors import (
+    CasnapError,
+    InvalidNameError,
+    NotAStoreError,
+    SnapshotNotFoundError,
+    StoreError,
+    UntrustedStoreError,
+)
+from tests.support.faults import files
+from tests.support.mounts import NOBODY, as_nobody, needs_root, tmpfs
+
+LARGE = {"s": StateDict(x=torch.arange(100_000))}
+
+
+def tiny(x: int = 1) -> dict[str, StateDict]:
+    return {"s": StateDict(x=x)}
+
+
+def value_of(snapshot: Snapshot) -> object:
+    return snapshot.read_object("s/x")
+
+
+def names(store: Store, prefix: str | None = None) -> list[str]:
+    return [snapshot.name for snapshot in store.snapshots(prefix)]
+
+
+# --- finding ----------------------------------------------------------------------------------
+
+
+def test_the_parent_becomes_a_store(tmp_path: Path) -> None:
+    first = Snapshot.take(tmp_path / "run/step_1", LARGE)
+    second = Snapshot.take(tmp_path / "run/step_2", LARGE)
+    assert (tmp_path / "run/casnap.json").is_file()
+    assert first.name == "step_1"
+    assert first.path == str(tmp_path / "run/step_1")
+    assert first.store.id == second.store.id
+    assert first.stats.new_bytes > 800_000
+    assert second.stats.new_bytes < 10_000
+    assert names(Store(tmp_path / "run", create=False)) == ["step_1", "step_2"]
+
+
+def test_the_nearest_store_above_is_used(tmp_path: Path) -> None:
+    outer = Store(tmp_path)
+    inner = Store._for_snapshot(tmp_path / "x/y/step", create=True)[0]
+    assert inner.id == outer.id
+    for run in ("a/b/c", "a", "d"):
+        snapshot = Snapshot.take(tmp_path / run / "step", LARGE)
+        assert snapshot.store.id == outer.id
+        assert snapshot.name == f"{run}/step"
+    assert [s.stats.new_bytes > 100_000 for s in outer.snapshots()] == [True, False, False]
+    assert [p.name for p in tmp_path.rglob("casnap.json")] == ["casnap.json"]
+    assert torch.equal(Snapshot(tmp_path / "a/b/c/step").read_object("s/x"), LARGE["s"]["x"])
+
+
+def test_a_store_inside_another_is_the_nearest(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "run/step", tiny(1))
+    outer = Store(tmp_path)
+    Snapshot.take(tmp_path / "run/step_2", tiny(2))
+    Snapshot.take(tmp_path / "other/step", tiny(3))
+    assert names(outer) == ["other/step"]
+    assert names(Store(tmp_path / "run")) == ["step", "step_2"]
+    with pytest.raises(InvalidNameError, match="is a store itself"):
+        Snapshot.take(tmp_path / "run", tiny())
+    with pytest.raises(InvalidNameError, match="is a store itself"):
+        Snapshot(tmp_path / "run")
+
+
+def test_a_mount_ends_the_walk(tmp_path: Path) -> None:
+    outer = Store(tmp_path)
+    with tmpfs(tmp_path / "disk", "20m") as disk:
+        with pytest.raises(NotAStoreError):
+            Snapshot(disk / "run/step")
+        Snapshot.take(disk / "run/step", tiny(1))
+        Snapshot.take(disk / "step", tiny(2))
+        assert (disk / "run/casnap.json").is_file()
+        assert (disk / "casnap.json").is_file()
+        assert names(Store(disk)) == ["step"]
+        assert value_of(Snapshot(disk / "run/step")) == 1
+    assert names(outer) == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "run/step",
+        "./run/step",
+        "run/step/",
+        "run//step",
+        "run/../run/step",
+        "{}/run/step",
+        "{}/run/step//",
+        "{}/other/../run/./step",
+        "file://{}/run/step",
+        "link/step",
+        "{}/link/step",
+        "run/back/run/step",
+    ],
+)
+def test_ways_to_write_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "run/back").symlink_to("..")
+    full = path.format(tmp_path)
+    assert Snapshot.take(full, tiny()).path == str(tmp_path / "run/step")
+    assert value_of(Snapshot(full)) == 1
+    assert value_of(Snapshot(tmp_path / "run/step")) == 1
+    assert (tmp_path / "run/casnap.json").is_file()
+
+
+def test_a_pending_take_stays_where_it_was_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pending = Snapshot.async_take("run/step", LARGE)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert pending.wait().path == pending.path == str(tmp_path / "run/step")
+    assert files(tmp_path / "elsewhere") == set()
+
+
+def test_memory() -> None:
+    with pytest.raises(NotAStoreError):
+        Store("memory://of-this-test/a", create=False)
+    Snapshot.take("memory://of-this-test/a/step_1", tiny(1))
+    store = Store("memory://of-this-test/a")
+    store.take(tiny(2), "run/step_2")
+    assert names(store) == ["step_1", "run/step_2"]
+    assert value_of(Snapshot("memory://of-this-test/a/step_1")) == 1
+    assert value_of(Snapshot("run/step_2", store="memory://of-this-test/a")) == 2
+    store.take(tiny(3), "step_1", overwrite=True)
+    store.delete("run/step_2")
+    assert [value_of(s) for s in store.snapshots()] == [3]
+    assert names(Store("memory://of-this-test/b")) == []
+    with pytest.raises(InvalidNameError, match="add a name"):
+        Snapshot.take("memory://of-this-test", tiny())
+
+
+# --- views ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Store:
+    store = Store(tmp_path / "ckpts")
+    for i, name in enumerate(["a/1", "b/1", "a/2", "ab/1", "top", "b/c/1"]):
+        store.take(tiny(i), name)
+    return store
+
+
+def test_a_view_of_what_lies_below(runs: Store) -> None:
+    view = Store(f"{runs.uri}/b")
+    assert (view.id, view.prefix, view.uri) == (runs.id, "b", f"{runs.uri}/b")
+    assert names(view) == ["1", "c/1"]
+    assert names(view, "c") == ["c/1"]
+    assert value_of(view["1"]) == 1
+    assert view["1"].path == f"{runs.uri}/b/1"
+    assert "1" in view
+    assert "a/1" not in view
+    assert names(Store(f"{runs.uri}/b/c")) == ["1"]
+    taken = view.take(tiny(7), "d/2")
+    assert (taken.name, taken.path) == ("d/2", f"{runs.uri}/b/d/2")
+    assert value_of(runs["b/d/2"]) == 7
+    view.delete("1")
+    assert names(runs) == ["a/1", "a/2", "ab/1", "top", "b/c/1", "b/d/2"]
+    with pytest.raises(SnapshotNotFoundError):
+        view.delete("top")
+    with pytest.raises(InvalidNameError):
+        view.take(tiny(), "../x")
+    new = Store(f"{runs.uri}/new/run", create=False)
+    assert (new.latest(), names(new)) == (None, [])
+
+
+def test_latest_and_snapshots_of_a_prefix(runs: Store) -> None:
+    def latest(prefix: str | None = None) -> str | None:
+        found = runs.latest(prefix)
+        return found.name if found else None
+
+    assert latest() == "b/c/1"
+    assert latest("a") == latest("a/") == latest("/a") == "a/2"
+    assert latest("b") == latest("b/c") == "b/c/1"
+    assert latest("c") is latest("a/1") is None
+    assert names(runs, "a") == ["a/1", "a/2"]
+    runs.take(tiny(9), "a/1", overwrite=True)
+    assert latest() == latest("a") == "a/1"
+    assert names(runs, "a") == ["a/2", "a/1"]
+    assert len(names(runs)) == 6
+    assert value_of(runs["a/1"]) == 9
+    runs.delete("a/1")
+    assert latest("a") == "a/2"
+
+
+# --- markers ----------------------------------------------------------------------------------
+
+
+def marker(store: Store, name: str) -> Path:
+    return Path(store.objects.backend.uri, name, "casnap-snapshot.json")
+
+
+def test_markers_come_and_go(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    for name in ("step_1", "deep/er/step_2", "deep/step_3"):
+        snapshot = store.take(tiny(), name)
+        content = json.loads(marker(store, name).read_text())
+        assert content == {"casnap": "snapshot", "name": name, "commit": snapshot.commit_id}
+    assert [p.name for p in (tmp_path / "store").glob("step_*")] == ["step_1"]
+    again = store.take(tiny(2), "step_1", overwrite=True)
+    assert json.loads(marker(store, "step_1").read_text())["commit"] == again.commit_id
+    store.delete("deep/er/step_2")
+    assert sorted(p.name for p in (tmp_path / "store/deep").iterdir()) == ["step_3"]
+    store.delete("deep/step_3")
+    assert not (tmp_path / "store/deep").exists()
+    (tmp_path / "store/step_1/mine.txt").write_text("mine")
+    store.delete("step_1")
+    assert (tmp_path / "store/step_1/mine.txt").read_text() == "mine"
+    assert not marker(store, "step_1").exists()
+
+
+def test_markers_are_never_truth(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    store.take(tiny(1), "run/step_1")
+    shutil.copytree(tmp_path / "store/run/step_1", tmp_path / "store/run/step_2")
+    shutil.rmtree(tmp_path / "store/run/step_1")
+    assert names(store) == ["run/step_1"]
+    assert value_of(Snapshot(tmp_path / "store/run/step_1")) == 1
+    with pytest.raises(SnapshotNotFoundError):
+        Snapshot(tmp_path / "store/run/step_2")
+    store.take(tiny(2), "run/step_2")
+    store.delete("run/step_1")
+    assert names(store) == ["run/step_2"]
+
+
+def test_a_marker_that_cannot_be_written_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path / "store")
+    (tmp_path / "store/step").write_text("a file where the folder would be")
+    store.take(tiny(), "step")
+    assert "marker" in caplog.text
+    assert value_of(store["step"]) == 1
+    caplog.clear()
+    store.delete("step")
+    assert "marker" in caplog.text
+    assert names(store) == []
+    assert (tmp_path / "store/step").is_file()
+
+
+# --- making -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Return what is HOME and what is the temp folder from now on."""
+    home, temp = tmp_path / "home", tmp_path / "temp"
+    home.mkdir()
+    temp.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr("tempfile.tempdir", str(temp))
+    return home, temp
+
+
+def test_where_no_store_is_made_unasked(crowded: tuple[Path, Path]) -> None:
+    (crowded[0] / "link").symlink_to(crowded[0])
+    for folder in (*crowded, crowded[0] / "link", crowded[0] / "x/..", "/", "/tmp", "/dev/shm"):
+        for take in (Snapshot.take, Snapshot.async_take):
+            with pytest.raises(StoreError, match="casnap init"):
+                take(Path(folder, "casnap-test-step"), tiny())
+        assert not Path(folder, "casnap.json").exists()
+    for folder in crowded:
+        Snapshot.take(folder / "ckpts/step", tiny())
+        assert (folder / "ckpts/casnap.json").is_file()
+
+
+def test_where_a_store_is_made_when_asked(crowded: tuple[Path, Path]) -> None:
+    home, temp = crowded
+    Store(home)
+    assert CliRunner().invoke(cli, ["init", str(temp)]).exit_code == 0
+    for folder in crowded:
+        assert Snapshot.take(folder / "step", tiny()).store.uri == str(folder)
+        assert Snapshot.take(folder / "run/step", tiny()).store.uri == str(folder)
+
+
+@pytest.mark.parametrize("foreign", ["roots", "packs", "index"])
+def test_nothing_is_made_beside_what_looks_like_a_store(tmp_path: Path, foreign: str) -> None:
+    (tmp_path / foreign).mkdir()
+    (tmp_path / foreign / "mine").write_text("mine")
+    for make in (lambda: Store(tmp_path), lambda: Snapshot.take(tmp_path / "step", tiny())):
+        with pytest.raises(StoreError, match=f"holds {foreign}.*another folder"):
+            make()
+    assert files(tmp_path) == {f"{foreign}/mine"}
+
+
+def test_a_folder_of_torchsnapshot(tmp_path: Path) -> None:
+    (tmp_path / "run/step").mkdir(parents=True)
+    (tmp_path / "run/step/.snapshot_metadata").write_text("version: 0.1.0")
+    for use in (
+        lambda: Snapshot.take(tmp_path / "run/step", tiny()),
+        lambda: Snapshot.take(tmp_path / "run/step", tiny(), overwrite=True),
+        lambda: Snapshot.async_take(tmp_path / "run/step", tiny()),
+        lambda: Snapshot(tmp_path / "run/step"),
+    ):
+        with pytest.raises(StoreError, match=r"TorchSnapshot.*another path"):
+            use()
+    assert files(tmp_path) == {"run/step/.snapshot_metadata"}
+    Snapshot.take(tmp_path / "run/step_2", tiny())
+
+
+def test_the_store_itself_is_no_snapshot(tmp_path: Path) -> None:
+    Store(tmp_path / "store")
+    (tmp_path / "link").symlink_to("store")
+    for path in ("store", "store/", "link", "store/../store"):
+        for use in (lambda p: Snapshot.take(p, tiny()), Snapshot):
+            with pytest.raises(InvalidNameError, match="needs a name"):
+                use(f"{tmp_path}/{path}")
+
+
+def test_a_creation_that_was_cut_off_is_finished(tmp_path: Path) -> None:
+    whole = Store(tmp_path / "store")
+    finish: list[Callable[[], object]] = [
+        lambda: Store(tmp_path / "store"),
+        lambda: Snapshot.take(tmp_path / "store/step", tiny()),
+        lambda: Snapshot.take(tmp_path / "store/run/step", tiny()),
+        lambda: CliRunner().invoke(cli, ["init", str(tmp_path / "store")]),
+    ]
+    for go_on in finish:
+        for folder in ("roots", "packs", "index", "tmp"):
+            shutil.rmtree(tmp_path / "store" / folder, ignore_errors=True)
+        with pytest.raises(NotAStoreError, match="no root"):
+            Store(tmp_path / "store", create=False).snapshots()
+        with pytest.raises(NotAStoreError, match="no root"):
+            Snapshot(tmp_path / "store/step")
+        go_on()
+        again = Store(tmp_path / "store", create=False)
+        assert again.id == whole.id
+        assert len(names(again)) <= 1
+
+
+@pytest.mark.parametrize("left", ["packs", "index", "packs index"])
+def test_a_store_that_lost_its_roots_is_not_made_empty(tmp_path: Path, left: str) -> None:
+    Snapshot.take(tmp_path / "store/step", LARGE)
+    for folder in {"roots", "packs", "index"} - set(left.split()):
+        shutil.rmtree(tmp_path / "store" / folder)
+    before = files(tmp_path)
+    for use in (
+        lambda: Store(tmp_path / "store").snapshots(),
+        lambda: Store(tmp_path / "store").take(tiny(), "new"),
+        lambda: Snapshot.take(tmp_path / "store/new", tiny()),
+        lambda: Snapshot.async_take(tmp_path / "store/new", tiny()),
+        lambda: Snapshot(tmp_path / "store/step"),
+    ):
+        with pytest.raises(CasnapError, match="no root"):
+            use()
+    assert files(tmp_path) == before
+
+
+# --- others -----------------------------------------------------------------------------------
+
+
+def give_away(store: Path) -> None:
+    needs_root()
+    os.chown(store / "casnap.json", NOBODY, NOBODY)
+
+
+def test_the_store_of_another_must_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    store = Store(tmp_path / "store")
+    store.take(tiny(1), "run/step_1")
+    give_away(tmp_path / "store")
+    before = files(tmp_path)
+    for use in (
+        lambda: Snapshot.take(tmp_path / "store/step", tiny()),
+        lambda: Snapshot.async_take(tmp_path / "store/run/step", tiny()),
+        lambda: Snapshot(tmp_path / "store/run/step_1"),
+        lambda: Store(tmp_path / "store/run"),
+    ):
+        with pytest.raises(UntrustedStoreError, match=f"uid {NOBODY}.*casnap trust"):
+            use()
+    assert files(tmp_path) == before
+    assert value_of(Store(tmp_path / "store")["run/step_1"]) == 1
+    assert value_of(Snapshot("run/step_1", store=tmp_path / "store")) == 1
+    Snapshot.take("run/step_2", tiny(2), store=str(tmp_path / "store"))
+    Snapshot.take("run/step_3", tiny(3), store=Store(tmp_path / "store"))
+    trusted = CliRunner().invoke(cli, ["trust", str(tmp_path / "store")])
+    assert trusted.exit_code == 0, trusted.output
+    assert value_of(Snapshot(tmp_path / "store/run/step_3")) == 3
+    Snapshot.take(tmp_path / "store/run/step_4", tiny(4))
+    assert names(Store(tmp_path / "store/run")) == [f"step_{i}" for i in (1, 2, 3, 4)]
+
+
+def test_a_link_to_a_file_of_ours_is_no_store_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    Store(tmp_path / "ours")
+    Store(tmp_path / "planted")
+    (tmp_path / "planted/casnap.json").unlink()
+    (tmp_path / "planted/casnap.json").symlink_to(tmp_path / "ours/casnap.json")
+    needs_root()
+    os.lchown(tmp_path / "planted/casnap.json", NOBODY, NOBODY)
+    with pytest.raises(UntrustedStoreError):
+        Snapshot.take(tmp_path / "planted/step", tiny())
+
+
+def paths_below(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob("*") if not p.is_symlink()]
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o700, 0o2770, 0o755])
+@pytest.mark.parametrize("umask", [0o077, 0o022, 0o000])
+def test_modes_and_group_follow_the_folder_of_the_store(
+    tmp_path: Path, mode: int, umask: int
+) -> None:
+    """Where nobody else may write to the folder, the umask counts too."""
+    folder = tmp_path / "store"
+    folder.mkdir()
+    group = NOBODY if os.geteuid() == 0 else folder.stat().st_gid
+    os.chown(folder, -1, group)
+    folder.chmod(mode)
+    before = os.umask(umask)
+    try:
+        store = Store(folder)
+        store.take(LARGE, "run/step")
+        store.take(tiny(), "run/step", overwrite=True)
+    finally:
+        os.umask(before)
+    assert len(paths_below(folder)) > 10
+    given = mode if mode & 0o2022 else mode & ~umask
+    for path in paths_below(folder):
+        found = path.stat()
+        expected = given if path.is_dir() else given & 0o666
+        assert oct(stat.S_IMODE(found.st_mode)) == oct(expected), path
+        assert found.st_gid == group, path
+
+
+def test_two_users_of_one_group_share_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_root()
+    folder = tmp_path / "store"
+    folder.mkdir()
+    os.chown(folder, -1, NOBODY)
+    folder.chmod(0o2775)
+    before = os.umask(0o077)
+    try:
+        Store(folder).take(tiny(1), "run/step_1")
+    finally:
+        os.umask(before)
+
+    def work() -> None:
+        os.umask(0o077)
+        store = Store(folder)
+        assert value_of(store["run/step_1"]) == 1
+        store.take(tiny(2), "run/step_2")
+        store.take(tiny(3), "run/step_1", overwrite=True)
+
+    as_nobody(tmp_path, monkeypatch, work)
+    store = Store(folder)
+    assert {s.name: value_of(s) for s in store.snapshots()} == {"run/step_1": 3, "run/step_2": 2}
+    assert json.loads(marker(store, "run/step_1").read_text())["commit"] == (
+        store["run/step_1"].commit_id
+    )
+    store.delete("run/step_2")
+    store.take(tiny(4), "run/step_1", overwrite=True)
+    assert names(store) == ["run/step_1"]

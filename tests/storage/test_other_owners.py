@@ -1,0 +1,291 @@
+"""Who gets to see what is taken: stores that others put above it, modes, and links."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import casnap.storage.location
+from casnap import Snapshot, StateDict, Store
+from casnap.cli import cli
+from casnap.errors import CasnapError, UntrustedStoreError
+from tests.support.faults import files, in_child
+from tests.support.mounts import NOBODY, let_others_in, needs_root
+
+STATE = {"s": StateDict(x=torch.arange(100_000))}
+NOBODY_KNOWS = 54321
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a store of ours that a group shares."""
+    needs_root()
+    # It is said once for a place, and these places have names that were used before.
+    casnap.storage.location._warn.cache_clear()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    os.chown(folder, -1, NOBODY)
+    folder.chmod(0o2775)
+    Store(folder).take(STATE, "run/step")
+    return folder
+
+
+def planted(folder: Path, shared: Path, mode: int, owner: int) -> Path:
+    """Make the store that one of the group puts elsewhere, out of a record of ours."""
+    folder.mkdir()
+    os.link(shared / "casnap.json", folder / "casnap.json")
+    for name in ("roots/0", "packs", "index", "tmp"):
+        (folder / name).mkdir(parents=True)
+    (folder / "roots/0/0").write_bytes((shared / "roots/0/0").read_bytes())
+    for path in folder.rglob("*"):
+        if path.name != "casnap.json":
+            os.chown(path, NOBODY, NOBODY)
+    os.chown(folder, owner, NOBODY)
+    folder.chmod(mode)
+    return folder
+
+
+@pytest.mark.parametrize("owner", [NOBODY, 0], ids=["theirs", "ours"])
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_record_of_ours_in_a_folder_of_everybody(
+    tmp_path: Path, shared: Path, caplog: pytest.LogCaptureFixture, mode: int, owner: int
+) -> None:
+    place = planted(tmp_path / "scratch", shared, mode, owner)
+    before = files(place)
+    snapshot = Snapshot.take(place / "me/run/step", STATE)
+    assert snapshot.store.uri == str(place / "me/run")
+    assert files(place) - files(place, "me") == before
+    assert f"{place} is a store" in caplog.text
+    assert "passed over" in caplog.text
+    assert Snapshot(place / "me/run/step").commit_id == snapshot.commit_id
+
+
+@pytest.mark.parametrize(("mode", "owner"), [(0o2775, 0), (0o775, NOBODY), (0o755, NOBODY)])
+def test_a_record_of_ours_in_a_folder_of_others(
+    tmp_path: Path, shared: Path, mode: int, owner: int
+) -> None:
+    place = planted(tmp_path / "project", shared, mode, owner)
+    before = files(place)
+    for use in (
+        lambda: Snapshot.take(place / "run/step", STATE),
+        lambda: Snapshot(place / "run/step"),
+        lambda: Store(place / "run"),
+    ):
+        with pytest.raises(UntrustedStoreError, match=r"several users.*casnap trust"):
+            use()
+    assert files(place) == before
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner"), [(0o777, NOBODY), (0o1777, NOBODY), (0o777, 0), (0o755, NOBODY)]
+)
+def test_a_record_of_ours_right_above_a_snapshot(
+    tmp_path: Path, shared: Path, mode: int, owner: int
+) -> None:
+    """To name a folder is not to name the store that others made of it."""
+    place = planted(tmp_path / "scratch", shared, mode, owner)
+    (tmp_path / "link").symlink_to(place)
+    before = files(place)
+    for path in (place / "step", tmp_path / "link/step"):
+        with pytest.raises(UntrustedStoreError, match=r"several users.*casnap trust"):
+            Snapshot.take(path, STATE)
+        with pytest.raises(UntrustedStoreError, match="several users"):
+            Snapshot(path)
+    assert files(place) == before
+    assert CliRunner().invoke(cli, ["trust", str(place)]).exit_code == 0
+    assert Snapshot.take(place / "step", STATE).store.uri == str(place)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+@pytest.mark.parametrize("owner", [NOBODY, 0])
+def test_what_we_made_in_a_folder_of_everybody_is_ours(
+    tmp_path: Path, mode: int, owner: int
+) -> None:
+    needs_root()
+    place = tmp_path / "scratch"
+    place.mkdir()
+    os.chown(place, owner, owner)
+    place.chmod(mode)
+    for i in range(2):
+        assert Snapshot.take(place / f"step_{i}", STATE).store.uri == str(place)
+
+
+def test_roots_that_lead_elsewhere(tmp_path: Path, shared: Path) -> None:
+    (shared / "roots").rename(tmp_path / "elsewhere")
+    (shared / "roots").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UntrustedStoreError, match="links"):
+        Snapshot.take(shared / "run/step_2", STATE)
+    Snapshot.take("run/step_2", STATE, store=shared)
+
+
+def test_a_moved_record_in_a_folder_of_everybody(tmp_path: Path, shared: Path) -> None:
+    """Whoever may write to a store of ours can move record and roots, which then are ours."""
+    place = tmp_path / "scratch"
+    place.mkdir()
+    for name in ("casnap.json", "roots"):
+        (shared / name).rename(place / name)
+    os.chown(place, NOBODY, NOBODY)
+    place.chmod(0o1777)
+    assert Snapshot.take(place / "me/step", STATE).store.uri == str(place / "me")
+
+
+def test_what_is_shared_is_found_by_walking_up(tmp_path: Path, shared: Path) -> None:
+    assert Snapshot.take(shared / "run/step_2", STATE).store.uri == str(shared)
+    # Killed while it made the store: the record has a second name.
+    os.link(shared / "casnap.json", shared / "tmp" / ("a" * 24))
+    assert Snapshot.take(shared / "run/step_3", STATE).store.uri == str(shared)
+    # As in a container, whose user is not the owner of a folder from outside.
+    os.chown(shared, NOBODY, NOBODY)
+    shared.chmod(0o755)
+    assert Snapshot.take(shared / "run/step_4", STATE).store.uri == str(shared)
+
+
+@pytest.mark.parametrize("owner", [NOBODY, 0], ids=["theirs", "ours"])
+def test_roots_in_a_temp_folder_stop_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int
+) -> None:
+    needs_root()
+    temp = tmp_path / "temp"
+    (temp / "roots/0").mkdir(parents=True)
+    monkeypatch.setattr("tempfile.tempdir", str(temp))
+    os.chown(temp / "roots/0", owner, owner)
+    assert Snapshot.take(temp / "me/step", STATE).store.uri == str(temp / "me")
+    assert torch.equal(Snapshot(temp / "me/step").read_object("s/x"), STATE["s"]["x"])
+    with pytest.raises(CasnapError, match="damaged store"):
+        Store(temp)
+
+
+def test_roots_of_ours_that_others_moved_stop_nobody(tmp_path: Path, shared: Path) -> None:
+    """Whoever may write to a store of ours can move its roots to where everybody may write."""
+    place = tmp_path / "scratch"
+    (place / "roots").mkdir(parents=True)
+    (shared / "roots/0").rename(place / "roots/0")
+    os.chown(place, NOBODY, NOBODY)
+    place.chmod(0o1777)
+    assert Snapshot.take(place / "me/step", STATE).store.uri == str(place / "me")
+    with pytest.raises(CasnapError, match="damaged store"):
+        Snapshot.take(place / "step", STATE)
+
+
+def test_roots_of_others_are_no_damaged_store_of_ours(tmp_path: Path) -> None:
+    needs_root()
+    (tmp_path / "roots/0").mkdir(parents=True)
+    os.chown(tmp_path / "roots/0", NOBODY, NOBODY)
+    assert Snapshot.take(tmp_path / "me/step", STATE).store.uri == str(tmp_path / "me")
+
+
+# --- who may read ---------------------------------------------------------------------------------
+
+
+def test_a_store_made_under_a_umask_is_private(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        for store in (Store(tmp_path / "a/store"), Store(tmp_path / "b", compress=True)):
+            store.take(STATE, "run/step")
+            store.delete("run/step")
+            store.gc(grace=0)
+            store.take(STATE, "run/step")
+    finally:
+        os.umask(before)
+    for path in tmp_path.rglob("*"):
+        assert not path.stat().st_mode & 0o077, path
+
+
+# --- links ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["disk/run2", "ckpts/run1", "disk/with/another/store/run"])
+def test_a_run_that_is_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    """Below a store a link is a name like any other, whatever it leads to."""
+    store = Store(tmp_path / "ckpts")
+    Store(tmp_path / "disk/with/another/store")
+    (tmp_path / target).mkdir(parents=True)
+    (tmp_path / "ckpts/run2").symlink_to(tmp_path / target)
+    monkeypatch.chdir(tmp_path)
+    taken = Snapshot.take("ckpts/run2/x", STATE)
+    deeper = Snapshot.take("ckpts/run2/deep/y", STATE)
+    assert [s.name for s in store.snapshots()] == ["run2/x", "run2/deep/y"]
+    for snapshot in (taken, deeper, store["run2/x"], Store("ckpts/run2")["deep/y"]):
+        assert Snapshot(snapshot.path).commit_id == snapshot.commit_id
+    assert Snapshot("ckpts/run2/x").commit_id == store["run2/x"].commit_id
+    assert Store("ckpts/run2").uri == f"{store.uri}/run2"
+    assert Snapshot.take("ckpts/run2/../z", STATE).path == str((tmp_path / target).parent / "z")
+
+
+def test_a_link_to_a_store_leads_to_it(tmp_path: Path) -> None:
+    store = Store(tmp_path / "disk/store")
+    Store(tmp_path / "ckpts")
+    (tmp_path / "ckpts/link").symlink_to(tmp_path / "disk/store")
+    (tmp_path / "link").symlink_to(tmp_path / "disk/store")
+    (tmp_path / "run").symlink_to(tmp_path / "disk/store/run")
+    for i, way in enumerate(("link", "ckpts/link", "run")):
+        snapshot = Snapshot.take(tmp_path / way / str(i), STATE)
+        assert snapshot.store.uri == store.uri
+        assert Snapshot(snapshot.path).commit_id == snapshot.commit_id
+    assert [s.name for s in store.snapshots()] == ["0", "1", "run/2"]
+
+
+# --- nobody's home ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["CASNAP_CACHE_DIR", "XDG_CACHE_HOME", None])
+def test_a_user_without_a_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str | None
+) -> None:
+    """Neither HOME nor an entry of the user, as in many containers."""
+    needs_root()
+    own = tmp_path / "own"
+    own.mkdir()
+    os.chown(own, NOBODY_KNOWS, NOBODY_KNOWS)
+    let_others_in(tmp_path)
+    for name in ("HOME", "CASNAP_CACHE_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if cache:
+        monkeypatch.setenv(cache, str(own / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(own))
+
+    def work() -> None:
+        os.setgid(NOBODY_KNOWS)
+        os.setuid(NOBODY_KNOWS)
+        Snapshot.take(own / "ckpts/run/step", STATE)
+        assert torch.equal(Snapshot(own / "ckpts/run/step").read_object("s/x"), STATE["s"]["x"])
+        told = CliRunner().invoke(cli, ["trust", str(own / "ckpts/run")])
+        assert told.exit_code == 1
+        assert "XDG_CONFIG_HOME" in told.output
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(own / "config"))
+        assert CliRunner().invoke(cli, ["trust", str(own / "ckpts/run")]).exit_code == 0
+
+    assert in_child(work) == 0
+    assert list(own.rglob("*/data.mdb"))
+
+
+# --- letters that the file system lacks ---------------------------------------------------------
+
+_UNWRITABLE = """
+import os, sys
+from casnap import Retention, StateDict, Store
+assert sys.getfilesystemencoding() == "ascii", sys.getfilesystemencoding()
+store = Store(sys.argv[1])
+first = store.take({"s": StateDict(x=1)}, "gr\\u00f6\\u00dfe/1")
+second = {"s": StateDict(x=2)}
+store.async_take(second, "gr\\u00f6\\u00dfe/2", retention=Retention(keep_last=1)).wait()
+assert [s.name for s in store.snapshots()] == ["gr\\u00f6\\u00dfe/2"]
+store.delete("gr\\u00f6\\u00dfe/2")
+assert store.snapshots() == []
+"""
+
+
+def test_a_marker_whose_name_cannot_be_written(tmp_path: Path) -> None:
+    """Nothing that fails after the commit makes a take, or a deletion, fail."""
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", _UNWRITABLE, str(tmp_path / "store")]
+    done = subprocess.run(command, env=env, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    assert done.stderr.count(b"is committed, but its marker file cannot be written") == 2

@@ -1,0 +1,356 @@
+"""The two formats of a store: the table, features and settings; what a writer does not know."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from casnap import Retention, Snapshot, Store
+from casnap.backends import LocalBackend
+from casnap.errors import DamagedError, UnsupportedFormatError
+from casnap.format.digest import Digest
+from casnap.format.records import encode, pack_key, root_key, seal, unseal
+from casnap.state.stateful import StateDict
+from casnap.storage.location import create_store
+from casnap.storage.roots import succeed
+from casnap.storage.table import publish
+from casnap.storage.tree import Branch
+from tests.support.cli_calls import document, invoke
+from tools.make_fixture import FOLDER, SNAPSHOTS, allow_settings, app_state, stateful
+
+CHUNK = 64 << 10
+FIELDS = {"seq", "commit", "time", "fence", "table", "segments", "condemned", "lost"}
+LARGE = {"notes": "x" * 60_000, "loss": 0.5, "step": 7}
+
+
+def state(n: int) -> dict[str, StateDict]:
+    return {"s": StateDict(x=torch.full((30_000,), float(n)), step=n)}
+
+
+def old_store(folder: Path) -> Store:
+    """Return a new store of format 1."""
+    create_store(LocalBackend(folder), chunk_size=CHUNK, asked=True, version=1)
+    return Store(folder)
+
+
+def newest_record(store: Store) -> tuple[bytes, dict[str, Any]]:
+    """Return the version digit and the fields of the newest root."""
+    data = store.objects.backend.read(root_key(store.objects.newest().seq))
+    return data[7:8], msgspec.msgpack.decode(unseal(b"r", data, "the root", b"12"))
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+def assert_restores(store: Store, name: str, n: int) -> None:
+    target = {"s": StateDict(x=torch.zeros(30_000), step=0)}
+    store[name].restore(target)
+    assert target["s"]["step"] == n
+    assert torch.equal(target["s"]["x"], state(n)["s"]["x"])
+
+
+# --- format 1 is written on ---------------------------------------------------------------------
+
+
+def test_a_store_of_format_1_stays_one(tmp_path: Path) -> None:
+    """Older versions go on reading what this one writes into their store."""
+    store = old_store(tmp_path / "s")
+    config = (tmp_path / "s/casnap.json").read_bytes()
+    assert json.loads(config)["format"] == 1
+    for n in range(12):
+        store.take(state(n % 3), f"run/{n}", metadata=LARGE)
+    store.tag("run/1", "best")
+    store.delete("run/0")
+    store.prune(Retention(keep_last=5))
+    store.gc(grace=0)
+    store.repair()
+    version, fields = newest_record(store)
+    assert version == b"1"
+    assert fields.keys() == FIELDS
+    assert store.format == 1
+    assert (tmp_path / "s/casnap.json").read_bytes() == config
+    table = store.objects.table(store.objects.newest())
+    for row in dict(table.items()).values():
+        assert row.metadata == LARGE
+        assert not row.metadata_node
+    assert store.check(data=True).damages == []
+
+
+def test_new_stores_have_the_newest_format(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s")
+    assert json.loads((tmp_path / "s/casnap.json").read_bytes())["format"] == 2
+    version, fields = newest_record(store)
+    assert (version, store.format) == (b"2", 2)
+    assert fields["read_features"] == ["deep-table"]
+    assert not store.upgrade()
+    assert store.objects.newest().seq == 0
+
+
+# --- upgrade ------------------------------------------------------------------------------------
+
+
+def test_upgrade(tmp_path: Path) -> None:
+    store = old_store(tmp_path / "s")
+    for n in range(40):
+        store.take(state(n % 3), f"run/{n}", metadata=LARGE if n % 2 else {"n": n})
+    store.tag("run/3", "best")
+    before = {s.name: (s.commit_id, s.metadata.user, s.tags) for s in store.snapshots()}
+    config = (tmp_path / "s/casnap.json").read_bytes()
+    assert store.upgrade()
+    assert not store.upgrade()
+    assert (newest_record(store)[0], store.format) == (b"2", 2)
+    assert (tmp_path / "s/casnap.json").read_bytes() == config
+    again = Store(tmp_path / "s", create=False)
+    assert before == {s.name: (s.commit_id, s.metadata.user, s.tags) for s in again.snapshots()}
+    store.take(state(50), "run/50", metadata=LARGE)
+    store.gc(grace=0)
+    assert again.check(data=True).damages == []
+    for name, n in (("run/0", 0), ("run/38", 2), ("run/50", 50)):
+        assert_restores(again, name, n)
+    assert again["run/50"].metadata.user == LARGE
+
+
+def test_upgrade_of_the_fixture(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "store")
+    store = Store(tmp_path / "store", create=False)
+    allow_settings()
+    names = [s.name for s in store.snapshots()]
+    assert store.upgrade()
+    assert [s.name for s in store.snapshots()] == names
+    name, step = next(iter(SNAPSHOTS.items()))
+    blank = {key: StateDict() for key in app_state(step)}
+    store[name].restore(blank)
+    assert store.take(stateful(app_state(step)), "again").stats.new_bytes < 4_000
+
+
+def test_the_command(tmp_path: Path) -> None:
+    old_store(tmp_path / "s").take(state(1), "a")
+    done = invoke("upgrade", str(tmp_path / "s"))
+    assert "format 1 -> 2" in done.stdout
+    assert document("upgrade", str(tmp_path / "s")) == {
+        "store": str(tmp_path / "s"),
+        "upgraded": False,
+        "format": 2,
+    }
+
+
+# --- the table of format 2 ----------------------------------------------------------------------
+
+
+def test_a_take_beside_20000_snapshots_writes_little(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s")
+    row = store.take({"s": StateDict(step=0)}, "first").row
+    publish(store.objects, lambda *_: {f"run/step_{i}": row for i in range(20_000)})
+    assert len(store.snapshots()) == 20_001
+    table = store.objects.table(store.objects.newest())
+    assert any(isinstance(table.node(Digest(d)), Branch) for _, d, _ in table.children)
+    before = bytes_in(tmp_path / "s")
+    for i in range(10):
+        store.take({"s": StateDict(step=i)}, f"run/step_{i}_again")
+    assert (bytes_in(tmp_path / "s") - before) / 10 < 16_000
+    assert store.latest("run") is not None
+    assert store["run/step_777"].commit_id == row.commit.hex()
+
+
+def test_large_metadata_stand_apart(tmp_path: Path) -> None:
+    """What one snapshot says of itself is not written again with those beside it."""
+    store = Store(tmp_path / "s")
+    sizes = [bytes_in(tmp_path / "s")]
+    for n in range(60):
+        store.take({"s": StateDict(n=n)}, f"run/step_{n}", metadata={**LARGE, "n": n})
+        sizes.append(bytes_in(tmp_path / "s"))
+    grown = [b - a for a, b in pairwise(sizes)]
+    # Two copies of its own, and little else.
+    assert max(grown) < 150_000
+    assert [s.metadata.user["n"] for s in store.snapshots()] == list(range(60))
+    kept = store.prune(Retention(keep_best=("n", 3, "max"))).kept
+    assert [v.row.metadata["n"] for v in kept] == [57, 58, 59]
+    listed = document("ls", str(tmp_path / "s"))["snapshots"]
+    assert [s["metadata"]["n"] for s in listed] == [57, 58, 59]
+    store.tag("run/step_57", "best")
+    store.gc(grace=0, repack=1.0)
+    assert store.check(data=True).damages == []
+    assert Store(tmp_path / "s")["run/step_57"].metadata.user == {**LARGE, "n": 57}
+    assert bytes_in(tmp_path / "s/packs") < 3 * 150_000
+
+
+def damage_metadata(store: Store, name: str, cache_dir: Path) -> None:
+    """Flip a bit of a snapshot's metadata, at all their places."""
+    node = Digest(store.row(name).metadata_node)
+    for place in store.objects.index.find_all(store.objects.view(), node):
+        path = Path(store.uri) / pack_key(place.pack)
+        content = bytearray(path.read_bytes())
+        content[place.offset + 9] ^= 1
+        path.write_bytes(content)
+    shutil.rmtree(cache_dir, ignore_errors=True)
+
+
+def test_damaged_metadata_stop_no_retention(tmp_path: Path, cache_dir: Path) -> None:
+    """Takes go on; and what might be the best is kept."""
+    store = Store(tmp_path / "s")
+    for n, name in enumerate("abcd"):
+        store.take(state(n), name, metadata={**LARGE, "loss": n})
+    damage_metadata(store, "b", cache_dir)
+    store = Store(tmp_path / "s")
+    store.take(state(9), "e", retention=Retention(keep_best=("loss", 1)))
+    assert [s.name for s in store.snapshots()] == ["a", "b", "e"]
+    report = store.prune(Retention(keep_best=("loss", 1), keep_last=1), dry_run=True)
+    assert {v.name: v.reasons for v in report.kept}["b"] == ("its metadata cannot be read",)
+    # Rules that ask for no metadata do not miss them.
+    store.prune(Retention(keep_last=1))
+    assert [s.name for s in store.snapshots()] == ["e"]
+
+
+def test_damaged_metadata_hurt_their_snapshot_alone(tmp_path: Path, cache_dir: Path) -> None:
+    store = Store(tmp_path / "s")
+    store.take(state(1), "a", metadata=LARGE)
+    store.take(state(2), "b", metadata={**LARGE, "n": 2})
+    damage_metadata(store, "a", cache_dir)
+    damages = Store(tmp_path / "s").check(data=True).damages
+    assert {(h.snapshot, h.path) for d in damages for h in d.hurts} == {("a", "")}
+    listed = document("ls", str(tmp_path / "s"))["snapshots"]
+    assert [s["metadata"] for s in listed] == [None, {**LARGE, "n": 2}]
+    assert "(metadata damaged)" in invoke("ls", str(tmp_path / "s")).stdout
+    assert_restores(Store(tmp_path / "s"), "a", 1)
+
+
+def test_the_longest_metadata_there_are(tmp_path: Path) -> None:
+    """Some take more as a node than as JSON."""
+    store = Store(tmp_path / "s")
+    longest: dict[str, Any] = {"x": [1.0] * 16_300}
+    store.take(state(1), "a", metadata=longest)
+    assert len(store.objects.node(Digest(store.row("a").metadata_node))) > 146_000
+    assert Store(tmp_path / "s")["a"].metadata.user == longest
+
+
+# --- features and settings ----------------------------------------------------------------------
+
+WRITES: dict[str, Callable[[Store], Any]] = {
+    "take": lambda s: s.take(state(2), "b"),
+    "async_take": lambda s: s.async_take(state(2), "b").wait(),
+    "overwrite": lambda s: s.take(state(2), "a", overwrite=True),
+    "delete": lambda s: s.delete("a"),
+    "tag": lambda s: s.tag("a", "best"),
+    "prune": lambda s: s.prune(Retention(keep_within=1e-9)),
+    "gc": lambda s: s.gc(grace=0),
+    "repair": lambda s: s.repair(),
+    "upgrade": lambda s: s.upgrade(),
+}
+
+
+def with_root(store: Store, **fields: Any) -> None:
+    """Put the next root, with some more fields, as a later version might."""
+    root = store.objects.newest()
+    _, said = newest_record(store)
+    said.update(seq=root.seq + 1, commit=b"f" * 16, **fields)
+    store.objects.backend.put_if_absent(root_key(root.seq + 1), seal(b"r", encode(said), 2))
+
+
+@pytest.mark.parametrize("fields", [{"write_features": ["holograms"]}, {"holograms": 1}])
+@pytest.mark.parametrize("write", WRITES)
+def test_what_a_writer_does_not_know_it_refuses(
+    tmp_path: Path, write: str, fields: dict[str, Any]
+) -> None:
+    """It would drop it: the next root is made of what it knows of this one."""
+    store = Store(tmp_path / "s")
+    for name in ("a", "c"):
+        store.take(state(1), name)
+    with_root(store, **fields)
+    seq = store.objects.newest().seq
+    with pytest.raises(UnsupportedFormatError, match=r"holograms; update casnap"):
+        WRITES[write](store)
+    assert store.objects.newest().seq == seq
+    assert_restores(Store(tmp_path / "s"), "a", 1)
+
+
+def test_a_feature_that_comes_while_a_take_runs(tmp_path: Path) -> None:
+    """The root that the new one follows counts, not the one that the take began with."""
+    store = Store(tmp_path / "s")
+    done = []
+
+    def progress(_done: int, _total: int) -> None:
+        if not done:
+            done.append(with_root(Store(tmp_path / "s"), write_features=["holograms"]))
+
+    with pytest.raises(UnsupportedFormatError, match="holograms"):
+        store.take(state(1), "a", progress=progress)
+    assert store.snapshots() == []
+
+
+def test_what_a_reader_does_not_know_it_refuses(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s")
+    store.take(state(1), "a")
+    with_root(store, read_features=["deep-table", "holograms"])
+    uses = {
+        **WRITES,
+        "ls": lambda s: s.snapshots(),
+        "restore": lambda s: s["a"].restore(state(0)),
+        "check": lambda s: s.check(),
+    }
+    for use in uses.values():
+        with pytest.raises(UnsupportedFormatError, match="holograms; update casnap"):
+            use(Store(tmp_path / "s"))
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_settings_are_kept(tmp_path: Path, write: str) -> None:
+    """By every writer, also where it does not know what they mean."""
+    store = Store(tmp_path / "s")
+    for n, name in enumerate("ac"):
+        store.take(state(n), name)
+    assert succeed(store.objects.backend, store.objects.newest(), settings={"colour": ["red", 1]})
+    WRITES[write](store)
+    assert store.objects.newest().settings == {"colour": ["red", 1]}
+
+
+def test_a_root_that_denies_its_format(tmp_path: Path) -> None:
+    """The digit in front and the field have to agree, or a version could be misled by either."""
+    store = Store(tmp_path / "s")
+    said = {**newest_record(store)[1], "seq": 1}
+    store.objects.backend.put_if_absent(root_key(1), seal(b"r", encode(said)))
+    with pytest.raises(DamagedError, match="says that it is of format 2"):
+        Store(tmp_path / "s").snapshots()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"read_features": ["deep-table"]}, {"write_features": ["x"]}, {"settings": {"colour": 1}}],
+)
+def test_a_root_of_format_1_has_nothing_of_format_2(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """A writer would make the next root without it, in silence."""
+    store = old_store(tmp_path / "s")
+    store.take(state(1), "a")
+    root = store.objects.newest()
+    said = {**newest_record(store)[1], "seq": root.seq + 1, "commit": b"f" * 16, **fields}
+    store.objects.backend.put_if_absent(root_key(root.seq + 1), seal(b"r", encode(said)))
+    with pytest.raises(DamagedError, match="features or settings"):
+        Store(tmp_path / "s").take(state(2), "b")
+
+
+def test_a_take_does_not_list_what_has_a_name_for_each_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the folder of the store, nor the index: both grow with each take."""
+    Store(tmp_path / "s").take(state(0), "a")
+    listed = []
+    real = os.listdir
+
+    def listdir(folder: Any) -> list[str]:
+        listed.append(Path(folder))
+        return real(folder)
+
+    monkeypatch.setattr("os.listdir", listdir)
+    Snapshot.take(tmp_path / "s/b", state(1))
+    Snapshot(tmp_path / "s/b").restore(state(0))
+    assert listed
+    assert not {tmp_path / "s", tmp_path / "s/index"} & set(listed)

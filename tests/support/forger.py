@@ -1,0 +1,187 @@
+"""Writes stores that lie: sealed as they should be, and nothing in them is true."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import struct
+from collections.abc import Callable
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from casnap import StateDict, Store
+from casnap.errors import CasnapError
+from casnap.format.digest import Digest, digest_of
+from casnap.format.records import (
+    PackId,
+    Place,
+    encode,
+    pack_footer,
+    pack_key,
+    root_key,
+    seal,
+    segment_key,
+)
+from tests.support.faults import CHUNK, in_child
+
+MEMORY = 512 << 20
+SECONDS = 20
+
+
+class Forger:
+    """Writes one more commit into a store, of whatever it is told.
+
+    Attributes:
+        row: Fields of the snapshot's row to replace.
+        root: Fields of the root to replace.
+        places: Places to give in the index, by digest.
+        more: Further records of the index: digests and places.
+        rows: Further rows of the table, by name.
+        table: The digest of a table to give instead.
+        body: Changes the body of the segment before it is sealed.
+        footer: Changes the footer of the pack.
+        count: The number of records that the root claims of the segment, where that is a lie.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        store = Store(folder, chunk_size=CHUNK)
+        store.take({"good": StateDict(x=torch.arange(100_000))}, "good")
+        self.folder = folder
+        self.pack = PackId(b"\0" * 5 + b"\1" + os.urandom(10))
+        self.row: dict[str, Any] = {}
+        self.root: dict[str, Any] = {}
+        self.places: dict[bytes, tuple[Any, ...]] = {}
+        self.more: list[tuple[bytes, tuple[Any, ...]]] = []
+        self.rows: dict[str, Any] = {}
+        self.table: bytes | None = None
+        self.body: Callable[[bytes], bytes] = bytes
+        self.footer: Callable[[bytes], bytes] = bytes
+        self.count: Any = None
+        self._newest = store.objects.newest()
+        self._good = msgspec.to_builtins(store.row("good"), builtin_types=(bytes,))
+        self._body = bytearray()
+        self._records: list[tuple[Digest, Place]] = []
+
+    def add(
+        self, raw: bytes, stored: bytes | None = None, size: int | None = None, codec: int = 0
+    ) -> bytes:
+        """Put a chunk or node into the pack; return its digest."""
+        stored = raw if stored is None else stored
+        place = Place(self.pack, len(self._body), len(stored), size or len(raw), codec)
+        self._body += stored
+        self._records.append((digest_of(raw), place))
+        return digest_of(raw)
+
+    @property
+    def good_packs(self) -> list[bytes]:
+        """The ids of the packs of the snapshot that is no lie."""
+        names = (path.name for path in (self.folder / "packs").rglob("?" * 32))
+        return [bytes.fromhex(name) for name in names]
+
+    def keep_good(self) -> None:
+        """Keep the snapshot that is no lie in the table."""
+        self.rows["good"] = self._good
+
+    def tree(self, *items: Any) -> bytes:
+        return self.add(encode(["l", list(items)]))
+
+    def publish(self, key_trees: dict[str, bytes], manifest: Any = None) -> None:
+        """Write pack, segment and root; the snapshot is called ``evil``."""
+        top = manifest if manifest is not None else {"global": key_trees, "ranks": {"0": {}}}
+        digest = self.add(encode(top))
+        stats = [100, 100, 3, 0.5]
+        row = {
+            "commit": b"c" * 16,
+            "manifest": [digest, None],
+            "seq": self._newest.seq + 1,
+            "time": 1.8e9,
+            "world_size": 1,
+            "stats": stats,
+        }
+        rows = sorted({"evil": row | self.row, **self.rows}.items())
+        table = self.table or self.tree(*map(list, rows))
+        segment = b"\0" * 5 + b"\1" + os.urandom(10)
+        footer = pack_footer(b"p", self._records)
+        self._write(pack_key(self.pack), bytes(self._body) + self.footer(footer))
+        self._write(segment_key(segment), self._segment())
+        count = len(self._records) + len(self.more) if self.count is None else self.count
+        root = {
+            "seq": self._newest.seq + 1,
+            "commit": b"c" * 16,
+            "time": 1.8e9,
+            "fence": 0,
+            "table": [table, None],
+            "segments": [*([s.id, s.count] for s in self._newest.segments), [segment, count]],
+            "condemned": {},
+        }
+        self._write(root_key(self._newest.seq + 1), seal(b"r", encode(root | self.root)))
+
+    def _segment(self) -> bytes:
+        records: list[tuple[bytes, tuple[Any, ...]]] = [
+            (d, self.places.get(d, (0, p.offset, p.stored, p.raw, p.codec)))
+            for d, p in self._records
+        ]
+        records = sorted(records + self.more, key=itemgetter(0))
+        body = struct.pack("<IQ", 1, len(records)) + self.pack
+        body += b"".join(struct.pack("<32sIQIIB", d, *fields) for d, fields in records)
+        return seal(b"s", self.body(body))
+
+    def _write(self, key: str, content: bytes) -> None:
+        path = self.folder / key
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+
+
+def limit_memory() -> None:
+    """Let this process take :data:`MEMORY` more than it has, from now on.
+
+    The memory that it may write to is meant, not its addresses: the allocator reserves many of
+    these for each new thread, how many depends on the threads that there were.
+    """
+    data = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = data * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def assert_refused(folder: Path, *, readable: bool = False) -> None:
+    """Do all there is to do, with little memory and time: typed errors, and the restore fails.
+
+    Args:
+        folder: The store.
+        readable: Whether single reads may succeed where a restore fails.
+    """
+
+    def work() -> None:
+        limit_memory()
+        # Of processor time, since the machine may be busy; what hangs meets the time-out.
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        state = StateDict()
+        results = {
+            "restore": lambda s: s["evil"].restore({"s": state}),
+            "read": lambda s: s["evil"].read_object("s"),
+            "entry": lambda s: s["evil"].read_object("s/x"),
+            "part": lambda s: s["evil"].read_object("s/x", index=slice(0, 2)),
+            "in place": lambda s: s["evil"].read_object("s/x", torch.zeros(4)),
+            "absent": lambda s: s["evil"].read_object("s/nowhere"),
+            "manifest": lambda s: s["evil"].get_manifest(),
+            "list": lambda s: repr(s.snapshots()),
+            "diff": lambda s: s.diff("evil", "evil"),
+            "usage": lambda s: s.usage(),
+            "take": lambda s: s.take({"s": StateDict(y=1)}, "evil/below"),
+        }
+        refused = set()
+        for name, step in results.items():
+            try:
+                step(Store(folder, create=False))
+            except CasnapError as e:
+                assert len(str(e)) < 5_000  # noqa: PT017
+                refused.add(name)
+        assert not state.data
+        assert refused >= {"restore", "absent"} | (set() if readable else {"read"}), refused
+
+    assert in_child(work) == 0

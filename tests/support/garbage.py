@@ -1,0 +1,27 @@
+"""What lies in a store whose garbage is collected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from casnap import Snapshot, Store
+from casnap.backends import LocalBackend
+from casnap.format.records import pack_key, segment_key
+from casnap.storage.objects import Objects
+from tests.support.faults import files
+
+
+def assert_tidy(path: Path) -> None:
+    """Check that no file is there that the newest root does not name, and none is missing."""
+    view = Objects(LocalBackend(path)).view()
+    named = {*map(pack_key, view.packs), *map(segment_key, view.segments)}
+    assert {f for f in files(path) if f.startswith(("packs/", "index/", "tmp/"))} == named
+
+
+def places_of(store: Store, snapshot: Snapshot) -> list[Any]:
+    """Return where the chunks of a snapshot lie."""
+    view = store.objects.view()
+    contents = snapshot.contents
+    digests = [d for path, e in contents.entries() for d, _ in contents.chunks(path, e)]
+    return [p for p in store.objects.index.find(view, digests) if p is not None]

@@ -1,0 +1,63 @@
+"""What only root can set up: small file systems, and children that are somebody else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.faults import in_child
+
+NOBODY = 65534
+
+
+def needs_root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+
+
+@contextmanager
+def tmpfs(folder: Path, size: str) -> Iterator[Path]:
+    """Mount a file system of a few bytes on a folder, or skip the test."""
+    needs_root()
+    folder.mkdir(exist_ok=True)
+    if shutil.which("mount") is None:
+        pytest.skip("needs the command mount")
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def let_others_in(folder: Path) -> None:
+    """Let other users look into a test's folder, and change nothing where they may already."""
+    for place in (folder, *folder.parents[:2]):
+        place.chmod(stat.S_IMODE(place.stat().st_mode) | 0o055)
+
+
+def as_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> None:
+    """Run some work in a child of another user, who may look into the test's folder."""
+    needs_root()
+    own = tmp_path / "of-nobody"
+    own.mkdir(exist_ok=True)
+    os.chown(own, NOBODY, NOBODY)
+    monkeypatch.setenv("CASNAP_CACHE_DIR", str(own / "cache"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(own / "config"))
+    let_others_in(tmp_path)
+
+    def as_another() -> None:
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        work()
+
+    assert in_child(as_another) == 0

@@ -1,0 +1,106 @@
+"""What a store must hold: a model in memory, and the takes and retentions that are drawn."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from casnap import Retention, StateDict
+from tests.support.faults import KEY
+
+# In elements of 4 bytes: less than a chunk, a few, and some that fill no whole number of them.
+SIZES = (10, 5_000, 16_384, 40_000, 70_000, 90_000)
+NAMES = ("a", "b", "run/1", "run/2", "run/3", "run/deep/1", "run/deep/2")
+
+Parts = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A snapshot as the model has it.
+
+    Attributes:
+        number: Tells it from all others.
+        parts: What its state is made of; others may have some of these, or all.
+        step: What a retention counts by.
+        loss: What it compares, if anything.
+        tags: The tags.
+        order: Its number in the order of commits.
+    """
+
+    number: int
+    parts: Parts
+    step: int
+    loss: int | None
+    tags: frozenset[str] = frozenset()
+    order: int = -1
+
+    @property
+    def metadata(self) -> dict[str, int]:
+        told = {"number": self.number, "step": self.step}
+        return told if self.loss is None else {**told, "loss": self.loss}
+
+    def content(self) -> dict[str, Any]:
+        return {
+            "parts": {
+                str(i): torch.arange(SIZES[part % len(SIZES)], dtype=torch.int32) * (part + 1)
+                for i, part in enumerate(self.parts)
+            },
+            "notes": list(self.parts),
+        }
+
+    def app_state(self) -> dict[str, StateDict]:
+        return {KEY: StateDict(self.content())}
+
+
+Model = dict[str, Held]
+
+
+def in_order(model: Model) -> list[str]:
+    return sorted(model, key=lambda name: model[name].order)
+
+
+def may_take(model: Model, name: str, *, overwrite: bool) -> bool:
+    return name not in model or (overwrite and not model[name].tags)
+
+
+def kept(model: Model, retention: Retention, folder: str | None) -> Model:
+    """Return what is left when a retention has been applied."""
+    runs: dict[str, list[str]] = defaultdict(list)
+    for name in in_order(model):
+        runs[name.rpartition("/")[0]].append(name)
+    left = dict(model)
+    for place, names in runs.items():
+        if folder is None or f"{place}/".startswith(f"{folder}/"):
+            stay = _kept_of_run([(name, model[name]) for name in names], retention)
+            left = {name: held for name, held in left.items() if name in stay or name not in names}
+    return left
+
+
+def _kept_of_run(run: list[tuple[str, Held]], retention: Retention) -> set[str]:
+    stay = {name for name, held in run if held.tags}
+    if retention.keep_last:
+        stay |= {name for name, _ in run[-retention.keep_last :]}
+    if retention.keep_every:
+        stay |= {name for name, held in run if held.step % retention.keep_every == 0}
+    for _, count, mode in retention.keep_best:
+        sign = -1 if mode == "max" else 1
+        ranked = [(sign * h.loss, -h.order, n) for n, h in run if h.loss is not None]
+        stay |= {n for *_, n in sorted(ranked)[:count]} if ranked else {n for n, _ in run}
+    return stay
+
+
+RETENTIONS = st.one_of(
+    st.builds(Retention, keep_last=st.integers(1, 2), keep_every=st.none() | st.integers(2, 3)),
+    st.builds(
+        Retention,
+        keep_best=st.tuples(st.just("loss"), st.integers(1, 2), st.sampled_from(["min", "max"])),
+    ),
+)
+# Several times the same parts: chunks are shared in a snapshot, between snapshots, and come back.
+PARTS = st.lists(st.integers(0, 8), min_size=1, max_size=4).map(tuple)
+TAKES = st.tuples(st.sampled_from(NAMES), PARTS, st.integers(0, 6), st.none() | st.integers(0, 3))

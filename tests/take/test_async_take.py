@@ -1,0 +1,398 @@
+"""Taking in the background: the moment of the call, and no error lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import RNGState, Snapshot, StateDict, Store, release_memory
+from casnap.errors import BackendError, CasnapError, SnapshotExistsError
+from casnap.runtime.buffers import _all_pools
+from tests.support.bitwise import assert_same
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "store", chunk_size=64 << 10)
+
+
+class Gate:
+    """Holds a store's writes back until it is opened, or makes them fail."""
+
+    def __init__(self, monkeypatch, store, error=None):
+        self.open = threading.Event()
+        backend = store.objects.backend
+        through = backend.write
+
+        def write(key, content):
+            assert self.open.wait(60)
+            if error is not None:
+                raise error
+            return through(key, content)
+
+        monkeypatch.setattr(backend, "write", write)
+
+
+def state():
+    return {
+        "model": torch.nn.Linear(300, 200),
+        "s": StateDict(
+            big=torch.randn(1000, 700),
+            strided=torch.randn(1000, 700)[::3, ::2],
+            turned=torch.randn(300, 200).t(),
+            tiny=torch.randn(3),
+            scalar=torch.tensor(1.5),
+            array=torch.randn(90, 90).numpy(),
+            deep=[1, {"x": torch.arange(50_000), "list": [1, 2]}],
+            number=1,
+            octets=bytearray(b"abc" * 100),
+        ),
+    }
+
+
+def scramble(app_state):
+    """Change everything in a state in place."""
+    with torch.no_grad():
+        for parameter in app_state["model"].parameters():
+            parameter.fill_(float("nan"))
+    s = app_state["s"]
+    for name in ("big", "strided", "turned", "tiny", "scalar"):
+        s[name].fill_(-1)
+    s["array"][:] = -1
+    s["deep"][1]["x"].zero_()
+    s["deep"][1]["list"].append(3)
+    s["deep"][0] = 9
+    s["number"] = 2
+    s["octets"][:] = b"x" * 300
+    s["new"] = torch.ones(3)
+
+
+def content(app_state):
+    import copy
+
+    return copy.deepcopy({k: dict(v.state_dict()) for k, v in app_state.items()})
+
+
+def check(snapshot, expected):
+    for key, taken in expected.items():
+        assert_same(dict(snapshot.get_state_dict_for_key(key)), taken, key)
+
+
+# --- the moment of the call -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_staging_bytes", [None, 1, 1 << 30])
+def test_later_changes_do_not_show(store, monkeypatch, max_staging_bytes):
+    live = state()
+    expected = content(live)
+    gate = Gate(monkeypatch, store)
+    if max_staging_bytes == 1:
+        gate.open.set()
+    pending = store.async_take(live, "step", max_staging_bytes=max_staging_bytes)
+    scramble(live)
+    if max_staging_bytes != 1:
+        assert not pending.done()
+        assert "step" not in store
+    gate.open.set()
+    snapshot = pending.wait()
+    assert pending.done()
+    check(snapshot, expected)
+    check(Store(store.uri)["step"], expected)
+
+
+def test_more_than_the_staging_memory_holds(store):
+    """The call then blocks until enough has been stored; every byte is still of its moment."""
+    big = torch.arange(80_000_000, dtype=torch.int32)  # 320 MB, and two cores hold 256 MiB at least
+    live = StateDict(a=big, b=torch.arange(100))
+    pending = store.async_take({"s": live}, "step", max_staging_bytes=64 << 20)
+    big.zero_()
+    live["b"].zero_()
+    snapshot = pending.wait()
+    again = snapshot.read_object("0/s/a")
+    assert torch.equal(again, torch.arange(80_000_000, dtype=torch.int32))
+    assert_same(snapshot.read_object("0/s/b"), torch.arange(100))
+
+
+def test_a_training_loop_goes_on(store):
+    """Each snapshot shows the step that it was taken at, though the next one has begun."""
+    model = torch.nn.Linear(400, 300)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    progress = StateDict(step=0)
+    expected, pending = [], []
+    for step in range(5):
+        progress["step"] = step
+        expected.append(model.weight.detach().clone())
+        pending.append(store.async_take({"m": model, "o": optim, "p": progress}, f"step_{step}"))
+        model(torch.randn(3, 400)).sum().backward()
+        optim.step()
+    for step, (weight, take) in enumerate(zip(expected, pending, strict=True)):
+        snapshot = take.wait()
+        assert_same(snapshot.read_object("0/m/weight").detach(), weight)
+        assert snapshot.read_object("0/p/step") == step
+
+
+def test_the_state_is_let_go_of(store):
+    """What is staged is a copy; nobody keeps the tensors themselves alive once it is stored."""
+    import gc
+    import weakref
+
+    tensor = torch.randn(500, 500)
+    gone = weakref.ref(tensor)
+    pending = store.async_take({"s": StateDict(x=tensor)}, "step")
+    snapshot = pending.wait()
+    del tensor, pending
+    gc.collect()
+    assert gone() is None
+    assert snapshot.read_object("0/s/x").shape == (500, 500)
+
+
+def test_random_states(store):
+    torch.manual_seed(3)
+    pending = store.async_take({"rng": RNGState()}, "step")
+    expected = torch.rand(3)
+    torch.rand(50)
+    pending.wait().restore({"rng": RNGState()})
+    assert_same(torch.rand(3), expected)
+
+
+# --- names and order --------------------------------------------------------------------------
+
+
+def test_path_and_store(tmp_path):
+    pending = Snapshot.async_take(tmp_path / "run" / "step_1", {"s": StateDict(x=1)})
+    assert pending.path == str(tmp_path / "run" / "step_1")
+    snapshot = pending.wait()
+    assert snapshot.path == pending.path
+    assert pending.wait().commit_id == snapshot.commit_id
+    assert Snapshot(pending.path).commit_id == snapshot.commit_id
+
+
+def test_two_pending_takes_keep_their_order(store):
+    pending = [
+        store.async_take({"s": StateDict(i=i, x=torch.full((100_000 // (i + 1),), i))}, f"step_{i}")
+        for i in range(4)
+    ]
+    last = store.async_take({"s": StateDict(x=1)}, "last")
+    taken = [p.wait() for p in (*pending, last)]
+    assert [s.seq for s in taken] == sorted(s.seq for s in taken)
+    assert [s.name for s in store.snapshots()] == [*(f"step_{i}" for i in range(4)), "last"]
+    assert store.latest().name == "last"
+
+
+def test_a_take_after_a_pending_one_comes_after_it(store):
+    pending = store.async_take({"s": StateDict(x=torch.randn(500_000))}, "first")
+    second = store.take({"s": StateDict(x=1)}, "second")
+    assert pending.wait().seq < second.seq
+
+
+def test_a_taken_name_raises_at_the_call(store):
+    store.take({"s": StateDict(x=1)}, "step")
+    for name in ("step", "step/below"):
+        with pytest.raises(SnapshotExistsError):
+            store.async_take({"s": StateDict(x=2)}, name)
+    assert store.async_take({"s": StateDict(x=2)}, "step", overwrite=True).wait()
+    assert store["step"].read_object("s/x") == 2
+
+
+def test_a_name_that_a_pending_take_has_raises_at_the_call(store):
+    pending = store.async_take({"s": StateDict(x=torch.randn(300_000))}, "step")
+    with pytest.raises(SnapshotExistsError):
+        store.async_take({"s": StateDict(x=2)}, "step")
+    assert pending.wait().read_object("s/x").shape == (300_000,)
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+def test_an_error_surfaces_in_wait(store, monkeypatch):
+    before = store.take({"s": StateDict(x=torch.ones(50_000))}, "before")
+    with monkeypatch.context() as patch:
+        gate = Gate(patch, store, BackendError("on purpose"))
+        pending = store.async_take({"s": StateDict(x=torch.randn(500_000))}, "step")
+        gate.open.set()
+        for _ in range(2):
+            with pytest.raises(BackendError, match="on purpose"):
+                pending.wait()
+        assert pending.done()
+    assert [s.name for s in store.snapshots()] == ["before"]
+    assert_same(before.read_object("s/x"), torch.ones(50_000))
+    # Neither the name nor the memory is lost.
+    for i in range(3):
+        store.async_take({"s": StateDict(x=torch.randn(500_000))}, f"step_{i}").wait()
+    store.take({"s": StateDict(x=1)}, "step")
+
+
+def test_an_error_while_the_state_is_copied(store):
+    class Failing(StateDict):
+        def state_dict(self):
+            raise ZeroDivisionError("on purpose")
+
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError, match="on purpose"):
+            store.async_take({"a": StateDict(x=torch.randn(500_000)), "s": Failing()}, "step")
+    assert store.async_take({"a": StateDict(x=1)}, "step").wait().name == "step"
+
+
+@pytest.mark.parametrize("max_staging_bytes", [None, 1])
+def test_an_error_does_not_keep_the_next_take_from_its_turn(store, monkeypatch, max_staging_bytes):
+    gate = Gate(monkeypatch, store, BackendError("on purpose"))
+    gate.open.set()
+    first = store.async_take(
+        {"s": StateDict(x=torch.randn(500_000))}, "a", max_staging_bytes=max_staging_bytes
+    )
+    second = store.async_take({"s": StateDict(x=torch.randn(500_000))}, "b")
+    for pending in (first, second):
+        with pytest.raises(CasnapError, match="on purpose"):
+            pending.wait()
+
+
+# --- exit -------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, threading, time
+import torch
+from casnap import Snapshot, StateDict, Store
+from casnap.errors import StorageFullError
+
+store = Store(sys.argv[1])
+backend = store.objects.backend
+through = backend.write
+
+def slow(key, content):
+    time.sleep(0.3)
+    return through(key, content)
+
+def full(key, content):
+    raise StorageFullError("no space left, on purpose")
+"""
+
+
+def script(store, code, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT + code, store.uri],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **kwargs,
+    )
+
+
+def test_the_interpreter_waits_for_what_is_pending(store):
+    """Also when it ends by an exception: the last steps are those that one wants then."""
+    done = script(
+        store,
+        """
+backend.write = slow
+x = torch.arange(300_000)
+store.async_take({"s": StateDict(x=x)}, "step_1")
+x.zero_()
+pending = store.async_take({"s": StateDict(x=x)}, "step_2")
+assert not pending.done()
+raise SystemExit(3)
+""",
+    )
+    assert (done.returncode, done.stderr) == (3, "")
+    assert_same(store["step_1"].read_object("s/x"), torch.arange(300_000))
+    assert not store["step_2"].read_object("s/x").any()
+
+
+def test_an_error_that_nobody_waits_for_is_loud_at_exit(store):
+    done = script(
+        store,
+        """
+backend.write = full
+seen = store.async_take({"s": StateDict(x=torch.randn(300_000))}, "seen")
+try:
+    seen.wait()
+except StorageFullError:
+    pass
+store.async_take({"s": StateDict(x=torch.randn(300_000))}, "unseen")
+""",
+    )
+    assert "WARNING" in done.stderr
+    assert "'unseen'" in done.stderr
+    assert "no space left, on purpose" in done.stderr
+    assert "StorageFullError" in done.stderr
+    assert "'seen'" not in done.stderr
+    assert store.snapshots() == []
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def anonymous():
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
+def test_buffers_are_used_again(store):
+    x = torch.randint(0, 255, (96 << 20,), dtype=torch.uint8)
+    sizes = []
+    for i in range(6):
+        x[:100] = i
+        store.async_take({"s": StateDict(x=x)}, "step", overwrite=True).wait()
+        sizes.append(anonymous())
+    assert max(sizes[2:]) - sizes[1] < 16 << 20, [s >> 20 for s in sizes]
+
+
+def kept():
+    return sum(pool._made * pool.slot_bytes for pool in _all_pools)
+
+
+def test_memory_can_be_given_back(store, monkeypatch):
+    store.async_take({"s": StateDict(x=torch.randn(20 << 20))}, "step").wait()
+    before = kept()
+    assert release_memory() == before > 64 << 20
+    assert kept() == release_memory() == 0
+    # What a pending take has in use stays, and its bytes with it.
+    gate = Gate(monkeypatch, store)
+    x = torch.randn(20 << 20)
+    expected = x.clone()
+    pending = store.async_take({"s": StateDict(x=x)}, "later")
+    x.zero_()
+    release_memory()
+    assert kept() >= x.nbytes
+    gate.open.set()
+    assert_same(pending.wait().read_object("s/x"), expected)
+
+
+# --- random states ----------------------------------------------------------------------------
+
+
+class Drawing(StateDict):
+    def state_dict(self):
+        torch.rand(5)
+        return super().state_dict()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_what_others_draw_during_a_take_is_not_drawn_again(store, draws):
+    """The random state is set back once the states are read, and only if to read them drew."""
+    drawn = []
+
+    def progress(done, total):
+        drawn.append(torch.rand(3))
+
+    state = {"rng": RNGState(), "s": (Drawing if draws else StateDict)(x=torch.randn(100_000))}
+    torch.manual_seed(7)
+    expected = [torch.rand(3) for _ in range(20)]
+    for verb in (store.take, lambda *a, **k: store.async_take(*a, **k).wait()):
+        torch.manual_seed(7)
+        drawn.clear()
+        snapshot = verb(state, "step", overwrite=True, progress=progress)
+        drawn += [torch.rand(3) for _ in range(3)]
+        assert len(drawn) > 3
+        assert_same(drawn, expected[: len(drawn)])
+        snapshot.restore({"rng": RNGState()})
+        assert_same(torch.rand(3), expected[0])
+
+
+def test_a_random_state_is_not_set_back_if_nothing_drew(store, monkeypatch):
+    monkeypatch.setattr(RNGState, "load_state_dict", lambda *_: pytest.fail("set back"))
+    store.take({"rng": RNGState(), "s": StateDict(x=1)}, "step")

@@ -1,0 +1,263 @@
+"""What the store holds already is neither copied nor written, whoever put it there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from casnap import Snapshot, StateDict, Store
+from tests.support.bitwise import assert_same
+
+CHUNK = 64 << 10
+TREE = 16 << 10
+"""More than the nodes of these small states take."""
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "store", chunk_size=CHUNK)
+
+
+def frozen_and_trained():
+    torch.manual_seed(0)
+    return {
+        "backbone": StateDict(w=torch.randn(64, 16384)),  # a row is a chunk
+        "adapter": StateDict(a=torch.randn(4, 16384), b=torch.randn(30)),
+        "progress": StateDict(step=0),
+    }
+
+
+def chunk_packs(store):
+    """Return how many bytes of files there are below ``packs/``."""
+    backend = store.objects.backend
+    return sum(
+        backend.size(f"packs/{folder}/{name}")
+        for folder in backend.names("packs")
+        for name in backend.names(f"packs/{folder}")
+    )
+
+
+def test_the_first_take_stores_everything_once(store):
+    state = frozen_and_trained()
+    snapshot = store.take(state, "step_0")
+    size = 68 * CHUNK
+    assert size <= snapshot.stats.new_bytes < size + TREE
+    assert snapshot.stats.logical_bytes >= size
+    assert chunk_packs(store) < size + 4 * TREE
+
+
+def test_an_unchanged_take_writes_no_chunk(store):
+    state = frozen_and_trained()
+    store.take(state, "step_0")
+    for take in (store.take, lambda *a: store.async_take(*a).wait()):
+        before = chunk_packs(store)
+        snapshot = take(state, f"again_{before}")
+        assert snapshot.stats.new_bytes < TREE
+        assert chunk_packs(store) - before < TREE
+        assert snapshot.stats.logical_bytes == store["step_0"].stats.logical_bytes
+    first, last = store.snapshots()[0], store.latest()
+    assert first.contents.manifest == last.contents.manifest
+
+
+def test_one_changed_row_costs_one_chunk(store):
+    state = frozen_and_trained()
+    store.take(state, "step_0")
+    state["backbone"]["w"][17, 5] += 1
+    state["progress"]["step"] = 1
+    snapshot = store.take(state, "step_1")
+    assert CHUNK <= snapshot.stats.new_bytes < CHUNK + TREE
+    a, b = (
+        store[n].contents.digests(
+            store[n].get_manifest()["0/backbone/w"].data, grid_of_backbone(), "w"
+        )
+        for n in ("step_0", "step_1")
+    )
+    differing = [i for i in range(64) if a[32 * i : 32 * i + 32] != b[32 * i : 32 * i + 32]]
+    assert differing == [17]
+
+
+def grid_of_backbone():
+    from casnap.format.grid import grid_of
+
+    return grid_of((64, 16384), 4, CHUNK)
+
+
+def test_frozen_weights_cost_nothing_from_step_to_step(store):
+    state = frozen_and_trained()
+    store.take(state, "step_0")
+    for step in range(1, 5):
+        state["adapter"]["a"] += 0.5
+        state["adapter"]["b"] += 0.5
+        state["progress"]["step"] = step
+        snapshot = store.take(state, f"step_{step}")
+        assert 4 * CHUNK <= snapshot.stats.new_bytes < 4 * CHUNK + TREE
+    for step in range(5):
+        assert store[f"step_{step}"].read_object("progress/step") == step
+
+
+def test_what_returns_to_an_earlier_value_costs_nothing(store):
+    state = frozen_and_trained()
+    store.take(state, "step_0")
+    before = state["backbone"]["w"].clone()
+    state["backbone"]["w"].add_(1)
+    store.take(state, "step_1")
+    state["backbone"]["w"].copy_(before)
+    assert store.take(state, "step_2").stats.new_bytes < TREE
+
+
+def test_equal_bytes_under_other_names_cost_nothing(store):
+    """Whatever the key, the path, the kind, the container, or the dtype that one sees them as."""
+    state = frozen_and_trained()
+    store.take(state, "step_0")
+    w = state["backbone"]["w"]
+    other = StateDict(
+        module={"layers": [w.clone(), torch.nn.Parameter(w.clone())]},
+        bits=w.view(torch.int32),
+        array=w.numpy(),
+        turned_twice=w.t().contiguous().t(),
+    )
+    snapshot = store.take({"elsewhere": other}, "run_2/step_0")
+    assert snapshot.stats.new_bytes < TREE
+
+
+def test_across_runs_names_and_stores_opened_anew(tmp_path):
+    root = tmp_path / "all"
+    Store(root, chunk_size=CHUNK)
+    state = frozen_and_trained()
+    first = Snapshot.take(root / "run_1" / "step_0", state)
+    assert first.stats.new_bytes > 68 * CHUNK
+    for path in (root / "run_1" / "step_1", root / "run_2" / "deep" / "step_0", root / "alone"):
+        assert Snapshot.take(path, state).stats.new_bytes < TREE
+    below = Store(root / "run_3")
+    assert below.take(state, "step_0").stats.new_bytes < TREE
+    assert "run_3/step_0" in Store(root)
+
+
+def test_after_a_snapshot_was_deleted_or_overwritten(store):
+    """Bytes of a deleted snapshot may still serve, and what is left is whole in any case."""
+    state = frozen_and_trained()
+    store.take(state, "step_0")
+    state["adapter"]["b"] += 1
+    store.take(state, "step_1")
+    store.delete("step_0")
+    state["progress"]["step"] = 5
+    again = store.take(state, "step_1", overwrite=True)
+    assert again.stats.new_bytes < TREE
+    assert [s.name for s in store.snapshots()] == ["step_1"]
+    assert_same(again.get_state_dict_for_key("backbone"), dict(state["backbone"]))
+
+
+def test_across_processes(store):
+    state = frozen_and_trained()
+    store.take(state, "step_0")
+    code = """
+import sys, torch
+from casnap import StateDict, Store
+
+torch.manual_seed(0)
+w = torch.randn(64, 16384)
+w[3] = 0
+print(Store(sys.argv[1]).take({"m": StateDict(w=w)}, "step_1").stats.new_bytes)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, store.uri], capture_output=True, text=True, check=True
+    )
+    assert CHUNK <= int(done.stdout) < CHUNK + TREE
+    taken = store["step_1"].read_object("m/w")
+    assert not taken[3].any()
+    taken[3] = state["backbone"]["w"][3]
+    assert_same(taken, state["backbone"]["w"])
+
+
+def test_compressed_stores(tmp_path):
+    """Identity is that of the raw bytes; casts and odd strides read compressed chunks as well."""
+    plain = Store(tmp_path / "store", chunk_size=CHUNK)
+    packed = Store(tmp_path / "store", compress=True)
+    x = torch.arange(100_000, dtype=torch.float64).reshape(100, 1000)
+    first = packed.take({"s": StateDict(x=x)}, "packed")
+    assert first.stats.new_bytes < x.nbytes / 2
+    assert plain.take({"s": StateDict(x=x)}, "plain").stats.new_bytes < TREE
+    for name in ("packed", "plain"):
+        assert_same(plain[name].read_object("s/x"), x)
+        assert_same(
+            plain[name].read_object("s/x", index=(slice(5, 90, 3), 7)), x[5:90:3, 7].clone()
+        )
+        for out in (torch.zeros(100, 1000), torch.zeros(1000, 100, dtype=torch.float64).t()):
+            plain[name].restore({"s": StateDict(x=out)})
+            assert torch.equal(out, x.to(out.dtype))
+
+
+# --- two at once ------------------------------------------------------------------------------
+
+STEPS = 6
+
+
+def weights(writer, step):
+    """Return what both writers share, what changes with the step, and what is one's own."""
+    shared = torch.arange(16 * 16384, dtype=torch.float32).reshape(16, 16384)
+    shared[step % 16] = step
+    own = torch.full((2, 16384), 100.0 * writer + step)
+    return {"m": StateDict(shared=shared, own=own, step=step)}
+
+
+def write(uri, writer, ready):
+    store = Store(uri)
+    ready.wait(60)
+    for step in range(STEPS):
+        state = weights(writer, step)
+        if step % 2:
+            store.take(state, f"run_{writer}/step_{step}", metadata={"writer": writer})
+        else:
+            store.async_take(state, f"run_{writer}/step_{step}", metadata={"writer": writer})
+
+
+def test_two_processes_take_into_one_store_at_once(store):
+    context = multiprocessing.get_context("spawn")
+    ready = context.Barrier(2)
+    writers = [context.Process(target=write, args=(store.uri, i, ready)) for i in range(2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(100)
+        assert writer.exitcode == 0
+    snapshots = Store(store.uri).snapshots()
+    assert len(snapshots) == 2 * STEPS
+    assert len({s.seq for s in snapshots}) == 2 * STEPS
+    for writer in range(2):
+        of_one = store.snapshots(f"run_{writer}")
+        assert [s.name for s in of_one] == [f"run_{writer}/step_{i}" for i in range(STEPS)]
+        for step, snapshot in enumerate(of_one):
+            assert snapshot.metadata.user == {"writer": writer}
+            fresh = {"m": StateDict()}
+            snapshot.restore(fresh)
+            assert_same(dict(fresh["m"]), dict(weights(writer, step)["m"]))
+    state = weights(0, 3)
+    assert store.take(state, "afterwards").stats.new_bytes < TREE
+
+
+def test_threads_take_into_one_store_at_once(store):
+    import threading
+
+    errors = []
+
+    def work(writer):
+        try:
+            for step in range(3):
+                store.take(weights(writer, step), f"run_{writer}/step_{step}")
+        except BaseException as e:  # noqa: BLE001 - shown below
+            errors.append(e)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    for writer in range(3):
+        for step in range(3):
+            state = store[f"run_{writer}/step_{step}"].get_state_dict_for_key("m")
+            assert_same(state, dict(weights(writer, step)["m"]))

@@ -1,0 +1,251 @@
+"""Takes by several ranks: one snapshot, each byte stored once, and whose each entry is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import casnap.take.take
+from casnap import RNGState, Snapshot, StateDict, Store
+from casnap.errors import DamagedError, SnapshotExistsError, StateError
+from casnap.format.codec import Codec
+from casnap.runtime import buffers
+from tests.robustness.test_damage import damage_everywhere
+
+MIB = 1 << 20
+
+
+def weights(seed: int, mib: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "a": torch.randn(mib * MIB // 8, 2, generator=generator),
+        "b": torch.randn(1000, generator=generator),
+        "c": torch.randn(700, 513, generator=generator),
+    }
+
+
+def stored_bytes(store: Path) -> int:
+    return sum(p.stat().st_size for p in (store / "packs").rglob("*") if p.is_file())
+
+
+def take_equal(path: str, options: dict[str, Any]) -> dict[str, Any]:
+    snapshot = Snapshot.take(
+        path, {"model": StateDict(weights(1)), "step": StateDict(n=7, name="run")}, **options
+    )
+    return {"commit": snapshot.commit_id, "stats": snapshot.stats, "world": snapshot.world_size}
+
+
+@pytest.mark.parametrize("options", [{}, {"replicated": ["**"]}, {"replicated": ["model/a"]}])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_equal_bytes_are_stored_once(world, tmp_path, size, options):
+    taken = world(size).run(take_equal, str(tmp_path / "many/x"), options)
+    assert len({t["commit"] for t in taken}) == 1
+    assert taken[0]["world"] == size
+
+    Store(tmp_path / "one")
+    alone = Snapshot.take(tmp_path / "one/x", {"model": StateDict(weights(1))})
+    assert alone.stats.new_bytes == pytest.approx(taken[0]["stats"].new_bytes, rel=0.01)
+    many = Snapshot(tmp_path / "many/x")
+    assert many.contents.manifest.shared.keys() == {"model", "step"}
+    assert many.contents.manifest.ranks == {str(r): {} for r in range(size)}
+    assert many.contents.manifest.shared["model"] == alone.contents.manifest.shared["model"]
+    restored = StateDict()
+    many.restore({"model": restored})
+    for name, tensor in weights(1).items():
+        assert torch.equal(restored[name], tensor)
+
+
+def take_different(path: str) -> None:
+    rank = dist.get_rank()
+    state = {
+        "model": StateDict(weights(1)),
+        "mine": StateDict(position=torch.full((50_000,), rank), same=torch.ones(99), rank=rank),
+        "loader": StateDict(seed=3),
+        "rng": RNGState(),
+    }
+    torch.manual_seed(rank)
+    Snapshot.take(path, state, per_rank=["loader/**", "loader"])
+
+
+def test_what_differs_is_kept_for_its_rank(world, tmp_path):
+    world(3).run(take_different, str(tmp_path / "s"))
+    snapshot = Snapshot(tmp_path / "s")
+    assert snapshot.contents.manifest.shared.keys() == {"model", "mine"}
+    for rank in range(3):
+        assert snapshot.read_object(f"{rank}/mine/rank") == rank
+        assert snapshot.read_object(f"{rank}/mine/position").tolist() == [rank] * 50_000
+        assert snapshot.read_object(f"{rank}/loader") == {"seed": 3}
+        assert torch.equal(snapshot.read_object(f"{rank}/mine/same"), torch.ones(99))
+        torch.manual_seed(rank)
+        assert torch.equal(snapshot.read_object(f"{rank}/rng/torch"), torch.get_rng_state())
+
+
+def take_twice(folder: str) -> tuple[int, int]:
+    first = Snapshot.take(f"{folder}/1", {"model": StateDict(weights(1))})
+    second = Snapshot.take(f"{folder}/2", {"model": StateDict(weights(1))})
+    return first.stats.new_bytes, second.stats.new_bytes
+
+
+def test_a_second_take_writes_nothing_but_a_row(world, tmp_path):
+    for first, second in world(4).run(take_twice, str(tmp_path)):
+        assert first > 4 * MIB
+        assert second < 2000
+
+
+def take_async(folder: str) -> list[Any]:
+    model = weights(1)
+    pending = []
+    for step in range(3):
+        pending.append(Snapshot.async_take(f"{folder}/{step}", {"model": StateDict(model)}))
+        for tensor in model.values():
+            tensor += 1
+    return [p.wait().seq for p in pending]
+
+
+def test_async_takes_hold_what_was_there_at_the_call(world, tmp_path):
+    results = world(3).run(take_async, str(tmp_path))
+    assert results == [results[0]] * 3
+    for step in range(3):
+        got = Snapshot(tmp_path / str(step)).get_state_dict_for_key("model")
+        expected = weights(1)
+        for _ in range(step):
+            for tensor in expected.values():
+                tensor += 1
+        for name, tensor in expected.items():
+            assert torch.equal(got[name], tensor)
+
+
+def take_in_disagreement(folder: str, what: str) -> None:
+    odd = dist.get_rank() == 1
+    state = {"model": StateDict(weights(1))}
+    if what == "path":
+        Snapshot.take(f"{folder}/{'b' if odd else 'a'}", state)
+    elif what == "keys":
+        Snapshot.take(f"{folder}/a", {**state, **({"more": StateDict()} if odd else {})})
+    elif what == "options":
+        Snapshot.take(f"{folder}/a", state, overwrite=odd)
+    elif what == "state":
+        Snapshot.take(f"{folder}/a", {"model": StateDict(x=object() if odd else 1)})
+
+
+@pytest.mark.parametrize("what", ["path", "keys", "options", "state"])
+def test_ranks_that_disagree_are_told_so(world, tmp_path, what):
+    outcomes = world(3).run(take_in_disagreement, str(tmp_path), what, expect_errors=True)
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome, StateError), outcome
+        if rank != 1:
+            assert "rank 1" in str(outcome)
+    assert list(Store(tmp_path).snapshots()) == []
+    world(3).run(take_equal, str(tmp_path / "a"), {})
+
+
+def take_taken(path: str) -> None:
+    Snapshot.take(path, {"model": StateDict(weights(1))})
+
+
+def test_a_taken_name_is_refused_on_all_ranks(world, tmp_path):
+    world(2).run(take_taken, str(tmp_path / "a"))
+    outcomes = world(2).run(take_taken, str(tmp_path / "a"), expect_errors=True)
+    assert all(isinstance(o, SnapshotExistsError) for o in outcomes)
+
+
+def take_in_group(folder: str) -> str | None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    return Snapshot.take(f"{folder}/x", {"model": StateDict(weights(1))}, pg=group).commit_id
+
+
+def test_a_group_without_rank_0_takes(world, tmp_path):
+    none, one, two = world(3).run(take_in_group, str(tmp_path))
+    assert none is None
+    assert one == two == Snapshot(tmp_path / "x").commit_id
+
+
+def take_compressed(folder: str, how: str) -> None:
+    rank = dist.get_rank()
+    store = Store(folder, compress=rank == 0)
+    state = {"model": StateDict(x=torch.full((200_000,), rank))}
+    if how == "Snapshot.take":
+        Snapshot.take("s", state, store=store)
+    elif how == "Store.take":
+        store.take(state, "s")
+    else:
+        store.async_take(state, "s").wait()
+
+
+@pytest.mark.parametrize("how", ["Snapshot.take", "Store.take", "Store.async_take"])
+def test_the_codec_of_rank_0_counts(world, tmp_path, how):
+    Store(tmp_path)
+    world(2).run(take_compressed, str(tmp_path), how)
+    contents = Store(tmp_path)["s"].contents
+    for rank in range(2):
+        path, entry, _ = contents.entry(f"{rank}/model/x")
+        digests = [digest for digest, _ in contents.chunks(path, entry)]
+        places = contents.objects.index.find(contents.objects.view(), digests)
+        assert {place.codec for place in places} == {Codec.ZSTD}
+
+
+def take_tiny_columns(path: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    tiny = torch.arange(12, dtype=torch.float32).view(4, 3)
+    state = StateDict(
+        tiny=distribute_tensor(tiny, mesh, [Shard(1)], src_data_rank=None),
+        few=distribute_tensor(tiny, mesh, [Shard(0)], src_data_rank=None),
+    )
+    Snapshot.take(path, {"m": state})
+
+
+def test_sharded_tensors_of_a_few_bytes(world, tmp_path):
+    world(2).run(take_tiny_columns, str(tmp_path / "x"))
+    got = Snapshot(tmp_path / "x").get_state_dict_for_key("m")
+    expected = torch.arange(12, dtype=torch.float32).view(4, 3)
+    assert torch.equal(got["tiny"], expected)
+    assert torch.equal(got["few"], expected)
+
+
+def take_with_small_slots(path: str, cores: int) -> None:
+    """Take as on a machine of so many cores, where each buffer holds few chunks."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    state = {f"{i}": torch.randn(1 << 18, generator=generator) for i in range(12)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
+        for module in (buffers, casnap.take.take):
+            patch.setattr(module, "SLOT_BYTES", MIB)
+        patch.setattr(buffers, "_pools", {})
+        Store(path).take({"model": StateDict(state)}, "x", timeout=20)
+
+
+@pytest.mark.parametrize("cores", [2, 5, 16])
+def test_more_cores_than_buffers(world, tmp_path, cores):
+    """Threads that wait for other ranks must not keep all buffers from those who have work."""
+    Store(tmp_path / "store", chunk_size=1 << 16)
+    world(2).run(take_with_small_slots, str(tmp_path / "store"), cores)
+    assert Store(tmp_path / "store").check(data=True).ok
+
+
+def take_what_one_rank_saw_damaged(path: str) -> list[int]:
+    store = Store(path)
+    if dist.get_rank() == 1:
+        with pytest.raises(DamagedError):
+            store["a"].read_object("model/a")
+    takes = (store.take({"model": StateDict(weights(1))}, f"b/{i}") for i in range(3))
+    return [taken.stats.new_bytes for taken in takes]
+
+
+def test_what_any_rank_saw_damaged_is_stored_anew_once(world, tmp_path):
+    snapshot = Store(tmp_path).take({"model": StateDict(weights(1))}, "a")
+    digest, _ = snapshot.contents.chunks("model/a", snapshot.get_manifest()["0/model/a"])[0]
+    damage_everywhere(tmp_path, digest)
+    first, *later = world(2).run(take_what_one_rank_saw_damaged, str(tmp_path))[1]
+    assert first > MIB // 2
+    assert max(later) < 10_000
+    assert torch.equal(Store(tmp_path)["a"].read_object("model/a"), weights(1)["a"])

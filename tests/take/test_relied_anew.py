@@ -1,0 +1,117 @@
+"""What a writer relied on is collected while it works, but was copied before: it relies on that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.errors import DamagedError, FencedError
+from casnap.format.digest import Digest
+from casnap.runtime.threads import Crew
+from casnap.storage.commit import Partners, Transaction
+from casnap.storage.index import Index
+from tests.support.faults import CHUNK
+
+KEPT = torch.arange(CHUNK // 4, dtype=torch.int32)
+
+
+def state(**more: torch.Tensor) -> dict[str, StateDict]:
+    return {"s": StateDict(kept=KEPT, **more)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Return a store in which a chunk is needed, in a pack that is mostly not."""
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store.take(state(rest=torch.randn(9 * CHUNK // 4)), "full")
+    store.take(state(), "kept")
+    return store
+
+
+@contextmanager
+def writer(store: Store) -> Iterator[tuple[Transaction, Callable[[], None]]]:
+    """Give a transaction that relies on the chunk, and what has it copied, and its pack deleted."""
+    with Crew() as crew:
+        transaction = Transaction(Store(store.uri).objects, crew)
+        chunks = transaction.chunk_writer()
+        chunks.store([memoryview(bytearray(KEPT.numpy().tobytes()))])
+        chunks.finish()
+
+        def repack() -> None:
+            store.delete("full")
+            assert Store(store.uri).gc(grace=0).repacked_packs
+
+        try:
+            yield transaction, repack
+        finally:
+            transaction.close()
+
+
+def assert_whole(store: Store) -> None:
+    store.take(state(), "again")
+    store.gc(grace=0)
+    assert store.check(data=True).ok
+    assert torch.equal(store["again"].read_object("s/kept"), KEPT)
+
+
+def test_copies_are_relied_on(store: Store) -> None:
+    with writer(store) as (transaction, repack):
+        repack()
+        transaction.publish(lambda table, seq: {})
+    assert_whole(store)
+
+
+def test_what_is_nowhere_any_more(store: Store) -> None:
+    with writer(store) as (transaction, _):
+        store.delete("full")
+        store.delete("kept")
+        store.gc(grace=0)
+        with pytest.raises(FencedError, match="grace"):
+            transaction.publish(lambda table, seq: {})
+
+
+def test_a_look_that_fails_forgets_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is repeated, on a newer root; what was relied on is still to be looked for then."""
+    find = Index.find
+    with writer(store) as (transaction, _):
+        for name in ("full", "kept"):
+            store.delete(name)
+        store.gc(grace=0)
+        store.take({"s": StateDict(other=torch.randn(9 * CHUNK // 4))}, "other")
+
+        def fail(*_args: object, **_options: object) -> list[Digest]:
+            monkeypatch.setattr(Index, "find", find)
+            store.delete("other")
+            store.gc(grace=0)
+            raise DamagedError("the cache broke, and the segments are gone")
+
+        monkeypatch.setattr(Index, "find", fail)
+        with pytest.raises(FencedError):
+            transaction.publish(lambda table, seq: {})
+
+
+def test_ranks_that_rely_on_what_a_newer_root_has(store: Store) -> None:
+    """Asked to move, a rank looks at a newer root than the one that rank 0 is about to follow."""
+    with writer(store) as (transaction, repack), Crew() as crew:
+        handover = transaction.hand_over(2)
+        store.take({"s": StateDict(x=torch.randn(CHUNK))}, "scratch")
+        store.delete("scratch")
+        store.gc(grace=0, repack=0)
+        asked = []
+
+        def move(seq: int) -> list[object]:
+            asked.append(seq)
+            if len(asked) == 1:
+                repack()
+            return [transaction.move(seq, 2)]
+
+        leader = Transaction(store.objects, crew)
+        leader.publish(lambda table, seq: {}, Partners([handover], move))  # type: ignore[arg-type]
+        leader.close()
+        assert asked
+    assert_whole(store)

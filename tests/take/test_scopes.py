@@ -1,0 +1,391 @@
+"""Whose an entry is: everyone's or its rank's; groups of ranks; what is read how often."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from casnap import RNGState, Snapshot, StateDict, Store
+from casnap.backends import LocalBackend
+from casnap.testing import FaultyBackend, open_store
+from tests.support import bitwise
+from tests.support.ranks import World
+from tests.support.sharded import training
+
+Worlds = Callable[[int], World]
+
+CHUNK = 64 << 10
+PAGE = 4096
+
+
+def scopes_of(path: str) -> tuple[set[str], list[set[str]]]:
+    """Return the paths that are everyone's, and those of each rank."""
+    contents = Snapshot(path).contents
+    manifest = contents.manifest
+
+    def paths(trees: dict[str, bytes]) -> set[str]:
+        return {key + inner for key, d in trees.items() for inner, _ in contents.tree(d).items()}
+
+    return paths(manifest.shared), [
+        paths(manifest.ranks[str(rank)]) for rank in range(len(manifest.ranks))
+    ]
+
+
+def take_and_restore(path: str, make: Callable[[int], dict[str, Any]], options: Any) -> None:
+    """Take what ``make`` makes of the rank, and check that each gets its own back."""
+    rank = dist.get_rank()
+    Snapshot.take(path, {k: StateDict(v) for k, v in make(rank).items()}, **options)
+    found = {key: StateDict() for key in make(rank)}
+    report = Snapshot(path).restore(found)
+    assert not report
+    for key, value in make(rank).items():
+        bitwise.assert_same(dict(found[key]), value)
+
+
+def tensor(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- what is declared -----------------------------------------------------------------------------
+
+
+def weights_and_step(rank: int) -> dict[str, Any]:
+    return {
+        "model": {"layers": {"a": tensor(1, 300, 200), "b": tensor(2, 7)}, "head": tensor(3, 99)},
+        "progress": {"step": 7, "mine": rank, "tensor": tensor(rank, 100)},
+    }
+
+
+MODEL = {"model", "model/layers", "model/layers/a", "model/layers/b", "model/head"}
+EQUAL = MODEL | {"progress", "progress/step"}
+DIFFERENT = {"progress/mine", "progress/tensor"}
+
+
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        ({}, DIFFERENT),
+        ({"replicated": ["model/*"]}, DIFFERENT),  # the star crosses slashes
+        ({"replicated": ["model/layers/[ab]", "**/step"]}, DIFFERENT),
+        ({"replicated": ["nothing/like/this"]}, DIFFERENT),
+        ({"per_rank": ["model/*"]}, DIFFERENT | MODEL - {"model"}),
+        ({"per_rank": ["*/a"], "replicated": ["model/*"]}, DIFFERENT | {"model/layers/a"}),
+        ({"per_rank": ["*"]}, DIFFERENT | EQUAL),
+    ],
+    ids=str,
+)
+def test_globs(world: Worlds, tmp_path: Path, options: dict[str, Any], own: set[str]) -> None:
+    path = str(tmp_path / "store/s")
+    world(3).run(take_and_restore, path, weights_and_step, options)
+    shared, ranks = scopes_of(path)
+    assert ranks == [own] * 3
+    assert shared == (EQUAL | DIFFERENT) - own
+
+
+def take_declared_by_some(path: str) -> None:
+    rank = dist.get_rank()
+    replicated = ["model/**"] if rank != 1 else []
+    state = {"same": tensor(1, 200_000), "other": tensor(rank, 50_000), f"only {rank}": 5}
+    Snapshot.take(path, {"model": StateDict(state)}, replicated=replicated)
+    found = StateDict()
+    Snapshot(path).restore({"model": found})
+    bitwise.assert_same(dict(found), state)
+
+
+def test_what_not_all_ranks_declare_or_have_is_known_by_its_content(
+    world: Worlds, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "store/s")
+    world(3).run(take_declared_by_some, path)
+    shared, ranks = scopes_of(path)
+    assert shared == {"model/same"}
+    assert ranks == [{"model", "model/other", f"model/only {rank}"} for rank in range(3)]
+
+
+def test_a_manifest_says_whose_each_entry_is(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "store/s")
+    world(2).run(take_and_restore, path, weights_and_step, {})
+    manifest = Snapshot(path).get_manifest()
+    assert isinstance(manifest, dict)
+    own = {path for path in manifest if not manifest.is_global(path)}
+    assert own == {f"{rank}/{path}" for rank in range(2) for path in DIFFERENT}
+    assert manifest.keys() - own == {f"{rank}/{path}" for rank in range(2) for path in EQUAL}
+    with pytest.raises(KeyError, match="2/model"):
+        manifest.is_global("2/model")
+    assert Snapshot(path).metadata.manifest.is_global("1/model/head")
+
+
+# --- DDP -----------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(64, 256)
+        self.norm = nn.BatchNorm1d(256)
+        self.adapter = nn.Linear(256, 3)
+        self.register_buffer("seen", torch.zeros(5))
+
+
+def ddp(parameters: int, rest: int) -> DistributedDataParallel:
+    """Wrap a net; its parameters are filled with one value, what ranks keep apart with another."""
+    torch.manual_seed(0)
+    net = Net()
+    ignored = ["adapter.weight", "adapter.bias", "seen"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ignored)
+    wrapped = DistributedDataParallel(net)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            parameter.fill_(rest if name in ignored else parameters)
+        for buffer in net.buffers():
+            buffer.fill_(rest)
+    return wrapped
+
+
+def values_of(module: nn.Module) -> dict[str, float]:
+    return {name: t.double().unique().item() for name, t in module.state_dict().items()}
+
+
+def through_ddp(path: str) -> dict[str, float]:
+    rank = dist.get_rank()
+    Snapshot.take(path, {"model": ddp(10, 20 + rank)})
+    given = ddp(1, 1)
+    Snapshot(path).restore({"model": given})
+    return values_of(given.module)
+
+
+def test_ddp_is_known_to_be_replicated(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "store/s")
+    for rank, found in enumerate(world(3).run(through_ddp, path)):
+        # Buffers are rank 0's, as DDP has it; what it is told to ignore stays with its rank.
+        own = {"adapter.weight", "adapter.bias", "seen"}
+        for name, value in found.items():
+            is_buffer = "running" in name or "num_batches" in name
+            assert value == (20 + rank if name in own else 20 if is_buffer else 10), name
+    _, ranks = scopes_of(path)
+    assert ranks == [{f"model/module.{name}" for name in own}] * 3
+
+
+# --- any value -----------------------------------------------------------------------------------
+
+
+def quantized(values: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch has deprecated them
+        return torch.quantize_per_tensor(values, 0.1, 3, torch.qint8)
+
+
+def everything(rank: int) -> dict[str, Any]:
+    """Return kinds of values that are the same on all ranks, and others that are not."""
+    tied = tensor(5, 200, 300)
+    odd = tensor(rank, 9000)
+    return {
+        "same": {
+            "numpy": np.arange(50_000).reshape(100, 500),
+            "names": np.array(["a", "bc"]),
+            "quantized": quantized(tensor(1, 30_000)),
+            "nothing": torch.zeros(0, 7),
+            "scalar": torch.tensor(2.5),
+            "float8": tensor(1, 70_000).to(torch.float8_e4m3fn),
+            "uint16": torch.arange(40_000, dtype=torch.int32).to(torch.uint16),
+            "sparse": torch.eye(300).to_sparse(),
+            "tied": [tied, tied, tied.t()],
+            "empty": {},
+            "big": {"text": "x" * 3_000_000, "ints": list(range(20_000)), "bytes": bytes(200_000)},
+        },
+        "mixed": {
+            "numpy": np.arange(5000) + rank,
+            "float8": odd.to(torch.float8_e4m3fn),
+            "quantized": quantized(odd),
+            "tied": [odd, odd[:5000], odd],
+            "nothing": torch.zeros(0, rank),
+            "big": f"{rank}" * 1_000_000,
+            "keys": OrderedDict((f"{rank + i}", i) for i in range(3)),
+            "kind": [] if rank else {},
+            "shape": tensor(1, 200 + rank),
+            "dtype": torch.ones(500, dtype=torch.float64 if rank else torch.float32),
+            "sometimes": tensor(1, 400) if rank == 1 else 5,
+            "half": tensor(rank // 2, 40_000),
+        },
+        "empty": {},
+    }
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"replicated": ["same/**"]}], ids=str)
+def test_any_value_on_several_ranks(world: Worlds, tmp_path: Path, options: Any) -> None:
+    path = str(tmp_path / "store/s")
+    world(3).run(take_and_restore, path, everything, options)
+    shared, ranks = scopes_of(path)
+    for own in ranks:
+        assert not any(p.partition("/")[0] in ("same", "empty") for p in own)
+    assert not any(p.startswith("mixed/") and "tied" not in p for p in shared - {"mixed/keys/2"})
+    whole = StateDict()
+    Snapshot(path).restore({"same": whole})
+    bitwise.assert_same(dict(whole), everything(5)["same"])
+
+
+def tied(value: float) -> nn.Module:
+    """Return a sharded model whose output layer is its embedding."""
+    module = nn.Sequential(nn.Embedding(1031, 40), nn.Linear(40, 1031, bias=False))
+    module[1].weight = module[0].weight
+    nn.init.constant_(module[0].weight, value)
+    return fully_shard(module)
+
+
+def through_tied(path: str) -> None:
+    if dist.get_world_size() == 3:
+        Snapshot.take(path, {"model": tied(1.0)})
+    given = tied(9.0)
+    Snapshot(path).restore({"model": given})
+    assert given[0].weight is given[1].weight
+    assert given[0].weight.to_local().unique().tolist() == [1.0]
+
+
+def test_tied_sharded_weights(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "store/s")
+    for size in (3, 2):
+        world(size).run(through_tied, path)
+    assert Snapshot(path).stats.new_bytes < 1.2 * 1031 * 40 * 4
+
+
+def take_in_any_order(path: str) -> None:
+    rank = dist.get_rank()
+    keys = ["model", "optim", "rng", "progress"]
+    keys = keys[rank:] + keys[:rank]
+    torch.manual_seed(rank)
+    states = {"model": {"a": tensor(1, 999)}, "optim": {}, "progress": {"n": rank}}
+    Snapshot.take(path, {k: RNGState() if k == "rng" else StateDict(states[k]) for k in keys})
+    found = {k: StateDict() for k in reversed(keys) if k != "rng"}
+    drawn = torch.rand(3)
+    torch.manual_seed(99)
+    Snapshot(path).restore({"rng": RNGState(), **found})
+    assert torch.equal(torch.rand(3), drawn)
+    for key, state in found.items():
+        bitwise.assert_same(dict(state), states[key])
+
+
+def test_the_order_of_keys_does_not_matter(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "store/s")
+    world(4).run(take_in_any_order, path)
+    assert scopes_of(path)[0] == {"model", "model/a", "optim", "progress"}
+
+
+# --- groups of ranks ----------------------------------------------------------------------------
+
+
+def in_groups(folder: str) -> tuple[str, int]:
+    """Let ranks 0 and 2 take and restore, and ranks 1 and 3 at the same time, in one store."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine, name = groups[rank % 2], f"{folder}/{rank % 2}"
+    dist.barrier()
+    for step in range(3):
+        state = {"model": StateDict(w=tensor(step, 40_000)), "own": StateDict(r=rank)}
+        Snapshot.take(f"{name}/{step}", state, pg=mine)
+        found = {"model": StateDict(w=torch.zeros(40_000)), "own": StateDict()}
+        snapshot = Snapshot(f"{name}/{step}", pg=mine)
+        snapshot.restore(found)
+        assert torch.equal(found["model"]["w"], tensor(step, 40_000))
+        assert found["own"]["r"] == rank
+    return snapshot.commit_id, snapshot.world_size
+
+
+def test_two_groups_take_at_once_into_one_store(world: Worlds, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    Store(folder)
+    results = world(4).run(in_groups, str(folder))
+    assert results[0] == results[2] != results[1] == results[3]
+    assert {s.name for s in Store(folder).snapshots()} == {f"{g}/{i}" for g in "01" for i in "012"}
+    assert Snapshot(folder / "1/0").read_object("1/own/r") == 3
+
+
+def one_by_one(path: str) -> Any:
+    """Restore in groups of one, and in one without rank 0, what all ranks took together."""
+    rank = dist.get_rank()
+    Snapshot.take(path, {"model": StateDict(w=tensor(1, 30_000)), "own": StateDict(r=rank)})
+    groups = [dist.new_group([r]) for r in range(3)]
+    found = StateDict()
+    Snapshot(path, pg=groups[rank]).restore({"model": found})
+    assert torch.equal(found["w"], tensor(1, 30_000))
+    two = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    own = StateDict()
+    report = Snapshot(path, pg=two).restore({"own": own})
+    return own["r"], report.left_behind
+
+
+def test_a_rank_is_counted_within_its_group(world: Worlds, tmp_path: Path) -> None:
+    results = world(3).run(one_by_one, str(tmp_path / "store/s"))
+    assert results == [None, (0, ["2/own"]), (1, ["2/own"])]
+
+
+# --- each byte is read once -----------------------------------------------------------------------
+
+
+class Counting(FaultyBackend):
+    """Notes which runs are read."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(LocalBackend(Path(folder)))
+        self.reads: list[tuple[str, int, int]] = []
+
+    def read_into(self, key: str, offset: int, target: memoryview, *, bulk: bool = False) -> int:
+        n = super().read_into(key, offset, target, bulk=bulk)
+        self.reads.append((key, offset, n))
+        return n
+
+
+def save(folder: str, layout: str) -> None:
+    Store(folder).take({"train": training(layout, 1)}, layout)
+
+
+def reads_of(folder: str, name: str, layout: str, read_once: bool) -> list[tuple[str, int, int]]:
+    backend = Counting(folder)
+    snapshot, given = open_store(backend)[name], training(layout, 2)
+    snapshot.contents.manifest  # noqa: B018 - to open a snapshot is not to restore it
+    backend.reads.clear()
+    snapshot.restore({"train": given}, read_once=read_once)
+    return backend.reads
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "size"),
+    [("ddp", "ddp", 4), ("fsdp2", "plain", 3), ("plain", "fsdp2", 4), ("fsdp2", "fsdp2", 3)],
+)
+def test_each_byte_is_read_once(
+    world: Worlds, tmp_path: Path, before: str, after: str, size: int
+) -> None:
+    folder = str(tmp_path / "store")
+    Store(folder, chunk_size=CHUNK)
+    world(4 if before != "plain" else 1).run(save, folder, before)
+    stored = Store(folder)[before].stats.new_bytes
+    by_rank = world(size).run(reads_of, folder, before, after, True)
+    chunks = sorted(read for reads in by_rank for read in reads if read[2] >= CHUNK)
+    for (key, offset, n), (next_key, next_offset, _) in pairwise(chunks):
+        # Direct reads are of whole pages.
+        assert key != next_key or offset + n <= next_offset + PAGE, "read twice"
+    total = sum(n for reads in by_rank for *_, n in reads)
+    assert 0.9 * stored < total < 1.1 * stored
+    # What one pack holds, of less than 16 MiB, is read by one rank; who wrote how much is chance.
+    largest = max(p.stat().st_size for p in Path(folder, "packs").rglob("*") if p.is_file())
+    most = max(sum(n for *_, n in reads) for reads in by_rank)
+    assert most < 1.5 * max(stored / size, largest)
+
+    # Each for itself: all is read by all who have all of it.
+    by_rank = world(size).run(reads_of, folder, before, after, False)
+    if after in ("plain", "ddp"):
+        assert all(sum(n for *_, n in reads) > 0.9 * stored for reads in by_rank)

@@ -1,0 +1,165 @@
+"""Pipeline stages: ranks whose models and optimizers have different keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from casnap import Snapshot, StateDict
+from casnap.errors import MismatchError, StateError
+from tests.support.ranks import World
+from tests.support.sharded import Training, stepped
+
+Worlds = Callable[[int], World]
+
+LAYERS = 8
+WIDTH = 130
+
+
+def stage_of(size: int, stages: int) -> tuple[int, DeviceMesh]:
+    """Return the stage of this rank, and the mesh of the ranks of that stage."""
+    ranks = torch.arange(size).reshape(stages, -1)
+    meshes = [DeviceMesh("cpu", row) for row in ranks]
+    stage = dist.get_rank() // ranks.shape[1]
+    return stage, meshes[stage]
+
+
+class Stage(nn.Module):
+    """Some layers of a model, by the names that they have in the whole; spread by FSDP2."""
+
+    def __init__(self, stages: int, value: float) -> None:
+        super().__init__()
+        stage, mesh = stage_of(dist.get_world_size(), stages)
+        per_stage = LAYERS // stages
+        self.layers = nn.ModuleDict(
+            {
+                str(i): nn.Linear(WIDTH, WIDTH)
+                for i in range(stage * per_stage, (stage + 1) * per_stage)
+            }
+        )
+        for i, layer in self.layers.items():
+            for number, parameter in enumerate(layer.parameters()):
+                nn.init.constant_(parameter, value + int(i) + number / 2)
+        fully_shard(self, mesh=mesh)
+
+
+def adam(module: nn.Module, value: float) -> torch.optim.Optimizer:
+    optimizer = stepped(module)
+    for name, parameter in module.named_parameters():
+        for key, moment in optimizer.state[parameter].items():
+            moment.fill_(value + len(key) + int(name.split(".")[1]))
+    return optimizer
+
+
+def training(stages: int, value: float) -> Training:
+    model = Stage(stages, value)
+    return Training(model, adam(model, value))
+
+
+def values_of(state: Any, path: str = "") -> dict[str, float]:
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found |= values_of(value, f"{path}{key}/")
+        elif isinstance(value, DTensor):
+            found[f"{path}{key}"] = value.to_local().unique().item()
+    return found
+
+
+def take(path: str, stages: int) -> None:
+    Snapshot.take(path, {"model": Stage(stages, 1.0), "train": training(stages, 1.0)})
+
+
+def restore_as_before(path: str, stages: int) -> int:
+    """Restore all; return the bytes that came."""
+    model, train, seen = Stage(stages, 9.0), training(stages, 9.0), [0]
+    state = {"model": model, "train": train}
+    report = Snapshot(path).restore(state, progress=lambda _, total: seen.append(total))
+    assert not report
+    assert values_of(model.state_dict()) == values_of(Stage(stages, 1.0).state_dict())
+    assert values_of(train.state_dict()) == values_of(training(stages, 1.0).state_dict())
+    return max(seen)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_get_their_own_back_and_nothing_else(
+    world: Worlds, tmp_path: Path, stages: int
+) -> None:
+    path = str(tmp_path / "store/s")
+    world(4).run(take, path, stages)
+    total = Snapshot(path).stats.logical_bytes
+    for nbytes in world(4).run(restore_as_before, path, stages):
+        assert nbytes < total / 3.9
+    whole = Snapshot(path).read_object("model/layers.7.weight")
+    assert whole.unique().tolist() == [8.0]
+
+
+def restore_model(path: str, stages: int) -> None:
+    model = Stage(stages, 9.0)
+    assert not Snapshot(path).restore({"model": model})
+    assert values_of(model.state_dict()) == values_of(Stage(stages, 1.0).state_dict())
+
+
+@pytest.mark.parametrize(("size", "stages"), [(4, 1), (4, 4), (2, 1), (2, 2), (8, 4), (1, 1)])
+def test_a_module_may_be_cut_into_other_stages(
+    world: Worlds, tmp_path: Path, size: int, stages: int
+) -> None:
+    path = str(tmp_path / "store/s")
+    world(4).run(take, path, 2)
+    world(size).run(restore_model, path, stages)
+
+
+def restore_too_much(path: str) -> str:
+    model = Stage(2, 9.0)
+    model.register_buffer("more", torch.zeros(3))
+    with pytest.raises(MismatchError) as caught:
+        Snapshot(path).restore({"model": model})
+    assert values_of(model.state_dict()) == values_of(Stage(2, 9.0).state_dict())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [4, 6])
+def test_what_no_stage_had_is_named(world: Worlds, tmp_path: Path, size: int) -> None:
+    path = str(tmp_path / "store/s")
+    world(4).run(take, path, 2)
+    for said in world(size).run(restore_too_much, path):
+        assert "model/more" in said or "model is kept for ranks 0, 1, 2 and 3 alone" in said
+
+
+def take_by_number(path: str) -> str:
+    model = Stage(2, 1.0)
+    with pytest.raises(StateError) as caught:
+        Snapshot.take(path, {"optim": adam(model, 1.0)})
+    return str(caught.value)
+
+
+def test_two_tensors_of_one_path_are_refused(world: Worlds, tmp_path: Path) -> None:
+    for said in world(4).run(take_by_number, str(tmp_path / "store/s")):
+        assert "one tensor on the ranks [0, 1], and another on the ranks [2, 3]" in said
+        assert "get_optimizer_state_dict() of" in said
+
+
+def take_replicas(path: str) -> None:
+    """Take what is spread over pairs of ranks, each pair for itself."""
+    _, mesh = stage_of(4, 2)
+    whole = torch.arange(50_000.0)
+    Snapshot.take(path, {"state": StateDict(x=distribute_tensor(whole, mesh, [Shard(0)]))})
+    given = StateDict(x=distribute_tensor(torch.zeros(50_000), mesh, [Shard(0)]))
+    Snapshot(path).restore({"state": given})
+    assert torch.equal(given["x"].full_tensor(), whole)
+
+
+def test_replicas_on_meshes_of_their_own_are_one_tensor(world: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "store/s")
+    world(4).run(take_replicas, path)
+    assert Snapshot(path).contents.manifest.shared.keys() == {"state"}
+    assert torch.equal(Snapshot(path).read_object("state/x"), torch.arange(50_000.0))
