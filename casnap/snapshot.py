@@ -460,7 +460,7 @@ def _joined(
     from casnap.store import Store
 
     comm = join(pg, timeout, f"the {verb} of {os.fspath(path)!r}")
-    with comm.telling():
+    with comm.reporting_errors():
         if comm.size == 1:
             return comm, *_store_and_name(path, storage_options, store, create=True)
         given = os.fspath(path)

@@ -28,10 +28,10 @@ from casnap import errors
 from casnap.errors import CasnapError, RankError, StateError
 from casnap.format.digest import digest_of
 from casnap.format.records import encode
-from casnap.ranks.link import PATIENCE, Link, LostError, Said, ranks_named
+from casnap.ranks.link import PATIENCE, ErrorText, Link, LinkFailedError, ranks_named
 from casnap.runtime.torch_modes import plain
 
-Part = bytes | memoryview
+Buffer = bytes | memoryview
 
 _FAILED = -1
 DEFAULT_TIMEOUT = 600.0
@@ -44,7 +44,7 @@ class Comm(ABC):
         rank: Who this is, counted within the group.
         size: How many there are.
         ranks: Who they are in the default process group.
-        doing: What they do, for messages.
+        operation: What they do, for messages.
         timeout: Seconds that one rank waits for another.
         over: Whether it has ended, well or not.
     """
@@ -52,13 +52,13 @@ class Comm(ABC):
     rank: int
     size: int
     ranks: tuple[int, ...]
-    doing = ""
+    operation = ""
     timeout = DEFAULT_TIMEOUT
-    over = False
+    ended = False
 
     @abstractmethod
     def all_to_all(
-        self, parts: Sequence[Part], room: memoryview | None = None, *, proven: bool = False
+        self, parts: Sequence[Buffer], room: memoryview | None = None, *, proven: bool = False
     ) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each. Sizes may differ, or be 0.
 
@@ -81,14 +81,14 @@ class Comm(ABC):
         """End the operation, after the last collective; a later error is this rank's own."""
 
     @abstractmethod
-    def at(self, phase: str) -> None:
+    def enter_phase(self, phase: str) -> None:
         """Note what this rank does now, so that others can say where it was lost."""
 
     def await_end(self, rank: int) -> bool:
         """Wait until another rank has left this operation, well or not; return whether it has."""
         return self.rank == rank
 
-    def check_awaited(self) -> None:
+    def check_not_abandoned(self) -> None:
         """Raise if the other ranks have given up on this one, since it stood still for too long.
 
         Raises:
@@ -96,20 +96,20 @@ class Comm(ABC):
         """
         return
 
-    def all_gather(self, part: Part) -> list[memoryview]:
+    def all_gather(self, part: Buffer) -> list[memoryview]:
         """Return the part of every rank."""
         return self.all_to_all([part] * self.size)
 
-    def gather(self, part: Part) -> list[memoryview]:
+    def gather(self, part: Buffer) -> list[memoryview]:
         """Return the part of every rank on rank 0, nothing elsewhere."""
         got = self.all_to_all([part, *[b""] * (self.size - 1)])
         return got if self.rank == 0 else []
 
-    def scatter(self, parts: Sequence[Part] = ()) -> memoryview:
+    def scatter(self, parts: Sequence[Buffer] = ()) -> memoryview:
         """Return that one of rank 0's parts that is for this rank."""
         return self.all_to_all(parts if self.rank == 0 else [b""] * self.size)[0]
 
-    def broadcast(self, part: Part = b"") -> memoryview:
+    def broadcast(self, part: Buffer = b"") -> memoryview:
         """Return rank 0's part."""
         return self.scatter([part] * self.size)
 
@@ -126,7 +126,7 @@ class Comm(ABC):
             )
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting_errors(self) -> Iterator[None]:
         """Do something that the operation begins with; an error ends it."""
         try:
             yield
@@ -151,13 +151,13 @@ class Comm(ABC):
             self.leave()
 
 
-class Alone(Comm):
+class SingleProcess(Comm):
     """A single process."""
 
     rank, size, ranks = 0, 1, (0,)
 
     def all_to_all(
-        self, parts: Sequence[Part], room: memoryview | None = None, *, proven: bool = False
+        self, parts: Sequence[Buffer], room: memoryview | None = None, *, proven: bool = False
     ) -> list[memoryview]:
         """Return the one part."""
         return [memoryview(parts[0])]
@@ -168,7 +168,7 @@ class Alone(Comm):
     def leave(self) -> None:
         """There is nobody to be left."""
 
-    def at(self, phase: str) -> None:
+    def enter_phase(self, phase: str) -> None:
         """There is nobody to be told."""
 
 
@@ -178,24 +178,24 @@ class Group(Comm):
     Args:
         link: What connects them; an operation that still uses it ends first.
         timeout: Seconds that one rank waits for another.
-        doing: What they do, for messages.
+        operation: What they do, for messages.
     """
 
-    def __init__(self, link: Link, timeout: float, doing: str) -> None:
+    def __init__(self, link: Link, timeout: float, operation: str) -> None:
         self._link = link
-        link.hold(id(self))
+        link.acquire(id(self))
         self.rank, self.size, self.ranks = link.rank, link.size, link.ranks
         self.timeout = timeout
-        self.doing = doing
+        self.operation = operation
         self._phase = ""
         self._calls = 0
-        self.over = False
+        self.ended = False
 
     def __del__(self) -> None:
         # Whoever lost it, by an interrupt, would lock out all others.
         self.leave()
 
-    def at(self, phase: str) -> None:
+    def enter_phase(self, phase: str) -> None:
         """Note what this rank does now, so that others can say where it was lost."""
         self._phase = phase
         if self._calls:
@@ -205,32 +205,32 @@ class Group(Comm):
         """Wait until another rank has left this operation, well or not; return whether it has."""
         return self._link.await_end(rank, self.timeout)
 
-    def check_awaited(self) -> None:
+    def check_not_abandoned(self) -> None:
         """Raise if the other ranks have given up on this one, since it stood still for too long."""
-        lost = self._link.verdict()
-        if lost is not None and self.rank in lost.ranks:
-            self.over = True
+        failure = self._link.cause_given_by_others()
+        if failure is not None and self.rank in failure.ranks:
+            self.ended = True
             self._link.close()
-            raise RankError(f"{self.doing}: {lost.why}", lost.ranks)
+            raise RankError(f"{self.operation}: {failure.reason}", failure.ranks)
 
     @plain()
     def all_to_all(
-        self, parts: Sequence[Part], room: memoryview | None = None, *, proven: bool = False
+        self, parts: Sequence[Buffer], room: memoryview | None = None, *, proven: bool = False
     ) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each."""
-        if self.over:
-            raise StateError(f"{self.doing}: it has ended already")
+        if self.ended:
+            raise StateError(f"{self.operation}: it has ended already")
         sums = [0] * self.size if proven else self._checksums(parts)
-        sizes, expected = self._sizes([len(part) for part in parts], sums)
+        sizes, expected = self._announce([len(part) for part in parts], sums)
         if _FAILED in sizes:
-            self.over = True
-            raise as_error(self.doing, self._errors(sizes, b""))
-        came = self._carry(parts, sizes, room)
+            self.ended = True
+            raise rebuilt_error(self.operation, self._collect_errors(sizes, b""))
+        came = self._transfer(parts, sizes, room)
         if not proven:
-            self._check(came, expected)
+            self._verify(came, expected)
         return came
 
-    def _checksums(self, parts: Sequence[Part]) -> list[int]:
+    def _checksums(self, parts: Sequence[Buffer]) -> list[int]:
         """Return a number for each part that goes to, or came from, another rank."""
         sums, known = [0] * self.size, dict[int, int]()
         for rank, part in enumerate(parts):
@@ -242,64 +242,64 @@ class Group(Comm):
             sums[rank] = known[id(part)]
         return sums
 
-    def _check(self, came: Sequence[memoryview], expected: list[int]) -> None:
+    def _verify(self, came: Sequence[memoryview], expected: list[int]) -> None:
         """Check that what came is what was sent."""
         bad = [rank for rank, s in enumerate(self._checksums(came)) if s != expected[rank]]
         if bad:
             raise RankError(
-                f"{self.doing}: what {ranks_named(bad)} sent came damaged to rank {self.rank}, so "
-                "it was not used; a network card or some memory may be at fault",
+                f"{self.operation}: what {ranks_named(bad)} sent came damaged to rank {self.rank}, "
+                "so it was not used; a network card or some memory may be at fault",
                 tuple(bad),
             )
 
     @plain()
     def fail(self, error: BaseException) -> None:
         """Tell all others, at their next collective, that this rank has failed."""
-        if self.over:
+        if self.ended:
             return
         if self._calls:
             # Those who are busy for longer read it where they find nobody any more.
             self.timeout = min(self.timeout, PATIENCE)
-        said = told(error)
+        said = error_text(error)
         with suppress(CasnapError):  # the own error is raised, whether or not all hear of it
-            sizes, _ = self._sizes([_FAILED] * self.size, [0] * self.size, said)
-            self._errors(sizes, encode(said))
-        self.over = True
+            sizes, _ = self._announce([_FAILED] * self.size, [0] * self.size, said)
+            self._collect_errors(sizes, encode(said))
+        self.ended = True
 
     def leave(self) -> None:
         """End the operation, after the last collective; a later error is this rank's own."""
-        self.over = True
-        self._link.free(id(self))
+        self.ended = True
+        self._link.release(id(self))
 
     # --- talking ---
 
-    def _sizes(
-        self, sizes: list[int], sums: list[int], told: Said | None = None
+    def _announce(
+        self, sizes: list[int], sums: list[int], told: ErrorText | None = None
     ) -> tuple[list[int], list[int]]:
         """Tell each rank how much follows, or that nothing will, and its checksum.
 
         Returns:
             What they tell.
         """
-        told_sizes, told_sums, steps = self._exchange(sizes, sums, told)
+        told_sizes, told_sums, steps = self._exchange_numbers(sizes, sums, told)
         astray = [rank for rank, step in enumerate(steps) if step != steps[self.rank]]
         if astray:
             # Everybody sees that, so all say what they do.
-            what = self._texts(self.doing.encode())[astray[0]].decode()
-            self.over = True
+            what = self._exchange_texts(self.operation.encode())[astray[0]].decode()
+            self.ended = True
             raise StateError(
-                f"{self.doing}: {ranks_named(astray)} came to {what} meanwhile; all ranks of a "
+                f"{self.operation}: {ranks_named(astray)} came to {what} meanwhile; all ranks of a "
                 "process group must call the same operations in the same order"
             )
         return told_sizes, told_sums
 
-    def _exchange(
-        self, sizes: list[int], sums: list[int], told: Said | None = None
+    def _exchange_numbers(
+        self, sizes: list[int], sums: list[int], told: ErrorText | None = None
     ) -> tuple[list[int], list[int], list[int]]:
         """Tell each rank two numbers, and where this one is; return what they tell."""
         self._calls += 1
         # Who does something else would take what comes for what it is not.
-        step = (crc32(self.doing.partition(" of ")[0].encode()) << 24) + self._calls
+        step = (crc32(self.operation.partition(" of ")[0].encode()) << 24) + self._calls
         said = [[*numbers, step] for numbers in zip(sizes, sums, strict=True)]
         mine = torch.tensor(said, device="cpu")
         theirs = torch.empty_like(mine)
@@ -310,34 +310,34 @@ class Group(Comm):
             self._link.pg.alltoall_base(theirs, mine, [], [], options).wait()
 
         if self._calls == 1:
-            self._talk(lambda: self._meet(exchange), told)
+            self._communicate(lambda: self._first_exchange(exchange), told)
         else:
-            self._talk(lambda: exchange(self.timeout), told)
+            self._communicate(lambda: exchange(self.timeout), told)
         return theirs[:, 0].tolist(), theirs[:, 1].tolist(), theirs[:, 2].tolist()
 
-    def _texts(self, mine: bytes) -> list[bytes]:
+    def _exchange_texts(self, mine: bytes) -> list[bytes]:
         """Return what each rank says."""
-        lengths, _, _ = self._exchange([len(mine)] * self.size, [0] * self.size)
-        return [bytes(text) for text in self._carry([mine] * self.size, lengths)]
+        lengths, _, _ = self._exchange_numbers([len(mine)] * self.size, [0] * self.size)
+        return [bytes(text) for text in self._transfer([mine] * self.size, lengths)]
 
-    def _meet(self, exchange: Callable[[float], None]) -> None:
+    def _first_exchange(self, exchange: Callable[[float], None]) -> None:
         """Talk for the first time, in the group of the operation before or in a new one."""
         until = time.monotonic() + self.timeout
-        phase = self._phase or f"beginning {self.doing}"
+        phase = self._phase or f"beginning {self.operation}"
         if self._link.pg is not None:
-            self._link.begin(self.doing, phase)
+            self._link.begin(self.operation, phase)
             try:
                 return exchange(self.timeout)
             except RuntimeError:
                 if time.monotonic() >= until or not self._link.broke_before():
                     raise
         left = max(0.0, until - time.monotonic())
-        self._link.connect(left, self.timeout, self.doing, phase)
+        self._link.connect(left, self.timeout, self.operation, phase)
         # All are here now.
         return exchange(min(self.timeout, max(PATIENCE, until - time.monotonic())))
 
-    def _carry(
-        self, parts: Sequence[Part], sizes: list[int], room: memoryview | None = None
+    def _transfer(
+        self, parts: Sequence[Buffer], sizes: list[int], room: memoryview | None = None
     ) -> list[memoryview]:
         """Send and receive, each size being known."""
         theirs = [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
@@ -362,52 +362,52 @@ class Group(Comm):
             for work in works:
                 work.wait(wait)
 
-        self._talk(carry)
+        self._communicate(carry)
         return got
 
-    def _talk(self, talk: Callable[[], None], said: Said | None = None) -> None:
+    def _communicate(self, talk: Callable[[], None], said: ErrorText | None = None) -> None:
         """Talk; where that fails, find out who is at fault, and raise."""
         began = time.monotonic()
         try:
             talk()
-        except LostError as e:
-            self.over = True
-            raise RankError(f"{self.doing}: {e.lost.why}", e.lost.ranks) from None
+        except LinkFailedError as e:
+            self.ended = True
+            raise RankError(f"{self.operation}: {e.failure.reason}", e.failure.ranks) from None
         except RuntimeError as e:
-            self.over = True
+            self.ended = True
             waited = time.monotonic() - began
-            lost = self._link.mourn(said, waited, late=waited >= 0.9 * self.timeout)
-            if lost.told is not None:
-                raise as_error(self.doing, {lost.ranks[0]: lost.told}) from e
-            raise RankError(f"{self.doing}: {lost.why}", lost.ranks) from e
+            failure = self._link.find_cause(said, waited, late=waited >= 0.9 * self.timeout)
+            if failure.error is not None:
+                raise rebuilt_error(self.operation, {failure.ranks[0]: failure.error}) from e
+            raise RankError(f"{self.operation}: {failure.reason}", failure.ranks) from e
         except BaseException as e:
             # An interrupt: this rank is out of step now.
-            self.over = True
-            self._link.mourn(told(e), 0, late=False)
+            self.ended = True
+            self._link.find_cause(error_text(e), 0, late=False)
             raise
 
-    def _errors(self, sizes: list[int], mine: bytes) -> dict[int, Said]:
+    def _collect_errors(self, sizes: list[int], mine: bytes) -> dict[int, ErrorText]:
         """Hear what went wrong on the ranks that said so."""
-        texts = self._texts(mine)
+        texts = self._exchange_texts(mine)
         return {
-            rank: msgspec.msgpack.decode(texts[rank], type=Said)
+            rank: msgspec.msgpack.decode(texts[rank], type=ErrorText)
             for rank, size in enumerate(sizes)
             if size == _FAILED and len(texts[rank])
         }
 
 
-def _as_tensor(part: Part) -> torch.Tensor:
+def _as_tensor(part: Buffer) -> torch.Tensor:
     # Torch warns of memory that may not be written to, though it is only read here.
     writable = part if isinstance(part, memoryview) and not part.readonly else bytearray(part)
     return torch.frombuffer(writable, dtype=torch.uint8)
 
 
-def told(error: BaseException) -> Said:
+def error_text(error: BaseException) -> ErrorText:
     """Return what other ranks are told of an error: its type and what it says."""
     return type(error).__name__, str(error)
 
 
-def as_error(doing: str, heard: dict[int, Said]) -> CasnapError:
+def rebuilt_error(operation: str, heard: dict[int, ErrorText]) -> CasnapError:
     """Return the error of another rank as it is raised here: of the same type if it is casnap's."""
     rank, (name, text) = min(heard.items())
     kind = getattr(errors, name, None)
@@ -417,20 +417,20 @@ def as_error(doing: str, heard: dict[int, Said]) -> CasnapError:
         return kind(f"rank {rank}: {text}")
     also = [r for r in heard if r != rank]
     others = f" (and {ranks_named(also)})" if also else ""
-    return RankError(f"{doing}: rank {rank} failed{others}: {name}: {text}", tuple(heard))
+    return RankError(f"{operation}: rank {rank} failed{others}: {name}: {text}", tuple(heard))
 
 
 _links: dict[tuple[int, ...], Link] = {}
 
 
-def join(pg: Any, timeout: float | None, doing: str) -> Comm:
+def join(pg: Any, timeout: float | None, operation: str) -> Comm:
     """Begin something that all ranks of a process group do together.
 
     Args:
         pg: The process group; None for the world, or for this process alone where
             ``torch.distributed`` is not initialised.
         timeout: Seconds that one rank waits for another; None for ten minutes.
-        doing: What is begun, for messages.
+        operation: What is begun, for messages.
 
     Raises:
         StateError: This process is not in the group.
@@ -441,7 +441,7 @@ def join(pg: Any, timeout: float | None, doing: str) -> Comm:
     if not (dist.is_available() and dist.is_initialized()):
         if pg is not None:
             raise StateError("pg= needs torch.distributed.init_process_group() first")
-        return Alone()
+        return SingleProcess()
     if pg is dist.GroupMember.NON_GROUP_MEMBER:
         raise StateError("this process is not in the process group pg; only its members take part")
     if pg is not None and not isinstance(pg, dist.ProcessGroup):
@@ -451,7 +451,7 @@ def join(pg: Any, timeout: float | None, doing: str) -> Comm:
         )
     ranks = tuple(dist.get_process_group_ranks(pg))
     if len(ranks) == 1:
-        return Alone()
+        return SingleProcess()
     home, rank = dist.distributed_c10d._get_default_group(), ranks.index(dist.get_rank())
     for known in [known for known, link in _links.items() if link.home is not home]:
         # Of a world that is gone: its group would keep two threads for ever.
@@ -459,7 +459,7 @@ def join(pg: Any, timeout: float | None, doing: str) -> Comm:
     link = _links.get(ranks)
     if link is None:
         link = _links[ranks] = Link(home, dist.distributed_c10d._get_default_store(), ranks, rank)
-    return Group(link, timeout, doing)
+    return Group(link, timeout, operation)
 
 
 def forget_after_fork() -> None:

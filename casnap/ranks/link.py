@@ -26,53 +26,53 @@ from casnap.format.digest import digest_of
 from casnap.format.records import encode
 
 T = TypeVar("T")
-Said = tuple[str, str]
+ErrorText = tuple[str, str]
 """The type of an error, and what it says."""
 
 PATIENCE = 10.0
 """Seconds that survivors wait for each other to say that they live, before they name the dead."""
 _POLL = (0.001, 0.05)
 # Seconds for others to leave word why they broke off, once that was felt; and to die, once one did.
-_WORD, _TOGETHER = 1.0, 0.1
+_EXPLAIN_SECONDS, _DEATHS_SECONDS = 1.0, 0.1
 # Seconds that the store may take to answer.
-_STORE = 5.0
-_SILENT = (
+_STORE_SECONDS = 5.0
+_STORE_SILENT = (
     "the store of the process group does not answer: the process that keeps it, rank 0 if no "
     "launcher does, died or hangs"
 )
 
 
-class Lost(msgspec.Struct, array_like=True):
+class Failure(msgspec.Struct, array_like=True):
     """Why an operation broke off.
 
     Attributes:
         ranks: Those at fault, as far as that is known.
-        why: What happened to them.
-        told: The error, if it was one.
+        reason: What happened to them.
+        error: The error, if it was one.
     """
 
     ranks: tuple[int, ...]
-    why: str
-    told: Said | None = None
+    reason: str
+    error: ErrorText | None = None
 
 
-class LostError(Exception):
+class LinkFailedError(Exception):
     """Some ranks did not come.
 
     Attributes:
-        lost: Who, and why.
+        failure: Who, and why.
     """
 
-    def __init__(self, lost: Lost) -> None:
-        super().__init__(lost.why)
-        self.lost = lost
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
 
 
 class _Start(msgspec.Struct, array_like=True):
     """What rank 0 says when it has waited for all: whom it met, by what they said; who is lost."""
 
     met: list[str]
-    lost: Lost | None = None
+    failure: Failure | None = None
 
 
 class _Process(NamedTuple):
@@ -140,27 +140,27 @@ class Link:
         self._asked: Future[Any] = Future()
         self._asked.set_result(None)
 
-    def hold(self, holder: int) -> None:
+    def acquire(self, holder: int) -> None:
         """Begin an operation, given its id; one that goes on in the background ends first."""
         self._turn.acquire()
         self._holder = holder
 
-    def free(self, holder: int) -> None:
+    def release(self, holder: int) -> None:
         """End an operation; more than once does no harm."""
         if self._holder == holder:
             self.note("ended", self._operation)
             self._holder = None
             self._turn.release()
 
-    def begin(self, doing: str, phase: str) -> None:
+    def begin(self, operation: str, phase: str) -> None:
         """Begin an operation in the group of the one before.
 
         Args:
-            doing: What all ranks do; one that stayed away before does not take this for that.
+            operation: What all ranks do; one that stayed away before does not take this for that.
             phase: What this rank does.
         """
         self._number += 1
-        self._operation = f"{self._number} {digest_of(doing.encode()).hex()[:16]}"
+        self._operation = f"{self._number} {digest_of(operation.encode()).hex()[:16]}"
         self.note("at", phase)
 
     def note(self, what: str, text: str) -> None:
@@ -173,7 +173,7 @@ class Link:
         """Return what the store holds, without waiting for it."""
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _bounded(self, work: Callable[[threading.Event], T], seconds: float) -> T:
+    def _within(self, work: Callable[[threading.Event], T], seconds: float) -> T:
         """Do something with the store on another thread, since it may never answer.
 
         The work gets an event that says that nobody waits for it any more.
@@ -195,22 +195,22 @@ class Link:
             wait([done], seconds)
         given_up.set()
         if not done.done():
-            raise LostError(Lost((), _SILENT))
+            raise LinkFailedError(Failure((), _STORE_SILENT))
         return done.result()
 
     # --- meeting ---
 
-    def connect(self, seconds: float, timeout: float, doing: str, phase: str) -> None:
+    def connect(self, seconds: float, timeout: float, operation: str, phase: str) -> None:
         """Make a group, once all ranks have come, and begin an operation.
 
         Args:
             seconds: How long to wait for them, still.
             timeout: How long that was in all.
-            doing: See :meth:`begin`.
+            operation: See :meth:`begin`.
             phase: See there.
 
         Raises:
-            LostError: Some did not come.
+            LinkFailedError: Some did not come.
             RuntimeError: The connection broke.
         """
         self.close()
@@ -218,19 +218,23 @@ class Link:
 
         def meet(given_up: threading.Event) -> str:
             pauses = _pauses(until, given_up)
-            return self._invite(pauses, timeout) if self.rank == 0 else self._come(pauses, timeout)
+            return (
+                self._gather_ranks(pauses, timeout)
+                if self.rank == 0
+                else self._join_rank_0(pauses, timeout)
+            )
 
-        self._name, self._number = self._bounded(meet, seconds + _STORE), 0
-        self.begin(doing, phase)
+        self._name, self._number = self._within(meet, seconds + _STORE_SECONDS), 0
+        self.begin(operation, phase)
 
         def make(_: threading.Event) -> tuple[Any, list[_Process]]:
             store = dist.distributed_c10d.PrefixStore(self._name, self._store)
             pg = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=rest))
-            return pg, self._acquainted(pg, rest)
+            return pg, self._exchange_processes(pg, rest)
 
-        self.pg, self._processes = self._bounded(make, 2 * rest + _STORE)
+        self.pg, self._processes = self._within(make, 2 * rest + _STORE_SECONDS)
 
-    def _acquainted(self, pg: Any, seconds: float) -> list[_Process]:
+    def _exchange_processes(self, pg: Any, seconds: float) -> list[_Process]:
         """Exchange who is who."""
         mine = torch.tensor([_Process.own()] * self.size, device="cpu")
         theirs = torch.empty_like(mine)
@@ -239,7 +243,7 @@ class Link:
         pg.alltoall_base(theirs, mine, [], [], options).wait()
         return [_Process(*process) for process in theirs.tolist()]
 
-    def _invite(self, pauses: Iterable[None], seconds: float) -> str:
+    def _gather_ranks(self, pauses: Iterable[None], seconds: float) -> str:
         """Wait, as rank 0, for all to come to a new group; return its name."""
         name = f"{self._base}/{os.urandom(8).hex()}"
         self._store.set(f"{self._base}/newest", name)
@@ -251,20 +255,20 @@ class Link:
                 missing.pop()
             if not missing:
                 break
-            gone = self._gone() or _ranks(self._read(f"{name}/gone"))
+            gone = self._dead_ranks() or _ranks(self._read(f"{name}/gone"))
         came = {rank: self._read(f"{name}/came/{rank}") for rank in range(1, self.size)}
         missing = [rank for rank, word in came.items() if not word]
-        lost = None
+        failure = None
         if missing:
-            lost = _absent(missing, gone, seconds)
+            failure = _absent(missing, gone, seconds)
         # To each its own word: one that finds an old name in the store does not take it for ours.
-        self._store.set(f"{name}/start", encode(_Start([w for w in came.values() if w], lost)))
-        if lost is not None:
+        self._store.set(f"{name}/start", encode(_Start([w for w in came.values() if w], failure)))
+        if failure is not None:
             self._store.set(f"{self._base}/newest", "")
-            raise LostError(lost)
+            raise LinkFailedError(failure)
         return name
 
-    def _come(self, pauses: Iterable[None], seconds: float) -> str:
+    def _join_rank_0(self, pauses: Iterable[None], seconds: float) -> str:
         """Come to the group that rank 0 makes; return its name."""
         word, name = os.urandom(8).hex(), ""
         gone: list[int] = []
@@ -276,10 +280,10 @@ class Link:
             if name and self._store.check([f"{name}/start"]):
                 start = msgspec.msgpack.decode(self._store.get(f"{name}/start"), type=_Start)
                 if word in start.met:
-                    if start.lost is not None:
-                        raise LostError(start.lost)
+                    if start.failure is not None:
+                        raise LinkFailedError(start.failure)
                     return name
-            gone = self._gone()
+            gone = self._dead_ranks()
             if 0 in gone:
                 break
             if gone and name:
@@ -288,7 +292,7 @@ class Link:
         missing = [rank for rank in range(1, self.size) if not self._read(f"{name}/came/{rank}")]
         if 0 in gone or not name or not missing:
             missing = [0]
-        raise LostError(_absent(missing, gone, seconds))
+        raise LinkFailedError(_absent(missing, gone, seconds))
 
     # --- parting ---
 
@@ -312,21 +316,23 @@ class Link:
         """
 
         def look(given_up: threading.Event) -> bool:
-            for _ in _pauses(time.monotonic() + _WORD, given_up):
+            for _ in _pauses(time.monotonic() + _EXPLAIN_SECONDS, given_up):
                 # What is written in this order is read in the other one.
                 broke = self._store.check([f"{self._name}/broke"])
-                if self._gone() or self._store.check([f"{self._name}/{self._operation}/count"]):
+                if self._dead_ranks() or self._store.check(
+                    [f"{self._name}/{self._operation}/count"]
+                ):
                     return False
                 if broke or self._read(f"{self._base}/newest") not in ("", self._name):
                     return True
             return True
 
         try:
-            return self._bounded(look, _WORD + _STORE)
-        except (RuntimeError, LostError):
+            return self._within(look, _EXPLAIN_SECONDS + _STORE_SECONDS)
+        except (RuntimeError, LinkFailedError):
             return False
 
-    def mourn(self, told: Said | None, waited: float, *, late: bool) -> Lost:
+    def find_cause(self, told: ErrorText | None, waited: float, *, late: bool) -> Failure:
         """Break the connection, leave word, and find out who is at fault.
 
         Args:
@@ -336,24 +342,24 @@ class Link:
         """
         self.close()
         within = f"{waited:.3g}"
-        patience = min(PATIENCE, max(_WORD, waited))
+        patience = min(PATIENCE, max(_EXPLAIN_SECONDS, waited))
 
-        def find_out(given_up: threading.Event) -> Lost:
-            return self._found_out(told, within if late else "", patience, given_up)
+        def find_out(given_up: threading.Event) -> Failure:
+            return self._cause(told, within if late else "", patience, given_up)
 
         try:
-            return self._bounded(find_out, patience + _STORE)
-        except (RuntimeError, LostError):
-            why = f"the connection between the ranks broke after {within} s; {_SILENT}"
-            gone = self._gone()
-            return Lost(tuple(gone), f"{ranks_named(gone)} died") if gone else Lost((), why)
+            return self._within(find_out, patience + _STORE_SECONDS)
+        except (RuntimeError, LinkFailedError):
+            why = f"the connection between the ranks broke after {within} s; {_STORE_SILENT}"
+            gone = self._dead_ranks()
+            return Failure(tuple(gone), f"{ranks_named(gone)} died") if gone else Failure((), why)
 
-    def _found_out(
-        self, told: Said | None, within: str, patience: float, given_up: threading.Event
-    ) -> Lost:
+    def _cause(
+        self, told: ErrorText | None, within: str, patience: float, given_up: threading.Event
+    ) -> Failure:
         operation = f"{self._name}/{self._operation}"
         if told is not None:
-            self._store.set(f"{operation}/why", encode(Lost((self.rank,), "", told)))
+            self._store.set(f"{operation}/why", encode(Failure((self.rank,), "", told)))
         if within:
             self._store.set(f"{operation}/waited", within)
         self._store.set(f"{operation}/stopped/{self.rank}", "")
@@ -362,44 +368,44 @@ class Link:
         for _ in _pauses(time.monotonic() + patience, given_up):
             # Whoever says why does so before being counted.
             complete = self._store.add(f"{operation}/count", 0) >= self.size
-            if (lost := self._why()) is not None:
+            if (failure := self._stored_cause()) is not None:
                 # So all name the same, one that woke up late itself.
-                return lost
-            if self._gone():
-                time.sleep(_TOGETHER)
+                return failure
+            if self._dead_ranks():
+                time.sleep(_DEATHS_SECONDS)
                 break
             if complete:
                 break
-        lost = self._died(self._gone()) or self._silent(operation)
-        self._store.set(f"{operation}/why", encode(lost))
-        return lost
+        failure = self._failure_of_dead(self._dead_ranks()) or self._failure_of_silent(operation)
+        self._store.set(f"{operation}/why", encode(failure))
+        return failure
 
-    def _why(self) -> Lost | None:
+    def _stored_cause(self) -> Failure | None:
         key = f"{self._name}/{self._operation}/why"
         if not self._store.check([key]):
             return None
-        return msgspec.msgpack.decode(self._store.get(key), type=Lost)
+        return msgspec.msgpack.decode(self._store.get(key), type=Failure)
 
-    def verdict(self) -> Lost | None:
+    def cause_given_by_others(self) -> Failure | None:
         """Return why others broke off the operation that this rank is in, if they did."""
         try:
-            return self._bounded(lambda _: self._why(), _STORE)
-        except (RuntimeError, LostError):
+            return self._within(lambda _: self._stored_cause(), _STORE_SECONDS)
+        except (RuntimeError, LinkFailedError):
             return None
 
-    def _gone(self) -> list[int]:
+    def _dead_ranks(self) -> list[int]:
         """Return the ranks on this host whose processes ended."""
         if not self._processes:
             return []
         here = self._processes[self.rank].host
         return [rank for rank, process in enumerate(self._processes) if process.is_gone(here)]
 
-    def _died(self, gone: Sequence[int]) -> Lost | None:
+    def _failure_of_dead(self, gone: Sequence[int]) -> Failure | None:
         if not gone:
             return None
-        return Lost(tuple(gone), f"{ranks_named(gone)} died{self._last_seen(gone[0])}")
+        return Failure(tuple(gone), f"{ranks_named(gone)} died{self._last_seen(gone[0])}")
 
-    def _silent(self, operation: str) -> Lost:
+    def _failure_of_silent(self, operation: str) -> Failure:
         """Return who has not left word."""
         silent = [
             rank
@@ -407,11 +413,11 @@ class Link:
             if not self._store.check([f"{operation}/stopped/{rank}"])
         ]
         if not silent:
-            return Lost((), "the connection between the ranks broke")
+            return Failure((), "the connection between the ranks broke")
         within = self._read(f"{operation}/waited")
         what = f"did not answer within {within} s" if within else "broke off the connection"
         where = self._last_seen(silent[0])
-        return Lost(tuple(silent), f"{ranks_named(silent)} {what}{where}")
+        return Failure(tuple(silent), f"{ranks_named(silent)} {what}{where}")
 
     def _last_seen(self, rank: int) -> str:
         phase = self._read(f"{self._name}/at/{rank}")
@@ -422,7 +428,7 @@ class Link:
 
         def look(given_up: threading.Event) -> bool:
             for _ in _pauses(time.monotonic() + seconds, given_up):
-                died = rank in self._gone()
+                died = rank in self._dead_ranks()
                 if self._read(f"{self._name}/ended/{rank}") == self._operation:
                     return True
                 if died:
@@ -430,14 +436,14 @@ class Link:
             return False
 
         try:
-            return self._bounded(look, seconds + _STORE)
-        except (RuntimeError, LostError):
+            return self._within(look, seconds + _STORE_SECONDS)
+        except (RuntimeError, LinkFailedError):
             return False
 
 
-def _absent(missing: Sequence[int], gone: Sequence[int], seconds: float) -> Lost:
+def _absent(missing: Sequence[int], gone: Sequence[int], seconds: float) -> Failure:
     what = "died" if set(missing) <= set(gone) else f"did not come within {seconds:g} s"
-    return Lost(tuple(missing), f"{ranks_named(missing)} {what}")
+    return Failure(tuple(missing), f"{ranks_named(missing)} {what}")
 
 
 def _ranks(text: str) -> list[int]:

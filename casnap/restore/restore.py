@@ -117,7 +117,7 @@ def restore(
             tensors that are restored in place may hold new values already.
         RankError: Another rank failed, died or hangs.
     """
-    comm.at("beginning a restore")
+    comm.enter_phase("beginning a restore")
     keys = _agreed_keys(contents, app_state, options, comm)
     report = RestoreReport(left_behind=_left_behind(contents, comm.size))
     parts = [
@@ -130,13 +130,13 @@ def restore(
     if options.strict and report:
         raise MismatchError(_mismatch(contents, report))
     entries = {path: entry for part in parts for path, entry in part.entries.items()}
-    comm.at("reading")
+    comm.enter_phase("reading")
     leaves = _loaded(contents, entries, targets, options, comm)
     for part in parts:
         leaves |= part.given
     # Nobody changes anything that others could not follow.
     comm.all_gather(b"")
-    comm.at("loading states")
+    comm.enter_phase("loading states")
     # The random state last: to load the others may draw from it.
     for part in sorted(parts, key=lambda p: isinstance(p.stateful, RNGState)):
         with plain():

@@ -131,7 +131,7 @@ def die_on_the_way(dying: int, where: str) -> Seen:
         if where == "met":
             dist.ProcessGroupGloo = lambda *_: kill()
         if where == "connected":
-            links.Link._acquainted = lambda *_: kill()
+            links.Link._exchange_processes = lambda *_: kill()
     return watch(partial(talk, SHORT))
 
 
@@ -222,7 +222,7 @@ def lose_the_store(folder: str, port: int, how: str) -> tuple[Seen, Seen]:
         if (i, comm.rank) == (1, 0):
             kill() if how == "killed" else yard.stand_still()
 
-    links._STORE = 1.0
+    links._STORE_SECONDS = 1.0
     seen = watch(partial(talk, SHORT, 2, strike))
     again = watch(partial(talk, SHORT)) if rank else seen
     if rank and how == "stopped":
