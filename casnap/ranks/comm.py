@@ -27,8 +27,9 @@ import torch.distributed as dist
 from casnap import errors
 from casnap.errors import CasnapError, RankError, StateError
 from casnap.format.digest import digest_of
+from casnap.format.names import rank_names
 from casnap.format.records import encode
-from casnap.ranks.link import PATIENCE, ErrorText, Link, LinkFailedError, ranks_named
+from casnap.ranks.link import PATIENCE, ErrorText, Link, LinkFailedError
 from casnap.runtime.torch_modes import plain
 
 Buffer = bytes | memoryview
@@ -247,7 +248,7 @@ class Group(Comm):
         bad = [rank for rank, s in enumerate(self._checksums(came)) if s != expected[rank]]
         if bad:
             raise RankError(
-                f"{self.operation}: what {ranks_named(bad)} sent came damaged to rank {self.rank}, "
+                f"{self.operation}: what {rank_names(bad)} sent came damaged to rank {self.rank}, "
                 "so it was not used; a network card or some memory may be at fault",
                 tuple(bad),
             )
@@ -288,7 +289,7 @@ class Group(Comm):
             what = self._exchange_texts(self.operation.encode())[astray[0]].decode()
             self.ended = True
             raise StateError(
-                f"{self.operation}: {ranks_named(astray)} came to {what} meanwhile; all ranks of a "
+                f"{self.operation}: {rank_names(astray)} came to {what} meanwhile; all ranks of a "
                 "process group must call the same operations in the same order"
             )
         return told_sizes, told_sums
@@ -416,7 +417,7 @@ def rebuilt_error(operation: str, heard: dict[int, ErrorText]) -> CasnapError:
     if isinstance(kind, type) and issubclass(kind, CasnapError):
         return kind(f"rank {rank}: {text}")
     also = [r for r in heard if r != rank]
-    others = f" (and {ranks_named(also)})" if also else ""
+    others = f" (and {rank_names(also)})" if also else ""
     return RankError(f"{operation}: rank {rank} failed{others}: {name}: {text}", tuple(heard))
 
 

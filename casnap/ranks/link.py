@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from casnap.format.digest import digest_of
+from casnap.format.names import rank_names
 from casnap.format.records import encode
 
 T = TypeVar("T")
@@ -352,7 +353,7 @@ class Link:
         except (RuntimeError, LinkFailedError):
             why = f"the connection between the ranks broke after {within} s; {_STORE_SILENT}"
             gone = self._dead_ranks()
-            return Failure(tuple(gone), f"{ranks_named(gone)} died") if gone else Failure((), why)
+            return Failure(tuple(gone), f"{rank_names(gone)} died") if gone else Failure((), why)
 
     def _cause(
         self, told: ErrorText | None, within: str, patience: float, given_up: threading.Event
@@ -403,7 +404,7 @@ class Link:
     def _failure_of_dead(self, gone: Sequence[int]) -> Failure | None:
         if not gone:
             return None
-        return Failure(tuple(gone), f"{ranks_named(gone)} died{self._last_seen(gone[0])}")
+        return Failure(tuple(gone), f"{rank_names(gone)} died{self._last_seen(gone[0])}")
 
     def _failure_of_silent(self, operation: str) -> Failure:
         """Return who has not left word."""
@@ -417,7 +418,7 @@ class Link:
         within = self._read(f"{operation}/waited")
         what = f"did not answer within {within} s" if within else "broke off the connection"
         where = self._last_seen(silent[0])
-        return Failure(tuple(silent), f"{ranks_named(silent)} {what}{where}")
+        return Failure(tuple(silent), f"{rank_names(silent)} {what}{where}")
 
     def _last_seen(self, rank: int) -> str:
         phase = self._read(f"{self._name}/at/{rank}")
@@ -443,18 +444,11 @@ class Link:
 
 def _absent(missing: Sequence[int], gone: Sequence[int], seconds: float) -> Failure:
     what = "died" if set(missing) <= set(gone) else f"did not come within {seconds:g} s"
-    return Failure(tuple(missing), f"{ranks_named(missing)} {what}")
+    return Failure(tuple(missing), f"{rank_names(missing)} {what}")
 
 
 def _ranks(text: str) -> list[int]:
     return [int(rank) for rank in text.split()]
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 1, 2"; of many just the first."""
-    shown = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
 
 
 def _pauses(until: float, given_up: threading.Event) -> Iterator[None]:

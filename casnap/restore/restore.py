@@ -13,6 +13,7 @@ import torch
 
 from casnap.errors import MismatchError
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry
+from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.ranks.comm import Comm
 from casnap.restore.loading import Loading, Progress
@@ -25,7 +26,7 @@ from casnap.state.overlap import end_of, filled_in_place, overlapping
 from casnap.state.sharded import Shards, quietly, shards_of
 from casnap.state.stateful import RNGState, Stateful, random_states_first
 from casnap.state.tensors import Leaf, carrier_dtype, is_float4, is_hollow
-from casnap.storage.contents import Contents, rank_names
+from casnap.storage.contents import Contents
 
 
 @dataclass

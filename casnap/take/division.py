@@ -22,11 +22,11 @@ from casnap.errors import StateError
 from casnap.format.digest import digest_of
 from casnap.format.entries import BoxedTensorEntry, Boxes, Entry, TensorEntry
 from casnap.format.grid import Grid, grid_of
+from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.format.region import Region
 from casnap.format.tiling import MAX_BOXES, Tiling
 from casnap.ranks.comm import Comm
-from casnap.ranks.link import ranks_named
 from casnap.state.sharded import Shards, holders_of
 from casnap.state.tensors import itemsize_of
 from casnap.take.capture import Assignment, Capture, grid_of_leaf
@@ -293,7 +293,7 @@ def _check_declared(
     more = f" (nor are {_few([*wrong.keys() - {path}])})" if len(wrong) > 1 else ""
     raise StateError(
         f"{path} is named by replicated=, but is not the same on all ranks{more}: on "
-        f"{ranks_named(others)} it is not what it is on rank 0. Make it equal, leave it out of "
+        f"{rank_names(others)} it is not what it is on rank 0. Make it equal, leave it out of "
         "replicated= (what is equal is found out), or have per_rank= name it"
     )
 

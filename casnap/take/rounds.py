@@ -16,8 +16,8 @@ from contextlib import contextmanager
 
 from casnap.errors import RankError
 from casnap.format.digest import DIGEST_SIZE, Digest
+from casnap.format.names import rank_names
 from casnap.ranks.comm import Comm
-from casnap.ranks.link import ranks_named
 from casnap.runtime.threads import Crew, Shared
 from casnap.take.split_cells import SplitCells
 from casnap.take.staging import Piece
@@ -203,7 +203,7 @@ class Rounds:
         stuck = [rank for rank, seconds in enumerate(stood_still) if seconds > timeout]
         if stuck:
             raise RankError(
-                f"{self._comm.operation}: {ranks_named(stuck)} did not go on for {timeout:g} s "
+                f"{self._comm.operation}: {rank_names(stuck)} did not go on for {timeout:g} s "
                 "(last seen hashing and writing)",
                 tuple(stuck),
             )

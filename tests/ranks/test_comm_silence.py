@@ -44,7 +44,7 @@ def test_who_does_something_else_is_told_so(world: Worlds) -> None:
     outcomes = world(3).run(do_something_else)
     for rank, (seen, again) in enumerate(outcomes):
         what = "rank 1 came to the restore of 'x'"
-        other = "the restore of 'x': ranks 0, 2 came to the take of 'x' meanwhile"
+        other = "the restore of 'x': ranks 0 and 2 came to the take of 'x' meanwhile"
         assert seen.error == "StateError"
         assert (other if rank == 1 else what) in seen.text
         assert again.value == heard_of(3)
