@@ -11,8 +11,8 @@ import msgspec
 from casnap.backends import Backend
 from casnap.errors import FencedError, RankError, StoreError
 from casnap.format.records import Row, SegmentId, encode, pack_key, segment_key
-from casnap.ranks.comm import Comm, error_text, rebuilt_error
-from casnap.ranks.link import ErrorText
+from casnap.ranks.comm import Comm
+from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
 from casnap.storage.commit import Handover, Partners, Transaction
 
 _log = logging.getLogger("casnap")
@@ -101,7 +101,7 @@ def commit_through_rank_0(
         ) from e
     if order.error is not None:
         transaction.withdraw()
-        raise rebuilt_error(comm.operation, {0: order.error})
+        raise error_of_ranks(comm.operation, {0: order.error})
     assert order.row is not None
     return order.row
 
