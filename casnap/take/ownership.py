@@ -109,10 +109,10 @@ def alone(capture: Capture, hashed: Hashed, put: Put) -> Agreed:
     top, private = Manifest({}, {"0": {}}), top_of(capture)
     for span in capture.spans:
         entries = {
-            capture.leaves[i].path[len(span.key) :]: entry_of(capture, hashed, i, put)
+            capture.leaves[i].path[len(span.component) :]: entry_of(capture, hashed, i, put)
             for i in range(span.start, span.stop)
         }
-        (top.ranks["0"] if span.private else top.shared)[span.key] = build(entries, put)
+        (top.ranks["0"] if span.private else top.shared)[span.component] = build(entries, put)
     return Agreed(top, private, len(capture.leaves))
 
 
@@ -283,10 +283,10 @@ def _add_private(
         for i in range(span.start, span.stop):
             if scopes[i] is Scope.PRIVATE:
                 entry = entry_of(capture, hashed, i, put)
-                entries[capture.leaves[i].path[len(span.key) :]] = entry
+                entries[capture.leaves[i].path[len(span.component) :]] = entry
                 share.logical_bytes += payload_of(entry).nbytes
         if entries:
-            share.subtrees[span.key] = build(entries, put)
+            share.subtrees[span.component] = build(entries, put)
             share.count += len(entries)
 
 
