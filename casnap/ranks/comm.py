@@ -421,6 +421,8 @@ def as_error(doing: str, heard: dict[int, Said]) -> CasnapError:
 
 
 _links: dict[tuple[int, ...], Link] = {}
+# The parent's connections are not the child's.
+os.register_at_fork(after_in_child=_links.clear)
 
 
 def join(pg: Any, timeout: float | None, doing: str) -> Comm:
@@ -460,11 +462,3 @@ def join(pg: Any, timeout: float | None, doing: str) -> Comm:
     if link is None:
         link = _links[ranks] = Link(home, dist.distributed_c10d._get_default_store(), ranks, rank)
     return Group(link, timeout, doing)
-
-
-def forget_after_fork() -> None:
-    """Forget all groups: the parent's connections are not the child's."""
-    _links.clear()
-
-
-os.register_at_fork(after_in_child=forget_after_fork)
