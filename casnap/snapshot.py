@@ -349,9 +349,9 @@ class Snapshot:
         Raises:
             EntryNotFoundError: There is no such key.
         """
-        from casnap.state.containers import segment_of
+        from casnap.state.containers import component_of
 
-        state: dict[str, Any] = self.read_object(segment_of(key), allow_pickle=allow_pickle)
+        state: dict[str, Any] = self.read_object(component_of(key), allow_pickle=allow_pickle)
         return state
 
     # --- what is known ---

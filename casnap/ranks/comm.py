@@ -441,6 +441,8 @@ def _as_tensor(part: Buffer) -> torch.Tensor:
 
 
 _links: dict[tuple[int, ...], Link] = {}
+# A child process must not use the connections of its parent.
+os.register_at_fork(after_in_child=_links.clear)
 
 
 def join(pg: Any, timeout: float | None, operation: str) -> Comm:
@@ -484,11 +486,3 @@ def _link_of(ranks: tuple[int, ...]) -> Link:
     if ranks not in _links:
         _links[ranks] = Link(home, store, ranks, ranks.index(dist.get_rank()))
     return _links[ranks]
-
-
-def forget_after_fork() -> None:
-    """Forget all links: a child process must not use the connections of its parent."""
-    _links.clear()
-
-
-os.register_at_fork(after_in_child=forget_after_fork)

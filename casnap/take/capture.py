@@ -15,7 +15,7 @@ from casnap.format.region import Region
 from casnap.format.tiling import Tiling
 from casnap.runtime.buffers import bytes_at
 from casnap.runtime.torch_modes import plain
-from casnap.state.containers import segment_of
+from casnap.state.containers import component_of
 from casnap.state.cuda import settle
 from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards
@@ -29,13 +29,13 @@ class KeySpan(NamedTuple):
 
     Attributes:
         per_rank: Whether they belong to their rank alone, whatever they hold.
-        key: The key, as a path segment.
+        component: The key, as a path component.
         start: The first leaf.
         stop: One past the last.
     """
 
     per_rank: bool
-    key: str
+    component: str
     start: int
     stop: int
 
@@ -85,12 +85,12 @@ class Capture:
         self.spans: list[KeySpan] = []
         for key in random_states_first(app_state):
             stateful = app_state[key]
-            start, segment = len(self.leaves), segment_of(key)
+            start, component = len(self.leaves), component_of(key)
             state = stateful.state_dict()
             with plain():
-                self.leaves.extend(flatten(state, segment, allow_pickle=allow_pickle))
+                self.leaves.extend(flatten(state, component, allow_pickle=allow_pickle))
             private = isinstance(stateful, RNGState)
-            self.spans.append(KeySpan(private, segment, start, len(self.leaves)))
+            self.spans.append(KeySpan(private, component, start, len(self.leaves)))
         self.grids: list[Grid | None] = []
         self.assigned: dict[int, Assignment] = {}
         self.inline: dict[int, bytes] = {}

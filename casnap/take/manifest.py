@@ -109,10 +109,10 @@ def build_own_manifest(capture: Capture, hashed: Digests, put: Put) -> BuiltMani
     top, private = Manifest({}, {"0": {}}), top_of(capture)
     for span in capture.spans:
         entries = {
-            capture.leaves[i].path[len(span.key) :]: finished_entry(capture, hashed, i, put)
+            capture.leaves[i].path[len(span.component) :]: finished_entry(capture, hashed, i, put)
             for i in range(span.start, span.stop)
         }
-        (top.ranks["0"] if span.per_rank else top.shared)[span.key] = build(entries, put)
+        (top.ranks["0"] if span.per_rank else top.shared)[span.component] = build(entries, put)
     return BuiltManifest(top, private, len(capture.leaves))
 
 
@@ -283,10 +283,10 @@ def _add_private(
         for i in range(span.start, span.stop):
             if scopes[i] is Scope.PER_RANK:
                 entry = finished_entry(capture, hashed, i, put)
-                entries[capture.leaves[i].path[len(span.key) :]] = entry
+                entries[capture.leaves[i].path[len(span.component) :]] = entry
                 share.logical_bytes += payload_of(entry).nbytes
         if entries:
-            share.subtrees[span.key] = build(entries, put)
+            share.subtrees[span.component] = build(entries, put)
             share.count += len(entries)
 
 

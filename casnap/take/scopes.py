@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from casnap.format.entries import ContainerEntry, TensorEntry
-from casnap.state.containers import segment_of
+from casnap.state.containers import component_of
 from casnap.state.sharded import Shards
 from casnap.state.tensors import Leaf, is_numpy
 from casnap.take.capture import Capture
@@ -66,12 +66,12 @@ def declarations_of(
             # Others may hold another module under this name.
             continue
         ignored = {f"module.{name}" for name in getattr(value, "parameters_to_ignore", ())}
-        segment = segment_of(key)
+        component = component_of(key)
         parameters = dict(value.named_parameters(remove_duplicate=False)).keys() - ignored
-        ddp_parameters |= {f"{segment}/{segment_of(name)}" for name in parameters}
+        ddp_parameters |= {f"{component}/{component_of(name)}" for name in parameters}
         if value.broadcast_buffers and not hasattr(value, "buffer_hook"):
             buffers = dict(value.named_buffers(remove_duplicate=False)).keys() - ignored
-            ddp_buffers |= {f"{segment}/{segment_of(name)}" for name in buffers}
+            ddp_buffers |= {f"{component}/{component_of(name)}" for name in buffers}
     return Declarations(
         tuple(replicated), tuple(per_rank), frozenset(ddp_buffers), frozenset(ddp_parameters)
     )

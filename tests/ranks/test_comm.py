@@ -314,7 +314,7 @@ def begin_anew(port: int) -> list[list[bytes]]:
         heard.append(talk(20, 2))
         if i == 1:
             # What is left in the store of an older group is not taken for a newer one.
-            comm_module.forget_after_fork()
+            comm_module._links.clear()
             heard.append(talk(20, 2))
     return heard
 

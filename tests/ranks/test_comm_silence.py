@@ -25,7 +25,7 @@ SHORT = 1.0
 
 def start_with(operations: int) -> None:
     """Begin with a new group, or in one that has served some operations."""
-    comm_module.forget_after_fork()
+    comm_module._links.clear()
     dist.barrier()
     for _ in range(operations):
         talk(60)
