@@ -1,0 +1,35 @@
+"""The options of a take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from casnap.format.codec import Codec
+from casnap.storage.retention import Retention, check_retention
+
+Progress = Callable[[int, int], None]
+"""Called now and then, from any thread, with the bytes done and the bytes in all."""
+
+
+@dataclass(frozen=True)
+class TakeOptions:
+    """How to take; see :meth:`casnap.Store.take`."""
+
+    metadata: Mapping[str, Any] | None = None
+    overwrite: bool = False
+    allow_pickle: bool = False
+    max_staging_bytes: int | None = None
+    progress: Progress | None = None
+    retention: Retention | None = None
+    replicated: Sequence[str] | None = None
+    per_rank: Sequence[str] | None = None
+    codec: Codec = Codec.RAW
+
+    def __post_init__(self) -> None:
+        if self.retention is not None:
+            check_retention(self.retention)
+        for name in ("replicated", "per_rank"):
+            if isinstance(globs := getattr(self, name), str):
+                raise TypeError(f"{name} is a list of globs, such as [{globs!r}]; got a str")
