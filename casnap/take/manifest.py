@@ -153,47 +153,47 @@ class _Builder:
         for path, entry in self._sharded.items():
             key, slash, below = path.partition("/")
             entries.setdefault(key, {})[slash + below] = entry
+        contributes, per_rank = self._contributes(), Scope.PER_RANK
         for span in capture.spans:
             own: dict[str, Entry] = {}
             shared = entries.setdefault(span.component, {})
+            prefix = len(span.component)
             for i in range(span.start, span.stop):
-                if scopes[i] is Scope.PER_RANK:
-                    own[capture.leaves[i].path[len(span.component) :]] = self._entry(i, self._put)
-                elif self._contributes(i):
-                    entry = self._global_entry(i)
-                    shared[capture.leaves[i].path[len(span.component) :]] = entry
+                if scopes[i] is per_rank:
+                    own[capture.leaves[i].path[prefix:]] = self._entry(i, self._put)
+                elif contributes[i]:
+                    shared[capture.leaves[i].path[prefix:]] = self._entry(i, self._put)
             if own:
                 contribution.subtrees[span.component] = build(own, self._put)
                 contribution.logical_bytes += _nbytes(own)
                 contribution.count += len(own)
         return contribution
 
-    def _contributes(self, leaf: int) -> bool:
-        """Whether it is this rank that adds the entry of a global leaf that is not sharded."""
-        scope, comm = self._scopes[leaf], self._comm
-        if scope is Scope.FROM_RANK_0:
-            return comm.rank == 0
-        if scope is Scope.SHARDED:
-            return False
-        return owner_of(self._division.keys[leaf], comm.size) == comm.rank
-
-    def _global_entry(self, leaf: int) -> Entry:
-        capture = self._capture
-        if self._scopes[leaf] is not Scope.REPLICATED or leaf in capture.inline:
-            return self._entry(leaf, self._put)
-        path, entry, _ = capture.leaves[leaf]
-        nbytes, count = payload_of(entry).nbytes, capture.assigned[leaf].grid.count
-        runs = self._cells.get(self._division.keys[leaf], {})
-        return with_payload(entry, _assembled(path, nbytes, count, runs, self._put))
+    def _contributes(self) -> list[bool]:
+        """Return, for each leaf, whether it is this rank that adds its entry if it is global."""
+        comm, keys, first = self._comm, self._division.keys, Scope.FROM_RANK_0
+        by_owner = {Scope.REPLICATED, Scope.EQUAL}
+        return [
+            comm.rank == 0
+            if scope is first
+            else scope in by_owner and owner_of(keys[i], comm.size) == comm.rank
+            for i, scope in enumerate(self._scopes)
+        ]
 
     def _entry(self, leaf: int, put: Put) -> Entry:
-        """Return the entry of a leaf that this rank hashed as a whole."""
+        """Return the entry of a leaf that is not sharded."""
         capture = self._capture
-        entry, inline = capture.leaves[leaf].entry, capture.inline.get(leaf)
-        if inline is not None:
+        path, entry, _ = capture.leaves[leaf]
+        if leaf in capture.inline:
+            inline = capture.inline[leaf]
             return with_payload(entry, Payload(len(inline), inline))
+        nbytes = payload_of(entry).nbytes
+        if leaf in capture.assigned:
+            runs = self._cells.get(self._division.keys[leaf], {})
+            count = capture.assigned[leaf].grid.count
+            return with_payload(entry, _assembled(path, nbytes, count, runs, put))
         digests = self._digests.whole[capture.same_as.get(leaf, leaf)]
-        return with_payload(entry, _payload(payload_of(entry).nbytes, bytes(digests), put))
+        return with_payload(entry, _payload(nbytes, bytes(digests), put))
 
 
 # --- the owner of a path ----------------------------------------------------------------------
@@ -304,14 +304,14 @@ def _row_major(entry: Entry) -> Entry:
 def _joined(contributions: list[_Contribution], keys: Sequence[str], put: Put) -> BuiltManifest:
     """Return the manifest of what all ranks contribute, its keys in the order of the app state."""
     manifest = Manifest({}, {})
-    entries: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
+    entries: dict[str, dict[str, Entry]] = {}
     logical_bytes = count = 0
     for rank, contribution in enumerate(contributions):
         manifest.ranks[str(rank)] = contribution.subtrees
         logical_bytes += contribution.logical_bytes
         count += contribution.count
         for key, some in contribution.entries.items():
-            entries[key].update(some)
+            entries.setdefault(key, some).update(some)
     for key in keys:
         if entries[key]:
             manifest.shared[key] = build(entries[key], put)
