@@ -349,9 +349,9 @@ class Snapshot:
         Raises:
             EntryNotFoundError: There is no such key.
         """
-        from casnap.state.containers import segment_of
+        from casnap.state.containers import component_of
 
-        state: dict[str, Any] = self.read_object(segment_of(key), allow_pickle=allow_pickle)
+        state: dict[str, Any] = self.read_object(component_of(key), allow_pickle=allow_pickle)
         return state
 
     # --- what is known ---
@@ -460,7 +460,7 @@ def _joined(
     from casnap.store import Store
 
     comm = join(pg, timeout, f"the {verb} of {os.fspath(path)!r}")
-    with comm.telling():
+    with comm.reporting_errors():
         if comm.size == 1:
             return comm, *_store_and_name(path, storage_options, store, create=True)
         given = os.fspath(path)

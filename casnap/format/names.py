@@ -1,6 +1,8 @@
-"""The names of snapshots: which can be used."""
+"""Names: which a snapshot may have, and how messages name ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from casnap.errors import InvalidNameError
 
@@ -38,3 +40,11 @@ def check_name(name: str) -> str:
             f"the snapshot name {name!r:.200} {problem}; choose another, like 'run1/step_100'"
         )
     return clean
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """Return ranks in words: ``rank 1``, ``ranks 0, 1 and 2``; of many, the first eight."""
+    if len(ranks) > 8:
+        return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8:,} more"
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"

@@ -276,8 +276,9 @@ class _Collector:
 
         That stays true of it, and if the note were wrong, garbage would only stay for longer.
         """
+        note = self._objects.index.cache.note(self._note_of(root))
         try:
-            found = msgspec.msgpack.decode(self._objects.index.note(self._note_of(root)) or b"")
+            found = msgspec.msgpack.decode(note or b"")
             r = self.report
             r.snapshots, r.live_chunks, r.live_bytes, r.lost_chunks = found
         except (msgspec.DecodeError, TypeError, ValueError):
@@ -289,7 +290,7 @@ class _Collector:
         r = self.report
         found = (r.snapshots, r.live_chunks, r.live_bytes, r.lost_chunks)
         self._clean = root
-        self._objects.index.keep_note(self._note_of(root), msgspec.msgpack.encode(found))
+        self._objects.index.cache.keep_note(self._note_of(root), msgspec.msgpack.encode(found))
 
     def _note_of(self, root: Root) -> bytes:
         return b"clean" + root.commit + struct.pack("<d", self._options.repack)

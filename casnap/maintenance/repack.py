@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.records import PackId, Root
 from casnap.maintenance.marks import Marks
+from casnap.runtime.fork import PerProcess
 from casnap.runtime.threads import Crew
 from casnap.storage.commit import Transaction
 from casnap.storage.index import View
@@ -24,15 +24,7 @@ _log = logging.getLogger("casnap")
 _READ = ReadOptions(readers=2)
 _BATCH_BYTES = 1 << 30
 
-_turn = threading.Lock()
-
-
-def _free_turn_after_fork() -> None:
-    global _turn
-    _turn = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_free_turn_after_fork)
+_turn = PerProcess(threading.Lock)
 
 
 @contextmanager
@@ -41,7 +33,7 @@ def one_at_a_time() -> Iterator[None]:
 
     Of two in one process that do so, each could hold the buffers that the other waits for.
     """
-    with _turn:
+    with _turn.value:
         yield
 
 

@@ -439,7 +439,7 @@ class _Repair:
     def _heal(self) -> None:
         """Look for what is lost elsewhere."""
         for digest in self._missing():
-            node = self._objects.index.node(digest)
+            node = self._objects.index.cache.node(digest)
             if node is not None:
                 self._heal_one(digest, memoryview(node))
         for source in self._sources:

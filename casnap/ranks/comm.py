@@ -1,10 +1,10 @@
-"""What the ranks of one operation tell each other: collectives that carry errors, with a deadline.
+"""Collectives of the ranks of one operation: they carry errors, and they have a deadline.
 
-All run on a gloo group of casnap's own (:mod:`casnap.ranks.link`), never on the trainer's. Each
-begins by telling all others how much follows. A rank that has failed tells them that instead,
-whichever collective they are in; so an error on one rank is raised on all, and the group stays in
-step. A rank that is killed or hangs breaks the group: whoever waits for it hears of that from gloo,
-finds out who is at fault, and the next operation makes a new group.
+They run on a gloo group of casnap's own (:mod:`casnap.ranks.link`), never on the trainer's. Each
+collective begins with the number of bytes that follow. A rank that has failed sends its error
+instead, whichever collective the others are in: an error on one rank is raised on all, and the
+group stays in step. A rank that is killed or hangs breaks the group. The others learn that from
+gloo, find out which rank is at fault, and the next operation makes a new group.
 """
 
 from __future__ import annotations
@@ -17,117 +17,151 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import accumulate
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from casnap import errors
 from casnap.errors import CasnapError, RankError, StateError
 from casnap.format.digest import digest_of
+from casnap.format.names import rank_names
 from casnap.format.records import encode
-from casnap.ranks.link import PATIENCE, Link, LostError, Said, ranks_named
+from casnap.ranks import gloo
+from casnap.ranks.link import PATIENCE, Link, LinkFailedError
+from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
 from casnap.runtime.torch_modes import plain
 
-Part = bytes | memoryview
+M = TypeVar("M")
+Buffer = bytes | memoryview
 
 _FAILED = -1
 DEFAULT_TIMEOUT = 600.0
 
 
 class Comm(ABC):
-    """The ranks that do one thing together; all call the same collectives in the same order.
+    """The ranks that do one operation together; all call the same collectives in the same order.
 
     Attributes:
-        rank: Who this is, counted within the group.
-        size: How many there are.
-        ranks: Who they are in the default process group.
-        doing: What they do, for messages.
+        rank: This rank, counted within the group.
+        size: The number of ranks.
+        ranks: The ranks of the group, as numbered in the default process group.
+        operation: What the ranks do, for messages.
         timeout: Seconds that one rank waits for another.
-        over: Whether it has ended, well or not.
+        ended: Whether the operation has ended here, well or not.
     """
 
     rank: int
     size: int
     ranks: tuple[int, ...]
-    doing = ""
+    operation = ""
     timeout = DEFAULT_TIMEOUT
-    over = False
+    ended = False
+
+    # --- what each kind of communicator does its own way ---
 
     @abstractmethod
     def all_to_all(
-        self, parts: Sequence[Part], room: memoryview | None = None, *, proven: bool = False
+        self, parts: Sequence[Buffer], room: memoryview | None = None, *, proven: bool = False
     ) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each. Sizes may differ, or be 0.
 
         Args:
             parts: The same object may go to several ranks; it is not copied.
-            room: Warm memory for what comes from others, used if all of that fits.
-            proven: Whoever receives it proves it by itself, so it needs no checksum.
+            room: Warm memory to receive into; used if everything that comes fits.
+            proven: The receiver verifies the content itself, so it needs no checksum.
 
         Raises:
-            RankError: Another rank failed, is gone, or was not heard of within the deadline; or
-                what came from it is not what it sent.
+            RankError: Another rank failed, died or missed the deadline; or what came from it is
+                not what it sent.
         """
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Tell all others, at their next collective, that this rank has failed."""
+        """Tell all other ranks, at their next collective, that this rank has failed."""
 
     @abstractmethod
     def leave(self) -> None:
-        """End the operation, after the last collective; a later error is this rank's own."""
+        """End the operation after the last collective; a later error stays on this rank."""
 
     @abstractmethod
-    def at(self, phase: str) -> None:
-        """Note what this rank does now, so that others can say where it was lost."""
+    def enter_phase(self, phase: str) -> None:
+        """Note what this rank does from now on, for the messages of others if it gets lost."""
 
     def await_end(self, rank: int) -> bool:
         """Wait until another rank has left this operation, well or not; return whether it has."""
         return self.rank == rank
 
-    def check_awaited(self) -> None:
-        """Raise if the other ranks have given up on this one, since it stood still for too long.
+    def check_not_abandoned(self) -> None:
+        """Check that the other ranks have not given up on this one for being too slow.
 
         Raises:
-            RankError: They have, and so has this rank now.
+            RankError: They have. This rank gives up, too.
         """
         return
 
-    def all_gather(self, part: Part) -> list[memoryview]:
+    # --- bytes ---
+
+    def all_gather(self, part: Buffer) -> list[memoryview]:
         """Return the part of every rank."""
         return self.all_to_all([part] * self.size)
 
-    def gather(self, part: Part) -> list[memoryview]:
+    def gather(self, part: Buffer) -> list[memoryview]:
         """Return the part of every rank on rank 0, nothing elsewhere."""
-        got = self.all_to_all([part, *[b""] * (self.size - 1)])
-        return got if self.rank == 0 else []
+        came = self.all_to_all([part, *[b""] * (self.size - 1)])
+        return came if self.rank == 0 else []
 
-    def scatter(self, parts: Sequence[Part] = ()) -> memoryview:
-        """Return that one of rank 0's parts that is for this rank."""
+    def scatter(self, parts: Sequence[Buffer] = ()) -> memoryview:
+        """Return the one of rank 0's parts that is for this rank."""
         return self.all_to_all(parts if self.rank == 0 else [b""] * self.size)[0]
 
-    def broadcast(self, part: Part = b"") -> memoryview:
+    def broadcast(self, part: Buffer = b"") -> memoryview:
         """Return rank 0's part."""
         return self.scatter([part] * self.size)
 
-    def check_same(self, what: str, here: object, there: object) -> None:
-        """Check that this rank was given what rank 0 was, which was broadcast.
+    # --- messages: msgspec structs; a rank's message to itself is not encoded ---
+
+    def exchange_messages(self, messages: Sequence[M], kind: type[M]) -> list[M]:
+        """Send ``messages[i]`` to rank i; return what came from each."""
+        own = messages[self.rank]
+        parts = [b"" if rank == self.rank else encode(m) for rank, m in enumerate(messages)]
+        return self._decoded(self.all_to_all(parts), own, kind)
+
+    def gather_messages(self, message: M, kind: type[M]) -> list[M]:
+        """Return the message of every rank on rank 0, nothing elsewhere."""
+        came = self.gather(encode(message) if self.rank else b"")
+        return self._decoded(came, message, kind)
+
+    def broadcast_message(self, message: M | None, kind: type[M]) -> M:
+        """Return the message of rank 0; the other ranks need not give any."""
+        if self.rank == 0:
+            assert message is not None
+            self.broadcast(encode(message) if self.size > 1 else b"")
+            return message
+        return msgspec.msgpack.decode(self.broadcast(), type=kind)
+
+    def _decoded(self, came: Sequence[memoryview], own: M, kind: type[M]) -> list[M]:
+        decode = msgspec.msgpack.Decoder(kind).decode
+        return [own if rank == self.rank else decode(part) for rank, part in enumerate(came)]
+
+    # --- agreeing, and ending ---
+
+    def check_same(self, what: str, here: object, on_rank_0: object) -> None:
+        """Check that this rank was given the same as rank 0.
 
         Raises:
             StateError: It was not.
         """
-        if here != there:
+        if here != on_rank_0:
             raise StateError(
-                f"{what} must be the same on all ranks: {there} on rank 0, {here} on rank "
+                f"{what} must be the same on all ranks: {on_rank_0} on rank 0, {here} on rank "
                 f"{self.rank}"
             )
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Do something that the operation begins with; an error ends it."""
+    def reporting_errors(self) -> Iterator[None]:
+        """Run the beginning of an operation; an error in it is told to all ranks and ends it."""
         try:
             yield
         except BaseException as e:
@@ -143,7 +177,7 @@ class Comm(ABC):
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        """End the operation; an error is told to the others first."""
+        """End the operation; an error is told to the other ranks first."""
         try:
             if error is not None:
                 self.fail(error)
@@ -151,52 +185,52 @@ class Comm(ABC):
             self.leave()
 
 
-class Alone(Comm):
-    """A single process."""
+class SingleProcess(Comm):
+    """A group of one rank: it talks to itself, so nothing is sent."""
 
     rank, size, ranks = 0, 1, (0,)
 
     def all_to_all(
-        self, parts: Sequence[Part], room: memoryview | None = None, *, proven: bool = False
+        self, parts: Sequence[Buffer], room: memoryview | None = None, *, proven: bool = False
     ) -> list[memoryview]:
         """Return the one part."""
         return [memoryview(parts[0])]
 
     def fail(self, error: BaseException) -> None:
-        """There is nobody to be told."""
+        """Do nothing: there is no other rank."""
 
     def leave(self) -> None:
-        """There is nobody to be left."""
+        """Do nothing: there is no other rank."""
 
-    def at(self, phase: str) -> None:
-        """There is nobody to be told."""
+    def enter_phase(self, phase: str) -> None:
+        """Do nothing: there is no other rank."""
 
 
 class Group(Comm):
-    """Ranks of a process group, for one operation.
+    """Several ranks of a process group, for one operation.
 
     Args:
-        link: What connects them; an operation that still uses it ends first.
+        link: The connection between the ranks. An operation that still uses it ends first.
         timeout: Seconds that one rank waits for another.
-        doing: What they do, for messages.
+        operation: What the ranks do, for messages.
     """
 
-    def __init__(self, link: Link, timeout: float, doing: str) -> None:
+    def __init__(self, link: Link, timeout: float, operation: str) -> None:
         self._link = link
-        link.hold(id(self))
+        link.acquire(id(self))
         self.rank, self.size, self.ranks = link.rank, link.size, link.ranks
         self.timeout = timeout
-        self.doing = doing
+        self.operation = operation
         self._phase = ""
         self._calls = 0
-        self.over = False
+        self.ended = False
 
     def __del__(self) -> None:
-        # Whoever lost it, by an interrupt, would lock out all others.
+        # An interrupt can lose this object; the link must be free again for the next operation.
         self.leave()
 
-    def at(self, phase: str) -> None:
-        """Note what this rank does now, so that others can say where it was lost."""
+    def enter_phase(self, phase: str) -> None:
+        """Note what this rank does from now on, for the messages of others if it gets lost."""
         self._phase = phase
         if self._calls:
             self._link.note("at", phase)
@@ -205,33 +239,33 @@ class Group(Comm):
         """Wait until another rank has left this operation, well or not; return whether it has."""
         return self._link.await_end(rank, self.timeout)
 
-    def check_awaited(self) -> None:
-        """Raise if the other ranks have given up on this one, since it stood still for too long."""
-        lost = self._link.verdict()
-        if lost is not None and self.rank in lost.ranks:
-            self.over = True
+    def check_not_abandoned(self) -> None:
+        """Check that the other ranks have not given up on this one for being too slow."""
+        failure = self._link.recorded_failure()
+        if failure is not None and self.rank in failure.ranks:
+            self.ended = True
             self._link.close()
-            raise RankError(f"{self.doing}: {lost.why}", lost.ranks)
+            raise RankError(f"{self.operation}: {failure.reason}", failure.ranks)
 
     @plain()
     def all_to_all(
-        self, parts: Sequence[Part], room: memoryview | None = None, *, proven: bool = False
+        self, parts: Sequence[Buffer], room: memoryview | None = None, *, proven: bool = False
     ) -> list[memoryview]:
         """Send ``parts[i]`` to rank i; return what came from each."""
-        if self.over:
-            raise StateError(f"{self.doing}: it has ended already")
+        if self.ended:
+            raise StateError(f"{self.operation}: it has ended already")
         sums = [0] * self.size if proven else self._checksums(parts)
-        sizes, expected = self._sizes([len(part) for part in parts], sums)
+        sizes, expected = self._announce([len(part) for part in parts], sums)
         if _FAILED in sizes:
-            self.over = True
-            raise as_error(self.doing, self._errors(sizes, b""))
-        came = self._carry(parts, sizes, room)
+            self.ended = True
+            raise error_of_ranks(self.operation, self._exchange_errors(sizes, b""))
+        came = self._transfer(parts, sizes, room)
         if not proven:
-            self._check(came, expected)
+            self._verify(came, expected)
         return came
 
-    def _checksums(self, parts: Sequence[Part]) -> list[int]:
-        """Return a number for each part that goes to, or came from, another rank."""
+    def _checksums(self, parts: Sequence[Buffer]) -> list[int]:
+        """Return a checksum for each part that goes to, or came from, another rank."""
         sums, known = [0] * self.size, dict[int, int]()
         for rank, part in enumerate(parts):
             if rank == self.rank:
@@ -242,104 +276,112 @@ class Group(Comm):
             sums[rank] = known[id(part)]
         return sums
 
-    def _check(self, came: Sequence[memoryview], expected: list[int]) -> None:
+    def _verify(self, came: Sequence[memoryview], expected: list[int]) -> None:
         """Check that what came is what was sent."""
         bad = [rank for rank, s in enumerate(self._checksums(came)) if s != expected[rank]]
         if bad:
             raise RankError(
-                f"{self.doing}: what {ranks_named(bad)} sent came damaged to rank {self.rank}, so "
-                "it was not used; a network card or some memory may be at fault",
+                f"{self.operation}: what {rank_names(bad)} sent came damaged to rank {self.rank}, "
+                "so it was not used; a network card or some memory may be at fault",
                 tuple(bad),
             )
 
     @plain()
     def fail(self, error: BaseException) -> None:
-        """Tell all others, at their next collective, that this rank has failed."""
-        if self.over:
+        """Tell all other ranks, at their next collective, that this rank has failed."""
+        if self.ended:
             return
         if self._calls:
-            # Those who are busy for longer read it where they find nobody any more.
+            # A rank that is busy for longer reads the error in the store instead.
             self.timeout = min(self.timeout, PATIENCE)
-        said = told(error)
-        with suppress(CasnapError):  # the own error is raised, whether or not all hear of it
-            sizes, _ = self._sizes([_FAILED] * self.size, [0] * self.size, said)
-            self._errors(sizes, encode(said))
-        self.over = True
+        text = error_text(error)
+        with suppress(CasnapError):  # this rank raises its own error, even if not all hear of it
+            sizes, _ = self._announce([_FAILED] * self.size, [0] * self.size, text)
+            self._exchange_errors(sizes, encode(text))
+        self.ended = True
 
     def leave(self) -> None:
-        """End the operation, after the last collective; a later error is this rank's own."""
-        self.over = True
-        self._link.free(id(self))
+        """End the operation after the last collective; a later error stays on this rank."""
+        self.ended = True
+        self._link.release(id(self))
 
-    # --- talking ---
+    # --- the steps of a collective ---
 
-    def _sizes(
-        self, sizes: list[int], sums: list[int], told: Said | None = None
+    def _announce(
+        self, sizes: list[int], sums: list[int], error: ErrorText | None = None
     ) -> tuple[list[int], list[int]]:
-        """Tell each rank how much follows, or that nothing will, and its checksum.
+        """Tell each rank how many bytes follow (or that this rank failed), and their checksum.
 
         Returns:
-            What they tell.
+            The sizes and checksums that the other ranks announce.
         """
-        told_sizes, told_sums, steps = self._exchange(sizes, sums, told)
+        their_sizes, their_sums, steps = self._exchange_numbers(sizes, sums, error)
         astray = [rank for rank, step in enumerate(steps) if step != steps[self.rank]]
         if astray:
-            # Everybody sees that, so all say what they do.
-            what = self._texts(self.doing.encode())[astray[0]].decode()
-            self.over = True
+            # Every rank sees that, so all exchange the names of their operations.
+            what = self._exchange_texts(self.operation.encode())[astray[0]].decode()
+            self.ended = True
             raise StateError(
-                f"{self.doing}: {ranks_named(astray)} came to {what} meanwhile; all ranks of a "
+                f"{self.operation}: {rank_names(astray)} came to {what} meanwhile; all ranks of a "
                 "process group must call the same operations in the same order"
             )
-        return told_sizes, told_sums
+        return their_sizes, their_sums
 
-    def _exchange(
-        self, sizes: list[int], sums: list[int], told: Said | None = None
+    def _exchange_numbers(
+        self, sizes: list[int], sums: list[int], error: ErrorText | None = None
     ) -> tuple[list[int], list[int], list[int]]:
-        """Tell each rank two numbers, and where this one is; return what they tell."""
+        """Send each rank a size, a checksum, and which step this rank is at; return theirs."""
         self._calls += 1
-        # Who does something else would take what comes for what it is not.
-        step = (crc32(self.doing.partition(" of ")[0].encode()) << 24) + self._calls
-        said = [[*numbers, step] for numbers in zip(sizes, sums, strict=True)]
-        mine = torch.tensor(said, device="cpu")
-        theirs = torch.empty_like(mine)
+        # A rank that does another operation, or is at another call of it, has another step.
+        step = (crc32(self.operation.partition(" of ")[0].encode()) << 24) + self._calls
+        rows = [[*numbers, step] for numbers in zip(sizes, sums, strict=True)]
+        mine = torch.tensor(rows, device="cpu")
+        theirs = mine
 
         def exchange(seconds: float) -> None:
-            options = dist.AllToAllOptions()
-            options.timeout = timedelta(seconds=seconds)
-            self._link.pg.alltoall_base(theirs, mine, [], [], options).wait()
+            nonlocal theirs
+            theirs = gloo.exchange_rows(self._link.pg, mine, seconds)
 
         if self._calls == 1:
-            self._talk(lambda: self._meet(exchange), told)
+            self._communicate(lambda: self._first_exchange(exchange), error)
         else:
-            self._talk(lambda: exchange(self.timeout), told)
+            self._communicate(lambda: exchange(self.timeout), error)
         return theirs[:, 0].tolist(), theirs[:, 1].tolist(), theirs[:, 2].tolist()
 
-    def _texts(self, mine: bytes) -> list[bytes]:
-        """Return what each rank says."""
-        lengths, _, _ = self._exchange([len(mine)] * self.size, [0] * self.size)
-        return [bytes(text) for text in self._carry([mine] * self.size, lengths)]
+    def _exchange_texts(self, mine: bytes) -> list[bytes]:
+        """Send a text to all ranks; return the text of each."""
+        lengths, _, _ = self._exchange_numbers([len(mine)] * self.size, [0] * self.size)
+        return [bytes(text) for text in self._transfer([mine] * self.size, lengths)]
 
-    def _meet(self, exchange: Callable[[float], None]) -> None:
-        """Talk for the first time, in the group of the operation before or in a new one."""
+    def _exchange_errors(self, sizes: list[int], mine: bytes) -> dict[int, ErrorText]:
+        """Return the errors of the ranks that announced one."""
+        texts = self._exchange_texts(mine)
+        return {
+            rank: msgspec.msgpack.decode(texts[rank], type=ErrorText)
+            for rank, size in enumerate(sizes)
+            if size == _FAILED and len(texts[rank])
+        }
+
+    def _first_exchange(self, exchange: Callable[[float], None]) -> None:
+        """Exchange for the first time: in the group of the operation before, or in a new one."""
         until = time.monotonic() + self.timeout
-        phase = self._phase or f"beginning {self.doing}"
+        phase = self._phase or f"beginning {self.operation}"
         if self._link.pg is not None:
-            self._link.begin(self.doing, phase)
+            self._link.begin(self.operation, phase)
             try:
                 return exchange(self.timeout)
             except RuntimeError:
                 if time.monotonic() >= until or not self._link.broke_before():
                     raise
         left = max(0.0, until - time.monotonic())
-        self._link.connect(left, self.timeout, self.doing, phase)
-        # All are here now.
+        self._link.connect(left, self.timeout, self.operation, phase)
+        # All ranks are here now.
         return exchange(min(self.timeout, max(PATIENCE, until - time.monotonic())))
 
-    def _carry(
-        self, parts: Sequence[Part], sizes: list[int], room: memoryview | None = None
+    def _transfer(
+        self, parts: Sequence[Buffer], sizes: list[int], room: memoryview | None = None
     ) -> list[memoryview]:
-        """Send and receive, each size being known."""
+        """Send and receive parts of known sizes."""
         theirs = [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
         if room is None or sum(theirs) > len(room):
             got = [memoryview(bytearray(size)) for size in theirs]
@@ -350,8 +392,8 @@ class Group(Comm):
         pg, wait = self._link.pg, timedelta(seconds=self.timeout)
         tensors: dict[int, torch.Tensor] = {}
 
-        def carry() -> None:
-            # In another order on each rank, so that they do not all talk to the same one.
+        def transfer() -> None:
+            # Each rank begins with another one, so that they do not all talk to the same.
             order = [(self.rank + i) % self.size for i in range(1, self.size)]
             works = [pg.recv([_as_tensor(got[i])], i, 0) for i in reversed(order) if theirs[i]]
             for i in order:
@@ -362,75 +404,55 @@ class Group(Comm):
             for work in works:
                 work.wait(wait)
 
-        self._talk(carry)
+        self._communicate(transfer)
         return got
 
-    def _talk(self, talk: Callable[[], None], said: Said | None = None) -> None:
-        """Talk; where that fails, find out who is at fault, and raise."""
+    def _communicate(self, talk: Callable[[], None], error: ErrorText | None = None) -> None:
+        """Talk to the other ranks; if that fails, find out which rank is at fault, and raise.
+
+        Args:
+            talk: Sends and receives.
+            error: The error that this rank is about to report, if it has one.
+        """
         began = time.monotonic()
         try:
             talk()
-        except LostError as e:
-            self.over = True
-            raise RankError(f"{self.doing}: {e.lost.why}", e.lost.ranks) from None
+        except LinkFailedError as e:
+            self.ended = True
+            raise RankError(f"{self.operation}: {e.failure.reason}", e.failure.ranks) from None
         except RuntimeError as e:
-            self.over = True
+            self.ended = True
             waited = time.monotonic() - began
-            lost = self._link.mourn(said, waited, late=waited >= 0.9 * self.timeout)
-            if lost.told is not None:
-                raise as_error(self.doing, {lost.ranks[0]: lost.told}) from e
-            raise RankError(f"{self.doing}: {lost.why}", lost.ranks) from e
+            failure = self._link.find_cause(error, waited, late=waited >= 0.9 * self.timeout)
+            if failure.error is not None:
+                raise error_of_ranks(self.operation, {failure.ranks[0]: failure.error}) from e
+            raise RankError(f"{self.operation}: {failure.reason}", failure.ranks) from e
         except BaseException as e:
             # An interrupt: this rank is out of step now.
-            self.over = True
-            self._link.mourn(told(e), 0, late=False)
+            self.ended = True
+            self._link.find_cause(error_text(e), 0, late=False)
             raise
 
-    def _errors(self, sizes: list[int], mine: bytes) -> dict[int, Said]:
-        """Hear what went wrong on the ranks that said so."""
-        texts = self._texts(mine)
-        return {
-            rank: msgspec.msgpack.decode(texts[rank], type=Said)
-            for rank, size in enumerate(sizes)
-            if size == _FAILED and len(texts[rank])
-        }
 
-
-def _as_tensor(part: Part) -> torch.Tensor:
-    # Torch warns of memory that may not be written to, though it is only read here.
+def _as_tensor(part: Buffer) -> torch.Tensor:
+    # Torch warns about read-only memory, though this memory is only read.
     writable = part if isinstance(part, memoryview) and not part.readonly else bytearray(part)
     return torch.frombuffer(writable, dtype=torch.uint8)
 
 
-def told(error: BaseException) -> Said:
-    """Return what other ranks are told of an error: its type and what it says."""
-    return type(error).__name__, str(error)
-
-
-def as_error(doing: str, heard: dict[int, Said]) -> CasnapError:
-    """Return the error of another rank as it is raised here: of the same type if it is casnap's."""
-    rank, (name, text) = min(heard.items())
-    kind = getattr(errors, name, None)
-    if kind is RankError:
-        return RankError(text, tuple(heard))
-    if isinstance(kind, type) and issubclass(kind, CasnapError):
-        return kind(f"rank {rank}: {text}")
-    also = [r for r in heard if r != rank]
-    others = f" (and {ranks_named(also)})" if also else ""
-    return RankError(f"{doing}: rank {rank} failed{others}: {name}: {text}", tuple(heard))
-
-
 _links: dict[tuple[int, ...], Link] = {}
+# A child process must not use the connections of its parent.
+os.register_at_fork(after_in_child=_links.clear)
 
 
-def join(pg: Any, timeout: float | None, doing: str) -> Comm:
-    """Begin something that all ranks of a process group do together.
+def join(pg: Any, timeout: float | None, operation: str) -> Comm:
+    """Begin an operation that all ranks of a process group do together.
 
     Args:
         pg: The process group; None for the world, or for this process alone where
             ``torch.distributed`` is not initialised.
         timeout: Seconds that one rank waits for another; None for ten minutes.
-        doing: What is begun, for messages.
+        operation: What the ranks do, for messages: "the take of 'step_1'".
 
     Raises:
         StateError: This process is not in the group.
@@ -441,7 +463,7 @@ def join(pg: Any, timeout: float | None, doing: str) -> Comm:
     if not (dist.is_available() and dist.is_initialized()):
         if pg is not None:
             raise StateError("pg= needs torch.distributed.init_process_group() first")
-        return Alone()
+        return SingleProcess()
     if pg is dist.GroupMember.NON_GROUP_MEMBER:
         raise StateError("this process is not in the process group pg; only its members take part")
     if pg is not None and not isinstance(pg, dist.ProcessGroup):
@@ -451,20 +473,16 @@ def join(pg: Any, timeout: float | None, doing: str) -> Comm:
         )
     ranks = tuple(dist.get_process_group_ranks(pg))
     if len(ranks) == 1:
-        return Alone()
-    home, rank = dist.distributed_c10d._get_default_group(), ranks.index(dist.get_rank())
+        return SingleProcess()
+    return Group(_link_of(ranks), timeout, operation)
+
+
+def _link_of(ranks: tuple[int, ...]) -> Link:
+    """Return the link of some ranks; made at their first operation."""
+    home, store = gloo.default_group()
     for known in [known for known, link in _links.items() if link.home is not home]:
-        # Of a world that is gone: its group would keep two threads for ever.
+        # Its default group was destroyed. If kept, its gloo group would keep two threads.
         del _links[known]
-    link = _links.get(ranks)
-    if link is None:
-        link = _links[ranks] = Link(home, dist.distributed_c10d._get_default_store(), ranks, rank)
-    return Group(link, timeout, doing)
-
-
-def forget_after_fork() -> None:
-    """Forget all groups: the parent's connections are not the child's."""
-    _links.clear()
-
-
-os.register_at_fork(after_in_child=forget_after_fork)
+    if ranks not in _links:
+        _links[ranks] = Link(home, store, ranks, ranks.index(dist.get_rank()))
+    return _links[ranks]

@@ -1,9 +1,10 @@
-"""How the ranks of a process group are connected, and whom they lost where a connection broke.
+"""The connection between the ranks of a process group, and which rank is at fault if it breaks.
 
-A :class:`Link` is a gloo group of casnap's own. It serves one operation after the other, and is
-made anew once it broke. The ranks meet through the store of the default process group, where each
-also notes what it does: whoever loses the connection leaves word there, and reads who is missing.
-Nothing here waits for ever, even if nobody answers, the store included.
+A :class:`Link` holds a gloo group of casnap's own. It serves one operation after the other. When
+the group breaks, the next operation makes a new one. The ranks meet through the store of the
+default process group, where each rank also notes what it does. A rank whose connection breaks
+records that in the store, and reads there which ranks are missing. Every wait here has a deadline,
+also that for an answer of the store.
 """
 
 from __future__ import annotations
@@ -14,69 +15,76 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from casnap.format.digest import digest_of
+from casnap.format.names import rank_names
 from casnap.format.records import encode
+from casnap.ranks import gloo
+from casnap.ranks.remote_errors import ErrorText
 
 T = TypeVar("T")
-Said = tuple[str, str]
-"""The type of an error, and what it says."""
 
 PATIENCE = 10.0
-"""Seconds that survivors wait for each other to say that they live, before they name the dead."""
+"""Seconds that the surviving ranks wait for each other's report before they name the dead ones."""
+# The shortest and the longest pause between two looks at the store, in seconds.
 _POLL = (0.001, 0.05)
-# Seconds for others to leave word why they broke off, once that was felt; and to die, once one did.
-_WORD, _TOGETHER = 1.0, 0.1
+# Seconds that other ranks get to record why they broke the connection.
+_EXPLAIN_SECONDS = 1.0
+# Once one rank has died: seconds in which others that die are named together with it.
+_DEATHS_SECONDS = 0.1
 # Seconds that the store may take to answer.
-_STORE = 5.0
-_SILENT = (
+_STORE_SECONDS = 5.0
+_STORE_SILENT = (
     "the store of the process group does not answer: the process that keeps it, rank 0 if no "
     "launcher does, died or hangs"
 )
 
 
-class Lost(msgspec.Struct, array_like=True):
-    """Why an operation broke off.
+class Failure(msgspec.Struct, array_like=True):
+    """Why an operation ended early.
 
     Attributes:
-        ranks: Those at fault, as far as that is known.
-        why: What happened to them.
-        told: The error, if it was one.
+        ranks: The ranks at fault, as far as that is known.
+        reason: What happened to them.
+        error: The error of that rank, if it raised one.
     """
 
     ranks: tuple[int, ...]
-    why: str
-    told: Said | None = None
+    reason: str
+    error: ErrorText | None = None
 
 
-class LostError(Exception):
-    """Some ranks did not come.
+class LinkFailedError(Exception):
+    """The ranks cannot be connected, or the store does not answer.
 
     Attributes:
-        lost: Who, and why.
+        failure: Which ranks are at fault, and why.
     """
 
-    def __init__(self, lost: Lost) -> None:
-        super().__init__(lost.why)
-        self.lost = lost
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
 
 
 class _Start(msgspec.Struct, array_like=True):
-    """What rank 0 says when it has waited for all: whom it met, by what they said; who is lost."""
+    """What rank 0 writes when it ends its wait for the others: the new group begins, or failed.
 
-    met: list[str]
-    lost: Lost | None = None
+    Attributes:
+        tokens: The random token of each rank that came.
+        failure: Why there is no group, if some did not come.
+    """
+
+    tokens: list[str]
+    failure: Failure | None = None
 
 
 class _Process(NamedTuple):
-    """A process, as others on its host can find it; where that cannot be known, all is 0."""
+    """A process, as others on its host can find it; all 0 where that is not known."""
 
     host: int = 0
     pid: int = 0
@@ -84,23 +92,23 @@ class _Process(NamedTuple):
 
     @classmethod
     def own(cls) -> _Process:
-        """Return this one."""
+        """Return this process."""
         with suppress(OSError):
-            # Process ids mean something within one boot of one machine, and one container.
+            # A process id is valid within one boot of one machine, and one container.
             boot = Path("/proc/sys/kernel/random/boot_id").read_text()
             host = digest_of(f"{boot}{Path('/proc/self/ns/pid').readlink()}".encode())
             return cls(int.from_bytes(host[:7], "big"), os.getpid(), int(_stat(os.getpid())[19]))
         return cls()
 
     def is_gone(self, host: int) -> bool:
-        """Whether it ended, which can be told on its own host alone."""
+        """Whether the process has ended; False on another host, which cannot know."""
         if not host or self.host != host:
             return False
         try:
             stat = _stat(self.pid)
         except OSError:
             return True
-        # One that nobody has waited for yet is still listed, as a zombie.
+        # A process that has ended is listed as a zombie until its parent has waited for it.
         return stat[0] in "ZX" or int(stat[19]) != self.start
 
 
@@ -112,13 +120,13 @@ class Link:
     """The connection between the ranks of a process group, for one operation at a time.
 
     Args:
-        home: The default process group, which a link does not outlive.
-        store: Its store.
-        ranks: The global ranks of the group.
-        rank: Which of them this is.
+        home: The default process group; a link does not outlive it.
+        store: The store of the default group.
+        ranks: The ranks of this group, as numbered in the default group.
+        rank: This rank, as numbered in this group.
 
     Attributes:
-        pg: The gloo group; None where there is none, as far as this rank knows.
+        pg: The gloo group; None if there is none yet, or this rank knows that it broke.
     """
 
     def __init__(self, home: object, store: Any, ranks: tuple[int, ...], rank: int) -> None:
@@ -130,53 +138,59 @@ class Link:
         self._store = store
         self._base = f"casnap/{digest_of(encode(ranks)).hex()[:16]}"
         self._name = ""
-        # How many operations this group has served, and which one it serves.
+        # How many operations this group has served, and the name of the present one in the store.
         self._number = 0
         self._operation = ""
         self._processes: list[_Process] = []
         self._turn = threading.Lock()
         self._holder: int | None = None
-        # What the store was asked last.
+        # The last question to the store.
         self._asked: Future[Any] = Future()
         self._asked.set_result(None)
 
-    def hold(self, holder: int) -> None:
-        """Begin an operation, given its id; one that goes on in the background ends first."""
+    def acquire(self, holder: int) -> None:
+        """Begin an operation, given its id; wait for an operation in the background to end."""
         self._turn.acquire()
         self._holder = holder
 
-    def free(self, holder: int) -> None:
-        """End an operation; more than once does no harm."""
+    def release(self, holder: int) -> None:
+        """End an operation; a second call does nothing."""
         if self._holder == holder:
             self.note("ended", self._operation)
             self._holder = None
             self._turn.release()
 
-    def begin(self, doing: str, phase: str) -> None:
-        """Begin an operation in the group of the one before.
+    def begin(self, operation: str, phase: str) -> None:
+        """Begin an operation in the group of the operation before.
 
         Args:
-            doing: What all ranks do; one that stayed away before does not take this for that.
+            operation: What all ranks do. A rank that missed an operation cannot mistake this one
+                for it.
             phase: What this rank does.
         """
         self._number += 1
-        self._operation = f"{self._number} {digest_of(doing.encode()).hex()[:16]}"
+        self._operation = f"{self._number} {digest_of(operation.encode()).hex()[:16]}"
         self.note("at", phase)
 
     def note(self, what: str, text: str) -> None:
-        """Note something about this rank that others may want to know."""
+        """Note something about this rank in the store, for other ranks to read."""
         if self._name and self._asked.done():
             with suppress(RuntimeError):
                 self._store.set(f"{self._name}/{what}/{self.rank}", text)
 
     def _read(self, key: str) -> str:
-        """Return what the store holds, without waiting for it."""
+        """Return the text of a key in the store; empty if there is none. Does not wait for it."""
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _bounded(self, work: Callable[[threading.Event], T], seconds: float) -> T:
-        """Do something with the store on another thread, since it may never answer.
+    def _within(self, work: Callable[[threading.Event], T], seconds: float) -> T:
+        """Do some work with the store on another thread, and wait for it for some seconds.
 
-        The work gets an event that says that nobody waits for it any more.
+        Args:
+            work: It gets an event that is set once this call has stopped waiting.
+            seconds: How long to wait.
+
+        Raises:
+            LinkFailedError: The store does not answer.
         """
         given_up = threading.Event()
         done: Future[T] = Future()
@@ -187,7 +201,7 @@ class Link:
             except BaseException as e:  # noqa: BLE001 - raised by result
                 done.set_exception(e)
 
-        # Whatever still waits for an answer keeps all others from asking.
+        # The store answers one question at a time: while one is open, no other can be asked.
         wait([self._asked], seconds)
         if self._asked.done():
             self._asked = done
@@ -195,22 +209,22 @@ class Link:
             wait([done], seconds)
         given_up.set()
         if not done.done():
-            raise LostError(Lost((), _SILENT))
+            raise LinkFailedError(Failure((), _STORE_SILENT))
         return done.result()
 
-    # --- meeting ---
+    # --- connecting ---
 
-    def connect(self, seconds: float, timeout: float, doing: str, phase: str) -> None:
-        """Make a group, once all ranks have come, and begin an operation.
+    def connect(self, seconds: float, timeout: float, operation: str, phase: str) -> None:
+        """Make a new group once all ranks have come, and begin an operation.
 
         Args:
-            seconds: How long to wait for them, still.
-            timeout: How long that was in all.
-            doing: See :meth:`begin`.
-            phase: See there.
+            seconds: How long to wait for the other ranks from now on.
+            timeout: How long this rank has waited in the end, for messages.
+            operation: See :meth:`begin`.
+            phase: See :meth:`begin`.
 
         Raises:
-            LostError: Some did not come.
+            LinkFailedError: Some ranks did not come.
             RuntimeError: The connection broke.
         """
         self.close()
@@ -218,29 +232,26 @@ class Link:
 
         def meet(given_up: threading.Event) -> str:
             pauses = _pauses(until, given_up)
-            return self._invite(pauses, timeout) if self.rank == 0 else self._come(pauses, timeout)
+            if self.rank == 0:
+                return self._gather_ranks(pauses, timeout)
+            return self._come_to_rank_0(pauses, timeout)
 
-        self._name, self._number = self._bounded(meet, seconds + _STORE), 0
-        self.begin(doing, phase)
+        self._name, self._number = self._within(meet, seconds + _STORE_SECONDS), 0
+        self.begin(operation, phase)
 
         def make(_: threading.Event) -> tuple[Any, list[_Process]]:
-            store = dist.distributed_c10d.PrefixStore(self._name, self._store)
-            pg = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=rest))
-            return pg, self._acquainted(pg, rest)
+            pg = gloo.new_group(self._store, self._name, self.rank, self.size, rest)
+            return pg, self._exchange_processes(pg, rest)
 
-        self.pg, self._processes = self._bounded(make, 2 * rest + _STORE)
+        self.pg, self._processes = self._within(make, 2 * rest + _STORE_SECONDS)
 
-    def _acquainted(self, pg: Any, seconds: float) -> list[_Process]:
-        """Exchange who is who."""
+    def _exchange_processes(self, pg: Any, seconds: float) -> list[_Process]:
+        """Tell all ranks which process this one is; return the process of each rank."""
         mine = torch.tensor([_Process.own()] * self.size, device="cpu")
-        theirs = torch.empty_like(mine)
-        options = dist.AllToAllOptions()
-        options.timeout = timedelta(seconds=seconds)
-        pg.alltoall_base(theirs, mine, [], [], options).wait()
-        return [_Process(*process) for process in theirs.tolist()]
+        return [_Process(*row) for row in gloo.exchange_rows(pg, mine, seconds).tolist()]
 
-    def _invite(self, pauses: Iterable[None], seconds: float) -> str:
-        """Wait, as rank 0, for all to come to a new group; return its name."""
+    def _gather_ranks(self, pauses: Iterable[None], timeout: float) -> str:
+        """Wait, as rank 0, until all ranks have come to a new group; return its name."""
         name = f"{self._base}/{os.urandom(8).hex()}"
         self._store.set(f"{self._base}/newest", name)
         missing, gone = list(range(1, self.size)), list[int]()
@@ -251,178 +262,175 @@ class Link:
                 missing.pop()
             if not missing:
                 break
-            gone = self._gone() or _ranks(self._read(f"{name}/gone"))
+            gone = self._dead_ranks() or _parsed_ranks(self._read(f"{name}/gone"))
         came = {rank: self._read(f"{name}/came/{rank}") for rank in range(1, self.size)}
-        missing = [rank for rank, word in came.items() if not word]
-        lost = None
-        if missing:
-            lost = _absent(missing, gone, seconds)
-        # To each its own word: one that finds an old name in the store does not take it for ours.
-        self._store.set(f"{name}/start", encode(_Start([w for w in came.values() if w], lost)))
-        if lost is not None:
+        missing = [rank for rank, token in came.items() if not token]
+        failure = _not_come(missing, gone, timeout) if missing else None
+        # Each rank looks for its own token: a rank that finds the name of an older group in the
+        # store does not take that for this group.
+        start = _Start([token for token in came.values() if token], failure)
+        self._store.set(f"{name}/start", encode(start))
+        if failure is not None:
             self._store.set(f"{self._base}/newest", "")
-            raise LostError(lost)
+            raise LinkFailedError(failure)
         return name
 
-    def _come(self, pauses: Iterable[None], seconds: float) -> str:
+    def _come_to_rank_0(self, pauses: Iterable[None], timeout: float) -> str:
         """Come to the group that rank 0 makes; return its name."""
-        word, name = os.urandom(8).hex(), ""
+        token, name = os.urandom(8).hex(), ""
         gone: list[int] = []
         for _ in pauses:
             newest = self._read(f"{self._base}/newest")
             if newest not in ("", name, self._name):
                 name = newest
-                self._store.set(f"{name}/came/{self.rank}", word)
+                self._store.set(f"{name}/came/{self.rank}", token)
             if name and self._store.check([f"{name}/start"]):
                 start = msgspec.msgpack.decode(self._store.get(f"{name}/start"), type=_Start)
-                if word in start.met:
-                    if start.lost is not None:
-                        raise LostError(start.lost)
+                if token in start.tokens:
+                    if start.failure is not None:
+                        raise LinkFailedError(start.failure)
                     return name
-            gone = self._gone()
+            gone = self._dead_ranks()
             if 0 in gone:
                 break
             if gone and name:
-                # Rank 0 may be on another host.
+                # Rank 0 may be on another host, and cannot see that they died.
                 self._store.set(f"{name}/gone", " ".join(map(str, gone)))
         missing = [rank for rank in range(1, self.size) if not self._read(f"{name}/came/{rank}")]
         if 0 in gone or not name or not missing:
             missing = [0]
-        raise LostError(_absent(missing, gone, seconds))
+        raise LinkFailedError(_not_come(missing, gone, timeout))
 
-    # --- parting ---
+    # --- a broken connection ---
 
     def close(self) -> None:
-        """Break the connection; whoever waits in it hears of that at once."""
+        """Break the connection; every rank that waits in it fails at once."""
         pg, self.pg = self.pg, None
-        if pg is None:
-            return
-        # To let go of the group would not do while an error, or what it carried, is kept. One
-        # deadline that passes breaks all connections of a gloo group.
-        for peer in range(self.size):
-            if peer != self.rank:
-                with suppress(RuntimeError):
-                    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-                    pg.recv([nothing], peer, 1).wait(timedelta(milliseconds=1))
+        if pg is not None:
+            gloo.break_connections(pg, self.rank, self.size)
 
     def broke_before(self) -> bool:
-        """Whether the connection broke in an operation that had ended well for this rank.
+        """Whether the connection broke in an earlier operation, which ended well on this rank.
 
-        Then all come to a new group.
+        Then all ranks come to a new group.
         """
 
         def look(given_up: threading.Event) -> bool:
-            for _ in _pauses(time.monotonic() + _WORD, given_up):
-                # What is written in this order is read in the other one.
+            for _ in _pauses(time.monotonic() + _EXPLAIN_SECONDS, given_up):
+                # A failing rank writes "count" before "broke"; so this reads "broke" first.
                 broke = self._store.check([f"{self._name}/broke"])
-                if self._gone() or self._store.check([f"{self._name}/{self._operation}/count"]):
+                failed = self._store.check([f"{self._name}/{self._operation}/count"])
+                if self._dead_ranks() or failed:
                     return False
                 if broke or self._read(f"{self._base}/newest") not in ("", self._name):
                     return True
             return True
 
         try:
-            return self._bounded(look, _WORD + _STORE)
-        except (RuntimeError, LostError):
+            return self._within(look, _EXPLAIN_SECONDS + _STORE_SECONDS)
+        except (RuntimeError, LinkFailedError):
             return False
 
-    def mourn(self, told: Said | None, waited: float, *, late: bool) -> Lost:
-        """Break the connection, leave word, and find out who is at fault.
+    def find_cause(self, error: ErrorText | None, waited: float, *, late: bool) -> Failure:
+        """Break the connection, record that in the store, and find out which rank is at fault.
 
         Args:
-            told: The error of this rank, if it has one.
-            waited: For how many seconds nothing was heard.
-            late: Whether that was all that it had.
+            error: The error of this rank, if it has one.
+            waited: How many seconds this rank has heard nothing.
+            late: Whether that was its whole deadline.
         """
         self.close()
         within = f"{waited:.3g}"
-        patience = min(PATIENCE, max(_WORD, waited))
+        patience = min(PATIENCE, max(_EXPLAIN_SECONDS, waited))
 
-        def find_out(given_up: threading.Event) -> Lost:
-            return self._found_out(told, within if late else "", patience, given_up)
+        def find(given_up: threading.Event) -> Failure:
+            return self._cause(error, within if late else "", patience, given_up)
 
         try:
-            return self._bounded(find_out, patience + _STORE)
-        except (RuntimeError, LostError):
-            why = f"the connection between the ranks broke after {within} s; {_SILENT}"
-            gone = self._gone()
-            return Lost(tuple(gone), f"{ranks_named(gone)} died") if gone else Lost((), why)
+            return self._within(find, patience + _STORE_SECONDS)
+        except (RuntimeError, LinkFailedError):
+            gone = self._dead_ranks()
+            if gone:
+                return Failure(tuple(gone), f"{rank_names(gone)} died")
+            reason = f"the connection between the ranks broke after {within} s; {_STORE_SILENT}"
+            return Failure((), reason)
 
-    def _found_out(
-        self, told: Said | None, within: str, patience: float, given_up: threading.Event
-    ) -> Lost:
+    def _cause(
+        self, error: ErrorText | None, within: str, patience: float, given_up: threading.Event
+    ) -> Failure:
+        """Report to the store that this rank has stopped; wait for the reports of the others."""
         operation = f"{self._name}/{self._operation}"
-        if told is not None:
-            self._store.set(f"{operation}/why", encode(Lost((self.rank,), "", told)))
+        if error is not None:
+            self._store.set(f"{operation}/why", encode(Failure((self.rank,), "", error)))
         if within:
             self._store.set(f"{operation}/waited", within)
         self._store.set(f"{operation}/stopped/{self.rank}", "")
         self._store.add(f"{operation}/count", 1)
         self._store.set(f"{self._name}/broke", "")
         for _ in _pauses(time.monotonic() + patience, given_up):
-            # Whoever says why does so before being counted.
+            # A rank that records a cause does so before it is counted.
             complete = self._store.add(f"{operation}/count", 0) >= self.size
-            if (lost := self._why()) is not None:
-                # So all name the same, one that woke up late itself.
-                return lost
-            if self._gone():
-                time.sleep(_TOGETHER)
+            if (failure := self._recorded_failure()) is not None:
+                # All ranks give the same cause, also a slow rank that is named in it.
+                return failure
+            if self._dead_ranks():
+                time.sleep(_DEATHS_SECONDS)
                 break
             if complete:
                 break
-        lost = self._died(self._gone()) or self._silent(operation)
-        self._store.set(f"{operation}/why", encode(lost))
-        return lost
+        failure = self._failure_of_dead(self._dead_ranks()) or self._failure_of_silent(operation)
+        self._store.set(f"{operation}/why", encode(failure))
+        return failure
 
-    def _why(self) -> Lost | None:
+    def _recorded_failure(self) -> Failure | None:
         key = f"{self._name}/{self._operation}/why"
         if not self._store.check([key]):
             return None
-        return msgspec.msgpack.decode(self._store.get(key), type=Lost)
+        return msgspec.msgpack.decode(self._store.get(key), type=Failure)
 
-    def verdict(self) -> Lost | None:
-        """Return why others broke off the operation that this rank is in, if they did."""
+    def recorded_failure(self) -> Failure | None:
+        """Return why other ranks ended the operation that this rank is in, if they did."""
         try:
-            return self._bounded(lambda _: self._why(), _STORE)
-        except (RuntimeError, LostError):
+            return self._within(lambda _: self._recorded_failure(), _STORE_SECONDS)
+        except (RuntimeError, LinkFailedError):
             return None
 
-    def _gone(self) -> list[int]:
-        """Return the ranks on this host whose processes ended."""
+    def _dead_ranks(self) -> list[int]:
+        """Return the ranks on this host whose processes have ended."""
         if not self._processes:
             return []
         here = self._processes[self.rank].host
         return [rank for rank, process in enumerate(self._processes) if process.is_gone(here)]
 
-    def _died(self, gone: Sequence[int]) -> Lost | None:
+    def _failure_of_dead(self, gone: Sequence[int]) -> Failure | None:
         if not gone:
             return None
-        return Lost(tuple(gone), f"{ranks_named(gone)} died{self._last_seen(gone[0])}")
+        return Failure(tuple(gone), f"{rank_names(gone)} died{self._last_seen(gone[0])}")
 
-    def _silent(self, operation: str) -> Lost:
-        """Return who has not left word."""
+    def _failure_of_silent(self, operation: str) -> Failure:
+        """Return a failure that names the ranks that have not reported to the store."""
         silent = [
             rank
             for rank in range(self.size)
             if not self._store.check([f"{operation}/stopped/{rank}"])
         ]
         if not silent:
-            return Lost((), "the connection between the ranks broke")
+            return Failure((), "the connection between the ranks broke")
         within = self._read(f"{operation}/waited")
         what = f"did not answer within {within} s" if within else "broke off the connection"
         where = self._last_seen(silent[0])
-        return Lost(tuple(silent), f"{ranks_named(silent)} {what}{where}")
+        return Failure(tuple(silent), f"{rank_names(silent)} {what}{where}")
 
     def _last_seen(self, rank: int) -> str:
         phase = self._read(f"{self._name}/at/{rank}")
         return f" (last seen {phase})" if phase else ""
 
     def await_end(self, rank: int, seconds: float) -> bool:
-        """Wait until another rank has left the operation that this one is in, unless it died."""
+        """Wait until another rank has left the operation of this one; False if it died first."""
 
         def look(given_up: threading.Event) -> bool:
             for _ in _pauses(time.monotonic() + seconds, given_up):
-                died = rank in self._gone()
+                died = rank in self._dead_ranks()
                 if self._read(f"{self._name}/ended/{rank}") == self._operation:
                     return True
                 if died:
@@ -430,29 +438,22 @@ class Link:
             return False
 
         try:
-            return self._bounded(look, seconds + _STORE)
-        except (RuntimeError, LostError):
+            return self._within(look, seconds + _STORE_SECONDS)
+        except (RuntimeError, LinkFailedError):
             return False
 
 
-def _absent(missing: Sequence[int], gone: Sequence[int], seconds: float) -> Lost:
-    what = "died" if set(missing) <= set(gone) else f"did not come within {seconds:g} s"
-    return Lost(tuple(missing), f"{ranks_named(missing)} {what}")
+def _not_come(missing: Sequence[int], gone: Sequence[int], timeout: float) -> Failure:
+    what = "died" if set(missing) <= set(gone) else f"did not come within {timeout:g} s"
+    return Failure(tuple(missing), f"{rank_names(missing)} {what}")
 
 
-def _ranks(text: str) -> list[int]:
+def _parsed_ranks(text: str) -> list[int]:
     return [int(rank) for rank in text.split()]
 
 
-def ranks_named(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 1, 2"; of many just the first."""
-    shown = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
-
-
 def _pauses(until: float, given_up: threading.Event) -> Iterator[None]:
-    """Look again and again, after ever longer pauses, until the time is over."""
+    """Yield again and again, with ever longer pauses, until the time is over."""
     pause, most = _POLL
     while time.monotonic() < until and not given_up.is_set():
         yield

@@ -13,19 +13,20 @@ import torch
 
 from casnap.errors import MismatchError
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry
+from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.ranks.comm import Comm
 from casnap.restore.loading import Loading, Progress
 from casnap.restore.shared_reads import fetch_once
 from casnap.runtime.torch_modes import plain
-from casnap.state.containers import reopen, segment_of
+from casnap.state.containers import component_of, reopen
 from casnap.state.cuda import settle
 from casnap.state.flatten import flatten, inflate, shard_targets, tensor_targets
 from casnap.state.overlap import end_of, filled_in_place, overlapping
 from casnap.state.sharded import Shards, quietly, shards_of
 from casnap.state.stateful import RNGState, Stateful, random_states_first
 from casnap.state.tensors import Leaf, carrier_dtype, is_float4, is_hollow
-from casnap.storage.contents import Contents, rank_names
+from casnap.storage.contents import Contents
 
 
 @dataclass
@@ -68,7 +69,7 @@ class _Part:
     """
 
     key: str
-    segment: str
+    component: str
     stateful: Stateful
     current: Any
     entries: dict[str, Entry]
@@ -117,7 +118,7 @@ def restore(
             tensors that are restored in place may hold new values already.
         RankError: Another rank failed, died or hangs.
     """
-    comm.at("beginning a restore")
+    comm.enter_phase("beginning a restore")
     keys = _agreed_keys(contents, app_state, options, comm)
     report = RestoreReport(left_behind=_left_behind(contents, comm.size))
     parts = [
@@ -130,17 +131,17 @@ def restore(
     if options.strict and report:
         raise MismatchError(_mismatch(contents, report))
     entries = {path: entry for part in parts for path, entry in part.entries.items()}
-    comm.at("reading")
+    comm.enter_phase("reading")
     leaves = _loaded(contents, entries, targets, options, comm)
     for part in parts:
         leaves |= part.given
     # Nobody changes anything that others could not follow.
     comm.all_gather(b"")
-    comm.at("loading states")
+    comm.enter_phase("loading states")
     # The random state last: to load the others may draw from it.
     for part in sorted(parts, key=lambda p: isinstance(p.stateful, RNGState)):
         with plain():
-            state = inflate(part.segment, leaves, allow_pickle=options.allow_pickle)
+            state = inflate(part.component, leaves, allow_pickle=options.allow_pickle)
         if isinstance(part.stateful, torch.nn.Module) and not options.strict:
             _load_what_fits(part, part.stateful, state, report)
         else:
@@ -219,17 +220,17 @@ def _meaning(entry: Entry) -> object:
 def _part(
     contents: Contents, key: str, stateful: Stateful, report: RestoreReport, rank: int
 ) -> _Part | None:
-    segment = segment_of(key)
-    seen = contents.trees(rank).get(segment)
-    entries = {} if seen is None else {segment + inner: e for inner, e in seen.items()}
+    component = component_of(key)
+    seen = contents.trees(rank).get(component)
+    entries = {} if seen is None else {component + inner: e for inner, e in seen.items()}
     # All ranks read the state, since that may be a collective of their own.
     current = stateful.state_dict()
-    part = _Part(key, segment, stateful, current, entries)
+    part = _Part(key, component, stateful, current, entries)
     if isinstance(stateful, torch.nn.Module) and _select(contents, part):
         return part
-    kept = _kept_for_others(contents, segment, rank, entries)
+    kept = _kept_for_others(contents, component, rank, entries)
     if not kept and seen is not None:
-        part.entries = _reached(contents, segment, rank, entries)
+        part.entries = _reached(contents, component, rank, entries)
         return part
     report.missing += kept or [key]
     return None
@@ -240,27 +241,27 @@ def _select(contents: Contents, part: _Part) -> bool:
 
     So do the stages of a pipeline; this one may have been cut elsewhere.
     """
-    shared = contents.manifest.shared.get(part.segment)
+    shared = contents.manifest.shared.get(part.component)
     if shared is None or contents.tree(shared).get("") is not None:
         return False
-    names = {segment_of(name) for name in part.current}
-    if not names or not part.entries.keys() >= {f"{part.segment}/{name}" for name in names}:
+    names = {component_of(name) for name in part.current}
+    if not names or not part.entries.keys() >= {f"{part.component}/{name}" for name in names}:
         return False
     part.entries = {p: e for p, e in part.entries.items() if "/" in p and p.split("/")[1] in names}
-    part.given[part.segment] = next(flatten(part.current, part.segment))
+    part.given[part.component] = next(flatten(part.current, part.component))
     return True
 
 
 def _reached(
-    contents: Contents, segment: str, rank: int, entries: dict[str, Entry]
+    contents: Contents, component: str, rank: int, entries: dict[str, Entry]
 ) -> dict[str, Entry]:
     """Leave out what is everyone's, but in containers of other ranks alone."""
-    digest = contents.manifest.ranks.get(str(rank), {}).get(segment)
+    digest = contents.manifest.ranks.get(str(rank), {}).get(component)
     own = {} if digest is None else dict(contents.tree(digest).items())
     loading = Loading(contents)
     for inner, entry in own.items():
         if isinstance(entry, ContainerEntry):
-            loading.add(segment + inner, entry)
+            loading.add(component + inner, entry)
     elements = {
         path: set(reopen(path, leaf.entry, leaf.content)[0])
         for path, leaf in loading.load().items()
@@ -277,16 +278,16 @@ def _reached(
 
 
 def _kept_for_others(
-    contents: Contents, segment: str, rank: int, entries: Mapping[str, Entry]
+    contents: Contents, component: str, rank: int, entries: Mapping[str, Entry]
 ) -> list[str]:
     """Return what stands in the way of a rank that the snapshot knows nothing of."""
     if rank < contents.row.world_size:
         return []
     holders: dict[str, list[int]] = {}
     for other in contents.ranks():
-        digest = contents.manifest.ranks[str(other)].get(segment)
+        digest = contents.manifest.ranks[str(other)].get(component)
         if digest is not None:
-            for path in [segment + inner for inner, _ in contents.tree(digest).items()]:
+            for path in [component + inner for inner, _ in contents.tree(digest).items()]:
                 holders.setdefault(path, []).append(other)
     return [
         f"{path} is kept for {rank_names(ranks)} alone; rank {rank} is new"
@@ -297,10 +298,10 @@ def _kept_for_others(
 
 def _add_targets(targets: _Targets, part: _Part, report: RestoreReport) -> None:
     """Note the tensors to fill in place, and where module and snapshot differ."""
-    tensors = tensor_targets(part.current, part.segment)
-    shards = shard_targets(part.current, part.segment)
+    tensors = tensor_targets(part.current, part.component)
+    shards = shard_targets(part.current, part.component)
     if isinstance(part.stateful, torch.optim.Optimizer):
-        shards |= _moments(part.stateful, part.segment, part.entries)
+        shards |= _moments(part.stateful, part.component, part.entries)
     rewritten: tuple[str, ...] = ()
     if isinstance(part.stateful, torch.nn.Module):
         rewritten = _prefixes(part, _rewrites)
@@ -317,14 +318,14 @@ def _add_targets(targets: _Targets, part: _Part, report: RestoreReport) -> None:
 
 
 def _moments(
-    optimizer: torch.optim.Optimizer, segment: str, entries: Mapping[str, Entry]
+    optimizer: torch.optim.Optimizer, component: str, entries: Mapping[str, Entry]
 ) -> dict[str, Shards]:
     """Return new moments, sharded as their parameters are, for an optimizer that has none yet."""
     made = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for path, entry in entries.items():
-        below, _, name = path.removeprefix(f"{segment}/state/").partition("/")
-        if not path.startswith(f"{segment}/state/") or not below.isdigit() or "/" in name:
+        below, _, name = path.removeprefix(f"{component}/state/").partition("/")
+        if not path.startswith(f"{component}/state/") or not below.isdigit() or "/" in name:
             continue
         parameter = parameters[int(below)] if int(below) < len(parameters) else None
         if parameter is None or name in optimizer.state.get(parameter, ()):
@@ -357,9 +358,9 @@ def _prefixes(part: _Part, does: Callable[[torch.nn.Module], bool]) -> tuple[str
     module = part.stateful
     assert isinstance(module, torch.nn.Module)
     if _has_own_loader(module):
-        return (f"{part.segment}/",)
+        return (f"{part.component}/",)
     return tuple(
-        f"{part.segment}/{segment_of(f'{name}.' if name else '')}"
+        f"{part.component}/{component_of(f'{name}.' if name else '')}"
         for name, child in module.named_modules(remove_duplicate=False)
         if does(child)
     )
@@ -385,7 +386,7 @@ def _load_what_fits(
     part: _Part, module: torch.nn.Module, state: dict[str, Any], report: RestoreReport
 ) -> None:
     def path_of(key: str) -> str:
-        return f"{part.segment}/{segment_of(key)}"
+        return f"{part.component}/{component_of(key)}"
 
     for key in [k for k in state if path_of(k) in part.skipped]:
         del state[key]
@@ -418,7 +419,7 @@ def _compare(part: _Part, rewritten: tuple[str, ...], report: RestoreReport) -> 
     What is rewritten on its way in is left to the module; what it may forgive, too, but for shapes.
     """
     there = {p for p in part.entries if p.count("/") == 1 and not p.startswith(part.unchecked)}
-    here = {f"{part.segment}/{segment_of(k)}" for k in part.current}
+    here = {f"{part.component}/{component_of(k)}" for k in part.current}
     here = {path for path in here if not path.startswith(part.unchecked)}
     shapes = {p: s for p, s in _other_shapes(part).items() if not p.startswith(rewritten)}
     report.missing += sorted(here - there)
@@ -431,7 +432,7 @@ def _other_shapes(part: _Part) -> dict[str, str]:
     """Return by path which tensors of a module have another shape in the snapshot, in words."""
     shapes = {}
     for key, value in part.current.items():
-        path = f"{part.segment}/{segment_of(key)}"
+        path = f"{part.component}/{component_of(key)}"
         entry = part.entries.get(path)
         if not isinstance(entry, TensorEntry) or not isinstance(value, torch.Tensor):
             continue

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 
 from casnap.errors import StateError
 from casnap.runtime import calls
+from casnap.runtime.fork import PerProcess
 
 PAGE = 4096
 SLOT_BYTES = 48 << 20
@@ -54,11 +55,12 @@ class Pool:
     def __init__(self, slot_bytes: int, limit: int | None) -> None:
         self.slot_bytes = slot_bytes
         self.limit = limit
-        self.begin_anew()
+        self._begin()
+        # The parent's slots are in use, and its lock may be held.
+        os.register_at_fork(after_in_child=self._begin)
         _all_pools.append(self)
 
-    def begin_anew(self) -> None:
-        """Forget all slots."""
+    def _begin(self) -> None:
         self._made = 0
         self._free: list[Slot] = []
         self._changed = threading.Condition()
@@ -109,14 +111,14 @@ class Pool:
 
 
 _pools: dict[int, Pool] = {}
-_lock = threading.Lock()
+_lock = PerProcess(threading.Lock)
 
 
 def shared_pool(at_least: int) -> Pool:
     """Return the process's pool of slots that hold ``at_least`` bytes each."""
     # Few sizes, since the slots of each are kept.
     nbytes = SLOT_BYTES if at_least <= SLOT_BYTES else 1 << (at_least - 1).bit_length()
-    with _lock:
+    with _lock.value:
         if nbytes not in _pools:
             _pools[nbytes] = Pool(nbytes, SLOTS)
         return _pools[nbytes]
@@ -134,17 +136,6 @@ def release_memory() -> int:
         The bytes that were given back, at most: what was never touched took none.
     """
     return sum(pool.shrink() for pool in list(_all_pools))
-
-
-def _begin_anew_after_fork() -> None:
-    """Empty all pools: the parent's slots are in use, and its locks may be held for ever."""
-    global _lock
-    _lock = threading.Lock()
-    for pool in _all_pools:
-        pool.begin_anew()
-
-
-os.register_at_fork(after_in_child=_begin_anew_after_fork)
 
 
 def view_at(address: int, nbytes: int) -> memoryview:

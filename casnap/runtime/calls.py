@@ -6,13 +6,13 @@ find it within a call, with locks and buffers in its hands: to wait for those wo
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from casnap.errors import NestedTakeError
+from casnap.runtime.fork import PerProcess
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,24 +22,17 @@ class _Here(threading.local):
     call = ""
 
 
-_here = _Here()
-
-
-def _begin_anew_after_fork() -> None:
-    _here.call = ""
-
-
-os.register_at_fork(after_in_child=_begin_anew_after_fork)
+_here = PerProcess(_Here)
 
 
 def current() -> str:
     """Return the call that this thread is within, or works for; empty if none."""
-    return _here.call
+    return _here.value.call
 
 
 def work_for(call: str) -> None:
     """Note that this thread works for a call."""
-    _here.call = call
+    _here.value.call = call
 
 
 def named(call: str, *, is_take: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -53,7 +46,7 @@ def named(call: str, *, is_take: bool = False) -> Callable[[Callable[P, R]], Cal
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def call_it(*args: P.args, **kwargs: P.kwargs) -> R:
-            outer = _here.call
+            outer = _here.value.call
             if is_take and outer:
                 raise NestedTakeError(
                     f"{call} cannot begin within {outer} of the same thread, so nothing was "
@@ -63,10 +56,10 @@ def named(call: str, *, is_take: bool = False) -> Callable[[Callable[P, R]], Cal
                 )
             # No context manager: an interrupt on its way out could leave the mark for ever.
             try:
-                _here.call = outer or call
+                _here.value.call = outer or call
                 return function(*args, **kwargs)
             finally:
-                _here.call = outer
+                _here.value.call = outer
 
         return call_it
 

@@ -1,7 +1,7 @@
 """Containers: the kinds there are, how one is opened into its elements, and built again.
 
-A path segment is ``str(key)`` with ``%`` as ``%25``, ``/`` as ``%2F`` and a lone surrogate as
-``%uD800``. Where two keys of one dict would share a segment, the one that is no str ends in
+A path component is ``str(key)`` with ``%`` as ``%25``, ``/`` as ``%2F`` and a lone surrogate as
+``%uD800``. Where two keys of one dict would share a component, the one that is no str ends in
 ``%`` and its type, as in ``1%int``: no str key can spell that.
 """
 
@@ -22,11 +22,11 @@ from casnap.format.entries import ContainerEntry
 from casnap.format.records import decode, encode
 from casnap.state.values import (
     Key,
+    decode_keys,
+    encode_key,
     find_class,
     in_order,
     is_packable,
-    pack_key,
-    unpack_keys,
 )
 
 # --- specs ------------------------------------------------------------------------------------
@@ -77,13 +77,13 @@ _SPARSE = {
 _SPARSE_KINDS = {kind: (layout, parts) for layout, (kind, parts) in _SPARSE.items()}
 
 
-# --- segments ---------------------------------------------------------------------------------
+# --- components -------------------------------------------------------------------------------
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
-def segment_of(key: object) -> str:
-    """Return the path segment of a key, unless another key of its dict shares it."""
+def component_of(key: object) -> str:
+    """Return the path component of a key, unless another key of its dict shares it."""
     text = key if type(key) is str else str(key)
     if "%" in text or "/" in text:
         text = text.replace("%", "%25").replace("/", "%2F")
@@ -92,24 +92,24 @@ def segment_of(key: object) -> str:
     return text
 
 
-def _segments(path: str, keys: Sequence[object]) -> list[str]:
+def _components(path: str, keys: Sequence[object]) -> list[str]:
     try:
-        segments = [segment_of(key) for key in keys]
+        components = [component_of(key) for key in keys]
     except ValueError as e:
         raise UnsupportedTypeError(f"{path}: a key has no name: {e}; use a str instead") from e
-    if len(set(segments)) == len(segments):
-        return segments
-    times = Counter(segments)
-    taken = set(segments)
+    if len(set(components)) == len(components):
+        return components
+    times = Counter(components)
+    taken = set(components)
     for i, key in enumerate(keys):
-        if times[segments[i]] > 1 and type(key) is not str:
-            typed = f"{segments[i]}%{type(key).__name__}"
-            # Only NaNs can share segment and type.
-            segments[i] = next(
+        if times[components[i]] > 1 and type(key) is not str:
+            typed = f"{components[i]}%{type(key).__name__}"
+            # Only NaNs can share component and type.
+            components[i] = next(
                 s for n in count_from(1) if (s := typed if n == 1 else f"{typed}%{n}") not in taken
             )
-            taken.add(segments[i])
-    return segments
+            taken.add(components[i])
+    return components
 
 
 # --- opening ------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Node(NamedTuple):
     """A container, opened."""
 
     kind: str
-    segments: Iterable[str]
+    components: Iterable[str]
     children: list[Any]
     spec: Callable[[], Struct] | None = None
 
@@ -129,16 +129,16 @@ _Opener: TypeAlias = Callable[[str, Any], Node | None]
 
 def _open_dict(path: str, value: Any) -> Node:
     keys, children = list(value), list(value.values())
-    return Node("dict", _segments(path, keys), children, lambda: _Keys(_pack(path, keys)))
+    return Node("dict", _components(path, keys), children, lambda: _Keys(_encoded_keys(path, keys)))
 
 
 def _open_ordered(path: str, value: Any) -> Node:
     keys, children = list(value), list(value.values())
     return Node(
         "OrderedDict",
-        _segments(path, keys),
+        _components(path, keys),
         children,
-        lambda: _Keys(_pack(path, keys), metadata=_metadata_of(value)),
+        lambda: _Keys(_encoded_keys(path, keys), metadata=_metadata_of(value)),
     )
 
 
@@ -175,9 +175,9 @@ def _open_default(path: str, value: Any) -> Node:
     keys, children = list(value), list(value.values())
     return Node(
         "defaultdict",
-        _segments(path, keys),
+        _components(path, keys),
         children,
-        lambda: _Keys(_pack(path, keys), _factory_name(path, value.default_factory)),
+        lambda: _Keys(_encoded_keys(path, keys), _factory_name(path, value.default_factory)),
     )
 
 
@@ -220,7 +220,7 @@ def _open_namedtuple(path: str, value: Any) -> Node:
     kind = type(value)
     fields = kind._fields
     spec = _Named(kind.__module__, kind.__qualname__, fields)
-    return Node("namedtuple", _segments(path, fields), list(value), lambda: spec)
+    return Node("namedtuple", _components(path, fields), list(value), lambda: spec)
 
 
 def open_sparse(path: str, value: torch.Tensor) -> Node | None:
@@ -255,17 +255,17 @@ _OPENERS: dict[type, _Opener] = {
 }
 
 
-def _pack(path: str, keys: list[Any]) -> list[Key]:
-    packed = []
+def _encoded_keys(path: str, keys: list[Any]) -> list[Key]:
+    encoded = []
     for key in keys:
         try:
-            packed.append(pack_key(key))
+            encoded.append(encode_key(key))
         except UnsupportedTypeError as e:
             raise UnsupportedTypeError(
                 f"{path}: the key {key!r:.80} of type {e} cannot be stored; use str, int, bool, "
                 "float, complex, bytes, None, torch.dtype, or tuples of those"
             ) from None
-    return packed
+    return encoded
 
 
 def _is_namedtuple(value: object) -> bool:
@@ -284,7 +284,7 @@ def _are_fields(fields: Sequence[object]) -> bool:
 
 
 def open_container(path: str, value: Any) -> Node | None:
-    """Return a container's elements and their segments, or None where a value is a leaf.
+    """Return a container's elements and their components, or None where a value is a leaf.
 
     Raises:
         UnsupportedTypeError: A container that cannot be stored.
@@ -301,7 +301,7 @@ Build: TypeAlias = Callable[[list[Any]], Any]
 
 
 def reopen(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[str], Build]:
-    """Return the segments of a container's elements, and what builds it from those.
+    """Return the components of a container's elements, and what builds it from those.
 
     Raises:
         DamagedError: The spec is not what was written.
@@ -312,12 +312,12 @@ def reopen(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[str]
         raise UnsupportedFormatError(
             f"{path} is a container of the unknown kind {entry.kind[:40]!r}; update casnap"
         )
-    segments, build = reader(f"the spec of {path}", entry, spec)
-    if segments is None:
+    components, build = reader(f"the spec of {path}", entry, spec)
+    if components is None:
         return map(str, range(entry.count)), build
-    if len(segments) != entry.count:
+    if len(components) != entry.count:
         raise DamagedError(f"{path} has {entry.count} elements, but not their keys", (path,))
-    return segments, build
+    return components, build
 
 
 _Reader: TypeAlias = Callable[[str, ContainerEntry, bytes], tuple[list[str] | None, Build]]
@@ -325,7 +325,7 @@ _Reader: TypeAlias = Callable[[str, ContainerEntry, bytes], tuple[list[str] | No
 
 def _read_dict(what: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
     spec = decode(data, _Keys, what)
-    keys = unpack_keys(spec.keys)
+    keys = decode_keys(spec.keys)
     if spec.factory is not None and spec.factory not in _FACTORIES:
         raise DamagedError(f"{what} names an unknown factory {spec.factory[:40]!r}")
 
@@ -344,7 +344,7 @@ def _read_dict(what: str, entry: ContainerEntry, data: bytes) -> tuple[list[str]
             ordered._metadata = OrderedDict(spec.metadata)  # type: ignore[attr-defined]
         return ordered
 
-    return _segments(what, keys), build
+    return _components(what, keys), build
 
 
 def _read_plain(kind: Callable[[list[Any]], Any]) -> _Reader:
@@ -377,7 +377,7 @@ def _read_namedtuple(what: str, entry: ContainerEntry, data: bytes) -> tuple[lis
         # tuple.__new__ runs no code of a class that the store, not the caller, has named.
         return tuple.__new__(_namedtuple_class(spec), children)
 
-    return _segments(what, spec.fields), build
+    return _components(what, spec.fields), build
 
 
 def _namedtuple_class(spec: _Named) -> Any:

@@ -16,13 +16,13 @@ import torch
 from casnap.errors import CasnapError, DamagedError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Payload, TensorEntry, ValueEntry
 from casnap.format.records import encode
-from casnap.state.containers import Build, Node, open_container, open_sparse, reopen, segment_of
+from casnap.state.containers import Build, Node, component_of, open_container, open_sparse, reopen
 from casnap.state.overlap import overlaps_itself
 from casnap.state.sharded import Shards, shards_of
 from casnap.state.tensors import HollowTensorError, Leaf, assemble, describe, is_fillable
 from casnap.state.values import MALFORMED, decode_value, encode_value
 
-__all__ = ["Leaf", "flatten", "inflate", "segment_of", "shard_targets", "tensor_targets"]
+__all__ = ["Leaf", "component_of", "flatten", "inflate", "shard_targets", "tensor_targets"]
 
 MAX_NESTING = 1000
 
@@ -48,7 +48,7 @@ def _walk(value: Any, path: str, *, sparse: bool) -> Iterator[tuple[str, Any, No
                 _check_nesting(where, child, above)
                 prefix = where + "/"
                 above.add(id(child))
-                children = zip([prefix + s for s in node.segments], node.children, strict=True)
+                children = zip([prefix + s for s in node.components], node.children, strict=True)
                 stack.append((id(child), children))
                 break
         else:
@@ -195,9 +195,9 @@ def inflate(path: str, leaves: Mapping[str, Leaf], *, allow_pickle: bool = False
                     decode_value(where, entry.kind, data, allow_pickle=allow_pickle)
                 )
             else:
-                segments, build = _reopened(where, entry, _bytes_of(leaf))
+                components, build = _reopened(where, entry, _bytes_of(leaf))
                 prefix = where + "/"
-                stack.append(_Frame(where, build, map(prefix.__add__, segments), []))
+                stack.append(_Frame(where, build, map(prefix.__add__, components), []))
                 break
         else:
             stack.pop()

@@ -47,7 +47,7 @@ class Tagged(Struct, frozen=True, array_like=True):
 Key: TypeAlias = str | int | Tagged
 
 
-def pack_key(key: object) -> Key:
+def encode_key(key: object) -> Key:
     """Return a key as it is encoded.
 
     Raises:
@@ -60,18 +60,18 @@ def pack_key(key: object) -> Key:
         return key  # type: ignore[return-value]
     codec = _BY_TYPE.get(kind)
     if kind is tuple:
-        return Tagged("tuple", encode(pack_keys(key)))  # type: ignore[arg-type]
+        return Tagged("tuple", encode(encode_keys(key)))  # type: ignore[arg-type]
     if codec is None or codec.kind not in _KEY_KINDS:
         raise UnsupportedTypeError(f"{kind.__module__}.{kind.__qualname__}")
     return Tagged(codec.kind, codec.encode(key) or b"")
 
 
-def pack_keys(keys: Iterable[object]) -> list[Key]:
+def encode_keys(keys: Iterable[object]) -> list[Key]:
     """Return keys as they are encoded."""
-    return [pack_key(key) for key in keys]
+    return [encode_key(key) for key in keys]
 
 
-def unpack_keys(keys: Iterable[Key]) -> list[Any]:
+def decode_keys(keys: Iterable[Key]) -> list[Any]:
     """Return the keys that were packed.
 
     Raises:
@@ -82,7 +82,7 @@ def unpack_keys(keys: Iterable[Key]) -> list[Any]:
 
 def _unpack_tagged(key: Tagged) -> object:
     if key.kind == "tuple":
-        return tuple(unpack_keys(decode(key.data, list[Key], "a key")))
+        return tuple(decode_keys(decode(key.data, list[Key], "a key")))
     if key.kind not in _KEY_KINDS:
         raise DamagedError(f"a key is of the unknown kind {key.kind[:40]!r}")
     return decode_value("a key", key.kind, key.data)
@@ -123,12 +123,12 @@ def _none_from_bytes(data: bytes) -> None:
 def _integers(values: Sequence[object]) -> bytes | None:
     if any(type(v) not in (int, type(None)) for v in values):
         return None
-    return encode(pack_keys(values))
+    return encode(encode_keys(values))
 
 
 def _from_integers(build: Callable[..., object]) -> Callable[[bytes], object]:
     def read(data: bytes) -> object:
-        values = unpack_keys(decode(data, list[Key], "a value"))
+        values = decode_keys(decode(data, list[Key], "a value"))
         if len(values) != 3:
             raise ValueError("not three numbers")
         return build(*values)
@@ -334,7 +334,7 @@ def _encode_enum(value: enum.Enum) -> bytes | None:
     kind = type(value)
     member = value.value if isinstance(value, enum.Flag) else value.name
     found = find_class(kind.__module__, kind.__qualname__) is kind
-    if not found or pack_key(member) is not member:
+    if not found or encode_key(member) is not member:
         return None
     return encode(_Member(kind.__module__, kind.__qualname__, member))
 

@@ -1,9 +1,9 @@
-"""What is remembered of a store on this host: places of digests, and tree nodes; in LMDB.
+"""What this host remembers of a store, in LMDB: places of digests, tree nodes, and notes.
 
-A fact (this digest lies at this place of this pack) is true for ever: packs never change and ids
-are never used again. So the cache may be stale, shared between processes and between the branches
-of a store after a roll-back, or be deleted, and nothing but time is lost. It is true where it was
-learned: another place may hold what others wrote under the same ids, so it has another cache.
+A cached record (this digest lies at this place of this pack) stays true: packs never change and ids
+are never used again. So a cache may be stale, be shared between processes and between the branches
+of a store after a roll-back, or be deleted; that costs only time. Each place where a store is met
+has a cache of its own, since a copy of a store may hold other bytes under the same ids.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from functools import wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import lmdb
@@ -28,11 +30,16 @@ import lmdb
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import ID_SIZE, PackId, Place, Record, SegmentId
 from casnap.runtime.environment import boot_id, cache_folder
+from casnap.runtime.fork import PerProcess
+from casnap.runtime.typing import override
 from casnap.storage.lmdb_files import WRITING, inode, nbytes, open_environment, remove
 
 _log = logging.getLogger("casnap")
-_BARE_FACT = struct.Struct("<16sQIIB")
-_FACT = struct.Struct("<16sQIIBI")
+C = TypeVar("C", bound="Cache")
+P = ParamSpec("P")
+R = TypeVar("R")
+_BARE_PLACE = struct.Struct("<16sQIIB")
+_PLACE = struct.Struct("<16sQIIBI")
 # Caches of a store id and a place, and those that casnap had before, of a store id alone.
 _FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")
 MOST_FOLDERS = 64
@@ -44,34 +51,60 @@ _NODES_BYTES = 64 << 20
 
 
 class BusyError(OSError):
-    """Another process writes to the cache, and does not come to an end."""
+    """Another process holds the cache's write lock for too long."""
 
 
-class Facts(ABC):
-    """Remembered records and tree nodes.
+def _if_possible(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R | None]:
+    """Have a method that only saves time return None where the cache fails."""
+
+    @wraps(method)
+    def try_it(self: C, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        try:
+            return method(self, *args, **kwargs)
+        except (lmdb.Error, OSError) as e:
+            # The next caller that needs an answer replaces the cache.
+            _log.debug("the cache failed: %s", e)
+            return None
+
+    return try_it
+
+
+class Cache(ABC):
+    """Cached records and tree nodes.
 
     Attributes:
-        listed: The packs of the segments of the root that was looked at last.
+        listed: The packs of each segment of the root that was looked at last.
     """
 
     def __init__(self) -> None:
         self.listed: dict[SegmentId, frozenset[PackId]] = {}
 
+    # --- the index: if one of these fails, the caller makes another cache ---
+
     @abstractmethod
     def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
-        """Return the packs that a segment covers, or None where it was not learned yet."""
+        """Return the packs that a segment covers; None if the segment is not cached."""
 
     @abstractmethod
     def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
-        """Remember a segment."""
+        """Cache a segment."""
 
     @abstractmethod
     def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
-        """Return, for each digest, a place in a live pack, or None."""
+        """Return a place in a live pack, or None, for each digest."""
 
     @abstractmethod
     def places(self, digest: Digest) -> list[Place]:
-        """Return all the places that are known of a digest."""
+        """Return all known places of a digest."""
+
+    # --- what only saves time: none of these raises if the cache fails ---
+
+    @_if_possible
+    def keep_segment(
+        self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]
+    ) -> None:
+        """Cache a segment that this process wrote, so that it need not be read."""
+        self.learn(segment, packs, records)
 
     @abstractmethod
     def node(self, digest: Digest) -> bytes | None:
@@ -79,19 +112,7 @@ class Facts(ABC):
 
     @abstractmethod
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
-        """Remember tree nodes."""
-
-    # What is damaged each process remembers itself; some tell others.
-
-    def distrusted(self, digests: Iterable[Digest]) -> set[Record]:
-        """Return the places of some digests that somebody found damaged."""
-        return set()
-
-    def distrust(self, records: Iterable[Record], packs: Container[PackId]) -> None:  # noqa: B027
-        """Remember places that are damaged, and forget those that are in none of these packs."""
-
-    def trust(self, records: Iterable[Record]) -> None:  # noqa: B027
-        """Forget that places were damaged."""
+        """Cache tree nodes."""
 
     @abstractmethod
     def note(self, key: bytes) -> bytes | None:
@@ -99,11 +120,23 @@ class Facts(ABC):
 
     @abstractmethod
     def keep_note(self, key: bytes, text: bytes) -> None:
-        """Remember a note: of what will stay true, and does no harm if it is forgotten."""
+        """Cache a note. It must stay true, and do no harm if it is lost."""
+
+    # Each process remembers by itself what it found damaged. A shared cache tells other processes.
+
+    def distrusted(self, digests: Iterable[Digest]) -> set[Record] | None:
+        """Return the places of some digests that any process found damaged."""
+        return None
+
+    def distrust(self, records: Iterable[Record], packs: Container[PackId]) -> None:  # noqa: B027
+        """Remember damaged places; forget those that lie in none of these packs."""
+
+    def trust(self, records: Iterable[Record]) -> None:  # noqa: B027
+        """Forget that places were damaged."""
 
 
-class MemoryFacts(Facts):
-    """Facts in dicts, where there is no place for LMDB."""
+class MemoryCache(Cache):
+    """A cache in dicts, where there is no place for LMDB."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,32 +146,32 @@ class MemoryFacts(Facts):
         self._nodes_bytes = 0
         self._notes: dict[bytes, bytes] = {}
 
+    @override
     def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
-        """Return the packs of a learned segment."""
         return self._segments.get(segment)
 
+    @override
     def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
-        """Remember a segment."""
         for digest, place in records:
             known = self._places.setdefault(digest, [])
             if place not in known:
                 known.append(place)
         self._segments[segment] = tuple(packs)
 
+    @override
     def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
-        """Return a live place of each digest."""
         return [next((p for p in self.places(d) if p.pack in live), None) for d in digests]
 
+    @override
     def places(self, digest: Digest) -> list[Place]:
-        """Return the places of a digest."""
         return self._places.get(digest, [])
 
+    @override
     def node(self, digest: Digest) -> bytes | None:
-        """Return a kept node."""
         return self._nodes.get(digest)
 
+    @override
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
-        """Keep nodes, and let go those that were kept first where they become too many."""
         for digest, node in nodes:
             if digest not in self._nodes:
                 self._nodes[digest] = node
@@ -146,17 +179,17 @@ class MemoryFacts(Facts):
         while self._nodes_bytes > _NODES_BYTES:
             self._nodes_bytes -= len(self._nodes.pop(next(iter(self._nodes)), b""))
 
+    @override
     def note(self, key: bytes) -> bytes | None:
-        """Return a kept note."""
         return self._notes.get(key)
 
+    @override
     def keep_note(self, key: bytes, text: bytes) -> None:
-        """Keep a note."""
         self._notes[key] = text
 
 
-class LmdbFacts(Facts):
-    """Facts in an LMDB environment.
+class LmdbCache(Cache):
+    """A cache in an LMDB environment.
 
     Every record carries a checksum and every node is verified, since a take believes what stands
     here. Commits are not synced: after a crash of the machine, which the boot id tells, the cache
@@ -194,88 +227,95 @@ class LmdbFacts(Facts):
         if inode(self.folder) == self._inode:
             remove(self.folder)
 
+    @override
     def packs_of(self, segment: SegmentId) -> tuple[PackId, ...] | None:
-        """Return the packs of a learned segment."""
         with self._env.begin(db=self._segments) as txn:
             packs = txn.get(segment)
         if packs is None or len(packs) < 4 or zlib.crc32(segment + packs[4:]) != _u32(packs):
             return None
         return tuple(PackId(packs[i : i + ID_SIZE]) for i in range(4, len(packs), ID_SIZE))
 
+    @override
     def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
-        """Remember a segment, in one transaction."""
         joined = b"".join(packs)
-        facts = sorted((d, _fact(d, p)) for d, p in records)
+        places = sorted((d, _encode_place(d, p)) for d, p in records)
         with self._writing(_PATIENCE) as txn:
             with txn.cursor(self._places) as cursor:
-                cursor.putmulti(facts, dupdata=False)
+                cursor.putmulti(places, dupdata=False)
             txn.put(
                 segment, struct.pack("<I", zlib.crc32(segment + joined)) + joined, db=self._segments
             )
 
+    @override
     def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
-        """Return a live place of each digest: nearly always the first that is known."""
         found: list[Place | None] = []
         known: dict[bytes, bool] = {}
         with self._env.begin(db=self._places) as txn:
             for digest in digests:
-                fact = txn.get(digest)
-                place = None if fact is None else _place(digest, bytes(fact))
+                value = txn.get(digest)
+                place = None if value is None else _decode_place(digest, bytes(value))
                 if place is not None and place.pack not in known:
                     known[place.pack] = place.pack in live
-                if fact is not None and (place is None or not known[place.pack]):
+                if value is not None and (place is None or not known[place.pack]):
                     place = next((p for p in _all_places(txn, digest) if p.pack in live), None)
                 found.append(place)
         return found
 
+    @override
     def places(self, digest: Digest) -> list[Place]:
-        """Return the places of a digest."""
         with self._env.begin(db=self._places) as txn:
             return _all_places(txn, digest)
 
+    @override
+    @_if_possible
     def node(self, digest: Digest) -> bytes | None:
-        """Return a kept node if it is what its digest says."""
         with self._env.begin(db=self._nodes) as txn:
             node: bytes | None = txn.get(digest)
         return node if node is not None and digest_of(node) == digest else None
 
+    @override
+    @_if_possible
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
-        """Keep nodes."""
         with self._writing(_LITTLE) as txn, txn.cursor(self._nodes) as cursor:
             cursor.putmulti(sorted(nodes))
 
+    @override
+    @_if_possible
     def distrusted(self, digests: Iterable[Digest]) -> set[Record]:
-        """Return the places of some digests that are kept as damaged: nearly always none."""
         with self._env.begin(db=self._damaged) as txn:
             if not txn.stat(self._damaged)["entries"]:
                 return set()
             return {(d, place) for d in digests for place in _all_places(txn, d)}
 
+    @override
+    @_if_possible
     def distrust(self, records: Iterable[Record], packs: Container[PackId]) -> None:
-        """Keep damaged places."""
         with self._writing(_PATIENCE) as txn, txn.cursor(self._damaged) as cursor:
-            for digest, fact in list(cursor):
-                place = _place(Digest(bytes(digest)), bytes(fact))
+            for digest, value in list(cursor):
+                place = _decode_place(Digest(bytes(digest)), bytes(value))
                 if place is None or place.pack not in packs:
-                    txn.delete(digest, fact, db=self._damaged)
-            cursor.putmulti(sorted((d, _fact(d, p)) for d, p in records), dupdata=False)
+                    txn.delete(digest, value, db=self._damaged)
+            cursor.putmulti(sorted((d, _encode_place(d, p)) for d, p in records), dupdata=False)
 
+    @override
+    @_if_possible
     def trust(self, records: Iterable[Record]) -> None:
-        """Delete places from the damaged ones."""
         with self._writing(_LITTLE) as txn:
             for digest, place in records:
-                txn.delete(digest, _fact(digest, place), db=self._damaged)
+                txn.delete(digest, _encode_place(digest, place), db=self._damaged)
 
+    @override
+    @_if_possible
     def note(self, key: bytes) -> bytes | None:
-        """Return a kept note, if it is what was written."""
         with self._env.begin(db=self._notes) as txn:
             found: bytes | None = txn.get(key)
         if found is None or len(found) < 4 or zlib.crc32(key + found[4:]) != _u32(found):
             return None
         return found[4:]
 
+    @override
+    @_if_possible
     def keep_note(self, key: bytes, text: bytes) -> None:
-        """Keep a note."""
         with self._writing(_LITTLE) as txn:
             txn.put(key, struct.pack("<I", zlib.crc32(key + text)) + text, db=self._notes)
 
@@ -328,17 +368,17 @@ def _u32(data: bytes) -> int:
     return int.from_bytes(data[:4], "little")
 
 
-def _fact(digest: Digest, place: Place) -> bytes:
+def _encode_place(digest: Digest, place: Place) -> bytes:
     p = place
-    bare = _BARE_FACT.pack(p.pack, p.offset, p.stored, p.raw, p.codec)
+    bare = _BARE_PLACE.pack(p.pack, p.offset, p.stored, p.raw, p.codec)
     return bare + zlib.crc32(digest + bare).to_bytes(4, "little")
 
 
-def _place(digest: Digest, fact: bytes) -> Place | None:
-    if len(fact) != _FACT.size:
+def _decode_place(digest: Digest, value: bytes) -> Place | None:
+    if len(value) != _PLACE.size:
         return None
-    pack, offset, stored, raw, codec, crc = _FACT.unpack(fact)
-    if crc != zlib.crc32(digest + fact[:-4]):
+    pack, offset, stored, raw, codec, crc = _PLACE.unpack(value)
+    if crc != zlib.crc32(digest + value[:-4]):
         return None
     return Place(pack, offset, stored, raw, codec)
 
@@ -347,20 +387,19 @@ def _all_places(txn: lmdb.Transaction, digest: Digest) -> list[Place]:
     with txn.cursor() as cursor:
         if not cursor.set_key(digest):
             return []
-        return [p for f in cursor.iternext_dup() if (p := _place(digest, bytes(f))) is not None]
+        values = map(bytes, cursor.iternext_dup())
+        return [p for v in values if (p := _decode_place(digest, v)) is not None]
 
 
 # LMDB must not be opened twice by one process, so those that anybody holds are known. Some are held
 # here, since to open one takes a while; the others are closed when nobody has them any more.
-_open: WeakValueDictionary[Path, LmdbFacts] = WeakValueDictionary()
-_recent: deque[LmdbFacts] = deque(maxlen=8)
-_inherited: list[LmdbFacts] = []
-_open_lock = threading.Lock()
+_open: WeakValueDictionary[Path, LmdbCache] = WeakValueDictionary()
+_recent: deque[LmdbCache] = deque(maxlen=8)
+_inherited: list[LmdbCache] = []
+_open_lock = PerProcess(threading.Lock)
 
 
 def _forget_after_fork() -> None:
-    global _open_lock
-    _open_lock = threading.Lock()
     # Kept, so that nothing is closed: LMDB does not survive a fork, not even to be closed.
     _inherited.extend(_open.values())
     _open.clear()
@@ -396,13 +435,13 @@ def _folder_of(base: Path, name: str) -> Path:
 
     There LMDB takes it for open still, and would not open it again.
     """
-    inherited = {facts.folder for facts in _inherited}
+    inherited = {cache.folder for cache in _inherited}
     while base / name in inherited:
         name = f"{name[:32]}-{digest_of(name.encode()).hex()[:32]}"
     return base / name
 
 
-def facts_for(name: str) -> Facts:
+def open_cache(name: str) -> Cache:
     """Return a cache by name: one for all of this process; in memory if there is no other.
 
     Args:
@@ -411,22 +450,22 @@ def facts_for(name: str) -> Facts:
     base = cache_folder()
     if base is None:
         _log.warning("no folder for the cache can be written; the index is kept in memory")
-        return MemoryFacts()
+        return MemoryCache()
     folder = _folder_of(base, name)
-    with _open_lock:
-        facts = _open.get(folder)
+    with _open_lock.value:
+        cache = _open.get(folder)
         # One whose files were deleted is left open, since others may be using it.
-        if facts is None or not (folder / "data.mdb").exists():
+        if cache is None or not (folder / "data.mdb").exists():
             try:
                 if not folder.exists():
                     _make_room(base)
-                facts = LmdbFacts(folder)
+                cache = LmdbCache(folder)
             except (lmdb.Error, OSError) as e:
                 _log.warning(
                     "the cache %s cannot be used (%s); the index is kept in memory", folder, e
                 )
-                return MemoryFacts()
-            _open[folder] = facts
-        if facts not in _recent:
-            _recent.append(facts)
-        return facts
+                return MemoryCache()
+            _open[folder] = cache
+        if cache not in _recent:
+            _recent.append(cache)
+        return cache

@@ -363,7 +363,7 @@ class Transaction:
         return (*segments, *theirs.segments)
 
     def _keep_nodes(self) -> None:
-        self._objects.index.keep_nodes([(d, node) for d, (node, _) in self._fresh.items()])
+        self._objects.index.cache.keep_nodes([(d, node) for d, (node, _) in self._fresh.items()])
 
     # --- as one of several ranks ---
 

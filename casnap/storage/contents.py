@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from heapq import merge
@@ -15,6 +15,7 @@ from casnap.errors import DamagedError, EntryNotFoundError, SnapshotNotFoundErro
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.entries import Entry, Manifest, Payload, TensorEntry, payload_of
 from casnap.format.grid import Cells, grid_of
+from casnap.format.names import rank_names
 from casnap.format.records import (
     INLINE_BYTES,
     LIST_DIGESTS,
@@ -323,11 +324,3 @@ class Contents:
         if len(listed) > DIGEST_SIZE * LIST_DIGESTS:
             raise DamagedError(f"the list {digest.hex()} is longer than a list may be")
         return listed
-
-
-def rank_names(ranks: Sequence[int]) -> str:
-    """Return some ranks in words: ``rank 1``, ``ranks 0, 1 and 2``; of many, the first."""
-    if len(ranks) > 8:
-        return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8:,} more"
-    *others, last = map(str, ranks)
-    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"

@@ -158,7 +158,7 @@ class Objects:
         """
         if len(digest) != DIGEST_SIZE:
             raise DamagedError(f"{self.backend.uri}: {digest.hex()[:80]!r} is no digest of a node")
-        cached = self.index.node(digest)
+        cached = self.index.cache.node(digest)
         if cached is not None:
             return cached
         if hint is not None:
@@ -176,7 +176,7 @@ class Objects:
         Raises:
             DamagedError: Some are nowhere whole.
         """
-        missing = [digest for digest in digests if self.index.node(digest) is None]
+        missing = [digest for digest in digests if self.index.cache.node(digest) is None]
         places = self.index.find(self.view(), missing) if missing else []
         while missing:
             found: dict[Digest, bytes] = {}
@@ -186,7 +186,7 @@ class Objects:
                 place = places.pop()
                 nbytes += place.raw if place is not None else 0
             self.fetch([Want(d, -1, partial(_keep_copy, found, d), "") for d in found])
-            self.index.keep_nodes(list(found.items()))
+            self.index.cache.keep_nodes(list(found.items()))
 
     def table(self, root: Root) -> Tree[Row]:
         """Return the table of snapshots that a root has."""
@@ -196,7 +196,7 @@ class Objects:
         return Tree(top, self.node, Row, table_shape(root))
 
     def _keep(self, digest: Digest, node: bytes) -> bytes:
-        self.index.keep_nodes([(digest, node)])
+        self.index.cache.keep_nodes([(digest, node)])
         return node
 
     def _read_place(self, digest: Digest, place: Place) -> bytes:

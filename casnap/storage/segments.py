@@ -123,7 +123,7 @@ def _written(
     if not packs:
         return []
     ident = _put(objects, content, base)
-    objects.index.learn(view, ident, packs, new)
+    view.cache.keep_segment(ident, packs, new)
     return [SegmentRef(ident, count)]
 
 

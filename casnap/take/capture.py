@@ -15,27 +15,27 @@ from casnap.format.region import Region
 from casnap.format.tiling import Tiling
 from casnap.runtime.buffers import bytes_at
 from casnap.runtime.torch_modes import plain
-from casnap.state.containers import segment_of
+from casnap.state.containers import component_of
 from casnap.state.cuda import settle
 from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards
 from casnap.state.stateful import RNGState, Stateful, random_states_first
 from casnap.state.tensors import Leaf, elements, is_numpy, itemsize_of
-from casnap.take.staging import Part, Piece, Source, part_of, pieces_between, pieces_of
+from casnap.take.staging import CellPart, Piece, Source, piece_of_part, pieces_between, pieces_of
 
 
-class Span(NamedTuple):
+class KeySpan(NamedTuple):
     """The leaves of one key of the app state.
 
     Attributes:
-        private: Whether they belong to their rank alone, whatever they hold.
-        key: The key, as a path segment.
+        per_rank: Whether they belong to their rank alone, whatever they hold.
+        component: The key, as a path component.
         start: The first leaf.
         stop: One past the last.
     """
 
-    private: bool
-    key: str
+    per_rank: bool
+    component: str
     start: int
     stop: int
 
@@ -47,13 +47,13 @@ class Assignment(NamedTuple):
         grid: How the whole leaf is cut.
         runs: First cell, and one past the last, of those that are hashed from its memory.
         parts: Parts of cells, and whom they go to, which may be this rank.
-        gets: The cells that this rank puts together and hashes.
+        assembled: The cells that this rank puts together and hashes.
     """
 
     grid: Grid | Tiling
     runs: list[tuple[int, int]]
-    parts: list[tuple[int, Part]]
-    gets: list[int]
+    parts: list[tuple[int, CellPart]]
+    assembled: list[int]
 
 
 class Capture:
@@ -82,26 +82,26 @@ class Capture:
         self, app_state: Mapping[str, Stateful], chunk_size: int, *, allow_pickle: bool
     ) -> None:
         self.leaves: list[Leaf] = []
-        self.spans: list[Span] = []
+        self.spans: list[KeySpan] = []
         for key in random_states_first(app_state):
             stateful = app_state[key]
-            start, segment = len(self.leaves), segment_of(key)
+            start, component = len(self.leaves), component_of(key)
             state = stateful.state_dict()
             with plain():
-                self.leaves.extend(flatten(state, segment, allow_pickle=allow_pickle))
+                self.leaves.extend(flatten(state, component, allow_pickle=allow_pickle))
             private = isinstance(stateful, RNGState)
-            self.spans.append(Span(private, segment, start, len(self.leaves)))
+            self.spans.append(KeySpan(private, component, start, len(self.leaves)))
         self.grids: list[Grid | None] = []
         self.assigned: dict[int, Assignment] = {}
         self.inline: dict[int, bytes] = {}
         self.same_as: dict[int, int] = {}
         self.logical_bytes = 0
         with plain():
-            self._look_at_leaves(chunk_size)
+            self._index_leaves(chunk_size)
             # Other threads copy from the GPU: what the caller has begun there must have ended.
             settle(t for x in self.leaves for t in getattr(x.content, "tensors", [x.content]))
 
-    def _look_at_leaves(self, chunk_size: int) -> None:
+    def _index_leaves(self, chunk_size: int) -> None:
         seen: dict[int, int] = {}
         for i, leaf in enumerate(self.leaves):
             if len(leaf.path) > MAX_PATH_CHARS:
@@ -118,7 +118,7 @@ class Capture:
                 self.inline[i] = _small_bytes(leaf.content)
                 self.grids.append(None)
                 continue
-            self.grids.append(grid_for(leaf, chunk_size))
+            self.grids.append(grid_of_leaf(leaf, chunk_size))
             if isinstance(leaf.content, torch.Tensor):
                 first = seen.setdefault(leaf.content.data_ptr(), i)
                 same_grid = self.grids[first] == self.grids[i]
@@ -140,7 +140,7 @@ class Capture:
         cells = (
             a.grid.cell_bytes(cell)
             for a in self.assigned.values()
-            for cell in (*a.gets, *(c for first, stop in a.runs for c in range(first, stop)))
+            for cell in (*a.assembled, *(c for first, stop in a.runs for c in range(first, stop)))
         )
         return sum(whole) + sum(cells)
 
@@ -148,7 +148,7 @@ class Capture:
         """Hash what is the same memory as a leaf that others hash too by itself."""
         self.same_as = {i: first for i, first in self.same_as.items() if first not in self.assigned}
 
-    def let_go(self) -> None:
+    def drop_tensors(self) -> None:
         """Keep the description alone: the bytes are copied, and the tensors may go."""
         self.leaves = [Leaf(path, entry, b"") for path, entry, _ in self.leaves]
 
@@ -161,12 +161,12 @@ class Capture:
         """
         for i, assignment in self.assigned.items():
             for cell, part in assignment.parts:
-                yield part_of(i, self._source(i, part.region), cell, part)
+                yield piece_of_part(i, self._source(i, part.region), cell, part)
         for i, assignment in self.assigned.items():
             for first, stop in assignment.runs:
-                yield from self._between(i, first, stop)
+                yield from self._pieces_between(i, first, stop)
         whole = self._whole()
-        number, cell = self._at_share(whole, share)
+        number, cell = self._starting_point(whole, share)
         for i, grid in whole[number : number + 1] if cell else []:
             yield from pieces_between(i, self._sources(i)[0], grid, cell, grid.count)
         for i, grid in (*whole[number + bool(cell) :], *whole[:number]):
@@ -179,7 +179,7 @@ class Capture:
         grids = enumerate(self.grids)
         return [(i, grid) for i, grid in grids if grid is not None and i not in self.same_as]
 
-    def _at_share(self, whole: list[tuple[int, Grid]], share: float) -> tuple[int, int]:
+    def _starting_point(self, whole: list[tuple[int, Grid]], share: float) -> tuple[int, int]:
         """Return which of some leaves lies at a share of their bytes, and which cell of it."""
         sizes = [payload_of(self.leaves[i].entry).nbytes for i, _ in whole]
         start = share * sum(sizes)
@@ -192,7 +192,7 @@ class Capture:
             start -= nbytes
         return 0, 0
 
-    def _between(self, leaf: int, first: int, stop: int) -> Iterator[Piece]:
+    def _pieces_between(self, leaf: int, first: int, stop: int) -> Iterator[Piece]:
         grid = self.assigned[leaf].grid
         while first < stop:
             # Of a rank's several boxes, each may hold some of the cells.
@@ -226,7 +226,7 @@ def _holds(outer: Region, inner: Region) -> bool:
     )
 
 
-def grid_for(leaf: Leaf, chunk_size: int) -> Grid:
+def grid_of_leaf(leaf: Leaf, chunk_size: int) -> Grid:
     """Return the grid of a leaf: the tensor's own, or that of its bytes."""
     entry = leaf.entry
     if isinstance(entry, TensorEntry):

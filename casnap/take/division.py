@@ -22,30 +22,30 @@ from casnap.errors import StateError
 from casnap.format.digest import digest_of
 from casnap.format.entries import BoxedTensorEntry, Boxes, Entry, TensorEntry
 from casnap.format.grid import Grid, grid_of
+from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.format.region import Region
 from casnap.format.tiling import MAX_BOXES, Tiling
 from casnap.ranks.comm import Comm
-from casnap.ranks.link import ranks_named
 from casnap.state.sharded import Shards, holders_of
 from casnap.state.tensors import itemsize_of
-from casnap.take.capture import Assignment, Capture, grid_for
-from casnap.take.plan import RankPlan, TensorPlan, own_runs, part_region, plan_tensor
-from casnap.take.sampling import Sampler
-from casnap.take.scopes import Rules, Scope, scopes_of
-from casnap.take.split_cells import Target
-from casnap.take.staging import Part
+from casnap.take.capture import Assignment, Capture, grid_of_leaf
+from casnap.take.plan import RankPlan, TensorPlan, part_region, plan_tensor, replicated_runs
+from casnap.take.replica_samples import Sampler
+from casnap.take.scopes import Declarations, Scope, scopes_of
+from casnap.take.split_cells import AssembledLeaf
+from casnap.take.staging import CellPart
 
 _log = logging.getLogger("casnap")
 _KEY_BYTES, _GROUP_BYTES = 16, 8
 
-OWN_NAMES = (
+NAMING_ADVICE = (
     "Give different tensors different names; for optimizers, get_optimizer_state_dict() of "
     "torch.distributed.checkpoint.state_dict has the names of the parameters"
 )
 
 
-class Owned(NamedTuple):
+class OwnedTensor(NamedTuple):
     """A sharded tensor that this rank plans for all.
 
     Attributes:
@@ -74,8 +74,8 @@ class Division(NamedTuple):
 
     scopes: list[Scope]
     keys: list[bytes]
-    owned: dict[bytes, Owned]
-    targets: dict[bytes, Target]
+    owned: dict[bytes, OwnedTensor]
+    targets: dict[bytes, AssembledLeaf]
 
 
 class _Claim(msgspec.Struct, array_like=True):
@@ -105,12 +105,12 @@ class _Claims(msgspec.Struct, array_like=True):
 class _Replica(IntEnum):
     """What the owner finds of a leaf that all ranks are said to hold alike."""
 
-    UNLIKE = 0  # it is there on some ranks alone, or looks otherwise
-    ALIKE = 1
+    MISMATCHED = 0  # it is there on some ranks alone, or looks otherwise
+    EQUAL = 1
     DIFFERENT = 2  # it looks alike, but its bytes are not the same
 
 
-class _Verdict(msgspec.Struct, array_like=True):
+class _Reply(msgspec.Struct, array_like=True):
     """All that an owner tells one rank, in the order of its claims."""
 
     sharded: list[RankPlan]
@@ -132,7 +132,9 @@ def owner_of(key: bytes, size: int) -> int:
     return int.from_bytes(key[:8], "big") % size
 
 
-def divide(comm: Comm, capture: Capture, rules: Rules, chunk_size: int, seed: int = 0) -> Division:
+def divide(
+    comm: Comm, capture: Capture, declared: Declarations, chunk_size: int, seed: int = 0
+) -> Division:
     """Find out what ranks hold in common, and assign to this one what it hashes of that.
 
     What ranks share out is compared by samples first: each hashes but a part of it.
@@ -140,50 +142,50 @@ def divide(comm: Comm, capture: Capture, rules: Rules, chunk_size: int, seed: in
     Args:
         comm: The ranks.
         capture: What this one holds.
-        rules: What is declared of it.
+        declared: What is declared of it.
         chunk_size: The store's, in bytes.
         seed: Chooses what is compared; the same on all ranks.
 
     Raises:
         StateError: Ranks contradict each other.
     """
-    scopes, keys = scopes_of(capture, rules), _keys(capture)
+    scopes, keys = scopes_of(capture, declared), _keys(capture)
     asked: list[list[int]] = [[] for _ in range(comm.size)]
     for i, scope in enumerate(scopes):
-        if scope in (Scope.SHARDED, Scope.REPLICATED, Scope.PINNED):
+        if scope in (Scope.SHARDED, Scope.REPLICATED, Scope.FROM_RANK_0):
             asked[owner_of(keys[i], comm.size)].append(i)
-    samples = _samples(capture, scopes, rules, Sampler(seed, chunk_size))
+    samples = _samples(capture, scopes, declared, Sampler(seed, chunk_size))
     claims = comm.all_to_all(
         [encode(_claims(capture, scopes, keys, own, samples)) for own in asked]
     )
     heard = [msgspec.msgpack.decode(claim, type=_Claims) for claim in claims]
-    owned, plans = _planned(heard, chunk_size)
-    found = _compared(heard)
+    owned, plans = _plan_sharded(heard, chunk_size)
+    found = _compare_replicas(heard)
     mine = {keys[i]: capture.leaves[i].path for i in asked[comm.rank]}
-    _check_said(heard, found, mine, rules)
-    answers = comm.all_to_all([encode(v) for v in _verdicts(heard, plans, found)])
+    _check_declared(heard, found, mine, declared)
+    answers = comm.all_to_all([encode(v) for v in _replies(heard, plans, found)])
     division = Division(scopes, keys, owned, {})
     different = []
     for own, answer in zip(asked, answers, strict=True):
-        verdict = msgspec.msgpack.decode(answer, type=_Verdict)
+        verdict = msgspec.msgpack.decode(answer, type=_Reply)
         sharded = iter(verdict.sharded)
         replicated = iter(verdict.replicated)
         for i in own:
             if scopes[i] is Scope.SHARDED:
                 _assign_sharded(capture, i, next(sharded), comm.rank, chunk_size)
-            elif (replica := next(replicated)) != _Replica.ALIKE:
+            elif (replica := next(replicated)) != _Replica.EQUAL:
                 # As if nobody had declared it; that is TorchSnapshot's rule, too.
-                scopes[i] = Scope.OPEN
+                scopes[i] = Scope.UNDECIDED
                 different += [capture.leaves[i].path] if replica == _Replica.DIFFERENT else []
     if different and comm.rank == 0:
         _log.warning(
             "%s: DDP does not keep %s equal on all ranks; each rank's own is stored",
-            comm.doing,
-            _some(different),
+            comm.operation,
+            _few(different),
         )
     _assign_replicated(capture, scopes, comm, chunk_size)
     for i, assignment in capture.assigned.items():
-        division.targets[keys[i]] = Target(i, assignment.grid)
+        division.targets[keys[i]] = AssembledLeaf(i, assignment.grid)
         capture.grids[i] = None
     capture.untie()
     return division
@@ -206,7 +208,7 @@ def _keys(capture: Capture) -> list[bytes]:
     return keys
 
 
-def _some(paths: Sequence[str]) -> str:
+def _few(paths: Sequence[str]) -> str:
     more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
     return ", ".join(sorted(paths)[:3]) + more
 
@@ -215,14 +217,16 @@ def _some(paths: Sequence[str]) -> str:
 
 
 def _samples(
-    capture: Capture, scopes: list[Scope], rules: Rules, sampler: Sampler
+    capture: Capture, scopes: list[Scope], declared: Declarations, sampler: Sampler
 ) -> dict[int, list[bytes]]:
     """Return samples of all that has to be the same on several ranks, by leaf."""
     contents: dict[int, Sequence[torch.Tensor | bytes]] = {}
     for i, (path, _, content) in enumerate(capture.leaves):
         if isinstance(content, Shards):
             contents[i] = content.tensors
-        elif scopes[i] in (Scope.REPLICATED, Scope.PINNED) and path not in rules.pinned:
+        elif (
+            scopes[i] in (Scope.REPLICATED, Scope.FROM_RANK_0) and path not in declared.ddp_buffers
+        ):
             contents[i] = [content]
     drawn = iter(sampler.samples(list(chain.from_iterable(contents.values()))))
     return {i: [next(drawn) for _ in several] for i, several in contents.items()}
@@ -249,22 +253,27 @@ def _claims(
     return claims
 
 
-def _compared(heard: list[_Claims]) -> dict[bytes, _Replica]:
+def _compare_replicas(heard: list[_Claims]) -> dict[bytes, _Replica]:
     """Return what ranks that are said to hold the same really hold, by key."""
-    looks = said_by_all([claims.replicated for claims in heard])
-    bytes_ = said_by_all([_sampled(claims) for claims in heard])
+    looks = equal_on_all_ranks([claims.replicated for claims in heard])
+    bytes_ = equal_on_all_ranks([_samples_by_key(claims) for claims in heard])
     return {
-        key: (_Replica.ALIKE if bytes_[key] else _Replica.DIFFERENT) if same else _Replica.UNLIKE
+        key: (_Replica.EQUAL if bytes_[key] else _Replica.DIFFERENT)
+        if same
+        else _Replica.MISMATCHED
         for key, same in looks.items()
     }
 
 
-def _sampled(claims: _Claims) -> list[tuple[bytes, bytes]]:
+def _samples_by_key(claims: _Claims) -> list[tuple[bytes, bytes]]:
     return [(key, s) for (key, _), s in zip(claims.replicated, claims.samples, strict=True)]
 
 
-def _check_said(
-    heard: list[_Claims], found: Mapping[bytes, _Replica], paths: Mapping[bytes, str], rules: Rules
+def _check_declared(
+    heard: list[_Claims],
+    found: Mapping[bytes, _Replica],
+    paths: Mapping[bytes, str],
+    declared: Declarations,
 ) -> None:
     """Check that what ``replicated=`` says is true, of the paths that this rank is the owner of.
 
@@ -274,24 +283,24 @@ def _check_said(
     wrong = {
         path: key
         for key, path in paths.items()
-        if found.get(key) is _Replica.DIFFERENT and rules.is_said(path)
+        if found.get(key) is _Replica.DIFFERENT and declared.is_named_replicated(path)
     }
     if not wrong:
         return
     path = min(wrong)
-    samples = [dict(_sampled(claims))[wrong[path]] for claims in heard]
+    samples = [dict(_samples_by_key(claims))[wrong[path]] for claims in heard]
     others = [rank for rank, sample in enumerate(samples) if sample != samples[0]]
-    more = f" (nor are {_some([*wrong.keys() - {path}])})" if len(wrong) > 1 else ""
+    more = f" (nor are {_few([*wrong.keys() - {path}])})" if len(wrong) > 1 else ""
     raise StateError(
         f"{path} is named by replicated=, but is not the same on all ranks{more}: on "
-        f"{ranks_named(others)} it is not what it is on rank 0. Make it equal, leave it out of "
+        f"{rank_names(others)} it is not what it is on rank 0. Make it equal, leave it out of "
         "replicated= (what is equal is found out), or have per_rank= name it"
     )
 
 
-def _planned(
+def _plan_sharded(
     heard: list[_Claims], chunk_size: int
-) -> tuple[dict[bytes, Owned], dict[bytes, TensorPlan]]:
+) -> tuple[dict[bytes, OwnedTensor], dict[bytes, TensorPlan]]:
     """Plan all sharded tensors that this rank is the owner of."""
     holders: defaultdict[bytes, list[tuple[int, _Claim]]] = defaultdict(list)
     firsts: dict[bytes, tuple[int, Entry]] = {}
@@ -301,9 +310,9 @@ def _planned(
             first_rank, first = firsts.setdefault(path_part(claim.key), (rank, claim.entry))
             if claim.entry != first:
                 raise StateError(
-                    f"{claim.path} is {_look(first)} on rank {first_rank}, but "
-                    f"{_look(claim.entry)} on rank {rank}; all ranks must hold pieces of one "
-                    f"tensor. {OWN_NAMES}"
+                    f"{claim.path} is {_description(first)} on rank {first_rank}, but "
+                    f"{_description(claim.entry)} on rank {rank}; all ranks must hold pieces of "
+                    f"one tensor. {NAMING_ADVICE}"
                 )
     owned, plans = {}, {}
     loads: defaultdict[int, int] = defaultdict(int)
@@ -319,7 +328,7 @@ def _planned(
         )
         plans[key] = plan
         stored, cells = _stored(path, entry, itemsize, plan, chunk_size)
-        owned[key] = Owned(path, stored, cells, [rank for rank, _ in held])
+        owned[key] = OwnedTensor(path, stored, cells, [rank for rank, _ in held])
     return owned, plans
 
 
@@ -372,13 +381,13 @@ def _stored(
     return boxed, count
 
 
-def _look(entry: Entry) -> str:
+def _description(entry: Entry) -> str:
     if isinstance(entry, TensorEntry):
         return f"a {entry.kind} of {entry.dtype} and shape {entry.shape}"
     return f"a {type(entry).__name__}"
 
 
-def said_by_all(said: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[bytes, bool]:
+def equal_on_all_ranks(said: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[bytes, bool]:
     """Return, for each key of which ranks say something, whether all of them say the same."""
     found: defaultdict[bytes, list[bytes]] = defaultdict(list)
     for key, look in chain.from_iterable(said):
@@ -386,11 +395,11 @@ def said_by_all(said: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[bytes, bo
     return {key: looks == [looks[0]] * len(said) for key, looks in found.items()}
 
 
-def _verdicts(
+def _replies(
     heard: list[_Claims], plans: dict[bytes, TensorPlan], found: Mapping[bytes, _Replica]
-) -> list[_Verdict]:
+) -> list[_Reply]:
     return [
-        _Verdict(
+        _Reply(
             [plans[claim.key].ranks.get(rank, RankPlan()) for claim in claims.sharded],
             bytes(found[key] for key, _ in claims.replicated),
         )
@@ -410,22 +419,24 @@ def _assign_sharded(
     grid: Grid | Tiling = grid_of(entry.shape, itemsize, chunk_size)
     parts = []
     if plan.boxes:
-        grid = _some_boxes(entry.shape, itemsize, plan, chunk_size)
+        grid = _tiling(entry.shape, itemsize, plan, chunk_size)
     else:
         assert isinstance(grid, Grid)
         sends = [(send.cell, send.to, send.start, send.stop) for send in plan.sends]
         sends += [
-            (get.cell, rank, part.start, part.stop)
-            for get in plan.gets
-            for part in get.parts
+            (assembly.cell, rank, part.start, part.stop)
+            for assembly in plan.assemblies
+            for part in assembly.parts
             if part.source == rank
         ]
         for cell, to, start, stop in sends:
-            parts.append((cell, Part(to, start, part_region(grid, cell, start, stop))))
-    capture.assigned[leaf] = Assignment(grid, plan.runs, parts, [get.cell for get in plan.gets])
+            parts.append((cell, CellPart(to, start, part_region(grid, cell, start, stop))))
+    capture.assigned[leaf] = Assignment(
+        grid, plan.runs, parts, [assembly.cell for assembly in plan.assemblies]
+    )
 
 
-def _some_boxes(shape: tuple[int, ...], itemsize: int, plan: RankPlan, chunk_size: int) -> Tiling:
+def _tiling(shape: tuple[int, ...], itemsize: int, plan: RankPlan, chunk_size: int) -> Tiling:
     """Return the tiling as far as this rank has to know it."""
     return Tiling(
         shape,
@@ -442,12 +453,14 @@ def _assign_replicated(capture: Capture, scopes: list[Scope], comm: Comm, chunk_
         (i for i, s in enumerate(scopes) if s is Scope.REPLICATED and i not in capture.inline),
         key=lambda i: capture.leaves[i].path,
     )
-    grids = [grid_for(capture.leaves[i], chunk_size) for i in shared]
+    grids = [grid_of_leaf(capture.leaves[i], chunk_size) for i in shared]
     runs: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for number, first, stop in own_runs(grids, comm.rank, comm.size):
+    for number, first, stop in replicated_runs(grids, comm.rank, comm.size):
         runs[shared[number]].append((first, stop))
     for i, grid in zip(shared, grids, strict=True):
         capture.assigned[i] = Assignment(grid, runs[i], [], [])
     for i, scope in enumerate(scopes):
-        if scope is Scope.PINNED and comm.rank and capture.grids[i] is not None:
-            capture.assigned[i] = Assignment(grid_for(capture.leaves[i], chunk_size), [], [], [])
+        if scope is Scope.FROM_RANK_0 and comm.rank and capture.grids[i] is not None:
+            capture.assigned[i] = Assignment(
+                grid_of_leaf(capture.leaves[i], chunk_size), [], [], []
+            )

@@ -11,22 +11,24 @@ import msgspec
 from casnap.backends import Backend
 from casnap.errors import FencedError, RankError, StoreError
 from casnap.format.records import Row, SegmentId, encode, pack_key, segment_key
-from casnap.ranks.comm import Comm, as_error, told
-from casnap.ranks.link import Said
+from casnap.ranks.comm import Comm
+from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
 from casnap.storage.commit import Handover, Partners, Transaction
 
 _log = logging.getLogger("casnap")
 
 
-class _Order(msgspec.Struct, array_like=True):
+class _Instruction(msgspec.Struct, array_like=True):
     """What rank 0 tells the others while it commits: one of these."""
 
     move: int | None = None
-    error: Said | None = None
+    error: ErrorText | None = None
     row: Row | None = None
 
 
-def lead(comm: Comm, transaction: Transaction, publish: Callable[[Partners], Row]) -> Row:
+def commit_as_rank_0(
+    comm: Comm, transaction: Transaction, publish: Callable[[Partners], Row]
+) -> Row:
     """Commit for all ranks, as rank 0.
 
     Args:
@@ -37,17 +39,17 @@ def lead(comm: Comm, transaction: Transaction, publish: Callable[[Partners], Row
     comm.broadcast(transaction.commit)
 
     def move(seq: int) -> list[Handover]:
-        comm.broadcast(encode(_Order(move=seq)))
+        comm.broadcast(encode(_Instruction(move=seq)))
         return _handovers(comm)
 
     try:
-        row = publish(Partners(_handovers(comm), move, comm.check_awaited))
+        row = publish(Partners(_handovers(comm), move, comm.check_not_abandoned))
     except Exception as e:
-        if not comm.over and not transaction.may_stand:
-            comm.broadcast(encode(_Order(error=told(e))))
+        if not comm.ended and not transaction.may_stand:
+            comm.broadcast(encode(_Instruction(error=error_text(e))))
         raise
     try:
-        comm.broadcast(encode(_Order(row=row)))
+        comm.broadcast(encode(_Instruction(row=row)))
     except RankError as e:
         _log.warning("it is committed, but not all ranks hear of it: %s", e)
     return row
@@ -66,7 +68,9 @@ def _handovers(comm: Comm) -> list[Handover]:
     return handovers
 
 
-def follow(comm: Comm, transaction: Transaction, look: Callable[[bytes], Row | None]) -> Row:
+def commit_through_rank_0(
+    comm: Comm, transaction: Transaction, look: Callable[[bytes], Row | None]
+) -> Row:
     """Hand over what this rank wrote, and do what rank 0 says until it has committed.
 
     Args:
@@ -79,7 +83,7 @@ def follow(comm: Comm, transaction: Transaction, look: Callable[[bytes], Row | N
     try:
         while True:
             comm.gather(encode(handover))
-            order = msgspec.msgpack.decode(comm.broadcast(), type=_Order)
+            order = msgspec.msgpack.decode(comm.broadcast(), type=_Instruction)
             if order.move is None:
                 break
             handover = _unless_fenced(partial(transaction.move, order.move, comm.size))
@@ -97,7 +101,7 @@ def follow(comm: Comm, transaction: Transaction, look: Callable[[bytes], Row | N
         ) from e
     if order.error is not None:
         transaction.withdraw()
-        raise as_error(comm.doing, {0: order.error})
+        raise error_of_ranks(comm.operation, {0: order.error})
     assert order.row is not None
     return order.row
 

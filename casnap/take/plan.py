@@ -1,8 +1,8 @@
 """Who hashes which cells of what several ranks hold: arithmetic on shapes, boxes and ranks.
 
 There are two plans. What all ranks are known to hold whole is shared out by bytes, and each rank
-works out its share by itself (:func:`own_runs`). A sharded tensor is planned by one rank, which
-is told who holds which boxes, and tells each holder its part (:func:`plan_tensor`).
+works out its share by itself (:func:`replicated_runs`). A sharded tensor is planned by one rank,
+which is told who holds which boxes, and tells each holder its part (:func:`plan_tensor`).
 
 A cell that shard edges cut is put together by one rank. As long as no edge lies on an axis behind
 the grid's, every box is a few runs of the tensor's bytes, and every part of a cell one run of the
@@ -24,11 +24,11 @@ from casnap.errors import StateError
 from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region
 
-Span: TypeAlias = tuple[int, int, tuple[int, ...]]
+CoveredRun: TypeAlias = tuple[int, int, tuple[int, ...]]
 """A run from one number to another, and who covers it."""
 
 
-class Send(Struct, frozen=True, array_like=True, gc=False):
+class SentPart(Struct, frozen=True, array_like=True, gc=False):
     """A part of a cell for another rank: bytes ``start`` to ``stop`` of the cell."""
 
     cell: int
@@ -37,7 +37,7 @@ class Send(Struct, frozen=True, array_like=True, gc=False):
     stop: int
 
 
-class Part(Struct, frozen=True, array_like=True, gc=False):
+class PartSource(Struct, frozen=True, array_like=True, gc=False):
     """Where bytes ``start`` to ``stop`` of a cell come from."""
 
     source: int
@@ -45,11 +45,11 @@ class Part(Struct, frozen=True, array_like=True, gc=False):
     stop: int
 
 
-class Get(Struct, frozen=True, array_like=True):
+class Assembly(Struct, frozen=True, array_like=True):
     """A cell to be put together from parts, own ones included."""
 
     cell: int
-    parts: tuple[Part, ...]
+    parts: tuple[PartSource, ...]
 
 
 class StoredBox(Struct, frozen=True, array_like=True):
@@ -74,13 +74,13 @@ class RankPlan(Struct, array_like=True):
         runs: Whole cells to hash, from one number to another, in order; each run lies in a single
             box that the rank holds.
         sends: What other ranks need, in the order of cells.
-        gets: The cells that it puts together and hashes, in order.
+        assemblies: The cells that it puts together and hashes, in order.
     """
 
     boxes: list[StoredBox] = field(default_factory=list)
     runs: list[tuple[int, int]] = field(default_factory=list)
-    sends: list[Send] = field(default_factory=list)
-    gets: list[Get] = field(default_factory=list)
+    sends: list[SentPart] = field(default_factory=list)
+    assemblies: list[Assembly] = field(default_factory=list)
 
 
 class TensorPlan(NamedTuple):
@@ -95,7 +95,7 @@ class TensorPlan(NamedTuple):
     ranks: dict[int, RankPlan]
 
 
-def own_runs(grids: Sequence[Grid], rank: int, world: int) -> list[tuple[int, int, int]]:
+def replicated_runs(grids: Sequence[Grid], rank: int, world: int) -> list[tuple[int, int, int]]:
     """Return which cells a rank hashes of tensors that all ranks hold.
 
     All have the same number of bytes to hash, give or take one cell.
@@ -108,7 +108,7 @@ def own_runs(grids: Sequence[Grid], rank: int, world: int) -> list[tuple[int, in
     Returns:
         Runs of cells, each as number of the tensor, first cell, and the cell behind the last.
     """
-    return _Line([(_Bytes(grid), 0, grid.count) for grid in grids]).share(rank, world)
+    return _CellRuns([(_CellBytes(grid), 0, grid.count) for grid in grids]).share(rank, world)
 
 
 def part_region(grid: Grid, cell: int, start: int, stop: int) -> Region:
@@ -158,10 +158,10 @@ def plan_tensor(
     held = _distinct(shape, holders, name)
     behind = range(grid.axis + 1, len(shape))
     if all(box.sizes[axis] == shape[axis] for box in held for axis in behind):
-        return TensorPlan((), dict(_CellPlan(grid, held, name, turn, loads).ranks))
+        return TensorPlan((), dict(_GridPlan(grid, held, name, turn, loads).ranks))
     tiles = _tiles(shape, held, name)
     if tiles[0][0] == Region.whole(shape):
-        return TensorPlan((), dict(_CellPlan(grid, dict(tiles), name, turn, loads).ranks))
+        return TensorPlan((), dict(_GridPlan(grid, dict(tiles), name, turn, loads).ranks))
     return TensorPlan(
         tuple(box for box, _ in tiles), _planned_boxes(tiles, itemsize, chunk_size, turn)
     )
@@ -170,7 +170,7 @@ def plan_tensor(
 # --- cells and bytes --------------------------------------------------------------------------
 
 
-class _Bytes:
+class _CellBytes:
     """The cells of a grid as runs of the tensor's bytes.
 
     Attributes:
@@ -202,14 +202,14 @@ class _Bytes:
         return lead * self.rows - (-rest // self.cell)
 
 
-class _Line:
+class _CellRuns:
     """Runs of cells, one behind the other, to be shared out by bytes.
 
     Args:
         runs: Each as cells, number of the first, and of the one behind the last.
     """
 
-    def __init__(self, runs: Sequence[tuple[_Bytes, int, int]]) -> None:
+    def __init__(self, runs: Sequence[tuple[_CellBytes, int, int]]) -> None:
         self._runs = runs
         sizes = (cells.run(stop)[0] - cells.run(first)[0] for cells, first, stop in runs)
         self._starts = [0, *accumulate(sizes)]
@@ -326,7 +326,7 @@ def _planned_boxes(
     first = 0
     for number, (box, ranks) in enumerate(tiles):
         grid = grid_of(box.sizes, itemsize, chunk_size)
-        line = _Line([(_Bytes(grid), 0, grid.count)])
+        line = _CellRuns([(_CellBytes(grid), 0, grid.count)])
         for i, rank in enumerate(_rotated(ranks, turn + number)):
             for _, start, stop in line.share(i, len(ranks)):
                 plans[rank].boxes.append(StoredBox(first, box.offsets, box.sizes))
@@ -343,7 +343,7 @@ def _rotated(ranks: Sequence[int], turn: int) -> list[int]:
 # --- one grid ---------------------------------------------------------------------------------
 
 
-class _CellPlan:
+class _GridPlan:
     """The plan of a tensor of which all boxes are runs of bytes.
 
     Attributes:
@@ -359,7 +359,7 @@ class _CellPlan:
         loads: defaultdict[int, int],
     ) -> None:
         self.ranks: defaultdict[int, RankPlan] = defaultdict(RankPlan)
-        self._cells = cells = _Bytes(grid)
+        self._cells = cells = _CellBytes(grid)
         self._count = grid.count
         self._holders = list(held.values())
         self._turn = turn
@@ -376,14 +376,14 @@ class _CellPlan:
         inner = ((cells.since(start), cells.at(stop), i) for start, stop, i in runs)
         whole = _spans(sorted(run for run in inner if run[0] < run[1]))
         self._share_out(whole)
-        self._put_together(whole)
+        self._plan_assemblies(whole)
 
     def _ranks_of(self, boxes: tuple[int, ...]) -> list[int]:
         if len(boxes) == 1:
             return self._holders[boxes[0]]
         return sorted({rank for i in boxes for rank in self._holders[i]})
 
-    def _share_out(self, whole: list[Span]) -> None:
+    def _share_out(self, whole: list[CoveredRun]) -> None:
         """Share out the cells that lie whole in a box, among those who hold that box."""
         groups: defaultdict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
         for first, stop, boxes in whole:
@@ -393,7 +393,7 @@ class _CellPlan:
             if len(ranks) == 1:
                 self.ranks[ranks[0]].runs += runs
                 continue
-            line = _Line([(self._cells, first, stop) for first, stop in runs])
+            line = _CellRuns([(self._cells, first, stop) for first, stop in runs])
             for i, rank in enumerate(ranks):
                 if share := line.share(i, len(ranks)):
                     self.ranks[rank].runs += [run[1:] for run in share]
@@ -402,7 +402,7 @@ class _CellPlan:
             run = self._cells.run
             self._loads[rank] += sum(run(stop)[0] - run(first)[0] for first, stop in plan.runs)
 
-    def _put_together(self, whole: list[Span]) -> None:
+    def _plan_assemblies(self, whole: list[CoveredRun]) -> None:
         """Say for each other cell who puts it together, from whose parts."""
         spans = self._spans
         at = behind = 0
@@ -414,7 +414,7 @@ class _CellPlan:
                 last = at
                 while spans[last][1] < end:
                     last += 1
-                self._put_together_cell(
+                self._plan_assembly(
                     cell,
                     [
                         (max(a, start) - start, min(b, end) - start, self._ranks_of(boxes))
@@ -423,12 +423,12 @@ class _CellPlan:
                 )
             behind = stop
 
-    def _put_together_cell(self, cell: int, parts: list[tuple[int, int, list[int]]]) -> None:
+    def _plan_assembly(self, cell: int, parts: list[tuple[int, int, list[int]]]) -> None:
         held: defaultdict[int, int] = defaultdict(int)
         for start, stop, ranks in parts:
             for rank in ranks:
                 held[rank] += stop - start
-        owner = self._chosen(held, parts[-1][1])
+        owner = self._assembler(held, parts[-1][1])
         chosen = []
         for start, stop, ranks in parts:
             source = owner
@@ -437,11 +437,11 @@ class _CellPlan:
                 if len(ranks) > 1:
                     source = min(_rotated(ranks, self._turn), key=self._sent.__getitem__)
                 self._sent[source] += stop - start
-                self.ranks[source].sends.append(Send(cell, owner, start, stop))
-            chosen.append(Part(source, start, stop))
-        self.ranks[owner].gets.append(Get(cell, tuple(chosen)))
+                self.ranks[source].sends.append(SentPart(cell, owner, start, stop))
+            chosen.append(PartSource(source, start, stop))
+        self.ranks[owner].assemblies.append(Assembly(cell, tuple(chosen)))
 
-    def _chosen(self, held: dict[int, int], nbytes: int) -> int:
+    def _assembler(self, held: dict[int, int], nbytes: int) -> int:
         """Return who puts a cell of so many bytes together, of those who hold some of them."""
         best = min((self._loads[rank], -n) for rank, n in held.items())
         equal = [rank for rank in sorted(held) if (self._loads[rank], -held[rank]) == best]
@@ -469,7 +469,7 @@ def _byte_runs(grid: Grid, box: Region) -> Iterator[tuple[int, int]]:
         yield start, start + size
 
 
-def _spans(runs: list[tuple[int, int, int]]) -> list[Span]:
+def _spans(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
     """Return runs without overlap that cover the same, each with all that cover it.
 
     Args:
@@ -480,7 +480,7 @@ def _spans(runs: list[tuple[int, int, int]]) -> list[Span]:
     edges = sorted(
         [(stop, False, i) for _, stop, i in runs] + [(start, True, i) for start, _, i in runs]
     )
-    spans: list[Span] = []
+    spans: list[CoveredRun] = []
     covering: set[int] = set()
     for (at, begins, i), (then, _, _) in pairwise(edges):
         (covering.add if begins else covering.remove)(i)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from casnap.format.entries import ContainerEntry, TensorEntry
-from casnap.state.containers import segment_of
+from casnap.state.containers import component_of
 from casnap.state.sharded import Shards
 from casnap.state.tensors import Leaf, is_numpy
 from casnap.take.capture import Capture
@@ -20,45 +20,45 @@ from casnap.take.capture import Capture
 class Scope(Enum):
     """Whose a leaf is, as far as its own rank can tell."""
 
-    OPEN = "everyone's if all ranks turn out to hold the same, else its rank's"
-    PRIVATE = "its rank's"
+    UNDECIDED = "everyone's if all ranks turn out to hold the same, else its rank's"
+    PER_RANK = "its rank's"
     SHARDED = "everyone's; ranks hold pieces"
     REPLICATED = "everyone's; all ranks are said to hold the same, and share the work"
-    PINNED = "everyone's; that of rank 0 counts"
+    FROM_RANK_0 = "everyone's; that of rank 0 counts"
 
 
-class Rules(NamedTuple):
+class Declarations(NamedTuple):
     """What is declared about the leaves.
 
     Attributes:
         replicated: Globs of paths that all ranks hold alike.
-        alike: Paths that they do: the parameters of DDP modules.
+        ddp_parameters: Paths that they do: the parameters of DDP modules.
         per_rank: Globs of paths that belong to their rank.
-        pinned: Paths of which rank 0's is the truth: the buffers of DDP modules.
+        ddp_buffers: Paths of which rank 0's is the truth: the buffers of DDP modules.
     """
 
     replicated: tuple[str, ...] = ()
     per_rank: tuple[str, ...] = ()
-    pinned: frozenset[str] = frozenset()
-    alike: frozenset[str] = frozenset()
+    ddp_buffers: frozenset[str] = frozenset()
+    ddp_parameters: frozenset[str] = frozenset()
 
-    def is_said(self, path: str) -> bool:
+    def is_named_replicated(self, path: str) -> bool:
         """Whether somebody says in so many words that all ranks hold a path alike."""
-        return path not in self.pinned and _matches(path, self.replicated)
+        return path not in self.ddp_buffers and _matches(path, self.replicated)
 
 
-def rules_for(
+def declarations_of(
     app_state: Mapping[str, Any],
     replicated: Iterable[str],
     per_rank: Iterable[str],
     ranks: Sequence[int],
-) -> Rules:
+) -> Declarations:
     """Return what is declared, by globs and by DDP modules of the ranks that take part.
 
     DDP keeps parameters equal, and gives all ranks the buffers of rank 0 at the next step, unless
     it is told not to, or to do something else with them. It knows of nothing else in the state.
     """
-    alike, pinned = set[str](), set[str]()
+    ddp_parameters, ddp_buffers = set[str](), set[str]()
     for key, value in app_state.items():
         if not isinstance(value, torch.nn.parallel.DistributedDataParallel):
             continue
@@ -66,39 +66,41 @@ def rules_for(
             # Others may hold another module under this name.
             continue
         ignored = {f"module.{name}" for name in getattr(value, "parameters_to_ignore", ())}
-        segment = segment_of(key)
+        component = component_of(key)
         parameters = dict(value.named_parameters(remove_duplicate=False)).keys() - ignored
-        alike |= {f"{segment}/{segment_of(name)}" for name in parameters}
+        ddp_parameters |= {f"{component}/{component_of(name)}" for name in parameters}
         if value.broadcast_buffers and not hasattr(value, "buffer_hook"):
             buffers = dict(value.named_buffers(remove_duplicate=False)).keys() - ignored
-            pinned |= {f"{segment}/{segment_of(name)}" for name in buffers}
-    return Rules(tuple(replicated), tuple(per_rank), frozenset(pinned), frozenset(alike))
+            ddp_buffers |= {f"{component}/{component_of(name)}" for name in buffers}
+    return Declarations(
+        tuple(replicated), tuple(per_rank), frozenset(ddp_buffers), frozenset(ddp_parameters)
+    )
 
 
-def scopes_of(capture: Capture, rules: Rules) -> list[Scope]:
+def scopes_of(capture: Capture, declared: Declarations) -> list[Scope]:
     """Return the scope of each leaf."""
     return [
-        Scope.PRIVATE if span.private else _scope(leaf, rules)
+        Scope.PER_RANK if span.per_rank else _scope(leaf, declared)
         for span in capture.spans
         for leaf in capture.leaves[span.start : span.stop]
     ]
 
 
-def _scope(leaf: Leaf, rules: Rules) -> Scope:
+def _scope(leaf: Leaf, declared: Declarations) -> Scope:
     path = leaf.path
     if isinstance(leaf.content, Shards):
         return Scope.SHARDED
-    if _matches(path, rules.per_rank):
-        return Scope.PRIVATE
-    if path in rules.pinned:
-        return Scope.PINNED
+    if _matches(path, declared.per_rank):
+        return Scope.PER_RANK
+    if path in declared.ddp_buffers:
+        return Scope.FROM_RANK_0
     # A container that is said to be equal may have other elements all the same.
     if isinstance(leaf.entry, ContainerEntry):
-        return Scope.OPEN
-    if path not in rules.alike and not _matches(path, rules.replicated):
-        return Scope.OPEN
+        return Scope.UNDECIDED
+    if path not in declared.ddp_parameters and not _matches(path, declared.replicated):
+        return Scope.UNDECIDED
     splits = isinstance(leaf.entry, TensorEntry) and not is_numpy(leaf.entry)
-    return Scope.REPLICATED if splits else Scope.PINNED
+    return Scope.REPLICATED if splits else Scope.FROM_RANK_0
 
 
 def _matches(path: str, globs: Sequence[str]) -> bool:

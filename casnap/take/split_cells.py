@@ -21,7 +21,7 @@ _WINDOW_BYTES = 64 << 20
 _HEAD = struct.Struct("<?I")
 
 
-class Target(NamedTuple):
+class AssembledLeaf(NamedTuple):
     """A leaf whose cells are put together here.
 
     Attributes:
@@ -33,7 +33,7 @@ class Target(NamedTuple):
     grid: Grid | Tiling
 
 
-class _Sent(msgspec.Struct, array_like=True):
+class _PartHeader(msgspec.Struct, array_like=True):
     """What is said of a part: path key, cell, where in the cell it begins, its bytes."""
 
     key: bytes
@@ -42,7 +42,7 @@ class _Sent(msgspec.Struct, array_like=True):
     nbytes: int
 
 
-class Edges:
+class SplitCells:
     """The parts that this rank sends, and the cells that it puts together.
 
     Args:
@@ -51,7 +51,9 @@ class Edges:
         targets: The leaves whose cells are put together here, by key.
     """
 
-    def __init__(self, size: int, keys: Sequence[bytes], targets: Mapping[bytes, Target]) -> None:
+    def __init__(
+        self, size: int, keys: Sequence[bytes], targets: Mapping[bytes, AssembledLeaf]
+    ) -> None:
         self._size = size
         self._keys = keys
         self._targets = targets
@@ -105,7 +107,7 @@ class Edges:
                 if piece.ready is not None:
                     piece.ready()
                 key, start = self._keys[piece.leaf], piece.part.start
-                sent.append(_Sent(key, piece.first, start, len(piece.view)))
+                sent.append(_PartHeader(key, piece.first, start, len(piece.view)))
             said = msgspec.msgpack.encode(sent)
             return memoryview(
                 bytearray().join([_HEAD.pack(last, len(said)), said, *(p.view for p in pieces)])
@@ -120,12 +122,12 @@ class Edges:
         over = all(_HEAD.unpack_from(message)[0] for message in messages)
         for message in messages:
             start = _HEAD.size + _HEAD.unpack_from(message)[1]
-            said = msgspec.msgpack.decode(message[_HEAD.size : start], type=list[_Sent])
+            said = msgspec.msgpack.decode(message[_HEAD.size : start], type=list[_PartHeader])
             for sent in said:
                 start += self._put(sent, message[start:], whole)
         return whole, over
 
-    def _put(self, sent: _Sent, content: memoryview, whole: list[Piece]) -> int:
+    def _put(self, sent: _PartHeader, content: memoryview, whole: list[Piece]) -> int:
         """Copy a part to its place in its cell; return its bytes."""
         leaf, grid = self._targets[sent.key]
         where = sent.key, sent.cell

@@ -28,7 +28,7 @@ _BATCH = 256
 _SMALL_BYTES = 16 << 10
 
 
-class Part(NamedTuple):
+class CellPart(NamedTuple):
     """A piece of a cell that shard edges cut.
 
     Attributes:
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
     owner: object = None
     ready: Callable[[], None] | None = None
     done: Callable[[], None] | None = None
-    part: Part | None = None
+    part: CellPart | None = None
 
     def give_back(self) -> None:
         """Give the memory back, once nobody writes to it any more."""
@@ -135,7 +135,7 @@ def pieces_between(
         yield _piece(number, begin, sizes, source, region)
 
 
-def part_of(number: int, source: Source, cell: int, part: Part) -> Piece:
+def piece_of_part(number: int, source: Source, cell: int, part: CellPart) -> Piece:
     """Return the bytes of a part of a cell."""
     assert isinstance(source.content, torch.Tensor)
     # At once, also from a GPU: parts are small, and many wait to be sent.
@@ -261,7 +261,7 @@ class _Block:
             _kept.release(self.slot)
 
 
-class Held:
+class StagedCopies:
     """Copies of pieces in kept memory, to be read while the originals change.
 
     Args:

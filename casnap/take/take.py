@@ -19,7 +19,7 @@ from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.entries import payload_of
 from casnap.format.names import MARKER
 from casnap.format.records import INLINE_BYTES, Root, Row, Stats, encode
-from casnap.ranks.comm import Alone, Comm
+from casnap.ranks.comm import Comm, SingleProcess
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.threads import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.runtime.torch_modes import plain
@@ -32,13 +32,13 @@ from casnap.storage.table import check_free, checked_metadata, setting
 from casnap.take import pending as background
 from casnap.take.capture import Capture
 from casnap.take.division import Division, divide
-from casnap.take.exchange import Exchange
-from casnap.take.joint_commit import check_written, follow, lead
-from casnap.take.ownership import Agreed, Hashed, agree, alone
+from casnap.take.joint_commit import check_written, commit_as_rank_0, commit_through_rank_0
+from casnap.take.manifest import BuiltManifest, Digests, build_manifest, build_own_manifest
 from casnap.take.pending import PendingTake
-from casnap.take.scopes import rules_for
-from casnap.take.split_cells import Edges
-from casnap.take.staging import PIECE_BYTES, Held, Piece, batched, give_back
+from casnap.take.rounds import Rounds
+from casnap.take.scopes import declarations_of
+from casnap.take.split_cells import SplitCells
+from casnap.take.staging import PIECE_BYTES, Piece, StagedCopies, batched, give_back
 
 _log = logging.getLogger("casnap")
 _FENCED_TRIES = 5
@@ -118,7 +118,7 @@ def take(
                 pieces = capture.pieces(comm.rank / comm.size)
                 return work.run(batched(pieces, _batch_bytes(comm)))
             except FencedError:
-                if tries == _FENCED_TRIES or comm.over:
+                if tries == _FENCED_TRIES or comm.ended:
                     raise
                 _log.info("%s: a collector went past the take, which starts again", name)
     raise AssertionError
@@ -145,17 +145,17 @@ def async_take(
             state, asked = _agreed_state(objects, name, app_state, options, comm)
             options = replace(options, codec=asked.codec)
             capture = _capture(objects, state, options)
-            held = Held(options.max_staging_bytes)
+            copies = StagedCopies(options.max_staging_bytes)
             work = _Take(objects, name, capture, options, comm, started)
             work.divide(state, asked.seed)
-            pending = PendingTake(name, lambda: _run_held(work, held, comm))
+            pending = PendingTake(name, lambda: _store_copies(work, copies, comm))
             try:
-                held.fill(capture.pieces(comm.rank / comm.size), when_full=pending.start)
-                capture.let_go()
+                copies.fill(capture.pieces(comm.rank / comm.size), when_full=pending.start)
+                capture.drop_tensors()
                 pending.start()
             except BaseException:
                 if not pending.started:
-                    undisturbed(lambda _: held.release())
+                    undisturbed(lambda _: copies.release())
                 pending.error_seen = True
                 raise
             return pending
@@ -171,12 +171,12 @@ def _batch_bytes(comm: Comm) -> int:
     return PIECE_BYTES if comm.size == 1 else SLOT_BYTES
 
 
-def _run_held(work: _Take, held: Held, comm: Comm) -> Row:
+def _store_copies(work: _Take, copies: StagedCopies, comm: Comm) -> Row:
     with comm:
         try:
-            return work.run(held.batches(_batch_bytes(comm)))
+            return work.run(copies.batches(_batch_bytes(comm)))
         finally:
-            held.release()
+            copies.release()
 
 
 def _agreed_state(
@@ -193,7 +193,7 @@ def _agreed_state(
 
     To read states may be a collective of their own, so all ranks do it in one order.
     """
-    comm.at("beginning a take")
+    comm.enter_phase("beginning a take")
     keys = random_states_first(app_state)
     if comm.rank == 0:
         _check(objects, name, options)
@@ -256,7 +256,7 @@ class _Take:
         self._comm = comm
         self._started = started
         self._division: Division | None = None
-        self._hashed = Hashed({}, {})
+        self._hashed = Digests({}, {})
         self._total = capture.logical_bytes
         self._done_bytes = 0
         self._lock = threading.Lock()
@@ -264,20 +264,20 @@ class _Take:
     @plain()
     def divide(self, app_state: Mapping[str, Stateful], seed: int) -> None:
         """Share out the work among the ranks; alone, there is nothing to share out."""
-        if isinstance(self._comm, Alone) and not self._capture.sharded:
+        if isinstance(self._comm, SingleProcess) and not self._capture.sharded:
             return
-        self._comm.at("sharing out the work")
-        declared = self._options.replicated or (), self._options.per_rank or ()
-        rules = rules_for(app_state, *declared, self._comm.ranks)
+        self._comm.enter_phase("sharing out the work")
+        globs = self._options.replicated or (), self._options.per_rank or ()
+        declared = declarations_of(app_state, *globs, self._comm.ranks)
         chunk_size = self._objects.config.chunk_size
-        self._division = divide(self._comm, self._capture, rules, chunk_size, seed)
+        self._division = divide(self._comm, self._capture, declared, chunk_size, seed)
         self._total = self._capture.bytes_to_hash()
 
     def run(self, batches: Iterable[list[Piece]]) -> Row:
         """Store what is new of these pieces, then the tree, and commit."""
         self._done_bytes = 0
         capture = self._capture
-        self._hashed = Hashed(
+        self._hashed = Digests(
             {
                 i: bytearray(DIGEST_SIZE * grid.count)
                 for i, grid in enumerate(capture.grids)
@@ -290,17 +290,17 @@ class _Take:
     def _store(self, batches: Iterable[list[Piece]], crew: Crew) -> Row:
         transaction = Transaction(self._objects, crew, self._options.codec)
         try:
-            self._comm.at("hashing and writing")
+            self._comm.enter_phase("hashing and writing")
             source = Shared(batches, crew)
             if self._division is None:
                 threads = min(cores(), 8)
                 crew.run(lambda: self._hash(source, transaction), threads)
             else:
                 self._hash_together(source, transaction, crew, self._division)
-            self._comm.at("settling what is whose")
+            self._comm.enter_phase("settling what is whose")
             with collector_paused():
                 agreed = self._agreed(transaction)
-            self._comm.at("committing")
+            self._comm.enter_phase("committing")
             return self._commit(transaction, agreed)
         except BaseException as e:
             crew.fail(e)
@@ -337,13 +337,13 @@ class _Take:
         """Hash with the other ranks: some threads wait for answers while others hash."""
         # Each keeps a slot, part-filled, while it waits for all others: some must be left for them.
         threads = min(cores() + 2, SLOTS - 2)
-        edges = Edges(self._comm.size, division.keys, division.targets)
-        exchange = Exchange(self._comm, crew, edges, threads)
+        split_cells = SplitCells(self._comm.size, division.keys, division.targets)
+        rounds = Rounds(self._comm, crew, split_cells, threads)
         hashing = crew.start(
-            lambda: self._hash(exchange.batches(source), transaction, exchange.ask), threads
+            lambda: self._hash(rounds.batches(source), transaction, rounds.ask), threads
         )
         try:
-            exchange.run()
+            rounds.run()
         except BaseException as e:
             crew.fail(e)
             # Packs are deleted only after nobody writes any more.
@@ -388,25 +388,27 @@ class _Take:
 
     # --- the tree, and the commit ---
 
-    def _agreed(self, transaction: Transaction) -> Agreed | None:
+    def _agreed(self, transaction: Transaction) -> BuiltManifest | None:
         capture, put = self._capture, transaction.put_node
         if self._division is None:
-            return alone(capture, self._hashed, put)
-        return agree(self._comm, capture, self._division, self._hashed, put)
+            return build_own_manifest(capture, self._hashed, put)
+        return build_manifest(self._comm, capture, self._division, self._hashed, put)
 
-    def _commit(self, transaction: Transaction, agreed: Agreed | None) -> Row:
+    def _commit(self, transaction: Transaction, agreed: BuiltManifest | None) -> Row:
         if agreed is None:
-            return follow(self._comm, transaction, self._row_of)
+            return commit_through_rank_0(self._comm, transaction, self._row_of)
         if self._comm.size == 1:
             return self._publish(transaction, agreed, Partners())
-        return lead(self._comm, transaction, lambda p: self._publish(transaction, agreed, p))
+        return commit_as_rank_0(
+            self._comm, transaction, lambda p: self._publish(transaction, agreed, p)
+        )
 
     def _row_of(self, commit: bytes) -> Row | None:
         """Return the row of this take if it was committed, whatever was heard of that."""
         row = self._objects.current(lambda root: self._objects.table(root).get(self._name))
         return row if row is not None and row.commit == commit else None
 
-    def _publish(self, transaction: Transaction, agreed: Agreed, partners: Partners) -> Row:
+    def _publish(self, transaction: Transaction, agreed: BuiltManifest, partners: Partners) -> Row:
         digest = transaction.put_node(encode(agreed.manifest))
         made: list[Row] = []
 

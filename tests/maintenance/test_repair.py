@@ -203,7 +203,7 @@ def test_what_is_lost_can_be_deleted(store: Path) -> None:
     """A snapshot whose tree is lost stops a collector; without it all is well again."""
     opened = Store(store)
     damage_everywhere(store, opened.row("b").manifest.digest)
-    opened.objects.index.facts.delete()
+    opened.objects.index.cache.delete()
     assert named(repair(store)) == {"b"}
     with pytest.raises(DamagedError):
         collect(opened.objects, GcOptions(grace=0))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from casnap.errors import DamagedError, MismatchError, StateError
 from casnap.ranks import comm as comm_module
 from casnap.ranks import link as links
-from casnap.ranks.comm import Alone, Comm, join
+from casnap.ranks.comm import Comm, SingleProcess, join
 from tests.support.ranks import World
 from tests.support.yard import SOON, OnPurposeError, Seen, Yard, heard_of, talk, watch
 
@@ -78,11 +78,11 @@ def test_all_collectives(world: Worlds) -> None:
 
 def test_a_single_process_talks_to_itself() -> None:
     with join(None, None, "the talk of one") as comm:
-        assert isinstance(comm, Alone)
+        assert isinstance(comm, SingleProcess)
         assert comm.all_gather(b"x") == [b"x"]
         assert comm.gather(b"x") == [b"x"]
         assert comm.broadcast(b"x") == comm.scatter([b"x"]) == b"x"
-        comm.at("here")
+        comm.enter_phase("here")
         comm.await_end(0)
     with pytest.raises(StateError, match="init_process_group"):
         join(object(), None, "the talk of one")
@@ -230,7 +230,7 @@ def talk_in_groups() -> list[Any]:
                 with pytest.raises(StateError, match="not in the process group"):
                     join(group, 60, "nothing")
     alone = dist.new_group([rank], use_local_synchronization=True)
-    assert isinstance(join(alone, 60, "the talk of one"), Alone)
+    assert isinstance(join(alone, 60, "the talk of one"), SingleProcess)
     return heard
 
 
@@ -314,7 +314,7 @@ def begin_anew(port: int) -> list[list[bytes]]:
         heard.append(talk(20, 2))
         if i == 1:
             # What is left in the store of an older group is not taken for a newer one.
-            comm_module.forget_after_fork()
+            comm_module._links.clear()
             heard.append(talk(20, 2))
     return heard
 

@@ -25,7 +25,7 @@ SHORT = 1.0
 
 def start_with(operations: int) -> None:
     """Begin with a new group, or in one that has served some operations."""
-    comm_module.forget_after_fork()
+    comm_module._links.clear()
     dist.barrier()
     for _ in range(operations):
         talk(60)
@@ -44,7 +44,7 @@ def test_who_does_something_else_is_told_so(world: Worlds) -> None:
     outcomes = world(3).run(do_something_else)
     for rank, (seen, again) in enumerate(outcomes):
         what = "rank 1 came to the restore of 'x'"
-        other = "the restore of 'x': ranks 0, 2 came to the take of 'x' meanwhile"
+        other = "the restore of 'x': ranks 0 and 2 came to the take of 'x' meanwhile"
         assert seen.error == "StateError"
         assert (other if rank == 1 else what) in seen.text
         assert again.value == heard_of(3)
@@ -131,7 +131,7 @@ def die_on_the_way(dying: int, where: str) -> Seen:
         if where == "met":
             dist.ProcessGroupGloo = lambda *_: kill()
         if where == "connected":
-            links.Link._acquainted = lambda *_: kill()
+            links.Link._exchange_processes = lambda *_: kill()
     return watch(partial(talk, SHORT))
 
 
@@ -222,7 +222,7 @@ def lose_the_store(folder: str, port: int, how: str) -> tuple[Seen, Seen]:
         if (i, comm.rank) == (1, 0):
             kill() if how == "killed" else yard.stand_still()
 
-    links._STORE = 1.0
+    links._STORE_SECONDS = 1.0
     seen = watch(partial(talk, SHORT, 2, strike))
     again = watch(partial(talk, SHORT)) if rank else seen
     if rank and how == "stopped":

@@ -74,7 +74,7 @@ class Thread(Comm):
     def leave(self) -> None:
         pass
 
-    def at(self, phase: str) -> None:
+    def enter_phase(self, phase: str) -> None:
         pass
 
 

@@ -27,7 +27,7 @@ CHUNK = 64 << 10
 @contextmanager
 def flipping(at_least: int, most: int = 1 << 62) -> Iterator[list[int]]:
     """Flip one bit of what this rank sends in parts of some sizes, behind all checks of its own."""
-    carry, flipped = Group._carry, list[int]()
+    carry, flipped = Group._transfer, list[int]()
 
     def bad(group: Group, parts: Sequence[Any], *args: Any) -> Any:
         sent = list(parts)
@@ -38,7 +38,7 @@ def flipping(at_least: int, most: int = 1 << 62) -> Iterator[list[int]]:
                 flipped.append(len(part))
         return carry(group, sent, *args)
 
-    with mock.patch.object(Group, "_carry", bad):
+    with mock.patch.object(Group, "_transfer", bad):
         yield flipped
 
 

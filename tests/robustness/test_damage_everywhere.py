@@ -26,7 +26,7 @@ from casnap.format.digest import DIGEST_SIZE
 from casnap.format.names import MARKER
 from casnap.format.records import PackId, SegmentId, pack_key, root_key, segment_key
 from casnap.maintenance.survey import Survey
-from casnap.storage.cache import MemoryFacts
+from casnap.storage.cache import MemoryCache
 from casnap.storage.roots import COPIES
 from tests.support.faults import CHUNK, assert_equal, files, memory_folder
 from tests.support.layouts import (
@@ -181,7 +181,7 @@ QUESTIONS: dict[str, Callable[[Store], object]] = {
 def sample(_cache_dir: Path) -> Iterator[Sample]:
     """Return a store under a cache that is cold each time: it is kept in memory, and forgotten."""
     with memory_folder() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(casnap.storage.index, "facts_for", lambda _: MemoryFacts())
+        patch.setattr(casnap.storage.index, "open_cache", lambda _: MemoryCache())
         yield Sample(folder / "store")
 
 

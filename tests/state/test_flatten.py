@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 from casnap.errors import DamagedError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Payload, TensorEntry, ValueEntry
-from casnap.state.flatten import Leaf, flatten, inflate, segment_of, tensor_targets
+from casnap.state.flatten import Leaf, component_of, flatten, inflate, tensor_targets
 from tests.support.leaves import leaves_of, round_trip, same
 
 pytestmark = pytest.mark.filterwarnings(
@@ -166,10 +166,10 @@ def test_paths():
         "m/",
         "m/%uDC80",
     ]
-    assert segment_of("a/%") == "a%2F%25"
+    assert component_of("a/%") == "a%2F%25"
 
 
-def test_keys_that_would_share_a_segment():
+def test_keys_that_would_share_a_component():
     state = {1: "a", "1": "b", "True": "d", None: "e", "None": "f", 2: "g"}
     assert list(leaves_of(state)) == [
         "m", "m/1%int", "m/1", "m/True", "m/None%NoneType", "m/None", "m/2"

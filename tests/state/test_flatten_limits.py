@@ -229,8 +229,8 @@ def hostile(kind, count, spec, *children):
 
     data = encode(spec) if spec is not None else b""
     leaves = {"m": Leaf("m", ContainerEntry(kind, count, Payload(len(data))), data)}
-    for segment, child in children:
-        leaves.update(leaves_of(child, f"m/{segment}"))
+    for component, child in children:
+        leaves.update(leaves_of(child, f"m/{component}"))
     return leaves
 
 

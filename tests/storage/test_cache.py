@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from casnap import Store
-from casnap.storage.cache import LmdbFacts
+from casnap.storage.cache import LmdbCache
 from tests.support.faults import (
     CHUNK,
     app_state,
@@ -142,9 +142,9 @@ def test_a_process_that_stands_still_while_it_writes_holds_nobody_up(
     store: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stand_still() -> None:
-        facts = Store(store).objects.index.facts
-        assert isinstance(facts, LmdbFacts)
-        with facts._writing(1.0):
+        cache = Store(store).objects.index.cache
+        assert isinstance(cache, LmdbCache)
+        with cache._writing(1.0):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     monkeypatch.setattr("casnap.storage.cache._PATIENCE", 0.1)

@@ -198,7 +198,12 @@ class _Arms:
     @contextmanager
     def up(self) -> Iterator[None]:
         """Be ready to strike."""
-        at, all_to_all, carry, leave = Group.at, Group.all_to_all, Group._carry, Group.leave
+        at, all_to_all, carry, leave = (
+            Group.enter_phase,
+            Group.all_to_all,
+            Group._transfer,
+            Group.leave,
+        )
 
         def noting(group: Group, phase: str) -> None:
             self._now = phase
@@ -209,19 +214,19 @@ class _Arms:
             return all_to_all(group, *args, **options)
 
         def carrying(group: Group, *args: Any) -> Any:
-            group._talk(lambda: self._reach("inside"))
+            group._communicate(lambda: self._reach("inside"))
             return carry(group, *args)
 
         def leaving(group: Group) -> None:
-            if not group.over:
+            if not group.ended:
                 self._reach("end")
             leave(group)
 
         with ExitStack() as patches:
             for name, new in [
-                ("at", noting),
+                ("enter_phase", noting),
                 ("all_to_all", calling),
-                ("_carry", carrying),
+                ("_transfer", carrying),
                 ("leave", leaving),
             ]:
                 patches.enter_context(mock.patch.object(Group, name, new))

@@ -126,7 +126,7 @@ def talk(
     with join(group.get("pg"), timeout, group.get("doing", "the talk of ranks")) as comm:
         heard: list[bytes] = []
         for i in range(calls):
-            comm.at(f"call {i}")
+            comm.enter_phase(f"call {i}")
             if strike is not None:
                 strike(i, comm)
             heard = [bytes(part) for part in comm.all_gather(b"%d" % comm.rank)]

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from casnap import StateDict, Store
 from casnap.errors import EntryNotFoundError, MismatchError
 from casnap.format.entries import BoxedTensorEntry
+from casnap.format.names import rank_names
 from casnap.format.records import pack_key
 from casnap.format.region import Region
 from casnap.maintenance.diff import Change
 from casnap.restore.loading import Loading
 from casnap.state.tensors import Leaf
-from casnap.storage.contents import rank_names
 from tests.format.test_grid import regions
 from tests.format.test_tiling import tilings
 from tests.robustness.test_damage import flip

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from casnap.errors import StateError
 from casnap.format.grid import grid_of
 from casnap.format.region import Region
-from casnap.take.plan import RankPlan, StoredBox, own_runs, part_region, plan_tensor
+from casnap.take.plan import RankPlan, StoredBox, part_region, plan_tensor, replicated_runs
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
@@ -110,16 +110,16 @@ class Ranks:
                     offsets = tuple(a + b for a, b in zip(region.offsets, box.offsets, strict=True))
                     raw = self.bytes_of(rank, Region(offsets, region.sizes))
                     cells[i].append((rank, raw))
-            for get in todo.gets:
+            for assembly in todo.assemblies:
                 raw = b""
-                for part in get.parts:
+                for part in assembly.parts:
                     assert part.start == len(raw)
                     raw += self.bytes_of(
-                        part.source, part_region(self.grid, get.cell, part.start, part.stop)
+                        part.source, part_region(self.grid, assembly.cell, part.start, part.stop)
                     )
                     if part.source != rank:
-                        mail.remove((get.cell, rank, part.source, part.start, part.stop))
-                cells[get.cell].append((rank, raw))
+                        mail.remove((assembly.cell, rank, part.source, part.start, part.stop))
+                cells[assembly.cell].append((rank, raw))
         assert not mail
         return cells
 
@@ -173,13 +173,13 @@ def test_a_holder_of_a_cell_puts_it_together(tensor, itemsize, chunk_size):
     shape, holders = tensor
     grid = grid_of(shape, itemsize, chunk_size)
     for rank, todo in plan_tensor(shape, itemsize, chunk_size, holders).ranks.items():
-        for get in todo.gets:
+        for assembly in todo.assemblies:
             held = Counter()
             for other, box in set(holders):
-                common = box.intersect(grid.region(get.cell))
+                common = box.intersect(grid.region(assembly.cell))
                 held[other] += common.numel if common else 0
-            assert sum(p.source == rank for p in get.parts) >= 1
-            own = sum(p.stop - p.start for p in get.parts if p.source == rank)
+            assert sum(p.source == rank for p in assembly.parts) >= 1
+            own = sum(p.stop - p.start for p in assembly.parts if p.source == rank)
             assert own == held[rank] * itemsize
 
 
@@ -221,7 +221,7 @@ def test_replicas_share_evenly(turn):
     shape = (8000, 16)
     holders = [(r, Region((4000 * (r // 5), 0), (4000, 16))) for r in range(10)]
     plan = plan_tensor(shape, 4, 512, holders, turn=turn)
-    assert not any(todo.gets or todo.sends for todo in plan.ranks.values())
+    assert not any(todo.assemblies or todo.sends for todo in plan.ranks.values())
     hashed = [sum(b - a for a, b in plan.ranks[r].runs) for r in range(10)]
     assert hashed == [100] * 10
     assert all(len(todo.runs) == 1 for todo in plan.ranks.values())
@@ -232,7 +232,9 @@ def test_turns_spread_what_one_rank_must_do():
     holders = [(r, Region((r * 4,), (4,))) for r in range(8)]
     owners = [
         next(
-            r for r, todo in plan_tensor((32,), 4, 4096, holders, turn=t).ranks.items() if todo.gets
+            r
+            for r, todo in plan_tensor((32,), 4, 4096, holders, turn=t).ranks.items()
+            if todo.assemblies
         )
         for t in range(8)
     ]
@@ -251,7 +253,7 @@ def test_sends_of_replicas_are_spread():
     holders = [(0, Region((4 * i, 0), (3, 4))) for i in range(30)]
     holders += [(r, Region((4 * i + 3, 0), (1, 4))) for i in range(30) for r in (1, 2, 3)]
     plan = plan_tensor((120, 4), 4, 64, holders)
-    assert sorted(len(plan.ranks[r].gets) for r in range(4)) == [7, 7, 8, 8]
+    assert sorted(len(plan.ranks[r].assemblies) for r in range(4)) == [7, 7, 8, 8]
     assert max(len(plan.ranks[r].sends) for r in (1, 2, 3)) <= 3
 
 
@@ -259,7 +261,7 @@ def test_who_has_much_to_hash_already_gets_no_cells_of_others():
     loads = defaultdict(int, {0: 10_000})
     holders = [(r, Region((25 * r, 0), (25, 4))) for r in range(4)]
     plan = plan_tensor((100, 4), 4, 256, holders, loads=loads)  # 16 rows a cell
-    cells = {r: len(p.gets) for r, p in plan.ranks.items()}
+    cells = {r: len(p.assemblies) for r, p in plan.ranks.items()}
     assert cells[0] == 0
     assert sum(cells.values()) == 3
     assert loads[0] == 10_000 + 256
@@ -285,7 +287,7 @@ def test_replicas_are_shared_out_without_a_word(some, itemsize, chunk_size, worl
     for rank in range(world):
         cells = [
             (tensor, i)
-            for tensor, first, stop in own_runs(grids, rank, world)
+            for tensor, first, stop in replicated_runs(grids, rank, world)
             for i in range(first, stop)
         ]
         seen += cells
@@ -298,6 +300,6 @@ def test_replicas_are_shared_out_without_a_word(some, itemsize, chunk_size, worl
 def test_a_million_cells_are_no_work():
     grids = [grid_of((1 << 30,), 4, 1 << 20)] * 256
     assert sum(grid.count for grid in grids) == 1 << 20
-    runs = own_runs(grids, 500, 1000)
+    runs = replicated_runs(grids, 500, 1000)
     assert sum(stop - first for _, first, stop in runs) in (1048, 1049)
     assert len(runs) <= 2

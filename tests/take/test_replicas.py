@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from casnap import StateDict, Store
 from casnap.errors import StateError
-from casnap.take.sampling import Sampler
+from casnap.take.replica_samples import Sampler
 from tests.support.ranks import World
 
 Worlds = Callable[[int], World]

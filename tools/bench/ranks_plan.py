@@ -20,9 +20,8 @@ from casnap.format.records import encode
 from casnap.restore.shared_reads import Units, deal_out, window_for
 from casnap.runtime.buffers import SLOT_BYTES
 from casnap.runtime.threads import collector_paused
-from casnap.take import division as sharing
-from casnap.take import exchange
-from casnap.take.plan import own_runs, part_region
+from casnap.take import division, rounds
+from casnap.take.plan import part_region, replicated_runs
 from tools.bench.measure import PeakMemory
 from tools.bench.settings import GIB, MIB, Settings
 from tools.bench.table import Row, duration
@@ -101,11 +100,11 @@ def _memory(work: Callable[[], Any]) -> int:
 
 def _claims(tensors: list[tuple[bytes, str, TensorEntry]], rank: int, ranks: int) -> bytes:
     """Return what a rank tells the owner of some tensors."""
-    claims = sharing._Claims([], [], [])
+    claims = division._Claims([], [], [])
     for key, path, entry in tensors:
         start, count = _shard(entry.shape[0], rank, ranks)
         boxes = (((start, 0), (count, _COLUMNS)),) if count else ()
-        claims.sharded.append(sharing._Claim(key, path, entry, boxes, [b""] * len(boxes)))
+        claims.sharded.append(division._Claim(key, path, entry, boxes, [b""] * len(boxes)))
     return encode(claims)
 
 
@@ -113,9 +112,9 @@ def _sharded(ranks: int) -> _Cost:
     by_owner: defaultdict[int, list[tuple[bytes, str, TensorEntry]]] = defaultdict(list)
     for i, shape in enumerate(_shapes()):
         path = f"model/layers.{i}.weight"
-        key = sharing.key_of(path)
+        key = division.key_of(path)
         entry = TensorEntry("bfloat16", shape, Payload(2 * shape[0] * shape[1]))
-        by_owner[sharing.owner_of(key, ranks)].append((key, path, entry))
+        by_owner[division.owner_of(key, ranks)].append((key, path, entry))
     entries = {key: entry for tensors in by_owner.values() for key, _, entry in tensors}
     _, asking = _seconds(lambda: [_claims(by_owner[owner], 0, ranks) for owner in range(ranks)])
     planning, for_one = [], []
@@ -134,14 +133,14 @@ def _sharded(ranks: int) -> _Cost:
 
 def _planned(told: list[bytes]) -> list[bytes]:
     """Do what the owner of some tensors does."""
-    heard = [msgspec.msgpack.decode(claims, type=sharing._Claims) for claims in told]
-    _, plans = sharing._planned(heard, _CHUNK)
-    return [encode(verdict) for verdict in sharing._verdicts(heard, plans, {})]
+    heard = [msgspec.msgpack.decode(claims, type=division._Claims) for claims in told]
+    _, plans = division._plan_sharded(heard, _CHUNK)
+    return [encode(verdict) for verdict in division._replies(heard, plans, {})]
 
 
 def _followed(keys: list[bytes], answer: bytes, entries: dict[bytes, TensorEntry]) -> None:
     """Do what a rank does with the answer of an owner, short of touching its tensors."""
-    verdict = msgspec.msgpack.decode(answer, type=sharing._Verdict)
+    verdict = msgspec.msgpack.decode(answer, type=division._Reply)
     for key, plan in zip(keys, verdict.sharded, strict=True):
         grid = grid_of(entries[key].shape, 2, _CHUNK)
         for send in plan.sends:
@@ -151,7 +150,9 @@ def _followed(keys: list[bytes], answer: bytes, entries: dict[bytes, TensorEntry
 def _replicated(ranks: int) -> _Cost:
     def work() -> object:
         grid_of.cache_clear()
-        return own_runs([grid_of(shape, 2, _CHUNK) for shape in _shapes()], ranks // 2, ranks)
+        return replicated_runs(
+            [grid_of(shape, 2, _CHUNK) for shape in _shapes()], ranks // 2, ranks
+        )
 
     _, took = _seconds(work)
     memory = _memory(work)
@@ -174,9 +175,9 @@ def _digests(ranks: int) -> _Cost:
     asks = -(-_BYTES // _CHUNK // (ranks * rounds))
 
     def decided() -> float:
-        decides = exchange.Exchange(_Rank(0, ranks), None, None, 1)  # type: ignore[arg-type]
+        decides = rounds.Rounds(_Rank(0, ranks), None, None, 1)  # type: ignore[arg-type]
         return sum(
-            _seconds(lambda asked=asked: decides._decided(asked))[1]
+            _seconds(lambda asked=asked: decides._choose_writers(asked))[1]
             for asked in (_questions(ranks, asks) for _ in range(rounds))
         )
 
@@ -186,9 +187,9 @@ def _digests(ranks: int) -> _Cost:
 
 def _questions(ranks: int, asks: int) -> list[memoryview]:
     """Return what all ranks ask one of them in a round, about so many chunks in all."""
-    questions = [bytearray(exchange._HEAD.pack(False, 0, 0.0)) for _ in range(ranks)]
+    questions = [bytearray(rounds._HEAD.pack(False, 0, 0.0)) for _ in range(ranks)]
     for i in range(asks):
-        questions[i % ranks] += exchange._ASK.pack(os.urandom(32), _CHUNK)
+        questions[i % ranks] += rounds._ASK.pack(os.urandom(32), _CHUNK)
     return [memoryview(question) for question in questions]
 
 

@@ -31,14 +31,14 @@ from casnap.format.records import INLINE_BYTES, INLINE_DIGESTS, LIST_DIGESTS, en
 from casnap.ranks.comm import Comm
 from casnap.storage.tree import build
 from casnap.take.capture import Capture
-from casnap.take.division import OWN_NAMES, Division, owner_of, path_part, said_by_all
+from casnap.take.division import NAMING_ADVICE, Division, equal_on_all_ranks, owner_of, path_part
 from casnap.take.scopes import Scope
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""
 
 
-class Hashed(NamedTuple):
+class Digests(NamedTuple):
     """What came of hashing.
 
     Attributes:
@@ -51,7 +51,7 @@ class Hashed(NamedTuple):
     cells: dict[int, dict[int, bytes]]
 
 
-class Agreed(NamedTuple):
+class BuiltManifest(NamedTuple):
     """What rank 0 knows in the end.
 
     Attributes:
@@ -72,7 +72,7 @@ class _Report(msgspec.Struct, array_like=True):
     seen: list[tuple[bytes, bytes]]
 
 
-class _Share(msgspec.Struct, array_like=True):
+class _Contribution(msgspec.Struct, array_like=True):
     """What a rank adds to the tree: entries by key and path below it, and subtrees of its own."""
 
     entries: dict[str, list[tuple[str, Entry]]]
@@ -94,7 +94,7 @@ def payload_for(nbytes: int, digests: bytes, put: Put) -> Payload:
     return Payload(nbytes, b"", digests, depth)
 
 
-def entry_of(capture: Capture, hashed: Hashed, leaf: int, put: Put) -> Entry:
+def finished_entry(capture: Capture, hashed: Digests, leaf: int, put: Put) -> Entry:
     """Return the finished entry of a leaf that this rank knows all of."""
     entry = capture.leaves[leaf].entry
     inline = capture.inline.get(leaf)
@@ -104,16 +104,16 @@ def entry_of(capture: Capture, hashed: Hashed, leaf: int, put: Put) -> Entry:
     return with_payload(entry, payload_for(payload_of(entry).nbytes, bytes(digests), put))
 
 
-def alone(capture: Capture, hashed: Hashed, put: Put) -> Agreed:
+def build_own_manifest(capture: Capture, hashed: Digests, put: Put) -> BuiltManifest:
     """Return the tree of a single process: all is everyone's, but random states."""
     top, private = Manifest({}, {"0": {}}), top_of(capture)
     for span in capture.spans:
         entries = {
-            capture.leaves[i].path[len(span.key) :]: entry_of(capture, hashed, i, put)
+            capture.leaves[i].path[len(span.component) :]: finished_entry(capture, hashed, i, put)
             for i in range(span.start, span.stop)
         }
-        (top.ranks["0"] if span.private else top.shared)[span.key] = build(entries, put)
-    return Agreed(top, private, len(capture.leaves))
+        (top.ranks["0"] if span.per_rank else top.shared)[span.component] = build(entries, put)
+    return BuiltManifest(top, private, len(capture.leaves))
 
 
 def top_of(capture: Capture) -> int:
@@ -121,9 +121,9 @@ def top_of(capture: Capture) -> int:
     return sum(payload_of(leaf.entry).nbytes for leaf in capture.leaves)
 
 
-def agree(
-    comm: Comm, capture: Capture, division: Division, hashed: Hashed, put: Put
-) -> Agreed | None:
+def build_manifest(
+    comm: Comm, capture: Capture, division: Division, hashed: Digests, put: Put
+) -> BuiltManifest | None:
     """Settle whose each entry is, and return the tree on rank 0.
 
     Raises:
@@ -132,36 +132,36 @@ def agree(
     scopes, keys = list(division.scopes), division.keys
     asked: list[list[int]] = [[] for _ in range(comm.size)]
     for i, scope in enumerate(scopes):
-        if scope is Scope.OPEN:
+        if scope is Scope.UNDECIDED:
             asked[owner_of(keys[i], comm.size)].append(i)
     reports = comm.all_to_all(
         [encode(report) for report in _reports(capture, hashed, division, asked)]
     )
     heard = [msgspec.msgpack.decode(report, type=_Report) for report in reports]
-    share = _Share({}, {}, 0, 0)
+    share = _Contribution({}, {}, 0, 0)
     cells = _gathered(heard)
     for path, entry in _sharded(division, cells, put).items():
         _add(share, path, entry)
     answers = comm.all_to_all(_answers(heard, division, capture))
     for own, answer in zip(asked, answers, strict=True):
         for i, is_global in zip(own, answer, strict=True):
-            scopes[i] = Scope.PINNED if is_global else Scope.PRIVATE
+            scopes[i] = Scope.FROM_RANK_0 if is_global else Scope.PER_RANK
             if is_global and owner_of(keys[i], comm.size) == comm.rank:
-                _add(share, capture.leaves[i].path, entry_of(capture, hashed, i, put))
+                _add(share, capture.leaves[i].path, finished_entry(capture, hashed, i, put))
     asked_open = {i for own in asked for i in own}
     for i, scope in enumerate(scopes):
         path = capture.leaves[i].path
         mine = owner_of(keys[i], comm.size) == comm.rank
         if scope is Scope.REPLICATED and mine:
             _add(share, path, _replicated(capture, hashed, i, cells.get(keys[i], {}), put))
-        elif scope is Scope.PINNED and i not in asked_open and comm.rank == 0:
-            _add(share, path, entry_of(capture, hashed, i, put))
+        elif scope is Scope.FROM_RANK_0 and i not in asked_open and comm.rank == 0:
+            _add(share, path, finished_entry(capture, hashed, i, put))
     _add_private(share, capture, scopes, hashed, put)
     return _joined(comm.gather(encode(share)), put)
 
 
 def _reports(
-    capture: Capture, hashed: Hashed, division: Division, asked: list[list[int]]
+    capture: Capture, hashed: Digests, division: Division, asked: list[list[int]]
 ) -> list[_Report]:
     reports = [_Report([], []) for _ in asked]
     for i, by_cell in hashed.cells.items():
@@ -170,7 +170,7 @@ def _reports(
         cells += [(key, first, joined) for first, joined in _runs(by_cell)]
     for report, own in zip(reports, asked, strict=True):
         for i in own:
-            look = digest_of(encode(entry_of(capture, hashed, i, digest_of)))
+            look = digest_of(encode(finished_entry(capture, hashed, i, digest_of)))
             report.seen.append((division.keys[i], look))
     return reports
 
@@ -240,17 +240,17 @@ def _sharded(
         if entries.setdefault(path, entry) != entry:
             raise StateError(
                 f"{path} is one tensor on the ranks {first[path]}, and another on the ranks "
-                f"{owned.ranks}. {OWN_NAMES}"
+                f"{owned.ranks}. {NAMING_ADVICE}"
             )
         first.setdefault(path, owned.ranks)
     return entries
 
 
 def _replicated(
-    capture: Capture, hashed: Hashed, leaf: int, runs: dict[int, bytes], put: Put
+    capture: Capture, hashed: Digests, leaf: int, runs: dict[int, bytes], put: Put
 ) -> Entry:
     if leaf in capture.inline:
-        return entry_of(capture, hashed, leaf, put)
+        return finished_entry(capture, hashed, leaf, put)
     path, entry, _ = capture.leaves[leaf]
     nbytes, grid = payload_of(entry).nbytes, capture.assigned[leaf].grid
     return with_payload(entry, _assembled(path, nbytes, grid.count, runs, put))
@@ -266,31 +266,31 @@ def _answers(heard: list[_Report], division: Division, capture: Capture) -> list
                     f"{sharded[key]} is sharded, but not on rank {rank}; all ranks "
                     "that have it must hold pieces of it"
                 )
-    same = said_by_all([report.seen for report in heard])
+    same = equal_on_all_ranks([report.seen for report in heard])
     return [bytes(same[key] for key, _ in report.seen) for report in heard]
 
 
-def _add(share: _Share, path: str, entry: Entry) -> None:
+def _add(share: _Contribution, path: str, entry: Entry) -> None:
     key, slash, inner = path.partition("/")
     share.entries.setdefault(key, []).append((slash + inner, entry))
 
 
 def _add_private(
-    share: _Share, capture: Capture, scopes: list[Scope], hashed: Hashed, put: Put
+    share: _Contribution, capture: Capture, scopes: list[Scope], hashed: Digests, put: Put
 ) -> None:
     for span in capture.spans:
         entries = {}
         for i in range(span.start, span.stop):
-            if scopes[i] is Scope.PRIVATE:
-                entry = entry_of(capture, hashed, i, put)
-                entries[capture.leaves[i].path[len(span.key) :]] = entry
+            if scopes[i] is Scope.PER_RANK:
+                entry = finished_entry(capture, hashed, i, put)
+                entries[capture.leaves[i].path[len(span.component) :]] = entry
                 share.logical_bytes += payload_of(entry).nbytes
         if entries:
-            share.subtrees[span.key] = build(entries, put)
+            share.subtrees[span.component] = build(entries, put)
             share.count += len(entries)
 
 
-def _joined(shares: list[memoryview], put: Put) -> Agreed | None:
+def _joined(shares: list[memoryview], put: Put) -> BuiltManifest | None:
     """Return, on rank 0, the tree of what all ranks give."""
     if not shares:
         return None
@@ -298,7 +298,7 @@ def _joined(shares: list[memoryview], put: Put) -> Agreed | None:
     by_key: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
     logical_bytes = count = 0
     for rank, given in enumerate(shares):
-        share = msgspec.msgpack.decode(given, type=_Share)
+        share = msgspec.msgpack.decode(given, type=_Contribution)
         manifest.ranks[str(rank)] = share.subtrees
         logical_bytes += share.logical_bytes
         count += share.count
@@ -308,4 +308,4 @@ def _joined(shares: list[memoryview], put: Put) -> Agreed | None:
         manifest.shared[key] = build(by_key[key], put)
         logical_bytes += sum(payload_of(entry).nbytes for entry in by_key[key].values())
         count += len(by_key[key])
-    return Agreed(manifest, logical_bytes, count)
+    return BuiltManifest(manifest, logical_bytes, count)

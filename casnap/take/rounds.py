@@ -16,10 +16,10 @@ from contextlib import contextmanager
 
 from casnap.errors import RankError
 from casnap.format.digest import DIGEST_SIZE, Digest
+from casnap.format.names import rank_names
 from casnap.ranks.comm import Comm
-from casnap.ranks.link import ranks_named
 from casnap.runtime.threads import Crew, Shared
-from casnap.take.split_cells import Edges
+from casnap.take.split_cells import SplitCells
 from casnap.take.staging import Piece
 
 # Seconds that a round waits for more questions, and that a thread sleeps before it looks again.
@@ -36,28 +36,28 @@ class _Question:
         self.answer: list[bool] | None = None
 
 
-class Exchange:
+class Rounds:
     """What the threads of this rank ask, what they are told, and what it decides for others.
 
     Args:
         comm: The ranks.
         crew: Whom the threads belong to that hash and ask.
-        edges: The cells that are put together from parts.
+        split_cells: The cells that are put together from parts.
         threads: How many threads draw from :meth:`batches`.
     """
 
-    def __init__(self, comm: Comm, crew: Crew, edges: Edges, threads: int) -> None:
+    def __init__(self, comm: Comm, crew: Crew, split_cells: SplitCells, threads: int) -> None:
         self._comm = comm
         self._crew = crew
-        self._edges = edges
+        self._edges = split_cells
         self._drawing = self._hashing = threads
         self._waiting = 0
-        self._went_on = time.monotonic()
+        self._last_progress = time.monotonic()
         self._changed = threading.Condition()
         self._questions: list[_Question] = []
         self._whole: deque[Piece] = deque()
-        self._met = False  # all parts of all ranks have come
-        self._settled: set[Digest] = set()
+        self._parts_done = False  # all parts of all ranks have come
+        self._chosen: set[Digest] = set()
         self._load = 0
 
     # --- the threads that hash ---
@@ -66,7 +66,7 @@ class Exchange:
         """Yield, to one thread, what is to be hashed: of this rank, or put together of parts."""
         try:
             for batch in local:
-                self._went_on = time.monotonic()
+                self._last_progress = time.monotonic()
                 # All of it is somebody's before anything can fail.
                 for piece in batch:
                     if piece.part is not None:
@@ -91,14 +91,14 @@ class Exchange:
                 self._edges.drop()
 
     def _await_room(self) -> None:
-        with self._changed, self._standing_by():
+        with self._changed, self._waiting_for_ranks():
             while self._edges.is_full and not self._crew.failed:
                 self._changed.wait(_LOOK)
 
     def _whole_cells(self, *, wait: bool = False) -> list[Piece]:
         """Return some cells that were put together; none if there are, or will be, none."""
-        with self._changed, self._standing_by():
-            while wait and not self._whole and not self._met and not self._crew.failed:
+        with self._changed, self._waiting_for_ranks():
+            while wait and not self._whole and not self._parts_done and not self._crew.failed:
                 self._changed.wait(_LOOK)
             return [self._whole.popleft() for _ in range(min(len(self._whole), 16))]
 
@@ -108,7 +108,7 @@ class Exchange:
         Waits until all ranks have come to the next round.
         """
         question = _Question(list(zip(digests, sizes, strict=True)))
-        with self._changed, self._standing_by():
+        with self._changed, self._waiting_for_ranks():
             self._questions.append(question)
             self._changed.notify_all()
             while question.answer is None:
@@ -118,18 +118,18 @@ class Exchange:
         return question.answer
 
     @contextmanager
-    def _standing_by(self) -> Iterator[None]:
+    def _waiting_for_ranks(self) -> Iterator[None]:
         """Note that a thread waits for other ranks."""
         self._waiting += 1
         yield
         self._waiting -= 1
-        self._went_on = time.monotonic()
+        self._last_progress = time.monotonic()
 
-    def _stood_still(self) -> float:
+    def _idle_seconds(self) -> float:
         """Return for how many seconds there was something to do here, and it was not done."""
         with self._changed:
             busy = self._waiting < self._hashing
-            return time.monotonic() - self._went_on if busy else 0.0
+            return time.monotonic() - self._last_progress if busy else 0.0
 
     # --- the thread that talks ---
 
@@ -143,15 +143,15 @@ class Exchange:
         while not over:
             if self._crew.error is not None:
                 raise self._crew.error
-            if not self._met:
-                self._meet_edges()
+            if not self._parts_done:
+                self._exchange_parts()
             over = self._round(*self._collected())
 
-    def _meet_edges(self) -> None:
+    def _exchange_parts(self) -> None:
         whole, over = self._edges.receive(self._comm.all_to_all(self._edges.messages()))
         with self._changed:
             self._whole.extend(whole)
-            self._met = over
+            self._parts_done = over
             self._changed.notify_all()
 
     def _collected(self) -> tuple[list[_Question], bool]:
@@ -162,7 +162,7 @@ class Exchange:
             while (
                 len(self._questions) < self._hashing
                 and not self._crew.failed
-                and (self._met or self._drawing or self._whole)
+                and (self._parts_done or self._drawing or self._whole)
                 and (left := until - time.monotonic()) > 0
             ):
                 self._changed.wait(left)
@@ -176,14 +176,14 @@ class Exchange:
         for question in questions:
             for chunk in question.chunks:
                 asked[int.from_bytes(chunk[0][:8], "big") % size].append(chunk)
-        head = _HEAD.pack(last, self._load, self._stood_still())
+        head = _HEAD.pack(last, self._load, self._idle_seconds())
         heard = self._comm.all_to_all(
             [b"".join([head, *(_ASK.pack(*chunk) for chunk in asks)]) for asks in asked]
         )
         heads = [_HEAD.unpack_from(said) for said in heard]
         self._check_all_go_on([stood_still for _, _, stood_still in heads])
         over = all(last for last, _, _ in heads)
-        answers = self._comm.all_to_all(self._decided(heard))
+        answers = self._comm.all_to_all(self._choose_writers(heard))
         mine = {
             chunk[0]
             for asks, answer in zip(asked, answers, strict=True)
@@ -203,12 +203,12 @@ class Exchange:
         stuck = [rank for rank, seconds in enumerate(stood_still) if seconds > timeout]
         if stuck:
             raise RankError(
-                f"{self._comm.doing}: {ranks_named(stuck)} did not go on for {timeout:g} s (last "
-                "seen hashing and writing)",
+                f"{self._comm.operation}: {rank_names(stuck)} did not go on for {timeout:g} s "
+                "(last seen hashing and writing)",
                 tuple(stuck),
             )
 
-    def _decided(self, heard: list[memoryview]) -> list[bytes]:
+    def _choose_writers(self, heard: list[memoryview]) -> list[bytes]:
         """Choose, for each chunk that nobody was given yet, who of its holders writes it."""
         own, size = self._comm.rank, len(heard)
         holders: dict[Digest, list[tuple[int, int]]] = {}
@@ -218,7 +218,7 @@ class Exchange:
             asks = list(_ASK.iter_unpack(said[_HEAD.size :]))
             answers.append(bytearray(len(asks)))
             for i, (digest, nbytes) in enumerate(asks):
-                if digest not in self._settled:
+                if digest not in self._chosen:
                     holders.setdefault(Digest(digest), []).append((rank, i))
                     sizes[digest] = nbytes
         for digest, held in holders.items():
@@ -226,5 +226,5 @@ class Exchange:
             answers[rank][i] = 1
             # Each of the others gives away as much meanwhile, and looks at the same loads.
             loads[rank] += size * sizes[digest]
-            self._settled.add(digest)
+            self._chosen.add(digest)
         return [bytes(answer) for answer in answers]
