@@ -28,7 +28,7 @@ from casnap.errors import (
 )
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
-from casnap.maintenance.files import Inventory, base_of
+from casnap.maintenance.files import StoredFiles, base_of
 from casnap.maintenance.marks import Marks, Progress
 from casnap.maintenance.repack import repack, sparse_packs
 from casnap.runtime.threads import Crew, gently, undisturbed
@@ -192,7 +192,7 @@ class _Collector:
         self._backend = objects.backend
         self._options = options
         self._progress = progress
-        self._files: Inventory
+        self._files: StoredFiles
         self._clean: Root | None = None
         self._rewriting: Rewriting | None = None
         self._foreseen: set[PackId] = set()
@@ -214,7 +214,7 @@ class _Collector:
             )
 
     def _collect(self) -> None:
-        self._files = gently(lambda: Inventory(self._backend))
+        self._files = gently(lambda: StoredFiles(self._backend))
         while True:
             try:
                 self._objects.current(self._mark_and_condemn)
@@ -224,7 +224,7 @@ class _Collector:
                 continue
         if self.report.copied_bytes:
             # The copies came with segments of their own, which may be merged away again.
-            self._files = gently(lambda: Inventory(self._backend))
+            self._files = gently(lambda: StoredFiles(self._backend))
         while not self._objects.current(self._raise_fence):
             continue
         if not self._options.dry_run:

@@ -28,7 +28,7 @@ _WINDOW_RECORDS = 1 << 15
 _CODECS = frozenset(Codec)
 
 
-class Listing:
+class Places:
     """The places of all digests, as some segments list them.
 
     Args:
@@ -69,7 +69,7 @@ class Listing:
         """Bytes of everything that is listed, as stored."""
         return sum(self._stored)
 
-    def places(self, digest: Digest) -> list[Place]:
+    def of(self, digest: Digest) -> list[Place]:
         """Return all places of a digest."""
         found = []
         i = bisect_left(range(self._count), digest, key=self._digest)

@@ -29,7 +29,7 @@ from casnap.format.records import (
 )
 from casnap.maintenance.damage import ALL, UNREAD, Damage, Hurt, kind_of, why_unread
 from casnap.maintenance.marks import Progress
-from casnap.maintenance.places import Listing, bad_records, can_lie_at, read_footer
+from casnap.maintenance.places import Places, bad_records, can_lie_at, read_footer
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects, Want
 from casnap.storage.tree import Branch, Child, Leaf, Tree
@@ -42,7 +42,7 @@ _ROOT_ADVICE = (
 )
 
 
-class _Direct(Objects):
+class _UncachedObjects(Objects):
     """A store whose nodes are read from its packs alone, at places that are not known as bad."""
 
     def __init__(self, survey: Survey) -> None:
@@ -122,8 +122,8 @@ class Survey:
         self._below: dict[bytes, list[tuple[str, Damage]]] = {}
         self._lists: dict[tuple[object, ...], list[Damage]] = {}
         self._commits: dict[str, bytes] = {}
-        self._direct = _Direct(self)
-        self.listing = Listing(self._segments())
+        self._direct = _UncachedObjects(self)
+        self.places = Places(self._segments())
 
     def run(self, *, share: float | None = None, seed: int | None = None) -> None:
         """Look at everything.
@@ -147,7 +147,7 @@ class Survey:
         """Look at the newest root, in the light of what was read before."""
         self._look(self.objects.newest())
         for (digest, place), why in list(self._bad.items()):
-            if place in self.listing.places(digest):
+            if place in self.places.of(digest):
                 self.note_bad(digest, place, why)
         self._packs()
         self._snapshots()
@@ -182,7 +182,7 @@ class Survey:
 
     def whole_places(self, digest: Digest) -> list[Place]:
         """Return the places of a digest that are not known as bad."""
-        places = self.listing.places(digest)
+        places = self.places.of(digest)
         return [place for place in places if self.is_whole(digest, place)]
 
     def is_whole(self, digest: Digest, place: Place) -> bool:
@@ -230,7 +230,7 @@ class Survey:
     # --- packs ---
 
     def _packs(self) -> None:
-        packs = self.listing.packs
+        packs = self.places.packs
         for done, pack in enumerate(packs):
             self._tell("looking at packs", done, len(packs))
             try:
@@ -243,7 +243,7 @@ class Survey:
                 self._lose_pack(pack, "unreadable", f"the pack cannot be read: {e}")
 
     def _pack(self, pack: PackId) -> None:
-        records = self.listing.of_pack(pack)
+        records = self.places.of_pack(pack)
         backend = self.objects.backend
         size = backend.size(pack_key(pack))
         end = max((place.offset + place.stored for _, place in records), default=0)
@@ -284,13 +284,13 @@ class Survey:
     def _lose_pack(self, pack: PackId, kind: str, message: str) -> None:
         damage = self._hurt_pack(pack, kind, message)
         self._gone.add(pack)
-        for digest, _ in self.listing.of_pack(pack):
+        for digest, _ in self.places.of_pack(pack):
             self._blame.setdefault(digest, []).append(damage)
 
     # --- all bytes ---
 
     def _read(self, share: float, chosen: random.Random) -> None:
-        total = int(self.listing.stored_bytes * share)
+        total = int(self.places.stored_bytes * share)
 
         def told(nbytes: int) -> None:
             self.read_bytes += nbytes
@@ -301,8 +301,8 @@ class Survey:
             self.note_bad(digest, place, why)
 
     def _to_read(self) -> Iterator[Record]:
-        for pack in self.listing.packs:
-            for digest, place in self.listing.of_pack(pack):
+        for pack in self.places.packs:
+            for digest, place in self.places.of_pack(pack):
                 if self.is_whole(digest, place):
                     yield digest, place
 

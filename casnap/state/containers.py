@@ -22,11 +22,11 @@ from casnap.format.entries import ContainerEntry
 from casnap.format.records import decode, encode
 from casnap.state.values import (
     Key,
+    decode_keys,
+    encode_key,
     find_class,
-    in_order,
     is_packable,
-    pack_key,
-    unpack_keys,
+    stable_order,
 )
 
 # --- specs ------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def _segments(path: str, keys: Sequence[object]) -> list[str]:
 # --- opening ------------------------------------------------------------------------------------
 
 
-class Node(NamedTuple):
+class Opened(NamedTuple):
     """A container, opened."""
 
     kind: str
@@ -124,21 +124,21 @@ class Node(NamedTuple):
     spec: Callable[[], Struct] | None = None
 
 
-_Opener: TypeAlias = Callable[[str, Any], Node | None]
+_Opener: TypeAlias = Callable[[str, Any], Opened | None]
 
 
-def _open_dict(path: str, value: Any) -> Node:
+def _open_dict(path: str, value: Any) -> Opened:
     keys, children = list(value), list(value.values())
-    return Node("dict", _segments(path, keys), children, lambda: _Keys(_pack(path, keys)))
+    return Opened("dict", _segments(path, keys), children, lambda: _Keys(_encode_keys(path, keys)))
 
 
-def _open_ordered(path: str, value: Any) -> Node:
+def _open_ordered(path: str, value: Any) -> Opened:
     keys, children = list(value), list(value.values())
-    return Node(
+    return Opened(
         "OrderedDict",
         _segments(path, keys),
         children,
-        lambda: _Keys(_pack(path, keys), metadata=_metadata_of(value)),
+        lambda: _Keys(_encode_keys(path, keys), metadata=_metadata_of(value)),
     )
 
 
@@ -171,13 +171,13 @@ def _named_as_keys(metadata: dict[str, Any], keys: Iterable[Any]) -> dict[str, A
     return dict(inner)
 
 
-def _open_default(path: str, value: Any) -> Node:
+def _open_default(path: str, value: Any) -> Opened:
     keys, children = list(value), list(value.values())
-    return Node(
+    return Opened(
         "defaultdict",
         _segments(path, keys),
         children,
-        lambda: _Keys(_pack(path, keys), _factory_name(path, value.default_factory)),
+        lambda: _Keys(_encode_keys(path, keys), _factory_name(path, value.default_factory)),
     )
 
 
@@ -191,39 +191,39 @@ def _factory_name(path: str, factory: object) -> str | None:
     return name
 
 
-def _open_counter(path: str, value: Any) -> Node:
+def _open_counter(path: str, value: Any) -> Opened:
     return _open_dict(path, value)._replace(kind="Counter")
 
 
-def _open_sequence(path: str, value: Any) -> Node | None:
+def _open_sequence(path: str, value: Any) -> Opened | None:
     if is_packable(value):
         return None
-    return Node(type(value).__name__, map(str, range(len(value))), list(value))
+    return Opened(type(value).__name__, map(str, range(len(value))), list(value))
 
 
-def _open_size(path: str, value: Any) -> Node:
-    return Node("size", map(str, range(len(value))), list(value))
+def _open_size(path: str, value: Any) -> Opened:
+    return Opened("size", map(str, range(len(value))), list(value))
 
 
-def _open_set(path: str, value: Any) -> Node | None:
+def _open_set(path: str, value: Any) -> Opened | None:
     if is_packable(value):
         return None
-    return Node(type(value).__name__, map(str, range(len(value))), in_order(value))
+    return Opened(type(value).__name__, map(str, range(len(value))), stable_order(value))
 
 
-def _open_deque(path: str, value: Any) -> Node:
+def _open_deque(path: str, value: Any) -> Opened:
     children = list(value)
-    return Node("deque", map(str, range(len(children))), children, lambda: _Deque(value.maxlen))
+    return Opened("deque", map(str, range(len(children))), children, lambda: _Deque(value.maxlen))
 
 
-def _open_namedtuple(path: str, value: Any) -> Node:
+def _open_namedtuple(path: str, value: Any) -> Opened:
     kind = type(value)
     fields = kind._fields
     spec = _Named(kind.__module__, kind.__qualname__, fields)
-    return Node("namedtuple", _segments(path, fields), list(value), lambda: spec)
+    return Opened("namedtuple", _segments(path, fields), list(value), lambda: spec)
 
 
-def open_sparse(path: str, value: torch.Tensor) -> Node | None:
+def open_sparse(path: str, value: torch.Tensor) -> Opened | None:
     """Return a sparse tensor as a container of its parts, or None where it is of no such layout."""
     kind, parts = _SPARSE.get(value.layout, ("", ()))
     if not kind or value.is_nested:
@@ -238,7 +238,7 @@ def open_sparse(path: str, value: torch.Tensor) -> Node | None:
         isinstance(value, torch.nn.Parameter),
         value.requires_grad,
     )
-    return Node(kind, parts, children, lambda: spec)
+    return Opened(kind, parts, children, lambda: spec)
 
 
 _OPENERS: dict[type, _Opener] = {
@@ -255,11 +255,11 @@ _OPENERS: dict[type, _Opener] = {
 }
 
 
-def _pack(path: str, keys: list[Any]) -> list[Key]:
+def _encode_keys(path: str, keys: list[Any]) -> list[Key]:
     packed = []
     for key in keys:
         try:
-            packed.append(pack_key(key))
+            packed.append(encode_key(key))
         except UnsupportedTypeError as e:
             raise UnsupportedTypeError(
                 f"{path}: the key {key!r:.80} of type {e} cannot be stored; use str, int, bool, "
@@ -283,7 +283,7 @@ def _are_fields(fields: Sequence[object]) -> bool:
     return plain and len(set(fields)) == len(fields)
 
 
-def open_container(path: str, value: Any) -> Node | None:
+def open_container(path: str, value: Any) -> Opened | None:
     """Return a container's elements and their segments, or None where a value is a leaf.
 
     Raises:
@@ -300,7 +300,7 @@ def open_container(path: str, value: Any) -> Node | None:
 Build: TypeAlias = Callable[[list[Any]], Any]
 
 
-def reopen(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[str], Build]:
+def container_builder(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[str], Build]:
     """Return the segments of a container's elements, and what builds it from those.
 
     Raises:
@@ -325,7 +325,7 @@ _Reader: TypeAlias = Callable[[str, ContainerEntry, bytes], tuple[list[str] | No
 
 def _read_dict(what: str, entry: ContainerEntry, data: bytes) -> tuple[list[str], Build]:
     spec = decode(data, _Keys, what)
-    keys = unpack_keys(spec.keys)
+    keys = decode_keys(spec.keys)
     if spec.factory is not None and spec.factory not in _FACTORIES:
         raise DamagedError(f"{what} names an unknown factory {spec.factory[:40]!r}")
 

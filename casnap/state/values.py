@@ -23,13 +23,21 @@ from torch.torch_version import TorchVersion
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format.records import decode, encode
 from casnap.state.pickles import RefusedError
-from casnap.state.torch_save import bounded
+from casnap.state.torch_save import bounded_archive
 
 PACKED_FROM = 1001
 """A list, tuple or set of so many plain values or more is one entry."""
 
 # What hostile bytes make of the decoders below.
-MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, RuntimeError, struct.error)
+DECODE_ERRORS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    OverflowError,
+    RuntimeError,
+    struct.error,
+)
 
 _PLAIN_TYPES = {bool, int, float, str, bytes, type(None)}
 
@@ -47,7 +55,7 @@ class Tagged(Struct, frozen=True, array_like=True):
 Key: TypeAlias = str | int | Tagged
 
 
-def pack_key(key: object) -> Key:
+def encode_key(key: object) -> Key:
     """Return a key as it is encoded.
 
     Raises:
@@ -60,29 +68,29 @@ def pack_key(key: object) -> Key:
         return key  # type: ignore[return-value]
     codec = _BY_TYPE.get(kind)
     if kind is tuple:
-        return Tagged("tuple", encode(pack_keys(key)))  # type: ignore[arg-type]
+        return Tagged("tuple", encode(encode_keys(key)))  # type: ignore[arg-type]
     if codec is None or codec.kind not in _KEY_KINDS:
         raise UnsupportedTypeError(f"{kind.__module__}.{kind.__qualname__}")
     return Tagged(codec.kind, codec.encode(key) or b"")
 
 
-def pack_keys(keys: Iterable[object]) -> list[Key]:
+def encode_keys(keys: Iterable[object]) -> list[Key]:
     """Return keys as they are encoded."""
-    return [pack_key(key) for key in keys]
+    return [encode_key(key) for key in keys]
 
 
-def unpack_keys(keys: Iterable[Key]) -> list[Any]:
+def decode_keys(keys: Iterable[Key]) -> list[Any]:
     """Return the keys that were packed.
 
     Raises:
         DamagedError: One of them is none.
     """
-    return [_unpack_tagged(key) if type(key) is Tagged else key for key in keys]
+    return [_decode_tagged(key) if type(key) is Tagged else key for key in keys]
 
 
-def _unpack_tagged(key: Tagged) -> object:
+def _decode_tagged(key: Tagged) -> object:
     if key.kind == "tuple":
-        return tuple(unpack_keys(decode(key.data, list[Key], "a key")))
+        return tuple(decode_keys(decode(key.data, list[Key], "a key")))
     if key.kind not in _KEY_KINDS:
         raise DamagedError(f"a key is of the unknown kind {key.kind[:40]!r}")
     return decode_value("a key", key.kind, key.data)
@@ -123,12 +131,12 @@ def _none_from_bytes(data: bytes) -> None:
 def _integers(values: Sequence[object]) -> bytes | None:
     if any(type(v) not in (int, type(None)) for v in values):
         return None
-    return encode(pack_keys(values))
+    return encode(encode_keys(values))
 
 
 def _from_integers(build: Callable[..., object]) -> Callable[[bytes], object]:
     def read(data: bytes) -> object:
-        values = unpack_keys(decode(data, list[Key], "a value"))
+        values = decode_keys(decode(data, list[Key], "a value"))
         if len(values) != 3:
             raise ValueError("not three numbers")
         return build(*values)
@@ -158,21 +166,21 @@ def _torch_constant(kind: type) -> _Codec:
     )
 
 
-def in_order(values: Iterable[Any]) -> list[Any]:
+def stable_order(values: Iterable[Any]) -> list[Any]:
     """Return the elements of a set in an order that depends on them alone."""
     elements = list(values)
     types = set(map(type, elements))
     if types in ({str}, {int}, {bytes}):
         return sorted(elements)
-    return sorted(elements, key=_rank)
+    return sorted(elements, key=_sort_key)
 
 
-def _rank(element: object) -> bytes:
+def _sort_key(element: object) -> bytes:
     kind = type(element)
     codec = _BY_TYPE.get(kind)
     body: bytes | None = b""
     if isinstance(element, tuple | frozenset):
-        ranks = [_rank(e) for e in element]
+        ranks = [_sort_key(e) for e in element]
         body = encode(sorted(ranks) if isinstance(element, frozenset) else ranks)
     elif codec is not None:
         body = codec.encode(element)
@@ -259,8 +267,8 @@ _CODECS = (
     *map(_torch_constant, (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)),
     _packed(list, list),
     _packed(tuple, list),
-    _packed(set, in_order),
-    _packed(frozenset, in_order),
+    _packed(set, stable_order),
+    _packed(frozenset, stable_order),
 )
 _BY_TYPE = {codec.type: codec for codec in _CODECS}
 _BY_KIND = {codec.kind: codec for codec in _CODECS}
@@ -306,7 +314,7 @@ def decode_value(path: str, kind: str, data: bytes, *, allow_pickle: bool = Fals
         raise (e if e.paths else DamagedError(f"{path}: {e}", (path,))) from e
     except CasnapError:
         raise
-    except (*MALFORMED, RecursionError) as e:
+    except (*DECODE_ERRORS, RecursionError) as e:
         raise DamagedError(f"{path} is no {kind}: {e}", (path,)) from e
 
 
@@ -334,7 +342,7 @@ def _encode_enum(value: enum.Enum) -> bytes | None:
     kind = type(value)
     member = value.value if isinstance(value, enum.Flag) else value.name
     found = find_class(kind.__module__, kind.__qualname__) is kind
-    if not found or pack_key(member) is not member:
+    if not found or encode_key(member) is not member:
         return None
     return encode(_Member(kind.__module__, kind.__qualname__, member))
 
@@ -373,7 +381,7 @@ def _encode_object(path: str, value: object, allow_pickle: bool) -> tuple[str, b
         ) from e
     data = buffer.getvalue()
     try:
-        again = _load(bounded(data))
+        again = _load(bounded_archive(data))
     except Exception as e:
         if allow_pickle:
             return "pickle", data
@@ -409,7 +417,7 @@ def _decode_object(path: str, kind: str, data: bytes, allow_pickle: bool) -> obj
             )
         return _torch_load(data, weights_only=False)
     try:
-        return _load(data if allow_pickle else bounded(data))
+        return _load(data if allow_pickle else bounded_archive(data))
     except RefusedError as e:
         raise UnsupportedTypeError(
             f"{path} is not read unasked: {e}; if its class was registered with "
