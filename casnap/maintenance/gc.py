@@ -33,7 +33,7 @@ from casnap.maintenance.marks import Marks, Progress
 from casnap.maintenance.repack import repack, sparse_packs
 from casnap.runtime.threads import Crew, gently, undisturbed
 from casnap.storage.index import View
-from casnap.storage.objects import Objects, take_again
+from casnap.storage.objects import Objects
 from casnap.storage.roots import succeed
 from casnap.storage.segments import Rewriting, rewrite
 
@@ -153,8 +153,7 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
                 f"{e}. With --grace 0 and without copying (--repack 0%), some kB are enough"
             ) from e
         except DamagedError as e:
-            what = str(e).removesuffix(take_again(objects.backend.uri))
-            raise DamagedError(f"{what}. {_advice(objects, collector.report)}", e.paths) from e
+            raise DamagedError(e.what, e.paths, _advice(objects, collector.report)) from e
         return collector.report
 
     report = undisturbed(work)

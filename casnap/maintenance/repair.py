@@ -34,7 +34,7 @@ from casnap.format.records import (
     SegmentRef,
     pack_key,
 )
-from casnap.maintenance.damage import Damage, kind_of, roots_damaged
+from casnap.maintenance.damage import Damage, roots_damaged
 from casnap.maintenance.files import StoredFiles
 from casnap.maintenance.marks import Progress
 from casnap.maintenance.places import bad_records, can_lie_at, read_footer
@@ -44,7 +44,7 @@ from casnap.maintenance.survey import Survey
 from casnap.runtime.buffers import shared_pool
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.index import View
-from casnap.storage.objects import Objects, ReadOptions, Want
+from casnap.storage.objects import Objects, ReadOptions, Reason, Want
 from casnap.storage.pack import CHUNKS, NODES, PackWriter, moved_place, new_id
 from casnap.storage.roots import succeed
 from casnap.storage.segments import added, rewritten
@@ -267,10 +267,10 @@ class _Repair:
             if not wanted or content in seen:
                 continue
             bad = set()
-            for digest, place, why in bad_records(self._objects, footer, lambda n: None):
-                if kind_of(why) == "unreadable":
-                    raise self._unreadable(pack_key(pack), why)
-                bad.add((digest, place))
+            for record, why in bad_records(self._objects, footer, lambda n: None):
+                if why.reason is Reason.UNREADABLE:
+                    raise self._unreadable(pack_key(pack), str(why))
+                bad.add(record)
             whole = [record for record in footer if record not in bad]
             if wanted.intersection(digest for digest, _ in whole):
                 seen.add(content)

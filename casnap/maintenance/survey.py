@@ -27,11 +27,11 @@ from casnap.format.records import (
     pack_key,
     segment_key,
 )
-from casnap.maintenance.damage import ALL, UNREAD, Damage, Hurt, kind_of, why_unread
+from casnap.maintenance.damage import ALL, KINDS, READ_ERRORS, Damage, Hurt, kind_and_message
 from casnap.maintenance.marks import Progress
 from casnap.maintenance.places import Places, bad_records, can_lie_at, read_footer
 from casnap.storage.contents import Contents
-from casnap.storage.objects import Objects, Want
+from casnap.storage.objects import Objects, Reason, Want, Why
 from casnap.storage.tree import Branch, Child, Leaf, Tree
 
 T = TypeVar("T")
@@ -46,8 +46,7 @@ class _UncachedObjects(Objects):
     """A store whose nodes are read from its packs alone, at places that are not known as bad."""
 
     def __init__(self, survey: Survey) -> None:
-        objects = survey.objects
-        self.backend, self.config, self.index = objects.backend, objects.config, objects.index
+        super().__init__(survey.objects.backend, survey.objects)
         self._survey = survey
         self.asked: list[Digest] = []
 
@@ -59,8 +58,8 @@ class _UncachedObjects(Objects):
         # At all of them, for each is there in case that another fails.
         for place in self._survey.whole_places(digest):
             want = Want(digest, -1, lambda raw: found.append(bytes(raw)), "")
-            for _, _, why in self.read_places([(place, [want])]):
-                self._survey.note_bad(digest, place, why)
+            for unread in self.read_places([(place, [want])]):
+                self._survey.note_bad(digest, place, unread.why)
         if found:
             return found[0]
         raise DamagedError(f"tree node {digest.hex()} is nowhere whole")
@@ -94,7 +93,7 @@ class Survey:
 
     def __init__(self, objects: Objects, progress: Progress | None = None) -> None:
         self.objects = objects
-        self._bad: dict[Record, str] = {}
+        self._bad: dict[Record, Why] = {}
         self.read_bytes = 0
         self._tell = progress or (lambda what, done, total: None)
         try:
@@ -190,12 +189,12 @@ class Survey:
         record = (digest, place)
         return place.pack not in self._gone and record not in self._cut and record not in self._bad
 
-    def note_bad(self, digest: Digest, place: Place, why: str) -> None:
+    def note_bad(self, digest: Digest, place: Place, why: Why) -> None:
         """Note that the bytes at a place are not what they were."""
         self._bad[digest, place] = why
         pack = PackId(place.pack)
         damage = self._damage(
-            kind_of(why), pack_key(pack), f"at byte {place.offset:,}: {why}", digest
+            KINDS[why.reason], pack_key(pack), f"at byte {place.offset:,}: {why}", digest
         )
         self.hurt_packs.add(pack)
         self._blame.setdefault(digest, []).append(damage)
@@ -215,8 +214,8 @@ class Survey:
             key = segment_key(SegmentId(ref.id))
             try:
                 yield self._read_segment(ref, key), key
-            except UNREAD as e:
-                kind, why = why_unread(e, "an index segment")
+            except READ_ERRORS as e:
+                kind, why = kind_and_message(e, "an index segment")
                 damage = self.unreadable[ref] = self._damage(kind, key, why)
                 # Until it is replaced no index can be read, though what it lists may be whole.
                 damage.hurts[ALL] = None
@@ -261,7 +260,7 @@ class Survey:
             return
         for digest, place in records:
             if (digest, place) not in self._bad and not can_lie_at(place):
-                self.note_bad(digest, place, "the index gives it an impossible form")
+                self.note_bad(digest, place, Why(Reason.IMPOSSIBLE))
         try:
             footer = read_footer(backend, pack, size, len(records))
         except (DamagedError, BackendError) as e:
@@ -297,7 +296,7 @@ class Survey:
             self._tell("reading", min(self.read_bytes, total), total)
 
         records = (r for r in self._to_read() if share >= 1 or chosen.random() < share)
-        for digest, place, why in bad_records(self.objects, records, told):
+        for (digest, place), why in bad_records(self.objects, records, told):
             self.note_bad(digest, place, why)
 
     def _to_read(self) -> Iterator[Record]:
