@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import click
 
+from casnap.cli.arguments import open_store, snapshots_of, store_fields
 from casnap.cli.output import counted, emit, json_option, progress, safe, size, table
-from casnap.cli.places import open_store, place_of, snapshots_of
 from casnap.maintenance.usage import stored_bytes, usage
 
 
@@ -30,7 +30,7 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
     if as_json:
         listed = [{**asdict(u), "name": s.name} for s, u in zip(found, usages, strict=True)]
         totals = {"logical_bytes": logical, "store_bytes": stored}
-        emit({**place_of(place), "snapshots": listed, **totals})
+        emit({**store_fields(place), "snapshots": listed, **totals})
         return
     if found:
         rows = [

@@ -22,7 +22,7 @@ def base_of(ident: bytes) -> int:
     return int.from_bytes(ident[:6], "big")
 
 
-class Inventory:
+class StoredFiles:
     """The packs and segments that were there when it was made.
 
     Args:

@@ -189,7 +189,7 @@ def test_a_damaged_tree_is_found_though_it_is_cached(store: Path) -> None:
     row = opened.row("b")
     assert opened["b"].get_manifest()
     for copies, hurt in enumerate([set(), {("b", "")}], 1):
-        place = listing_of(store).places(Digest(row.manifest.digest))[copies - 1]
+        place = listing_of(store).of(Digest(row.manifest.digest))[copies - 1]
         change(store / pack_key(place.pack), flip(place.offset + 3))
         assert opened["b"].get_manifest()
         report = opened.check()

@@ -94,7 +94,7 @@ def test_trees_are_healed_from_the_cache(store: Path) -> None:
     for name, step in STEPS.items():
         opened[name].restore({KEY: StateDict(content(step))})
     for row in map(opened.row, STEPS):
-        for place in listing_of(store).places(Digest(row.manifest.digest)):
+        for place in listing_of(store).of(Digest(row.manifest.digest)):
             (store / pack_key(place.pack)).unlink(missing_ok=True)
     report = opened.repair()
     assert report.healed_chunks > 5

@@ -21,7 +21,7 @@ from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import pack_key
 from casnap.ranks.comm import Comm
-from casnap.restore.shared_reads import fetch_once
+from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import Transaction
 from casnap.storage.index import Index
@@ -197,7 +197,7 @@ class Chunks:
             random.Random(comm.rank).shuffle(wants)
             try:
                 mine = self.objects() if objects is None else objects(comm.rank)
-                fetch_once(comm, mine, wants, window=window)
+                fetch_shared(comm, mine, wants, window=window)
             except DamagedError as e:
                 e.got = got  # type: ignore[attr-defined]
                 raise
@@ -372,7 +372,7 @@ def test_a_wrong_length_is_damage_for_who_has_it(own: Chunks, less: int) -> None
     def work(comm: Comm) -> None:
         length = CHUNK - less * (comm.rank == 1)
         sink = lambda raw: got.append(comm.rank)  # noqa: E731
-        fetch_once(comm, own.objects(), [Want(digest, length, sink, f"w{comm.rank}")])
+        fetch_shared(comm, own.objects(), [Want(digest, length, sink, f"w{comm.rank}")])
 
     results, _ = on_ranks(3, work)
     assert [error.paths for error in results] == [(), ("w1",), ()]
@@ -446,7 +446,7 @@ def fetched_by_rank(folder: str, numbers: list[tuple[bytes, int]], how: str) -> 
 
     with join(None, 30, "a test") as comm:
         wants = [Want(Digest(d), n, sink, "w") for d, n in numbers]
-        fetch_once(comm, Objects(backend), wants, window=3 * CHUNK)
+        fetch_shared(comm, Objects(backend), wants, window=3 * CHUNK)
     return sorted(map(bytes, map(digest_of, got))), sum(n for _, _, n in backend.reads)
 
 

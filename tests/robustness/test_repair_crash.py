@@ -175,7 +175,7 @@ def test_no_whole_chunk_is_lost(pristine: Path, seed: int) -> None:
     survivors = _survivors(store, pristine, listing.packs)
     report = repair(store)
     found = listing_of(store)
-    assert not {digest for digest in survivors if not found.places(digest)}
+    assert not {digest for digest in survivors if not found.of(digest)}
     lost = lost_in(store)
     assert not lost & survivors
     assert report.ok == (not lost)

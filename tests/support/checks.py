@@ -12,7 +12,7 @@ from casnap.errors import CasnapError
 from casnap.format.digest import digest_of
 from casnap.format.records import PackId, Record
 from casnap.maintenance.check import CheckReport
-from casnap.maintenance.places import Listing
+from casnap.maintenance.places import Places
 from casnap.maintenance.survey import Survey
 from casnap.storage.roots import succeed
 from casnap.storage.segments import rewritten
@@ -27,14 +27,14 @@ def check(path: Path, **options: object) -> CheckReport:
     return Store(path, create=False).check(**options)  # type: ignore[arg-type]
 
 
-def listing_of(path: Path) -> Listing:
-    return Survey(Store(path, create=False).objects).listing
+def listing_of(path: Path) -> Places:
+    return Survey(Store(path, create=False).objects).places
 
 
 def record_of(path: Path, raw: torch.Tensor | bytes) -> Record:
     """Return where the bytes of a chunk lie."""
     digest = digest_of(raw if isinstance(raw, bytes) else raw.numpy().tobytes())
-    return digest, listing_of(path).places(digest)[0]
+    return digest, listing_of(path).of(digest)[0]
 
 
 def drop_from_index(store: Store, pack: bytes, **changes: object) -> None:
