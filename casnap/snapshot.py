@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from casnap.format.entries import Entry
@@ -11,6 +11,7 @@ from casnap.format.names import check_name
 from casnap.format.records import Stats
 from casnap.opened import Found, OpenStore, find, find_together
 from casnap.runtime import calls
+from casnap.runtime.progress import Progress, told_what
 from casnap.storage.contents import Contents
 from casnap.version import __version__
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from casnap.storage.retention import Retention
     from casnap.store import Store
     from casnap.take.pending import PendingTake
-
-Progress = Callable[[int, int], None]
 
 
 class EntriesByPath(dict[str, Entry]):
@@ -155,7 +154,8 @@ class Snapshot:
             overwrite: Replace a snapshot of this name, unless it is tagged.
             allow_pickle: Store what has no safe encoding by pickle; to restore it then needs
                 ``allow_pickle=True`` too.
-            progress: Called with bytes done and bytes in all, now and then.
+            progress: Called now and then, from any thread: what is being done, bytes done, bytes
+                in all.
             retention: After the commit, forget those snapshots of the same folder that it does
                 not keep; never this one. If that fails, a warning is logged.
             per_rank: Globs of paths that belong to their rank, even if they are equal: the state
@@ -175,7 +175,7 @@ class Snapshot:
             metadata=metadata,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
-            progress=progress,
+            progress=told_what(progress),
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -234,7 +234,7 @@ class Snapshot:
             overwrite=overwrite,
             allow_pickle=allow_pickle,
             max_staging_bytes=max_staging_bytes,
-            progress=progress,
+            progress=told_what(progress),
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -270,7 +270,8 @@ class Snapshot:
                 restore what fits.
             allow_pickle: Unpickle what was taken with ``allow_pickle=True``: only for stores
                 that you trust as you trust code.
-            progress: Called with bytes done and bytes in all, now and then.
+            progress: Called now and then, from any thread: what is being done, bytes done, bytes
+                in all.
             read_once: Read each stored byte on one rank, which passes it on to those that need
                 it. Otherwise all read for themselves: faster where storage is faster than the
                 network.
@@ -288,7 +289,7 @@ class Snapshot:
         from casnap.ranks.comm import join
         from casnap.restore.restore import RestoreOptions, restore
 
-        options = RestoreOptions(strict, allow_pickle, progress, read_once)
+        options = RestoreOptions(strict, allow_pickle, told_what(progress), read_once)
         comm = join(self.pg, timeout, f"the restore of {self.name!r}")
         with comm, self.contents.reading():
             return restore(self.contents, app_state, options, comm)

@@ -15,7 +15,8 @@ from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
 from casnap.opened import Found, OpenStore
 from casnap.runtime import calls
-from casnap.snapshot import PendingSnapshot, Progress, Snapshot
+from casnap.runtime.progress import Progress, told_what
+from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.storage.retention import PruneReport, Pruning, Retention, prune
 from casnap.storage.table import editing, publish, tagged, unmark, untagged, upgrade
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from casnap.maintenance.check import CheckReport
     from casnap.maintenance.diff import Diff
     from casnap.maintenance.gc import GcReport
-    from casnap.maintenance.marks import Progress as Phases
     from casnap.maintenance.repair import RepairReport
     from casnap.maintenance.usage import Usage
     from casnap.state.stateful import Stateful
@@ -127,7 +127,7 @@ class Store:
             metadata=metadata,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
-            progress=progress,
+            progress=told_what(progress),
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -161,7 +161,7 @@ class Store:
             overwrite=overwrite,
             allow_pickle=allow_pickle,
             max_staging_bytes=max_staging_bytes,
-            progress=progress,
+            progress=told_what(progress),
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -301,7 +301,7 @@ class Store:
         repack: float = 0.5,
         dry_run: bool = False,
         exclusive: bool = False,
-        progress: Phases | None = None,
+        progress: Progress | None = None,
     ) -> GcReport:
         """Collect garbage: delete what no snapshot needs.
 
@@ -351,7 +351,7 @@ class Store:
         data: bool = False,
         sample: float | None = None,
         seed: int | None = None,
-        progress: Phases | None = None,
+        progress: Progress | None = None,
     ) -> CheckReport:
         """Check that everything is there, and whole; nothing is changed.
 
@@ -375,7 +375,7 @@ class Store:
         self,
         *,
         sources: Sequence[str | os.PathLike[str]] = (),
-        progress: Phases | None = None,
+        progress: Progress | None = None,
         dry_run: bool = False,
     ) -> RepairReport:
         """Save what can be saved of a damaged store, all of it where this is a view.

@@ -15,8 +15,9 @@ from casnap.errors import MismatchError
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.format.records import encode
 from casnap.ranks.comm import Comm
-from casnap.restore.loading import Loading, Progress
+from casnap.restore.loading import Loading
 from casnap.restore.shared_reads import fetch_once
+from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import plain
 from casnap.state.containers import reopen, segment_of
 from casnap.state.cuda import settle

@@ -263,7 +263,7 @@ def do(
 ) -> str:
     """Take a snapshot, or restore the one that is there; return its commit id."""
 
-    def report(done: int, total: int) -> None:
+    def report(what: str, done: int, total: int) -> None:
         progress()
 
     if verb == "restore":
