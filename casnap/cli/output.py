@@ -17,6 +17,7 @@ from typing import IO, Any
 import click
 
 from casnap.runtime.progress import Progress
+from casnap.runtime.sizes import size as size
 
 PATIENCE = 0.5
 """Seconds that work may take before a progress bar appears."""
@@ -49,15 +50,6 @@ def _escaped(char: str) -> str:
 def quoted(text: str) -> str:
     """Return a text in quotes, escaped, as an argument that can be read."""
     return f"'{safe(text)}'"
-
-
-def size(nbytes: float) -> str:
-    """Return a number of bytes in the decimal units that disks are sold in."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if nbytes < 999.95 or unit == "TB":
-            break
-        nbytes /= 1000
-    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
 
 
 def moment(seconds: float) -> str:
