@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from casnap.format.entries import Entry
 from casnap.format.names import check_name
-from casnap.format.records import Row, Stats
+from casnap.format.records import Stats
+from casnap.opened import Found, OpenStore, find, find_together
 from casnap.runtime import calls
+from casnap.runtime.progress import Progress, told_what
 from casnap.storage.contents import Contents
+from casnap.version import __version__
 
 if TYPE_CHECKING:
-    from casnap.ranks.comm import Comm
     from casnap.restore.restore import RestoreReport
     from casnap.restore.selection import Index
     from casnap.state.stateful import Stateful
     from casnap.storage.retention import Retention
     from casnap.store import Store
     from casnap.take.pending import PendingTake
-
-Progress = Callable[[int, int], None]
 
 
 class EntriesByPath(dict[str, Entry]):
@@ -102,27 +100,18 @@ class Snapshot:
     @calls.named("Snapshot()")
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Found,
         pg: Any = None,
         storage_options: Mapping[str, Any] | None = None,
         *,
         store: Store | str | os.PathLike[str] | None = None,
     ) -> None:
-        found, name = _store_and_name(path, storage_options, store, create=False)
-        self._open(found, check_name(name), found.row(name), pg)
-
-    @classmethod
-    def _of(cls, store: Store, name: str, row: Row, pg: Any = None) -> Snapshot:
-        snapshot = cls.__new__(cls)
-        snapshot._open(store, name, row, pg)
-        return snapshot
-
-    def _open(self, store: Store, name: str, row: Row, pg: Any = None) -> None:
+        if not isinstance(path, Found):
+            opened, name = find(path, storage_options, store, create=False)
+            path = Found(opened, check_name(name), opened.row(name))
+        self._opened, self.name, self.row = path
         self.pg = pg
-        self.store = store
-        self.name = name
-        self.row = row
-        self.contents = Contents(store.objects, store.outer_name(name), row)
+        self.contents = Contents(self._opened.objects, self._opened.outer_name(self.name), self.row)
 
     # --- taking ---
 
@@ -165,7 +154,8 @@ class Snapshot:
             overwrite: Replace a snapshot of this name, unless it is tagged.
             allow_pickle: Store what has no safe encoding by pickle; to restore it then needs
                 ``allow_pickle=True`` too.
-            progress: Called with bytes done and bytes in all, now and then.
+            progress: Called now and then, from any thread: what is being done, bytes done, bytes
+                in all.
             retention: After the commit, forget those snapshots of the same folder that it does
                 not keep; never this one. If that fails, a warning is logged.
             per_rank: Globs of paths that belong to their rank, even if they are equal: the state
@@ -178,20 +168,21 @@ class Snapshot:
             StoreError: The store can't be used; nothing was committed.
             RankError: Another rank failed, died or was not heard of.
         """
+        from casnap.ranks.comm import join
         from casnap.take.take import TakeOptions
 
         options = TakeOptions(
-            metadata,
-            overwrite,
-            allow_pickle,
-            None,
-            progress,
-            retention,
-            replicated,
-            per_rank,
+            metadata=metadata,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            progress=told_what(progress),
+            retention=retention,
+            replicated=replicated,
+            per_rank=per_rank,
         )
-        comm, found, name = _joined(path, pg, storage_options, store, timeout, "take")
-        return found._take(comm, app_state, name, options, pg)
+        comm = join(pg, timeout, f"the take of {os.fspath(path)!r}")
+        opened, name = find_together(path, storage_options, store, comm)
+        return Snapshot(opened.take(comm, app_state, name, options), pg)
 
     @classmethod
     @calls.named("async_take()", is_take=True)
@@ -235,20 +226,23 @@ class Snapshot:
             per_rank: As for :meth:`take`.
             timeout: As for :meth:`take`.
         """
+        from casnap.ranks.comm import join
         from casnap.take.take import TakeOptions
 
         options = TakeOptions(
-            metadata,
-            overwrite,
-            allow_pickle,
-            max_staging_bytes,
-            progress,
-            retention,
-            replicated,
-            per_rank,
+            metadata=metadata,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            max_staging_bytes=max_staging_bytes,
+            progress=told_what(progress),
+            retention=retention,
+            replicated=replicated,
+            per_rank=per_rank,
         )
-        comm, found, name = _joined(path, pg, storage_options, store, timeout, "async_take")
-        return found._async_take(comm, app_state, name, options, pg)
+        comm = join(pg, timeout, f"the async_take of {os.fspath(path)!r}")
+        opened, name = find_together(path, storage_options, store, comm)
+        pending = opened.async_take(comm, app_state, name, options)
+        return PendingSnapshot(opened, pending, check_name(name), pg)
 
     # --- giving back ---
 
@@ -276,7 +270,8 @@ class Snapshot:
                 restore what fits.
             allow_pickle: Unpickle what was taken with ``allow_pickle=True``: only for stores
                 that you trust as you trust code.
-            progress: Called with bytes done and bytes in all, now and then.
+            progress: Called now and then, from any thread: what is being done, bytes done, bytes
+                in all.
             read_once: Read each stored byte on one rank, which passes it on to those that need
                 it. Otherwise all read for themselves: faster where storage is faster than the
                 network.
@@ -294,7 +289,7 @@ class Snapshot:
         from casnap.ranks.comm import join
         from casnap.restore.restore import RestoreOptions, restore
 
-        options = RestoreOptions(strict, allow_pickle, progress, read_once)
+        options = RestoreOptions(strict, allow_pickle, told_what(progress), read_once)
         comm = join(self.pg, timeout, f"the restore of {self.name!r}")
         with comm, self.contents.reading():
             return restore(self.contents, app_state, options, comm)
@@ -357,15 +352,18 @@ class Snapshot:
     # --- what is known ---
 
     @property
+    def store(self) -> Store:
+        """The store that it is in."""
+        return self._opened.store
+
+    @property
     def path(self) -> str:
         """Where it is: the store's URI and the name."""
-        return f"{self.store.uri}/{self.name}"
+        return f"{self._opened.uri}/{self.name}"
 
     @property
     def metadata(self) -> SnapshotMetadata:
         """Version, world size, manifest and the user's own metadata."""
-        from casnap import __version__
-
         return SnapshotMetadata(self, __version__)
 
     @property
@@ -406,8 +404,8 @@ class Snapshot:
 class PendingSnapshot:
     """A snapshot that is being stored in the background."""
 
-    def __init__(self, store: Store, take: PendingTake, name: str, pg: Any = None) -> None:
-        self._store = store
+    def __init__(self, store: OpenStore, take: PendingTake, name: str, pg: Any = None) -> None:
+        self._opened = store
         self._pg = pg
         self._take = take
         self._name = name
@@ -415,7 +413,7 @@ class PendingSnapshot:
     @property
     def path(self) -> str:
         """Where it will be."""
-        return f"{self._store.uri}/{self._name}"
+        return f"{self._opened.uri}/{self._name}"
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -427,49 +425,4 @@ class PendingSnapshot:
         Raises:
             CasnapError: What went wrong; nothing was committed.
         """
-        return Snapshot._of(self._store, self._name, self._take.wait(), self._pg)
-
-
-def _store_and_name(
-    path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None,
-    store: Store | str | os.PathLike[str] | None,
-    *,
-    create: bool,
-) -> tuple[Store, str]:
-    from casnap.store import Store
-
-    if storage_options:
-        raise NotImplementedError("storage_options are not supported in this version")
-    if store is None:
-        return Store._for_snapshot(path, create=create)
-    found = store if isinstance(store, Store) else Store(store, create=create)
-    return found, os.fspath(path)
-
-
-def _joined(
-    path: str | os.PathLike[str],
-    pg: Any,
-    storage_options: Mapping[str, Any] | None,
-    store: Store | str | os.PathLike[str] | None,
-    timeout: float | None,
-    verb: str,
-) -> tuple[Comm, Store, str]:
-    """Begin something with all ranks in the store that rank 0 finds, and makes if need be."""
-    from casnap.ranks.comm import join
-    from casnap.store import Store
-
-    comm = join(pg, timeout, f"the {verb} of {os.fspath(path)!r}")
-    with comm.reporting_errors():
-        if comm.size == 1:
-            return comm, *_store_and_name(path, storage_options, store, create=True)
-        given = os.fspath(path)
-        found, name = None, ""
-        if comm.rank == 0:
-            found, name = _store_and_name(path, storage_options, store, create=True)
-            said = [given, found.objects.backend.uri, found.outer_name(name)]
-            comm.broadcast(msgspec.msgpack.encode(said))
-            return comm, found, name
-        there, uri, full = msgspec.msgpack.decode(comm.broadcast(), type=tuple[str, str, str])
-        comm.check_same("the path", given, there)
-        return comm, Store(uri, create=False), full
+        return Snapshot(Found(self._opened, self._name, self._take.wait()), self._pg)

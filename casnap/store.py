@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError, nearest
+from casnap.backends import Backend
+from casnap.errors import SnapshotNotFoundError
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
+from casnap.opened import Found, OpenStore
 from casnap.runtime import calls
-from casnap.snapshot import PendingSnapshot, Progress, Snapshot
-from casnap.storage.location import Location, create_store, locate_snapshot, locate_store
-from casnap.storage.objects import Objects
+from casnap.runtime.progress import Progress, told_what
+from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.storage.retention import PruneReport, Pruning, Retention, prune
-from casnap.storage.table import Table, editing, publish, tagged, unmark, untagged, upgrade
+from casnap.storage.table import editing, publish, tagged, unmark, untagged, upgrade
 
 if TYPE_CHECKING:
     from casnap.maintenance.check import CheckReport
     from casnap.maintenance.diff import Diff
     from casnap.maintenance.gc import GcReport
-    from casnap.maintenance.marks import Progress as Phases
     from casnap.maintenance.repair import RepairReport
     from casnap.maintenance.usage import Usage
-    from casnap.ranks.comm import Comm
     from casnap.state.stateful import Stateful
-    from casnap.take.take import TakeOptions
-
-V = TypeVar("V")
 
 
 class Store:
@@ -39,7 +34,7 @@ class Store:
 
     Args:
         uri: A folder (or ``memory://name``). Below an existing store this is a view of it whose
-            names all begin with the rest of the path.
+            names all begin with the rest of the path. Or a :class:`casnap.backends.Backend`.
         create: Make the store if there is none.
         chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
         compress: Compress new chunks with zstd, where that makes them smaller. Of several ranks
@@ -55,7 +50,7 @@ class Store:
     @calls.named("Store()")
     def __init__(
         self,
-        uri: str | os.PathLike[str],
+        uri: str | os.PathLike[str] | Backend | OpenStore,
         *,
         create: bool = True,
         chunk_size: int = DEFAULT_CHUNK_SIZE,
@@ -64,43 +59,21 @@ class Store:
     ) -> None:
         if storage_options:
             raise NotImplementedError("storage_options are not supported in this version")
-        self._open(locate_store(uri), create=create, asked=True, chunk_size=chunk_size)
-        self._codec = Codec.ZSTD if compress else Codec.RAW
-
-    @classmethod
-    def _for_snapshot(cls, path: str | os.PathLike[str], *, create: bool) -> tuple[Store, str]:
-        found = locate_snapshot(path)
-        store = cls.__new__(cls)
-        store._codec = Codec.RAW
-        store._open(found._replace(name=""), create=create, asked=False)
-        return store, found.name
-
-    def _open(
-        self, found: Location, *, create: bool, asked: bool, chunk_size: int = DEFAULT_CHUNK_SIZE
-    ) -> None:
-        if sys.byteorder != "little":
-            raise UnsupportedFormatError(
-                f"{found.backend.uri} cannot be used on this machine: the bytes of tensors are "
-                "little-endian, and this casnap does not swap them for a big-endian one"
-            )
-        if create and not found.name:
-            # Where the store exists this finishes a creation that was cut off.
-            create_store(found.backend, chunk_size=chunk_size, asked=asked)
-        elif not found.exists:
-            raise NotAStoreError(
-                f"{found.backend.uri} is not a casnap store, nor is any folder above it; make one "
-                f"with `casnap init {found.backend.uri}`, or check the path"
-            )
-        self.objects = Objects(found.backend)
-        self.prefix = found.name
+        if isinstance(uri, OpenStore):
+            self.opened = uri
+        else:
+            codec = Codec.ZSTD if compress else Codec.RAW
+            self.opened = OpenStore.at(uri, create=create, chunk_size=chunk_size, codec=codec)
+            self.opened.store = self
+        self.objects = self.opened.objects
+        self.prefix = self.opened.prefix
 
     # --- what it is ---
 
     @property
     def uri(self) -> str:
         """Where it is, with the prefix."""
-        root = self.objects.backend.uri
-        return f"{root}/{self.prefix}" if self.prefix else root
+        return self.opened.uri
 
     @property
     def id(self) -> str:
@@ -122,11 +95,11 @@ class Store:
         Raises:
             InvalidNameError: The name cannot be used.
         """
-        return check_name(self.outer_name(check_name(name)))
+        return self.opened.full_name(name)
 
     def outer_name(self, name: str) -> str:
         """Return a name that was checked, or comes from the table, with this view's prefix."""
-        return f"{self.prefix}/{name}" if self.prefix else name
+        return self.opened.outer_name(name)
 
     # --- snapshots ---
 
@@ -151,33 +124,16 @@ class Store:
         from casnap.take.take import TakeOptions
 
         options = TakeOptions(
-            metadata,
-            overwrite,
-            allow_pickle,
-            None,
-            progress,
-            retention,
-            replicated,
-            per_rank,
+            metadata=metadata,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            progress=told_what(progress),
+            retention=retention,
+            replicated=replicated,
+            per_rank=per_rank,
         )
-        full = self.full_name(name)
-        comm = join(pg, timeout, f"the take of {full!r}")
-        return self._take(comm, app_state, name, options, pg)
-
-    def _take(
-        self,
-        comm: Comm,
-        app_state: Mapping[str, Stateful],
-        name: str,
-        options: TakeOptions,
-        pg: Any,
-    ) -> Snapshot:
-        from casnap.take.take import take
-
-        with comm:
-            asked = replace(options, codec=self._codec)
-            row = take(self.objects, self.full_name(name), app_state, asked, comm)
-        return Snapshot._of(self, check_name(name), row, pg)
+        comm = join(pg, timeout, f"the take of {self.full_name(name)!r}")
+        return Snapshot(self.opened.take(comm, app_state, name, options), pg)
 
     @calls.named("async_take()", is_take=True)
     def async_take(
@@ -201,68 +157,33 @@ class Store:
         from casnap.take.take import TakeOptions
 
         options = TakeOptions(
-            metadata,
-            overwrite,
-            allow_pickle,
-            max_staging_bytes,
-            progress,
-            retention,
-            replicated,
-            per_rank,
+            metadata=metadata,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            max_staging_bytes=max_staging_bytes,
+            progress=told_what(progress),
+            retention=retention,
+            replicated=replicated,
+            per_rank=per_rank,
         )
-        full = self.full_name(name)
-        comm = join(pg, timeout, f"the async_take of {full!r}")
-        return self._async_take(comm, app_state, name, options, pg)
+        comm = join(pg, timeout, f"the async_take of {self.full_name(name)!r}")
+        pending = self.opened.async_take(comm, app_state, name, options)
+        return PendingSnapshot(self.opened, pending, check_name(name), pg)
 
-    def _async_take(
-        self,
-        comm: Comm,
-        app_state: Mapping[str, Stateful],
-        name: str,
-        options: TakeOptions,
-        pg: Any,
-    ) -> PendingSnapshot:
-        from casnap.take.take import async_take
-
-        asked = replace(options, codec=self._codec)
-        pending = async_take(self.objects, self.full_name(name), app_state, asked, comm)
-        return PendingSnapshot(self, pending, check_name(name), pg)
-
-    @calls.named("a look at the snapshots")
     def row(self, name: str) -> Row:
         """Return the table's row of a snapshot.
 
         Raises:
             SnapshotNotFoundError: There is none of this name.
         """
-        full = self.full_name(name)
-
-        def found(table: Table) -> Row:
-            row = table.get(full)
-            if row is None:
-                hint = nearest(full, (name for name, _ in table.items()))
-                raise SnapshotNotFoundError(
-                    f"{self.objects.backend.uri} holds no snapshot {full!r}{hint}"
-                )
-            return row
-
-        return self._read(found)
-
-    def _read(self, read: Callable[[Table], V]) -> V:
-        """Return what something makes of the table as it is now."""
-        objects = self.objects
-        return objects.current(lambda root: read(objects.table(root)))
+        return self.opened.row(name)
 
     def _folder(self, prefix: str | None) -> str:
         return "/".join(p for p in (self.prefix, (prefix or "").strip("/")) if p)
 
-    def _inner_name(self, full: str) -> str:
-        """Return a name of the table that is below this view, as it is called here."""
-        return full[len(self.prefix) + 1 :] if self.prefix else full
-
     def __getitem__(self, name: str) -> Snapshot:
         """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`."""
-        return Snapshot._of(self, check_name(name), self.row(name))
+        return Snapshot(Found(self.opened, check_name(name), self.row(name)))
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a snapshot of this name."""
@@ -278,8 +199,9 @@ class Store:
     def snapshots(self, prefix: str | None = None) -> list[Snapshot]:
         """Return the snapshots, or those below a prefix, in the order of their commits."""
         folder = self._folder(prefix)
-        rows = self._read(lambda table: list(table.below(f"{folder}/" if folder else "")))
-        found = [Snapshot._of(self, self._inner_name(name), row) for name, row in rows]
+        opened = self.opened
+        rows = opened.read(lambda table: list(table.below(f"{folder}/" if folder else "")))
+        found = [Snapshot(Found(opened, opened.inner_name(name), row)) for name, row in rows]
         return sorted(found, key=lambda s: s.seq)
 
     def latest(self, prefix: str | None = None) -> Snapshot | None:
@@ -320,8 +242,8 @@ class Store:
             Each snapshot, whether it is kept, and by which rules.
         """
         pruning = Pruning(self.objects, retention, self._folder(prefix))
-        verdicts = self._read(pruning.judge) if dry_run else prune(self.objects, pruning)
-        own = [replace(v, name=self._inner_name(v.name)) for v in verdicts]
+        verdicts = self.opened.read(pruning.judge) if dry_run else prune(self.objects, pruning)
+        own = [replace(v, name=self.opened.inner_name(v.name)) for v in verdicts]
         return PruneReport(own, dry_run)
 
     @calls.named("tag()")
@@ -379,7 +301,7 @@ class Store:
         repack: float = 0.5,
         dry_run: bool = False,
         exclusive: bool = False,
-        progress: Phases | None = None,
+        progress: Progress | None = None,
     ) -> GcReport:
         """Collect garbage: delete what no snapshot needs.
 
@@ -429,7 +351,7 @@ class Store:
         data: bool = False,
         sample: float | None = None,
         seed: int | None = None,
-        progress: Phases | None = None,
+        progress: Progress | None = None,
     ) -> CheckReport:
         """Check that everything is there, and whole; nothing is changed.
 
@@ -453,7 +375,7 @@ class Store:
         self,
         *,
         sources: Sequence[str | os.PathLike[str]] = (),
-        progress: Phases | None = None,
+        progress: Progress | None = None,
         dry_run: bool = False,
     ) -> RepairReport:
         """Save what can be saved of a damaged store, all of it where this is a view.
@@ -476,3 +398,6 @@ class Store:
         if isinstance(sources, str | os.PathLike):
             raise TypeError(f"sources is a list, such as [{str(sources)!r}]; got one alone")
         return repair(self.objects, sources=sources, progress=progress, dry_run=dry_run)
+
+
+OpenStore.store_class = Store

@@ -15,7 +15,7 @@ from casnap.cli.output import (
     emit,
     json_option,
     moment,
-    progress,
+    phases,
     safe,
     size,
     table,
@@ -81,7 +81,7 @@ def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
     facts: Facts = {"path": path, "rank": entries.owner(inner), **entry_fields(entry)}
     if isinstance(entry, TensorEntry):
         facts["chunks"] = len(contents.chunks(bare, entry))
-        with progress("looking through earlier snapshots") as report:
+        with phases() as report:
             facts["shared_bytes"] = shared_bytes(contents, bare, entry, report)
     elif isinstance(entry, ContainerEntry):
         facts["children"] = _children(entries, inner, path)

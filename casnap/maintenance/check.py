@@ -9,8 +9,8 @@ from casnap.errors import CasnapError, DamagedError, ExhaustedError
 from casnap.format.records import CONFIG_KEY, pack_key, root_key, segment_key
 from casnap.maintenance.damage import ALL, Damage, Hurt, damaged_roots, listed_roots, roots_damaged
 from casnap.maintenance.files import StoredFiles
-from casnap.maintenance.marks import Progress
 from casnap.maintenance.survey import Survey
+from casnap.runtime.progress import Progress
 from casnap.storage.config import read_config
 from casnap.storage.objects import Objects
 

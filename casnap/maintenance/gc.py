@@ -29,8 +29,9 @@ from casnap.errors import (
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
 from casnap.maintenance.files import StoredFiles, base_of
-from casnap.maintenance.marks import Marks, Progress
+from casnap.maintenance.marks import Marks
 from casnap.maintenance.repack import repack, sparse_packs
+from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, gently, undisturbed
 from casnap.storage.index import View
 from casnap.storage.objects import Objects

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from casnap.format.records import PackId, RawRecord, Root, segment_records
@@ -14,13 +14,11 @@ from casnap.maintenance.references import (
     references_of_row,
     walk,
 )
+from casnap.runtime.progress import Progress
 from casnap.storage.objects import Objects
 
 _PART = 2 << 20
 """So many records are marked at a time, in some 700 MB."""
-
-Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
 
 Placed = tuple[bytes, PackId, int]
 """A digest, a pack that it lies in, and the bytes that it takes up there."""

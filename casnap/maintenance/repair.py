@@ -36,12 +36,12 @@ from casnap.format.records import (
 )
 from casnap.maintenance.damage import Damage, roots_damaged
 from casnap.maintenance.files import StoredFiles
-from casnap.maintenance.marks import Progress
 from casnap.maintenance.places import bad_records, can_lie_at, read_footer
 from casnap.maintenance.repack import one_at_a_time
 from casnap.maintenance.sources import chunks_in
 from casnap.maintenance.survey import Survey
 from casnap.runtime.buffers import shared_pool
+from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.index import View
 from casnap.storage.objects import Objects, ReadOptions, Reason, Want

@@ -28,8 +28,8 @@ from casnap.format.records import (
     segment_key,
 )
 from casnap.maintenance.damage import ALL, KINDS, READ_ERRORS, Damage, Hurt, kind_and_message
-from casnap.maintenance.marks import Progress
 from casnap.maintenance.places import Places, bad_records, can_lie_at, read_footer
+from casnap.runtime.progress import Progress
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects, Reason, Want, Why
 from casnap.storage.tree import Branch, Child, Leaf, Tree

@@ -20,6 +20,7 @@ from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
+from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import fill
 from casnap.state.cuda import pin, synchronize_workers
@@ -35,7 +36,6 @@ from casnap.state.tensors import (
 from casnap.storage.contents import Contents
 from casnap.storage.objects import ReadOptions, Want
 
-Progress = Callable[[int, int], None]
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]
 """Does what :meth:`casnap.storage.objects.Objects.fetch` does."""
@@ -82,7 +82,7 @@ class Loading:
 
     Args:
         contents: The snapshot.
-        progress: Told the bytes done and in all.
+        progress: Told the bytes read, and all that are to be.
     """
 
     def __init__(self, contents: Contents, progress: Progress | None = None) -> None:
@@ -204,7 +204,7 @@ class Loading:
             with self._lock:
                 self._done += kept
                 assert self._progress is not None
-                self._progress(self._done, self._total)
+                self._progress("reading", self._done, self._total)
 
         return counted
 

@@ -16,8 +16,9 @@ from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.ranks.comm import Comm
-from casnap.restore.loading import Loading, Progress
+from casnap.restore.loading import Loading
 from casnap.restore.shared_reads import fetch_shared
+from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import plain
 from casnap.state.containers import component_of, container_builder
 from casnap.state.cuda import synchronize

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -21,6 +21,7 @@ from casnap.format.names import MARKER
 from casnap.format.records import INLINE_BYTES, Root, Row, Stats, encode
 from casnap.ranks.comm import Comm, SingleProcess
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
+from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.runtime.torch_modes import plain
 from casnap.state.stateful import RNGState, Stateful, random_states_first, same_random_state
@@ -42,9 +43,6 @@ from casnap.take.staging import PIECE_BYTES, Piece, StagedCopies, batched, give_
 
 _log = logging.getLogger("casnap")
 _FENCED_TRIES = 5
-
-Progress = Callable[[int, int], None]
-"""Told the bytes done and the bytes in all, now and then, from any thread."""
 
 
 @dataclass(frozen=True)
@@ -384,7 +382,7 @@ class _Take:
         if self._options.progress is not None:
             with self._lock:
                 self._done_bytes += nbytes
-                self._options.progress(self._done_bytes, self._total)
+                self._options.progress("storing", self._done_bytes, self._total)
 
     # --- the tree, and the commit ---
 

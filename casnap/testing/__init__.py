@@ -3,17 +3,17 @@
 - :class:`FaultyBackend` wraps any backend and makes it fail as it is told by :class:`Fault`.
 - ``casnap.testing.backend_suite`` has tests, for pytest, that every backend must pass; it says
   how to run them on a backend of one's own.
-- :func:`open_store` opens a store on any backend, a faulty one too.
+
+``casnap.Store(backend)`` opens a store on any backend, a faulty one too.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 
-from casnap.backends import Backend, LocalBackend
-from casnap.format.codec import Codec
+from casnap.backends import Backend
 from casnap.format.records import DEFAULT_CHUNK_SIZE
-from casnap.storage.location import Location
 from casnap.store import Store
 from casnap.testing.faults import (
     Act,
@@ -67,19 +67,15 @@ if "pytest" in sys.modules:
 
 
 def open_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE) -> Store:
-    """Open the store that lies at a backend; make one there if there is none.
+    """Open the store that lies at a backend, as ``casnap.Store(backend)`` does: use that.
 
     Args:
         backend: Where to; all that the store does goes through it.
         chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
     """
-    bare = backend
-    while isinstance(bare, FaultyBackend):
-        bare = bare.inner
-    if isinstance(bare, LocalBackend):
-        bare.make()
-    store = Store.__new__(Store)
-    store._codec = Codec.RAW
-    here = Location(backend, "", exists=True)
-    store._open(here, create=True, asked=True, chunk_size=chunk_size)
-    return store
+    warnings.warn(
+        "casnap.testing.open_store(backend) will go: casnap.Store(backend) does the same",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return Store(backend, chunk_size=chunk_size)

@@ -277,22 +277,22 @@ def test_progress_appears_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TERM", "xterm")
     terminal = TerminalText()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with output.progress("counting") as report:
+    with output.phases() as report:
         assert report is not None
-        report(1, 2)
-        report(2, 2)
+        report("counting", 1, 2)
+        report("counting", 2, 2)
     assert "counting" in terminal.getvalue()
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with output.progress("counting") as report:
+    with output.phases() as report:
         assert report is None
 
 
 def test_short_work_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = TerminalText()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with output.progress("counting", of_bytes=True) as report:
+    with output.phases() as report:
         assert report is not None
-        report(1, 2)
+        report("copying", 1, 2)
     assert terminal.getvalue() == ""
 
 

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from casnap import Store
-from casnap.cli.demo import Outcome, demo, differences, next_run
+from casnap.cli import run
+from casnap.demo.plan import next_run
+from casnap.demo.processes import Outcome, differences
 
 SNAPSHOTS = ["base", *(f"step_{step:04d}" for step in range(1, 13))]
 
@@ -101,20 +102,20 @@ def test_a_second_demo_is_another_run_of_the_store(shown: tuple[Path, str]) -> N
     assert len(store.snapshots("run2")) == 9
 
 
-def test_refuses_a_folder_of_something_else(tmp_path: Path) -> None:
+def test_refuses_a_folder_of_something_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tmp_path.joinpath("thesis.tex").write_text("…")
-    result = CliRunner().invoke(demo, [str(tmp_path)])
-    assert result.exit_code == 1
-    assert "something else than a casnap store" in result.output
+    assert run(["demo", str(tmp_path)]) == 1
+    assert "something else than a casnap store" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_refuses_a_file(tmp_path: Path) -> None:
+def test_refuses_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "file"
     path.touch()
-    result = CliRunner().invoke(demo, [str(path)])
-    assert result.exit_code == 1
-    assert "is not a folder" in result.output
+    assert run(["demo", str(path)]) == 1
+    assert "is not a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["killed", "resumed", "curve", "digest", "lost"])

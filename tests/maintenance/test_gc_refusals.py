@@ -23,7 +23,7 @@ from casnap.errors import (
 )
 from casnap.format.records import CONFIG_KEY, pack_key, segment_key
 from casnap.storage.objects import Objects
-from casnap.testing import Fault, FaultyBackend, flip, lose_answer, open_store
+from casnap.testing import Fault, FaultyBackend, flip, lose_answer
 from tests.support.checks import drop_from_index
 from tests.support.cli_calls import failure
 from tests.support.faults import CHUNK, assert_store, elsewhere, files, take
@@ -107,7 +107,7 @@ def test_a_pack_stays_whose_rest_cannot_be_copied(path: Path) -> None:
 
 def test_a_lost_answer_and_a_bad_read_do_not_undo_a_root(path: Path) -> None:
     backend = FaultyBackend(LocalBackend(path))
-    store = open_store(backend, chunk_size=CHUNK)
+    store = Store(backend, chunk_size=CHUNK)
     for step in range(4):
         take(store, step)
     for step in range(3):

@@ -10,7 +10,7 @@ import pytest
 from casnap import Store
 from casnap.backends import LocalBackend
 from casnap.format.records import pack_key
-from casnap.testing import Call, Fault, FaultyBackend, open_store
+from casnap.testing import Call, Fault, FaultyBackend
 from tests.robustness.test_damage import flip
 from tests.support.checks import change, record_of
 from tests.support.damaged import repair
@@ -47,7 +47,7 @@ def test_repair_beside_a_collector_without_grace(calls: str) -> None:
                 return call.go()
 
             fault = Fault(act, calls, "index/*" if calls == "read" else "*", skip=number)
-            store = open_store(backend)
+            store = Store(backend)
             with backend.during(fault):
                 store.repair()
             if not fault.struck:

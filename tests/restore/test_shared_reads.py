@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from casnap import Store
 from casnap.backends import Backend, LocalBackend, MemoryBackend
 from casnap.errors import DamagedError, RankError
 from casnap.format.codec import Codec
@@ -26,7 +27,7 @@ from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import Transaction
 from casnap.storage.index import Index
 from casnap.storage.objects import DEFAULT_READ, Objects, ReadOptions, Want
-from casnap.testing import FaultyBackend, open_store
+from casnap.testing import FaultyBackend
 from tests.support.ranks import World
 
 CHUNK = 256 << 10
@@ -157,7 +158,7 @@ class Chunks:
     def __init__(self, backend: Backend, codec: Codec = Codec.RAW) -> None:
         self.backend = Counting(backend)
         self.fetched: list[Digest] = []
-        store = open_store(self.backend, chunk_size=CHUNK)
+        store = Store(self.backend, chunk_size=CHUNK)
         sizes = [CHUNK, 100, CHUNK, 65, 4000, CHUNK // 2, CHUNK, CHUNK, 777, CHUNK] * 3
         # Half of each can be compressed.
         self.raws = [os.urandom(n // 2).ljust(n, b"\1") for n in sizes]

@@ -19,7 +19,7 @@ from casnap.errors import FencedError, StateError, StoreError
 from casnap.format.records import pack_key
 from casnap.runtime import buffers
 from casnap.take import staging
-from casnap.testing import Fault, FaultyBackend, before, open_store
+from casnap.testing import Fault, FaultyBackend, before
 from tests.support.checks import record_of
 from tests.support.faults import CHUNK
 
@@ -136,7 +136,7 @@ def lose_a_pack(path: str, hurt: int, late: bool, background: bool) -> str | Non
         pack = Path(path, pack_key(record_of(Path(path), of_rank(rank))[1].pack))
         act = after_call(pack.unlink)
         fault = Fault(act if late else before(pack.unlink), "size", str(pack.relative_to(path)))
-        store = open_store(FaultyBackend(LocalBackend(Path(path)), fault))
+        store = Store(FaultyBackend(LocalBackend(Path(path)), fault))
     try:
         if background:
             store.async_take(state, "again").wait()
@@ -240,8 +240,8 @@ def fail_often(folder: str) -> tuple[int, int]:
     for i in range(8):
         calls = []
 
-        def progress(done: int, _total: int, calls: list[int] = calls, at: int = i) -> None:
-            calls.append(done)
+        def progress(*call: object, calls: list[object] = calls, at: int = i) -> None:
+            calls.append(call)
             if rank == 1 and len(calls) == 1 + at % 5:
                 raise ValueError("mine")
 

@@ -21,7 +21,7 @@ from casnap.runtime.threads import Crew
 from casnap.storage.commit import Transaction
 from casnap.storage.pack_set import PackSet
 from casnap.storage.roots import succeed
-from casnap.testing import Call, Fault, FaultyBackend, open_store
+from casnap.testing import Call, Fault, FaultyBackend
 from tests.robustness.test_damage import flip
 from tests.support.checks import change, record_of
 from tests.support.faults import CHUNK, app_state, assert_holds, content, files, in_child, take
@@ -101,14 +101,14 @@ def after_the_first_look(path: Path, harm: Callable[[Path], object]) -> FaultyBa
 @pytest.mark.parametrize("harm", HARM)
 def test_a_pack_that_is_harmed_during_a_take(path: Path, harm: str) -> None:
     backend = after_the_first_look(path, HARM[harm])
-    take(open_store(backend), 2)
+    take(Store(backend), 2)
     assert backend.faults[0].struck
     whole_elsewhere(path, 2)
 
 
 @pytest.mark.parametrize("harm", HARM)
 def test_a_pack_that_is_harmed_during_an_async_take(path: Path, harm: str) -> None:
-    store = open_store(after_the_first_look(path, HARM[harm]))
+    store = Store(after_the_first_look(path, HARM[harm]))
     pending = store.async_take(app_state(2), "step_2")
     with pytest.raises(FencedError, match="gone or cut off"):
         pending.wait()
@@ -127,7 +127,7 @@ def test_copies_elsewhere_are_relied_on(path: Path) -> None:
         # What comes first, the take relies on.
         if pack_key(record_of(path, FROZEN)[1].pack) == key:
             backend = after_the_first_look(path, Path.unlink)
-            stored = open_store(backend).async_take(app_state(3), "step_3").wait().stats
+            stored = Store(backend).async_take(app_state(3), "step_3").wait().stats
             assert stored.new_bytes < 120_000
     whole_elsewhere(path, 3)
 
@@ -145,7 +145,7 @@ def test_a_pack_that_cannot_be_looked_at_is_not_taken_for_gone(path: Path, numbe
         raise ExhaustedError("too many open files")
 
     with pytest.raises(BackendError, match="too many"):
-        take(open_store(FaultyBackend(LocalBackend(path), Fault(act, "size", times=None))), 2)
+        take(Store(FaultyBackend(LocalBackend(path), Fault(act, "size", times=None))), 2)
     assert files(path) == before
 
 
@@ -269,7 +269,7 @@ def test_what_cannot_be_read_is_no_damage(path: Path, error: type[BackendError])
     key = str(pack_of(path).relative_to(path))
     backend = FaultyBackend(LocalBackend(path), Fault(act, "read_into", key, times=None))
     with pytest.raises(BackendError, match="too many open files"):
-        open_store(backend)["step_0"].restore({"state": StateDict(content(1))})
+        Store(backend)["step_0"].restore({"state": StateDict(content(1))})
     take(path, 2)
     assert places(path) == 1
 
@@ -286,7 +286,7 @@ def test_damage_is_told_though_commits_come_with_every_look(path: Path) -> None:
         return call.go()
 
     fault = Fault(act, "read_into", str(pack.relative_to(path)), times=most)
-    snapshot = open_store(FaultyBackend(LocalBackend(path), fault))["step_0"]
+    snapshot = Store(FaultyBackend(LocalBackend(path), fault))["step_0"]
     with pytest.raises(DamagedError, match="differ"):
         snapshot.restore({"state": StateDict(content(1))})
     assert 0 < fault.struck < most
@@ -319,6 +319,6 @@ def test_what_moves_with_every_look_is_read(path: Path) -> None:
 
     looks: list[bytes] = []
     fault = Fault(act, "read_into", "packs/*", times=None)
-    snapshot = open_store(FaultyBackend(LocalBackend(path), fault))["alone"]
+    snapshot = Store(FaultyBackend(LocalBackend(path), fault))["alone"]
     assert torch.equal(snapshot.read_object("s/alone"), ALONE)
     assert len(looks) == moves + 1

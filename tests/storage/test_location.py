@@ -23,6 +23,7 @@ from casnap.errors import (
     StoreError,
     UntrustedStoreError,
 )
+from casnap.opened import find
 from tests.support.faults import files
 from tests.support.mounts import NOBODY, as_nobody, needs_root, tmpfs
 
@@ -58,7 +59,7 @@ def test_the_parent_becomes_a_store(tmp_path: Path) -> None:
 
 def test_the_nearest_store_above_is_used(tmp_path: Path) -> None:
     outer = Store(tmp_path)
-    inner = Store._for_snapshot(tmp_path / "x/y/step", create=True)[0]
+    inner = find(tmp_path / "x/y/step", None, None, create=True)[0].store
     assert inner.id == outer.id
     for run in ("a/b/c", "a", "d"):
         snapshot = Snapshot.take(tmp_path / run / "step", LARGE)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from casnap import RNGState, Snapshot, StateDict, Stateful, Store
 from casnap.backends import LocalBackend
 from casnap.ranks.comm import Group
-from casnap.testing import Call, Fault, FaultyBackend, after, before, fail, open_store
+from casnap.testing import Call, Fault, FaultyBackend, after, before, fail
 from tests.support.faults import kill
 from tests.support.yard import OnPurposeError, Seen, Yard, talk, watch
 
@@ -241,8 +241,8 @@ def suffer(folder: str, case: Case, timeout: float) -> Outcome:
     path, rank = f"{folder}/store", dist.get_rank()
     yard, hurt = Yard(f"{folder}/yard"), rank == case.rank
     arms = _Arms(case, yard)
-    plain = open_store(LocalBackend(Path(path)))
-    store = open_store(arms.backend(path)) if hurt else plain
+    plain = Store(LocalBackend(Path(path)))
+    store = Store(arms.backend(path)) if hurt else plain
     state = app_state(1, *((arms.at("reading"), arms.at("loading")) if hurt else ()))
     progress = arms.at("progress") if hurt else nothing
     talk(60)  # in a first operation nobody could tell a rank that died from one that is late
@@ -268,7 +268,7 @@ def do(
 ) -> str:
     """Take a snapshot, or restore the one that is there; return its commit id."""
 
-    def report(done: int, total: int) -> None:
+    def report(what: str, done: int, total: int) -> None:
         progress()
 
     if verb == "restore":

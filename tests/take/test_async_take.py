@@ -376,7 +376,7 @@ def test_what_others_draw_during_a_take_is_not_drawn_again(store, draws):
     """The random state is set back once the states are read, and only if to read them drew."""
     drawn = []
 
-    def progress(done, total):
+    def progress(what, done, total):
         drawn.append(torch.rand(3))
 
     state = {"rng": RNGState(), "s": (Drawing if draws else StateDict)(x=torch.randn(100_000))}

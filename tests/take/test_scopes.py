@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.testing import FaultyBackend, open_store
+from casnap.testing import FaultyBackend
 from tests.support import bitwise
 from tests.support.ranks import World
 from tests.support.sharded import training
@@ -355,7 +355,7 @@ def save(folder: str, layout: str) -> None:
 
 def reads_of(folder: str, name: str, layout: str, read_once: bool) -> list[tuple[str, int, int]]:
     backend = Counting(folder)
-    snapshot, given = open_store(backend)[name], training(layout, 2)
+    snapshot, given = Store(backend)[name], training(layout, 2)
     snapshot.contents.manifest  # noqa: B018 - to open a snapshot is not to restore it
     backend.reads.clear()
     snapshot.restore({"train": given}, read_once=read_once)

@@ -83,7 +83,7 @@ def restore_as_before(path: str, stages: int) -> int:
     """Restore all; return the bytes that came."""
     model, train, seen = Stage(stages, 9.0), training(stages, 9.0), [0]
     state = {"model": model, "train": train}
-    report = Snapshot(path).restore(state, progress=lambda _, total: seen.append(total))
+    report = Snapshot(path).restore(state, progress=lambda _what, _done, total: seen.append(total))
     assert not report
     assert values_of(model.state_dict()) == values_of(Stage(stages, 1.0).state_dict())
     assert values_of(train.state_dict()) == values_of(training(stages, 1.0).state_dict())

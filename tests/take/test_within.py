@@ -99,7 +99,7 @@ def test_while_a_state_is_copied(tmp_path: Path) -> None:
         big = {"state": StateDict(x=torch.ones(blocks * staging.PIECE_BYTES, dtype=torch.uint8))}
         told: list[int] = []
 
-        def progress(done: int, total: int) -> None:
+        def progress(_what: str, done: int, _total: int) -> None:
             told.append(done)
             if len(told) == 1:
                 terminate()
@@ -143,7 +143,7 @@ def test_from_progress(tmp_path: Path) -> None:
     """That is called on a thread that works for the take."""
     store = Store(tmp_path / "store", chunk_size=CHUNK)
 
-    def progress(done: int, total: int) -> None:
+    def progress(_what: str, done: int, _total: int) -> None:
         take(store, 100)
 
     with pytest.raises(NestedTakeError, match="within take"):

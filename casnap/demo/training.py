@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from casnap import RNGState, Snapshot, StateDict, Store
-from casnap.cli.demo import Plan
+from casnap.demo.plan import Plan
 
 VOCABULARY = 256
 HEAD_WIDTH = 32

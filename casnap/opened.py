@@ -1,0 +1,224 @@
+"""A store that was opened: what :class:`casnap.Store` and :class:`casnap.Snapshot` stand on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+
+import msgspec
+
+from casnap.backends import Backend
+from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError, nearest
+from casnap.format.codec import Codec
+from casnap.format.names import check_name
+from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
+from casnap.runtime import calls
+from casnap.storage.location import Location, create_store, locate_snapshot, locate_store
+from casnap.storage.objects import Objects
+from casnap.storage.table import Table
+
+if TYPE_CHECKING:
+    from casnap.ranks.comm import Comm
+    from casnap.state.stateful import Stateful
+    from casnap.store import Store
+    from casnap.take.pending import PendingTake
+    from casnap.take.take import TakeOptions
+
+V = TypeVar("V")
+
+
+class Found(NamedTuple):
+    """A snapshot that was found, or has just been taken.
+
+    Attributes:
+        opened: The store that holds it.
+        name: Its name there.
+        row: Its row in the store's table.
+    """
+
+    opened: OpenStore
+    name: str
+    row: Row
+
+
+class OpenStore:
+    """A store, or what lies in it below a prefix.
+
+    Args:
+        found: Where the store is, and the prefix.
+        create: Make the store if there is none; it is not made below a prefix.
+        asked: Whether the user named this very place as a store.
+        chunk_size: For a new store, in bytes.
+        codec: How takes store new chunks.
+
+    Attributes:
+        objects: The objects of the store.
+        prefix: What all names begin with; empty for the whole store.
+        codec: How takes store new chunks.
+
+    Raises:
+        NotAStoreError: There is no store, and none was to be made.
+        UnsupportedFormatError: A newer casnap made it, or this machine is big-endian.
+        StoreError: This is no place for a store.
+    """
+
+    store_class: ClassVar[type[Store]]
+    """:class:`casnap.Store`, which stands above this module; its own module sets it."""
+
+    def __init__(
+        self,
+        found: Location,
+        *,
+        create: bool,
+        asked: bool = True,
+        chunk_size: int = DEFAULT_CHUNK_SIZE,
+        codec: Codec = Codec.RAW,
+    ) -> None:
+        if sys.byteorder != "little":
+            raise UnsupportedFormatError(
+                f"{found.backend.uri} cannot be used on this machine: the bytes of tensors are "
+                "little-endian, and this casnap does not swap them for a big-endian one"
+            )
+        if create and not found.name:
+            # Where the store exists this finishes a creation that was cut off.
+            create_store(found.backend, chunk_size=chunk_size, asked=asked)
+        elif not found.exists:
+            raise NotAStoreError(
+                f"{found.backend.uri} is not a casnap store, nor is any folder above it; make one "
+                f"with `casnap init {found.backend.uri}`, or check the path"
+            )
+        self.objects = Objects(found.backend)
+        self.prefix = found.name
+        self.codec = codec
+
+    @classmethod
+    def at(
+        cls,
+        place: str | os.PathLike[str] | Backend,
+        *,
+        create: bool,
+        chunk_size: int = DEFAULT_CHUNK_SIZE,
+        codec: Codec = Codec.RAW,
+    ) -> OpenStore:
+        """Open the store at a URI or a backend, or what lies there in a store above."""
+        # Whether a backend holds a store is seen when its record is read.
+        found = Location(place, "", True) if isinstance(place, Backend) else locate_store(place)
+        return cls(found, create=create, chunk_size=chunk_size, codec=codec)
+
+    @cached_property
+    def store(self) -> Store:
+        """The Store that opened this, or else one that is made on it."""
+        return OpenStore.store_class(self)
+
+    # --- names ---
+
+    @property
+    def uri(self) -> str:
+        """Where it is, with the prefix."""
+        root = self.objects.backend.uri
+        return f"{root}/{self.prefix}" if self.prefix else root
+
+    def full_name(self, name: str) -> str:
+        """Return a name as the table has it, prefix included.
+
+        Raises:
+            InvalidNameError: The name cannot be used.
+        """
+        return check_name(self.outer_name(check_name(name)))
+
+    def outer_name(self, name: str) -> str:
+        """Return a name that was checked, or comes from the table, with the prefix."""
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    def inner_name(self, full: str) -> str:
+        """Return a name of the table that is below the prefix, without it."""
+        return full[len(self.prefix) + 1 :] if self.prefix else full
+
+    # --- snapshots ---
+
+    def read(self, look: Callable[[Table], V]) -> V:
+        """Return what a function makes of the table as it is now."""
+        objects = self.objects
+        return objects.current(lambda root: look(objects.table(root)))
+
+    @calls.named("a look at the snapshots")
+    def row(self, name: str) -> Row:
+        """Return the table's row of a snapshot.
+
+        Raises:
+            SnapshotNotFoundError: There is none of this name.
+        """
+        full = self.full_name(name)
+
+        def found(table: Table) -> Row:
+            row = table.get(full)
+            if row is None:
+                hint = nearest(full, (name for name, _ in table.items()))
+                raise SnapshotNotFoundError(
+                    f"{self.objects.backend.uri} holds no snapshot {full!r}{hint}"
+                )
+            return row
+
+        return self.read(found)
+
+    def take(
+        self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
+    ) -> Found:
+        """Take a snapshot with all ranks of ``comm``, and close that."""
+        from casnap.take.take import take
+
+        with comm:
+            options = replace(options, codec=self.codec)
+            row = take(self.objects, self.full_name(name), app_state, options, comm)
+        return Found(self, check_name(name), row)
+
+    def async_take(
+        self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
+    ) -> PendingTake:
+        """Begin a take with all ranks of ``comm``, which its end closes."""
+        from casnap.take.take import async_take
+
+        options = replace(options, codec=self.codec)
+        return async_take(self.objects, self.full_name(name), app_state, options, comm)
+
+
+def find(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    store: Store | str | os.PathLike[str] | None,
+    *,
+    create: bool,
+) -> tuple[OpenStore, str]:
+    """Return the store and the name in it that the arguments of a Snapshot mean."""
+    if storage_options:
+        raise NotImplementedError("storage_options are not supported in this version")
+    if store is None:
+        found = locate_snapshot(path)
+        return OpenStore(found._replace(name=""), create=create, asked=False), found.name
+    if isinstance(store, str | os.PathLike):
+        store = OpenStore.store_class(store, create=create)
+    return store.opened, os.fspath(path)
+
+
+def find_together(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    store: Store | str | os.PathLike[str] | None,
+    comm: Comm,
+) -> tuple[OpenStore, str]:
+    """Return the store and the name that rank 0 finds; rank 0 makes the store if need be."""
+    with comm.reporting_errors():
+        if comm.rank == 0:
+            opened, name = find(path, storage_options, store, create=True)
+            if comm.size > 1:
+                place = opened.objects.backend.uri
+                said = [os.fspath(path), place, opened.outer_name(name)]
+                comm.broadcast(msgspec.msgpack.encode(said))
+            return opened, name
+        there, uri, full = msgspec.msgpack.decode(comm.broadcast(), type=tuple[str, str, str])
+        comm.check_same("the path", os.fspath(path), there)
+        return OpenStore.at(uri, create=False), full
