@@ -98,3 +98,12 @@ def test_folders_import_in_no_circle_and_few_levels() -> None:
     for name, below in edges.items():
         below.discard(name)
     assert max(levels(edges).values()) <= MOST_LEVELS
+
+
+def test_no_test_imports_from_another() -> None:
+    """What tests share stands in tests/support."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+                names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+                assert not any(name.startswith("test_") for name in names), path
