@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import ModuleType
 from typing import NamedTuple
 
 _LARGEST = 1 << 20
@@ -128,4 +129,5 @@ if __name__ == "__main__":
 
     _call = _serve(socket.socket(fileno=int(sys.argv[1])))
     _become(_call)
-    exec(compile(_call.code, "<string>", "exec"), {"__name__": "__main__"})
+    _this, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    exec(compile(_call.code, "<string>", "exec"), vars(sys.modules["__main__"]))
