@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -121,10 +122,10 @@ def test_a_take_beside_a_collector(
     assert held(path) == {"again": 1}
 
 
-@pytest.fixture
-def garbage(tmp_path: Path) -> Path:
-    """Return a store of one snapshot and garbage, deleted and never committed."""
-    path = tmp_path / "store"
+@pytest.fixture(scope="module")
+def first_garbage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store of one snapshot and garbage, deleted and never committed; do not change it."""
+    path = tmp_path_factory.mktemp("garbage") / "store"
     for step in range(3):
         take(path, step)
     Store(path).delete("step_0")
@@ -136,6 +137,11 @@ def garbage(tmp_path: Path) -> Path:
 
     assert in_child(killed) == KILLED
     return path
+
+
+@pytest.fixture
+def garbage(first_garbage: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(first_garbage, tmp_path / "store")
 
 
 @COLLECTORS

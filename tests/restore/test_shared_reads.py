@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from casnap import Store
@@ -28,6 +28,7 @@ from casnap.storage.commit import Transaction
 from casnap.storage.index import Index
 from casnap.storage.objects import DEFAULT_READ, Objects, ReadOptions, Want
 from casnap.testing import FaultyBackend
+from tests.support.examples import FEW
 from tests.support.ranks import World
 
 CHUNK = 256 << 10
@@ -260,6 +261,7 @@ def test_every_rank_gets_what_it_wants_and_nothing_is_read_twice(
     assert not chunks.read_twice()
 
 
+@settings(max_examples=FEW)
 @given(
     st.lists(st.lists(st.integers(0, 29), max_size=40), min_size=1, max_size=6),
     st.integers(1, 40 * CHUNK),

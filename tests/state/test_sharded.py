@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
@@ -33,6 +31,7 @@ from casnap.state.tensors import Leaf, describe
 from tests.support import sharded, spreading
 from tests.support.ranks import World
 from tests.support.sharded import assembled
+from tests.support.warm import run_python
 
 Worlds = Callable[[int], World]
 Pieces = list[tuple[Region, torch.Tensor]]
@@ -391,11 +390,12 @@ def test_a_training_state_in_all_layouts(world: Worlds, layout: str) -> None:
     world(4).run(spread, layout)
 
 
-def test_who_has_no_sharded_tensors_imports_nothing_for_them() -> None:
+def test_without_sharded_tensors_nothing_is_imported_for_them() -> None:
     code = (
         "import sys, torch; from casnap.state.flatten import flatten, shard_targets\n"
         "state = {'a': torch.ones(3), 'b': torch.nn.Parameter(torch.ones(2))}\n"
         "list(flatten(state, 's')), shard_targets(state, 's')\n"
         "assert 'torch.distributed.tensor' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr

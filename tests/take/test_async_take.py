@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from casnap import RNGState, Snapshot, StateDict, Store, release_memory
 from casnap.errors import BackendError, CasnapError, SnapshotExistsError
 from casnap.runtime.buffers import _all_pools
 from tests.support.bitwise import assert_same
+from tests.support.warm import run_python
 
 
 @pytest.fixture
@@ -272,18 +271,12 @@ def full(key, content):
 """
 
 
-def script(store, code, **kwargs):
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT + code, store.uri],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        **kwargs,
-    )
+def script(store, code):
+    return run_python(SCRIPT + code, store.uri)
 
 
 def test_the_interpreter_waits_for_what_is_pending(store):
-    """Also when it ends by an exception: the last steps are those that one wants then."""
+    """Also when it ends by an exception: then the last steps are the ones that matter."""
     done = script(
         store,
         """

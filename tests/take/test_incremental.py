@@ -1,16 +1,15 @@
-"""What the store holds already is neither copied nor written, whoever put it there."""
+"""What the store holds already is neither copied nor written, no matter which take stored it."""
 
 from __future__ import annotations
 
-import multiprocessing
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from casnap import Snapshot, StateDict, Store
 from tests.support.bitwise import assert_same
+from tests.support.warm import run_python
 
 CHUNK = 64 << 10
 TREE = 16 << 10
@@ -163,9 +162,8 @@ w = torch.randn(64, 16384)
 w[3] = 0
 print(Store(sys.argv[1]).take({"m": StateDict(w=w)}, "step_1").stats.new_bytes)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, store.uri], capture_output=True, text=True, check=True
-    )
+    done = run_python(code, store.uri)
+    assert done.returncode == 0, done.stderr
     assert CHUNK <= int(done.stdout) < CHUNK + TREE
     taken = store["step_1"].read_object("m/w")
     assert not taken[3].any()
@@ -204,9 +202,8 @@ def weights(writer, step):
     return {"m": StateDict(shared=shared, own=own, step=step)}
 
 
-def write(uri, writer, ready):
+def write(uri, writer):
     store = Store(uri)
-    ready.wait(60)
     for step in range(STEPS):
         state = weights(writer, step)
         if step % 2:
@@ -215,15 +212,24 @@ def write(uri, writer, ready):
             store.async_take(state, f"run_{writer}/step_{step}", metadata={"writer": writer})
 
 
-def test_two_processes_take_into_one_store_at_once(store):
-    context = multiprocessing.get_context("spawn")
-    ready = context.Barrier(2)
-    writers = [context.Process(target=write, args=(store.uri, i, ready)) for i in range(2)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(100)
-        assert writer.exitcode == 0
+WRITER = """
+import os, sys, time
+from tests.take.test_incremental import write
+
+uri, writer, ready = sys.argv[1:]
+open(f"{ready}/{writer}", "w").close()
+while len(os.listdir(ready)) < 2:
+    time.sleep(0.001)
+write(uri, int(writer))
+"""
+
+
+def test_two_processes_take_into_one_store_at_once(store, tmp_path):
+    ready = tmp_path / "ready"
+    ready.mkdir()
+    with ThreadPoolExecutor(2) as threads:
+        for done in threads.map(lambda i: run_python(WRITER, store.uri, i, ready), range(2)):
+            assert done.returncode == 0, done.stderr
     snapshots = Store(store.uri).snapshots()
     assert len(snapshots) == 2 * STEPS
     assert len({s.seq for s in snapshots}) == 2 * STEPS
