@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import fractions
 import itertools
+import sys
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_namedtuples_whose_class_is_gone(store, monkeypatch):
     assert (type(again).__name__, type(again)._fields) == ("renamed", ("x", "_1", "_2"))
     snapshot = store.take({"s": StateDict(g=Gone((1, 2)))}, "gone")
     assert type(snapshot.read_object("s/g")) is Gone
-    monkeypatch.delattr("test_state_odd.Gone")
+    monkeypatch.delattr(sys.modules[__name__], "Gone")
     with pytest.raises(UnsupportedTypeError, match="import test_state_odd first"):
         snapshot.read_object("s/g")
 

@@ -119,7 +119,7 @@ def test_parts_are_filled_and_nothing_else_is_read(store, data, case):
     assert sorted(want.digest for want in wanted) == sorted(pairs)
     if wanted:
         nbytes = sum(region.numel for region, _ in parts) * tensor.itemsize
-        assert told[-1] == (nbytes, nbytes)
+        assert told[-1] == ("reading", nbytes, nbytes)
 
 
 def test_shards_of_rows_are_copied_as_bytes(store, monkeypatch):
