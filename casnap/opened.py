@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from casnap.backends import Backend
 from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError, nearest
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
 from casnap.runtime import calls
-from casnap.storage.location import Location, create_store, locate_snapshot, locate_store
+from casnap.storage.location import Location, create_store, locate_snapshot
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table
 
@@ -94,20 +93,6 @@ class OpenStore:
         self.objects = Objects(found.backend)
         self.prefix = found.name
         self.codec = codec
-
-    @classmethod
-    def at(
-        cls,
-        place: str | os.PathLike[str] | Backend,
-        *,
-        create: bool,
-        chunk_size: int = DEFAULT_CHUNK_SIZE,
-        codec: Codec = Codec.RAW,
-    ) -> OpenStore:
-        """Open the store at a URI or on a backend; a folder below a store opens a view of it."""
-        # A backend without a store is noticed when the store's record is read.
-        found = Location(place, "", True) if isinstance(place, Backend) else locate_store(place)
-        return cls(found, create=create, chunk_size=chunk_size, codec=codec)
 
     @cached_property
     def store(self) -> Store:
@@ -221,4 +206,4 @@ def find_together(
             return opened, name
         there, uri, full = msgspec.msgpack.decode(comm.broadcast(), type=tuple[str, str, str])
         comm.check_same("the path", os.fspath(path), there)
-        return OpenStore.at(uri, create=False), full
+        return OpenStore.store_class(uri, create=False).opened, full

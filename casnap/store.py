@@ -17,6 +17,7 @@ from casnap.opened import Found, OpenStore
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress, told_what
 from casnap.snapshot import PendingSnapshot, Snapshot
+from casnap.storage.location import Location, locate_store
 from casnap.storage.retention import PruneReport, Pruning, Retention, prune
 from casnap.storage.table import editing, publish, tagged, unmark, untagged, upgrade
 
@@ -60,14 +61,15 @@ class Store:
     ) -> None:
         if storage_options:
             raise NotImplementedError("storage_options are not supported in this version")
-        if isinstance(uri, OpenStore):
-            self.opened = uri
-        else:
+        if not isinstance(uri, OpenStore):
+            # A backend without a store is noticed when the store's record is read.
+            found = Location(uri, "", True) if isinstance(uri, Backend) else locate_store(uri)
             codec = Codec.ZSTD if compress else Codec.RAW
-            self.opened = OpenStore.at(uri, create=create, chunk_size=chunk_size, codec=codec)
-            self.opened.store = self
-        self.objects = self.opened.objects
-        self.prefix = self.opened.prefix
+            uri = OpenStore(found, create=create, chunk_size=chunk_size, codec=codec)
+            uri.store = self
+        self.opened = uri
+        self.objects = uri.objects
+        self.prefix = uri.prefix
 
     # --- properties ---
 
