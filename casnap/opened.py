@@ -1,4 +1,4 @@
-"""A store that was opened: what :class:`casnap.Store` and :class:`casnap.Snapshot` stand on."""
+"""An open store: the base of :class:`casnap.Store` and :class:`casnap.Snapshot`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
-from casnap.backends import Backend
 from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError, nearest
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
 from casnap.runtime import calls
-from casnap.storage.location import Location, create_store, locate_snapshot, locate_store
+from casnap.storage.location import Location, create_store, locate_snapshot
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table
 
@@ -32,12 +31,12 @@ V = TypeVar("V")
 
 
 class Found(NamedTuple):
-    """A snapshot that was found, or has just been taken.
+    """A snapshot that was looked up, or has just been taken.
 
     Attributes:
-        opened: The store that holds it.
-        name: Its name there.
-        row: Its row in the store's table.
+        opened: The store that holds the snapshot.
+        name: The snapshot's name in ``opened``.
+        row: The snapshot's row in the store's table.
     """
 
     opened: OpenStore
@@ -46,28 +45,28 @@ class Found(NamedTuple):
 
 
 class OpenStore:
-    """A store, or what lies in it below a prefix.
+    """An open store, or a view of the snapshots below a prefix.
 
     Args:
-        found: Where the store is, and the prefix.
-        create: Make the store if there is none; it is not made below a prefix.
+        found: The place of the store, and the prefix.
+        create: Make the store if there is none.
         asked: Whether the user named this very place as a store.
         chunk_size: For a new store, in bytes.
-        codec: How takes store new chunks.
+        codec: The codec for new chunks.
 
     Attributes:
         objects: The objects of the store.
-        prefix: What all names begin with; empty for the whole store.
-        codec: How takes store new chunks.
+        prefix: The beginning of the full names of all snapshots; empty for the whole store.
+        codec: The codec for new chunks.
 
     Raises:
-        NotAStoreError: There is no store, and none was to be made.
-        UnsupportedFormatError: A newer casnap made it, or this machine is big-endian.
-        StoreError: This is no place for a store.
+        NotAStoreError: There is no store, and ``create`` is False.
+        UnsupportedFormatError: A newer casnap made the store, or this machine is big-endian.
+        StoreError: A store cannot be made at this place.
     """
 
     store_class: ClassVar[type[Store]]
-    """:class:`casnap.Store`, which stands above this module; its own module sets it."""
+    """:class:`casnap.Store`. Its module sets this, since it stands above this one."""
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class OpenStore:
                 "little-endian, and this casnap does not swap them for a big-endian one"
             )
         if create and not found.name:
-            # Where the store exists this finishes a creation that was cut off.
+            # If the store exists, this finishes a creation that was interrupted.
             create_store(found.backend, chunk_size=chunk_size, asked=asked)
         elif not found.exists:
             raise NotAStoreError(
@@ -95,35 +94,21 @@ class OpenStore:
         self.prefix = found.name
         self.codec = codec
 
-    @classmethod
-    def at(
-        cls,
-        place: str | os.PathLike[str] | Backend,
-        *,
-        create: bool,
-        chunk_size: int = DEFAULT_CHUNK_SIZE,
-        codec: Codec = Codec.RAW,
-    ) -> OpenStore:
-        """Open the store at a URI or a backend, or what lies there in a store above."""
-        # Whether a backend holds a store is seen when its record is read.
-        found = Location(place, "", True) if isinstance(place, Backend) else locate_store(place)
-        return cls(found, create=create, chunk_size=chunk_size, codec=codec)
-
     @cached_property
     def store(self) -> Store:
-        """The Store that opened this, or else one that is made on it."""
+        """The Store that opened this; if a Snapshot opened this, a new one."""
         return OpenStore.store_class(self)
 
     # --- names ---
 
     @property
     def uri(self) -> str:
-        """Where it is, with the prefix."""
+        """The URI of the store, and the prefix."""
         root = self.objects.backend.uri
         return f"{root}/{self.prefix}" if self.prefix else root
 
     def full_name(self, name: str) -> str:
-        """Return a name as the table has it, prefix included.
+        """Return the full name of a snapshot: the prefix, then the name.
 
         Raises:
             InvalidNameError: The name cannot be used.
@@ -131,26 +116,26 @@ class OpenStore:
         return check_name(self.outer_name(check_name(name)))
 
     def outer_name(self, name: str) -> str:
-        """Return a name that was checked, or comes from the table, with the prefix."""
+        """Return the full name for a name that is known to be valid."""
         return f"{self.prefix}/{name}" if self.prefix else name
 
     def inner_name(self, full: str) -> str:
-        """Return a name of the table that is below the prefix, without it."""
+        """Return a full name without the prefix that it begins with."""
         return full[len(self.prefix) + 1 :] if self.prefix else full
 
     # --- snapshots ---
 
     def read(self, look: Callable[[Table], V]) -> V:
-        """Return what a function makes of the table as it is now."""
+        """Call a function with the newest table, and return its result."""
         objects = self.objects
         return objects.current(lambda root: look(objects.table(root)))
 
     @calls.named("a look at the snapshots")
     def row(self, name: str) -> Row:
-        """Return the table's row of a snapshot.
+        """Return the row that the table has for a snapshot.
 
         Raises:
-            SnapshotNotFoundError: There is none of this name.
+            SnapshotNotFoundError: There is no snapshot of this name.
         """
         full = self.full_name(name)
 
@@ -168,7 +153,7 @@ class OpenStore:
     def take(
         self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
     ) -> Found:
-        """Take a snapshot with all ranks of ``comm``, and close that."""
+        """Take a snapshot with the other ranks of ``comm``; at the end, leave it."""
         from casnap.take.take import take
 
         with comm:
@@ -179,7 +164,7 @@ class OpenStore:
     def async_take(
         self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
     ) -> PendingTake:
-        """Begin a take with all ranks of ``comm``, which its end closes."""
+        """Begin a take with the other ranks of ``comm``; at its end, it leaves that."""
         from casnap.take.take import async_take
 
         options = replace(options, codec=self.codec)
@@ -193,7 +178,7 @@ def find(
     *,
     create: bool,
 ) -> tuple[OpenStore, str]:
-    """Return the store and the name in it that the arguments of a Snapshot mean."""
+    """Return the store, and the name in it, that the arguments of a Snapshot name."""
     if storage_options:
         raise NotImplementedError("storage_options are not supported in this version")
     if store is None:
@@ -210,7 +195,7 @@ def find_together(
     store: Store | str | os.PathLike[str] | None,
     comm: Comm,
 ) -> tuple[OpenStore, str]:
-    """Return the store and the name that rank 0 finds; rank 0 makes the store if need be."""
+    """Return the store and the name that rank 0 finds. Rank 0 makes the store if there is none."""
     with comm.reporting_errors():
         if comm.rank == 0:
             opened, name = find(path, storage_options, store, create=True)
@@ -221,4 +206,4 @@ def find_together(
             return opened, name
         there, uri, full = msgspec.msgpack.decode(comm.broadcast(), type=tuple[str, str, str])
         comm.check_same("the path", os.fspath(path), there)
-        return OpenStore.at(uri, create=False), full
+        return OpenStore.store_class(uri, create=False).opened, full

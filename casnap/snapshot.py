@@ -1,4 +1,4 @@
-"""One snapshot: TorchSnapshot's names and meanings."""
+"""A snapshot: take, restore and read, under TorchSnapshot's names."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 class EntriesByPath(dict[str, Entry]):
-    """All entries of a snapshot by path, ``<rank>/<key>/<path>``, and whose each of them is.
+    """The entries of a snapshot by path, ``<rank>/<key>/<path>``.
 
-    What is global stands under each rank's prefix.
+    A global entry stands under the prefix of each rank.
 
     Args:
         entries: The entries.
-        own: The paths of those that belong to their rank.
+        own: The paths of the entries that belong to one rank.
     """
 
     def __init__(self, entries: Mapping[str, Entry], own: frozenset[str]) -> None:
@@ -39,12 +39,13 @@ class EntriesByPath(dict[str, Entry]):
         self._own = own
 
     def is_global(self, path: str) -> bool:
-        """Whether an entry is everyone's, to be restored on any number of ranks.
+        """Whether any rank can restore an entry, on any number of ranks.
 
-        Otherwise it belongs to the rank that its path begins with, and only that one restores it.
+        Otherwise the entry belongs to the rank that its path begins with, and only that rank
+        restores it.
 
         Raises:
-            KeyError: There is no such path.
+            KeyError: There is no entry of this path.
         """
         if path not in self:
             raise KeyError(path)
@@ -52,12 +53,12 @@ class EntriesByPath(dict[str, Entry]):
 
 
 class SnapshotMetadata:
-    """What is known of a snapshot beside its tensors.
+    """A snapshot's manifest and metadata.
 
     Attributes:
-        version: The casnap version that reads it.
-        world_size: The ranks that took it.
-        user: What ``metadata=`` said when it was taken.
+        version: The version of casnap that reads the snapshot.
+        world_size: The number of ranks that took the snapshot.
+        user: The ``metadata=`` of the take.
     """
 
     def __init__(self, snapshot: Snapshot, version: str) -> None:
@@ -69,11 +70,10 @@ class SnapshotMetadata:
 
     @property
     def manifest(self) -> EntriesByPath:
-        """All entries by path, with ranks."""
+        """All entries by path, as :meth:`Snapshot.get_manifest` returns them."""
         return self._snapshot.get_manifest()
 
     def __repr__(self) -> str:
-        """Say what is known without reading the tree."""
         return (
             f"SnapshotMetadata(version={self.version!r}, world_size={self.world_size}, "
             f"user={self.user!r})"
@@ -83,17 +83,18 @@ class SnapshotMetadata:
 class Snapshot:
     """One immutable, named checkpoint in a store.
 
-    A handle stays with the snapshot that it opened: one of the same name that is taken later is
-    another snapshot.
+    The object stays with the snapshot that it opened. If another snapshot is taken under the same
+    name later, this object does not change.
 
     Args:
-        path: Where it is: the path of a store, then its name.
-        pg: The ranks that restore together; by default all of them, or this process alone.
+        path: The path of the store, then the name of the snapshot.
+        pg: The process group whose ranks restore together. By default this is the whole world, or
+            this process alone.
         storage_options: For TorchSnapshot's users; must be empty in this version.
-        store: The store, or its URI, that ``path`` is then a name in.
+        store: A store or its URI. ``path`` is then the name in this store.
 
     Raises:
-        SnapshotNotFoundError: There is none of this name.
+        SnapshotNotFoundError: There is no snapshot of this name.
         NotAStoreError: There is no store above the path.
     """
 
@@ -134,39 +135,43 @@ class Snapshot:
         per_rank: Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> Snapshot:
-        """Take a snapshot; returns when it is durable.
+        """Take a snapshot; return when it is durable.
 
-        With ``torch.distributed`` all ranks call it, and one snapshot comes of it. Each byte is
-        stored once, whoever holds it. What is sharded, declared as replicated or equal on all
-        ranks is *global*, to be restored on any number of ranks; all else belongs to its rank.
+        With ``torch.distributed``, all ranks call this together and take one snapshot. Each byte is
+        stored once, however many ranks hold it. A value is *global* if it is sharded, declared as
+        replicated, or equal on all ranks: it can be restored on any number of ranks. Every other
+        value belongs to its rank.
 
         Args:
-            path: Where to. The nearest store above is used; without one, the parent becomes one.
-                Rank 0's absolute path is everyone's.
+            path: The path of the store, then the name of the snapshot. The nearest store above the
+                path is used. If there is none, the parent folder becomes a store. All ranks use
+                the absolute path of rank 0.
             app_state: Key → module, optimizer, :class:`StateDict`, … ; the same keys on all ranks.
-            pg: The ranks that take part; by default all of them, or this process alone.
-            replicated: Globs (``*`` crosses ``/``) of paths like ``model/**`` that are the same on
-                all ranks: each rank hashes and writes a part. Samples are compared first; what
-                differs is refused. Parameters of DDP modules are known to be.
+            pg: The process group whose ranks take the snapshot together. By default this is the
+                whole world, or this process alone.
+            replicated: Globs (``*`` crosses ``/``) of paths like ``model/**`` that are equal on
+                all ranks, so that each rank hashes and writes only a part. Samples are compared
+                first; values that differ are refused. The parameters of DDP modules need no glob.
             storage_options: Must be empty in this version.
-            store: The store, or its URI, that ``path`` is then a name in.
-            metadata: What JSON holds, up to 64 KiB, kept beside the snapshot; rank 0's.
-            overwrite: Replace a snapshot of this name, unless it is tagged.
-            allow_pickle: Store what has no safe encoding by pickle; to restore it then needs
-                ``allow_pickle=True`` too.
-            progress: Called now and then, from any thread: what is being done, bytes done, bytes
-                in all.
-            retention: After the commit, forget those snapshots of the same folder that it does
-                not keep; never this one. If that fails, a warning is logged.
-            per_rank: Globs of paths that belong to their rank, even if they are equal: the state
-                of a data loader, say. :class:`RNGState` always does.
-            timeout: Seconds that one rank waits for another before all raise; 600 by default.
+            store: A store or its URI. ``path`` is then the name in this store.
+            metadata: Anything that JSON can hold, up to 64 KiB, kept with the snapshot. The
+                metadata of rank 0 count.
+            overwrite: Replace a snapshot of this name, unless it has a tag.
+            allow_pickle: Store values that have no safe encoding by pickle. To restore them,
+                ``allow_pickle=True`` is needed again.
+            progress: Called now and then, from any thread: what is being done, how many bytes are
+                done, how many there are.
+            retention: After the commit, forget the snapshots of the same folder that these rules
+                do not keep, but never this one. If that fails, a warning is logged.
+            per_rank: Globs of paths whose values belong to their rank even if they are equal: the
+                state of a data loader, for example. :class:`RNGState` needs no glob.
+            timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
         Raises:
-            StateError: Something in the state can't be taken, or ranks contradict each other.
-            SnapshotError: The name can't be used.
-            StoreError: The store can't be used; nothing was committed.
-            RankError: Another rank failed, died or was not heard of.
+            StateError: A value of the state cannot be taken, or the ranks contradict each other.
+            SnapshotError: The name cannot be used.
+            StoreError: The store cannot be used; nothing was committed.
+            RankError: Another rank failed, died or did not answer in time.
         """
         from casnap.ranks.comm import join
         from casnap.take.take import TakeOptions
@@ -204,27 +209,12 @@ class Snapshot:
         per_rank: Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> PendingSnapshot:
-        """Take a snapshot of the state as it is now; returns once the state may change.
+        """Take a snapshot of the state as it is now; return once the state may change.
 
-        As :meth:`take`, but storing goes on in the background. The first error is raised by
-        :meth:`PendingSnapshot.wait`.
-
-        Args:
-            path: As for :meth:`take`.
-            app_state: As for :meth:`take`.
-            pg: As for :meth:`take`.
-            replicated: As for :meth:`take`.
-            storage_options: As for :meth:`take`.
-            store: As for :meth:`take`.
-            metadata: As for :meth:`take`.
-            overwrite: As for :meth:`take`.
-            allow_pickle: As for :meth:`take`.
-            max_staging_bytes: The most memory for the copy of the state, which is kept for the
-                next take. What does not fit blocks until enough has been stored.
-            progress: As for :meth:`take`.
-            retention: As for :meth:`take`; done before :meth:`PendingSnapshot.wait` returns.
-            per_rank: As for :meth:`take`.
-            timeout: As for :meth:`take`.
+        The take goes on in the background. :meth:`PendingSnapshot.wait` ends it, and raises the
+        first error. The arguments are those of :meth:`take`. Besides, ``max_staging_bytes`` bounds
+        the memory for the copy of the state, which is kept for the next take. If the state is
+        larger, this blocks until enough of it has been stored.
         """
         from casnap.ranks.comm import join
         from casnap.take.take import TakeOptions
@@ -244,7 +234,7 @@ class Snapshot:
         pending = opened.async_take(comm, app_state, name, options)
         return PendingSnapshot(opened, pending, check_name(name), pg)
 
-    # --- giving back ---
+    # --- restoring ---
 
     @calls.named("restore()")
     def restore(
@@ -259,32 +249,33 @@ class Snapshot:
     ) -> RestoreReport:
         """Restore an app state, or some of its keys, in place where that is possible.
 
-        Tensors are filled in place where the state holds one of the same path and shape (another
-        dtype is cast); then each value's ``load_state_dict`` gets the state that was taken. With
-        ``torch.distributed`` all ranks call it, as many as there are and sharded as they like.
-        What belongs to one rank is restored by that rank alone.
+        A tensor is filled in place where the state holds a tensor of the same path and shape
+        (another dtype is cast). Then each value's ``load_state_dict`` gets the state that was
+        taken. With ``torch.distributed``, all ranks call this together; their number and their
+        sharding may differ from those of the take. A value that belongs to one rank is restored
+        only by that rank.
 
         Args:
-            app_state: What to restore.
-            strict: Raise, before anything is written, if modules and snapshot differ. Otherwise
+            app_state: The values to restore, by key.
+            strict: If modules and snapshot differ, raise before anything is written. Otherwise
                 restore what fits.
-            allow_pickle: Unpickle what was taken with ``allow_pickle=True``: only for stores
-                that you trust as you trust code.
-            progress: Called now and then, from any thread: what is being done, bytes done, bytes
-                in all.
-            read_once: Read each stored byte on one rank, which passes it on to those that need
-                it. Otherwise all read for themselves: faster where storage is faster than the
-                network.
-            timeout: Seconds that one rank waits for another before all raise; 600 by default.
+            allow_pickle: Unpickle values that were taken with ``allow_pickle=True``. Use this only
+                for a store that you trust as you trust code.
+            progress: Called now and then, from any thread: what is being done, how many bytes are
+                done, how many there are.
+            read_once: Read each stored byte on one rank, which passes it on to the others.
+                Otherwise each rank reads for itself, which is faster where storage is faster than
+                the network.
+            timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
         Returns:
-            What was left alone.
+            What was not restored, or has no counterpart in the snapshot.
 
         Raises:
-            MismatchError: Everything that differs, in one error.
+            MismatchError: Modules and snapshot differ. The error lists all differences.
             DamagedError: Stored bytes are missing or damaged.
-            SnapshotNotFoundError: It was deleted, and collected meanwhile.
-            RankError: Another rank failed, died or was not heard of.
+            SnapshotNotFoundError: The snapshot was deleted, and its bytes were collected.
+            RankError: Another rank failed, died or did not answer in time.
         """
         from casnap.ranks.comm import join
         from casnap.restore.restore import RestoreOptions, restore
@@ -307,14 +298,16 @@ class Snapshot:
         """Read one tensor or value, a part of a tensor, or everything below a container.
 
         Args:
-            path: As :meth:`get_manifest` gives it, with or without the rank.
-            obj_out: A tensor of the right shape to read into; another dtype is cast.
-            memory_budget_bytes: The most bytes of buffers beside the result; at least one chunk.
-            index: Ints, slices and ``...``, as in ``tensor[index]``; only what it touches is read.
+            path: A path of :meth:`get_manifest`, with or without the rank.
+            obj_out: A tensor of the same shape to read into; another dtype is cast.
+            memory_budget_bytes: The most bytes of buffers besides the result. One chunk is always
+                allowed.
+            index: Ints, slices and ``...``, as in ``tensor[index]``. Only the chunks that hold
+                selected elements are read.
             allow_pickle: As for :meth:`restore`.
 
         Raises:
-            EntryNotFoundError: There is no such path; names the nearest.
+            EntryNotFoundError: There is no entry of this path. The error names the nearest one.
             MismatchError: ``obj_out`` has another shape.
             DamagedError: Stored bytes are missing or damaged.
         """
@@ -327,9 +320,10 @@ class Snapshot:
 
     @calls.named("get_manifest()")
     def get_manifest(self) -> EntriesByPath:
-        """Return all entries by path, ``<rank>/<key>/<path>``: a dict that knows whose each is.
+        """Return all entries by path, ``<rank>/<key>/<path>``.
 
-        ``get_manifest().is_global(path)`` says whether an entry is everyone's, or its rank's own.
+        ``get_manifest().is_global(path)`` says whether any rank can restore an entry, or only the
+        one that its path begins with.
         """
         contents = self.contents
         with contents.reading():
@@ -342,62 +336,61 @@ class Snapshot:
         """Return the state that was taken under a key of the app state, in new memory.
 
         Raises:
-            EntryNotFoundError: There is no such key.
+            EntryNotFoundError: The app state had no such key.
         """
         from casnap.state.containers import component_of
 
         state: dict[str, Any] = self.read_object(component_of(key), allow_pickle=allow_pickle)
         return state
 
-    # --- what is known ---
+    # --- properties ---
 
     @property
     def store(self) -> Store:
-        """The store that it is in."""
+        """The store that holds the snapshot."""
         return self._opened.store
 
     @property
     def path(self) -> str:
-        """Where it is: the store's URI and the name."""
+        """The URI of the store, then the name of the snapshot."""
         return f"{self._opened.uri}/{self.name}"
 
     @property
     def metadata(self) -> SnapshotMetadata:
-        """Version, world size, manifest and the user's own metadata."""
+        """The version, the world size, the manifest and the user's own metadata."""
         return SnapshotMetadata(self, __version__)
 
     @property
     def commit_id(self) -> str:
-        """What tells this snapshot from any other, 32 hex digits."""
+        """The id of the commit: 32 hex digits. Every snapshot has another one."""
         return self.row.commit.hex()
 
     @property
     def seq(self) -> int:
-        """The number of the root that it was committed by."""
+        """The number of the root that the take committed."""
         return self.row.seq
 
     @property
     def time(self) -> float:
-        """When it was committed: seconds since the epoch, by the writer's clock."""
+        """The time of the commit: seconds since the epoch, by the writer's clock."""
         return self.row.time
 
     @property
     def world_size(self) -> int:
-        """The ranks that took it."""
+        """The number of ranks that took the snapshot."""
         return self.row.world_size
 
     @property
     def stats(self) -> Stats:
-        """Logical bytes, new bytes, entries and seconds of the take."""
+        """The logical bytes, new bytes, entries and seconds of the take."""
         return self.row.stats
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The tags that it has."""
+        """The tags of the snapshot."""
         return self.row.tags
 
     def __repr__(self) -> str:
-        """Say where it is."""
         return f"Snapshot({self.path!r})"
 
 
@@ -412,17 +405,17 @@ class PendingSnapshot:
 
     @property
     def path(self) -> str:
-        """Where it will be."""
+        """The path that the snapshot will have."""
         return f"{self._opened.uri}/{self._name}"
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the take has ended, with success or with an error."""
         return self._take.done()
 
     def wait(self) -> Snapshot:
-        """Wait until it is durable, and return it.
+        """Wait until the snapshot is durable, and return it.
 
         Raises:
-            CasnapError: What went wrong; nothing was committed.
+            CasnapError: The take failed; nothing was committed.
         """
         return Snapshot(Found(self._opened, self._name, self._take.wait()), self._pg)

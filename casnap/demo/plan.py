@@ -1,4 +1,4 @@
-"""What a demo is to do."""
+"""The settings of one run of the demo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from casnap.errors import CasnapError
 
-# More would hardly be faster for so small a model, and slower where cores are shared.
+# With more threads, so small a model hardly trains faster, and slower where cores are shared.
 THREADS = 1
 
 
@@ -18,7 +18,7 @@ class DemoError(CasnapError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a training process is to do.
+    """The settings of a training process.
 
     Attributes:
         store: The store's folder.
@@ -78,15 +78,15 @@ def next_run(folder: Path) -> int:
     """Return the number of the first run that ``folder`` does not hold yet.
 
     Raises:
-        DemoError: Something else is there.
+        DemoError: The folder is a file, or holds something other than a store.
     """
     if not folder.exists():
         return 1
     if not folder.is_dir():
-        text = f"{folder} is not a folder; name a new one"
-        raise DemoError(text)
+        raise DemoError(f"{folder} is not a folder; name a new one")
     if not folder.joinpath("casnap.json").exists() and any(folder.iterdir()):
-        text = f"{folder} holds something else than a casnap store; name a new or an empty folder"
-        raise DemoError(text)
+        raise DemoError(
+            f"{folder} holds something else than a casnap store; name a new or an empty folder"
+        )
     found = (re.fullmatch(r"run(\d+)", path.name) for path in folder.iterdir())
     return max((int(match[1]) for match in found if match), default=0) + 1

@@ -1,4 +1,4 @@
-"""Processes that train: run to the end, or killed on the way."""
+"""The training processes of the demo: run to the end, or killed on the way."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from casnap.demo.screen import Event, Screen
 
 @dataclass
 class Outcome:
-    """What one training process told before it ended or was killed.
+    """What one training process reported before it ended or was killed.
 
     Attributes:
         rows: The takes that were also saved by ``torch.save``.
-        losses: The loss of each step of the fine-tuning, by its number.
-        taken: The step of the newest snapshot that a take has returned.
+        losses: The loss of each step of the fine-tuning, by the number of the step.
+        taken: The step of the last take that returned.
         last: The last event.
-        restored: The event of the restore that it began with, if it did.
+        restored: The event of the restore at the beginning, if there was one.
     """
 
     rows: list[Event] = field(default_factory=list)
@@ -39,9 +39,9 @@ class Outcome:
 
 @contextmanager
 def training_process(plan: Plan) -> Iterator[subprocess.Popen[str]]:
-    """Start a training process; on the way out none is left."""
+    """Start a training process; on the way out, end it if it still runs."""
     command = [sys.executable, "-m", "casnap.demo.training", json.dumps(asdict(plan))]
-    # In a session of its own, so that Ctrl-C is answered once, and here.
+    # In a session of its own, so that only this process gets Ctrl-C.
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -53,7 +53,7 @@ def training_process(plan: Plan) -> Iterator[subprocess.Popen[str]]:
 
 
 def events(process: subprocess.Popen[str]) -> Iterator[Event]:
-    """Yield what a process tells until it ends; a line cut short by its end is left out."""
+    """Yield the events of a process until it ends, except a line that its end has cut off."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.endswith("\n"):
@@ -61,7 +61,7 @@ def events(process: subprocess.Popen[str]) -> Iterator[Event]:
 
 
 def note(outcome: Outcome, event: Event) -> None:
-    """Add an event to what is known of a process."""
+    """Record an event of a process."""
     outcome.last = event
     match event["event"]:
         case "taken":
@@ -78,7 +78,7 @@ def train(plan: Plan, screen: Screen) -> Outcome:
     """Run a training process to its end.
 
     Raises:
-        DemoError: It failed.
+        DemoError: The process failed.
     """
     outcome = Outcome()
     with training_process(plan) as process:
@@ -87,16 +87,17 @@ def train(plan: Plan, screen: Screen) -> Outcome:
             screen.show(event, plan)
     screen.status("")
     if process.returncode != 0 or outcome.last.get("event") != "done":
-        text = f"the training process failed (exit status {process.returncode}); see above"
-        raise DemoError(text)
+        raise DemoError(
+            f"the training process failed (exit status {process.returncode}); see above"
+        )
     return outcome
 
 
 def train_and_kill(plan: Plan, screen: Screen) -> Outcome:
-    """Run a training process and kill it by SIGKILL at some moment about half-way.
+    """Run a training process and kill it by SIGKILL at a random moment about half-way.
 
     Raises:
-        DemoError: It ended before that.
+        DemoError: The process ended before that.
     """
     takes = plan.steps // plan.take_every
     victim = random.randint(max(2, takes // 3), max(2, takes * 2 // 3)) * plan.take_every
@@ -118,16 +119,17 @@ def train_and_kill(plan: Plan, screen: Screen) -> Outcome:
     screen.status("")
     if process.returncode != -signal.SIGKILL:
         status = f"exit status {process.returncode}"
-        text = f"the training process ended before it was killed ({status}); see above"
-        raise DemoError(text)
+        raise DemoError(f"the training process ended before it was killed ({status}); see above")
     return outcome
 
 
 def kill_delay(began: list[float], rows: list[Event]) -> float:
-    """Choose a moment after the start of a take: half of the time within it, else up to the next.
+    """Choose when to kill, in seconds after the start of a take.
+
+    In half of the cases this is within the take, in the others before the next take begins.
 
     Args:
-        began: When takes began, in seconds; the last of them has just begun.
+        began: The times at which takes began. The last one has just begun.
         rows: The takes that are complete.
     """
     take_seconds = statistics.median(row["seconds"] for row in rows)
@@ -136,7 +138,7 @@ def kill_delay(began: list[float], rows: list[Event]) -> float:
 
 
 def moment(event: Event) -> str:
-    """Say what a process was doing when it was killed, by its last event."""
+    """Return what a process was doing when it was killed, by its last event."""
     match event["event"]:
         case "taking":
             return f"in the middle of the take of {event['name']}"
@@ -149,10 +151,10 @@ def moment(event: Event) -> str:
 
 
 def differences(killed: Outcome, resumed: Outcome, whole: Outcome) -> list[str]:
-    """Compare the run that was killed and resumed to the one that ran through, bit for bit.
+    """Compare the run that was killed and resumed with the one that ran through, bit for bit.
 
     Returns:
-        A line for each difference; empty when there is none.
+        A line for each difference.
     """
     lines = []
     if resumed.restored is None or resumed.restored["step"] < killed.taken:

@@ -1,4 +1,4 @@
-"""Lines for the user."""
+"""The lines that the demo shows to the user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from casnap.demo.plan import Plan
 from casnap.runtime.sizes import size
 
 Event = dict[str, Any]
-"""What a training process tells: ``event`` says what happened."""
+"""A message of a training process; its key ``event`` says what happened."""
 HEADER = (
     f"  {'snapshot':<16}{'trained':<10}{'loss':>7}{'logical':>11}{'new':>11}{'casnap':>10}"
     f" | {'torch.save':>10}"
@@ -19,7 +19,7 @@ HEADER = (
 
 
 class Screen:
-    """Lines for the user, and on a terminal one line that tells what goes on right now."""
+    """Prints lines for the user, and on a terminal a status line below them."""
 
     def __init__(self, *, silent: bool) -> None:
         """Write to stdout, or nowhere if ``silent``."""

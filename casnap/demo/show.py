@@ -23,7 +23,7 @@ def perform(plan: Plan, screen: Screen) -> dict[str, Any]:
     """Train, kill, resume, compare.
 
     Returns:
-        What happened, for ``--json``.
+        The results, for ``--json``.
     """
     screen.say("\n1. A base model is trained on Python's sources, then fine-tuned on its manual:")
     screen.say("   adapters on a frozen backbone, then all weights; a take every few steps.")
@@ -54,7 +54,7 @@ def perform(plan: Plan, screen: Screen) -> dict[str, Any]:
 
 
 def show_store(plan: Plan, screen: Screen) -> None:
-    """Read one tensor, and look at the store by commands."""
+    """Read one tensor, and run commands that show the store."""
     run, every = f"{plan.store.rstrip('/')}/{plan.run}", plan.take_every
     first, second, last = (f"{run}/step_{take * every:04d}" for take in (1, 2, plan.steps // every))
     screen.say("\n4. One tensor is read; only its chunks are touched:\n")
@@ -71,7 +71,7 @@ def show_store(plan: Plan, screen: Screen) -> None:
 
 
 def _as_typed() -> str:
-    """Return what the user types to run casnap: its path where it is not on the PATH."""
+    """Return the command that runs casnap: with its path where it is not on the PATH."""
     here = Path(sys.argv[0])
     if here.name != "casnap" or shutil.which("casnap") is not None:
         return "casnap"
@@ -79,7 +79,7 @@ def _as_typed() -> str:
 
 
 def say_totals(rows: list[Event], screen: Screen) -> None:
-    """Say what casnap and ``torch.save`` wrote, in each phase and in all."""
+    """Show how much casnap and ``torch.save`` wrote, for each phase and in all."""
     screen.say()
     for phase in ("base", "adapters", "all", None):
         chosen = [row for row in rows if phase in (row["phase"], None)]
@@ -99,7 +99,7 @@ def say_totals(rows: list[Event], screen: Screen) -> None:
 
 
 def say_verdict(resumed: Outcome, different: list[str], screen: Screen) -> None:
-    """Say whether the two runs are equal."""
+    """Show whether the two runs are equal."""
     if not different:
         count = len(resumed.last["losses"])
         screen.say(f"  {count} of {count} losses are equal bit for bit, and so are the final")
@@ -119,10 +119,10 @@ def show_command(arguments: list[str], screen: Screen) -> None:
 
 
 def show_output(name: str, command: list[str], screen: Screen) -> None:
-    """Run a command and show the first and the last lines of what it prints.
+    """Run a command and show the first and the last lines of its output.
 
     Raises:
-        DemoError: It failed.
+        DemoError: The command failed.
     """
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = done.stdout.splitlines()
@@ -133,12 +133,11 @@ def show_output(name: str, command: list[str], screen: Screen) -> None:
     for line in lines:
         screen.say(line)
     if done.returncode != 0:
-        text = f"`{name}` failed (exit status {done.returncode}); see above"
-        raise DemoError(text)
+        raise DemoError(f"`{name}` failed (exit status {done.returncode}); see above")
 
 
 def show_read(path: str, screen: Screen) -> None:
-    """Read one tensor of the snapshot at ``path`` in a new process, by code that is shown."""
+    """Read one tensor of the snapshot at ``path`` in a new process, and show the code."""
     code = f"""\
 import time, torch
 from casnap import Snapshot

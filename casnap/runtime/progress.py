@@ -1,4 +1,4 @@
-"""How long work tells what it is doing."""
+"""The callback by which long operations report their progress."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ Progress = Callable[[str, int, int], None]
 
 
 def told_what(progress: Callable[..., None] | None) -> Progress | None:
-    """Return a callback that is told what is being done, also for one that is told only how much.
+    """Return a callback of three arguments for one of three, or of two.
 
-    Callbacks of takes and restores had two arguments once: they go on to work, with a warning that
-    names the line that called the method (decorated by ``calls.named``) that calls this.
+    The callbacks of takes and restores used to have two arguments: how much is done, and how much
+    there is. Such a callback still works, with a warning.
     """
     if progress is None or not _wants_two(progress):
         return progress
     warnings.warn(
-        "progress= with two arguments will not work any more: it is called with three, what is "
-        "being done, how much is done and how much there is",
+        "a progress= with two arguments is deprecated; it is called with three: what is being "
+        "done, how much is done, how much there is",
         DeprecationWarning,
-        stacklevel=4,
+        stacklevel=4,  # the caller of the public method, which `calls.named` wraps
     )
     return lambda _, done, total: progress(done, total)
 

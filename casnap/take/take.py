@@ -47,7 +47,11 @@ _FENCED_TRIES = 5
 
 @dataclass(frozen=True)
 class TakeOptions:
-    """How to take; see :meth:`casnap.Store.take`."""
+    """How to take. :meth:`casnap.Snapshot.take` describes the options.
+
+    Attributes:
+        codec: How new chunks are stored; the store chooses it.
+    """
 
     metadata: Mapping[str, Any] | None = None
     overwrite: bool = False

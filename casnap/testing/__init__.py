@@ -1,8 +1,8 @@
-"""For those who write a backend, or test against a failing one.
+"""Tools to test a backend, and to test against one that fails.
 
-- :class:`FaultyBackend` wraps any backend and makes it fail as it is told by :class:`Fault`.
-- ``casnap.testing.backend_suite`` has tests, for pytest, that every backend must pass; it says
-  how to run them on a backend of one's own.
+- :class:`FaultyBackend` wraps a backend and makes its calls fail as each :class:`Fault` says.
+- ``casnap.testing.backend_suite`` holds the tests, for pytest, that every backend must pass. Its
+  docstring says how to run them on your own backend.
 
 ``casnap.Store(backend)`` opens a store on any backend, a faulty one too.
 """
@@ -62,19 +62,19 @@ __all__ = [
 
 
 if "pytest" in sys.modules:
-    # So that a test of the suite that fails shows what it compared.
+    # A failing test of the suite then shows the values that it compared.
     sys.modules["pytest"].register_assert_rewrite("casnap.testing.backend_suite")
 
 
 def open_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE) -> Store:
-    """Open the store that lies at a backend, as ``casnap.Store(backend)`` does: use that.
+    """Open the store on a backend. Deprecated: use ``casnap.Store(backend)``.
 
     Args:
-        backend: Where to; all that the store does goes through it.
+        backend: The backend that holds the store, or will hold a new one.
         chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
     """
     warnings.warn(
-        "casnap.testing.open_store(backend) will go: casnap.Store(backend) does the same",
+        "casnap.testing.open_store(backend) is deprecated; use casnap.Store(backend)",
         DeprecationWarning,
         stacklevel=2,
     )

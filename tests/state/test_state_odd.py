@@ -95,7 +95,7 @@ def test_namedtuples_whose_class_is_gone(store, monkeypatch):
     snapshot = store.take({"s": StateDict(g=Gone((1, 2)))}, "gone")
     assert type(snapshot.read_object("s/g")) is Gone
     monkeypatch.delattr(sys.modules[__name__], "Gone")
-    with pytest.raises(UnsupportedTypeError, match="import tests[.]state[.]test_state_odd first"):
+    with pytest.raises(UnsupportedTypeError, match=r"import tests\.state\.test_state_odd first"):
         snapshot.read_object("s/g")
 
 

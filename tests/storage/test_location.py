@@ -57,6 +57,22 @@ def test_the_parent_becomes_a_store(tmp_path: Path) -> None:
     assert names(Store(tmp_path / "run", create=False)) == ["step_1", "step_2"]
 
 
+def test_a_snapshot_knows_its_store(tmp_path: Path) -> None:
+    class Mine(Store):
+        """A store of the user's own kind."""
+
+    store = Mine(tmp_path / "run")
+    taken = store.take(LARGE, "step_1")
+    pending = store.async_take(LARGE, "step_2")
+    given = Snapshot("step_1", store=store)
+    for snapshot in (taken, pending.wait(), given, store["step_1"], *store.snapshots()):
+        assert snapshot.store is store
+    opened = Snapshot(tmp_path / "run/step_1")
+    assert type(opened.store) is Store
+    assert opened.store is opened.store["step_2"].store
+    assert opened.store.uri == store.uri
+
+
 def test_the_nearest_store_above_is_used(tmp_path: Path) -> None:
     outer = Store(tmp_path)
     inner = find(tmp_path / "x/y/step", None, None, create=True)[0].store

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 from pathlib import Path
@@ -54,6 +55,7 @@ OPERATORS = (
 )
 
 
+@functools.cache
 def public_face() -> dict[str, Any]:
     """Return what users of casnap, and of its command, may rely on."""
     examples = _examples()
