@@ -1,4 +1,4 @@
-"""An app state at one moment: its leaves, and which of them hold the same memory."""
+"""An app state at one moment: its leaves, and which of them are the same memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from casnap.format.records import INLINE_BYTES, MAX_PATH_CHARS
 from casnap.format.region import Region
 from casnap.format.tiling import Tiling
 from casnap.runtime.buffers import bytes_at
+from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
 from casnap.state.containers import component_of
 from casnap.state.cuda import synchronize
 from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards
-from casnap.state.stateful import RNGState, Stateful, random_states_first
+from casnap.state.stateful import RNGState, Stateful, random_states_first, same_random_state
 from casnap.state.tensors import Leaf, as_copyable, is_numpy, itemsize_of
-from casnap.take.staging import CellPart, Piece, Source, piece_of_part, pieces_between, pieces_of
+from casnap.take.staging import (
+    CellPart,
+    Piece,
+    Source,
+    piece_of_part,
+    pieces_between,
+    pieces_of,
+)
 
 
 class KeySpan(NamedTuple):
@@ -31,7 +39,7 @@ class KeySpan(NamedTuple):
         per_rank: Whether they belong to their rank alone, whatever they hold.
         component: The key, as a path component.
         start: The first leaf.
-        stop: One past the last.
+        stop: One past the last leaf.
     """
 
     per_rank: bool
@@ -41,13 +49,13 @@ class KeySpan(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """What this rank hashes of a leaf that others hold too, or hold pieces of.
+    """What this rank hashes of a leaf that other ranks hold too, or hold pieces of.
 
     Attributes:
-        grid: How the whole leaf is cut.
-        runs: First cell, and one past the last, of those that are hashed from its memory.
-        parts: Parts of cells, and whom they go to, which may be this rank.
-        assembled: The cells that this rank puts together and hashes.
+        grid: How the whole leaf is cut into cells.
+        runs: Runs of whole cells to hash: the first cell, and one past the last.
+        parts: Parts of cells to send: the cell, and the part. The receiver may be this rank.
+        assembled: The cells that this rank puts together from parts and hashes.
     """
 
     grid: Grid | Tiling
@@ -56,26 +64,42 @@ class Assignment(NamedTuple):
     assembled: list[int]
 
 
+def capture_state(
+    app_state: Mapping[str, Stateful], chunk_size: int, *, allow_pickle: bool
+) -> Capture:
+    """Capture an app state; reading it leaves the random state as it was before."""
+    random = [s for s in app_state.values() if isinstance(s, RNGState)]
+    states = [s.state_dict() for s in random]
+    try:
+        with collector_paused():
+            return Capture(app_state, chunk_size, allow_pickle=allow_pickle)
+    finally:
+        # Set it back at once, and only if it has changed: else the numbers that other threads draw
+        # meanwhile would be drawn twice.
+        for state, before in zip(random, states, strict=True):
+            if not same_random_state(state.state_dict(), before):
+                state.load_state_dict(before)
+
+
 class Capture:
-    """The leaves of an app state; tensors are referred to, all else is encoded.
+    """The leaves of an app state. Tensors are referenced; all other values are encoded.
 
     Args:
-        app_state: Key → what has ``state_dict`` and ``load_state_dict``.
+        app_state: Key → a value with ``state_dict`` and ``load_state_dict``.
         chunk_size: The store's, in bytes.
-        allow_pickle: Whether what has no safe encoding may be pickled.
+        allow_pickle: Whether values without a safe encoding may be pickled.
 
     Attributes:
         leaves: All leaves, in order.
-        spans: Which of them belong to which key.
-        grids: The grid of each leaf; None where it has no chunks, or is sharded.
+        spans: Which leaves belong to which key.
+        grids: The grid of each leaf that this rank hashes as a whole; None for other leaves.
         inline: The bytes of small leaves that are not sharded.
         same_as: Leaf → an earlier leaf that is the same memory seen the same way.
-        assigned: Leaf → what of it this rank hashes, where that is not all.
-        logical_bytes: The bytes of all leaves.
+        assigned: Leaf → what of it this rank hashes, where other ranks hold it too.
 
     Raises:
         NotStatefulError: A value lacks one of the two methods.
-        UnsupportedTypeError: A value can't be stored.
+        UnsupportedTypeError: A value cannot be stored.
     """
 
     def __init__(
@@ -89,16 +113,15 @@ class Capture:
             state = stateful.state_dict()
             with plain():
                 self.leaves.extend(flatten(state, component, allow_pickle=allow_pickle))
-            private = isinstance(stateful, RNGState)
-            self.spans.append(KeySpan(private, component, start, len(self.leaves)))
+            per_rank = isinstance(stateful, RNGState)
+            self.spans.append(KeySpan(per_rank, component, start, len(self.leaves)))
         self.grids: list[Grid | None] = []
         self.assigned: dict[int, Assignment] = {}
         self.inline: dict[int, bytes] = {}
         self.same_as: dict[int, int] = {}
-        self.logical_bytes = 0
         with plain():
             self._index_leaves(chunk_size)
-            # Other threads copy from the GPU: what the caller has begun there must have ended.
+            # Other threads copy from the GPU, so what the caller has begun there must end first.
             synchronize(t for x in self.leaves for t in getattr(x.content, "tensors", [x.content]))
 
     def _index_leaves(self, chunk_size: int) -> None:
@@ -109,12 +132,10 @@ class Capture:
                     f"{leaf.path[:80]}…: a path of {len(leaf.path):,} characters is too long; "
                     f"keys are names, of at most {MAX_PATH_CHARS:,} characters in all"
                 )
-            nbytes = payload_of(leaf.entry).nbytes
-            self.logical_bytes += nbytes
             if isinstance(leaf.content, Shards):
                 self.grids.append(None)
                 continue
-            if nbytes <= INLINE_BYTES:
+            if payload_of(leaf.entry).nbytes <= INLINE_BYTES:
                 self.inline[i] = _small_bytes(leaf.content)
                 self.grids.append(None)
                 continue
@@ -134,9 +155,17 @@ class Capture:
         """Whether any leaf is a sharded tensor."""
         return any(isinstance(leaf.content, Shards) for leaf in self.leaves)
 
+    def assign(self, assigned: dict[int, Assignment]) -> None:
+        """Hash only these parts of the leaves that other ranks hold too."""
+        self.assigned = assigned
+        for i in assigned:
+            self.grids[i] = None
+        # A leaf of the same memory as one of these is hashed by itself.
+        self.same_as = {i: first for i, first in self.same_as.items() if first not in assigned}
+
     def bytes_to_hash(self) -> int:
-        """Return the bytes that this rank hashes."""
-        whole = (sum(grid.sizes()) for _, grid in self._whole())
+        """Return how many bytes this rank hashes."""
+        whole = (payload_of(self.leaves[i].entry).nbytes for i, _ in self._whole())
         cells = (
             a.grid.cell_bytes(cell)
             for a in self.assigned.values()
@@ -144,20 +173,16 @@ class Capture:
         )
         return sum(whole) + sum(cells)
 
-    def untie(self) -> None:
-        """Hash what is the same memory as a leaf that others hash too by itself."""
-        self.same_as = {i: first for i, first in self.same_as.items() if first not in self.assigned}
-
     def drop_tensors(self) -> None:
-        """Keep the description alone: the bytes are copied, and the tensors may go."""
+        """Keep only the paths and entries: the bytes have been copied."""
         self.leaves = [Leaf(path, entry, b"") for path, entry, _ in self.leaves]
 
     def pieces(self, share: float = 0.0) -> Iterator[Piece]:
         """Yield the bytes that this rank hashes, each memory once; parts of cells come first.
 
         Args:
-            share: Of what this rank hashes all of, where to begin: ranks that hold the same each
-                come first to another part of it, which is then theirs to write.
+            share: Where to begin with the leaves that this rank hashes as a whole, from 0 to 1.
+                Ranks that hold equal leaves begin at different ones, and so write different ones.
         """
         for i, assignment in self.assigned.items():
             for cell, part in assignment.parts:
@@ -175,12 +200,12 @@ class Capture:
             yield from pieces_between(i, self._sources(i)[0], grid, 0, cell)
 
     def _whole(self) -> list[tuple[int, Grid]]:
-        """Return the leaves that this rank hashes all of, and their grids."""
+        """Return the leaves that this rank hashes as a whole, and their grids."""
         grids = enumerate(self.grids)
         return [(i, grid) for i, grid in grids if grid is not None and i not in self.same_as]
 
     def _starting_point(self, whole: list[tuple[int, Grid]], share: float) -> tuple[int, int]:
-        """Return which of some leaves lies at a share of their bytes, and which cell of it."""
+        """Return the leaf, and the cell of it, at a share of the bytes of some leaves."""
         sizes = [payload_of(self.leaves[i].entry).nbytes for i, _ in whole]
         start = share * sum(sizes)
         for number, nbytes in enumerate(sizes):
@@ -195,7 +220,7 @@ class Capture:
     def _pieces_between(self, leaf: int, first: int, stop: int) -> Iterator[Piece]:
         grid = self.assigned[leaf].grid
         while first < stop:
-            # Of a rank's several boxes, each may hold some of the cells.
+            # The cells may lie in several boxes of this rank.
             source = self._source(leaf, grid.region(first))
             end = first + 1
             while end < stop and _holds(source.region, grid.region(end)):
@@ -204,7 +229,7 @@ class Capture:
             first = end
 
     def _source(self, leaf: int, region: Region) -> Source:
-        """Return where the elements of a box are."""
+        """Return the source that holds a box."""
         return next(s for s in self._sources(leaf) if _holds(s.region, region))
 
     def _sources(self, leaf: int) -> list[Source]:

@@ -1,4 +1,4 @@
-"""One commit for many ranks: rank 0 puts the root, for what all others hand over to it."""
+"""One commit for all ranks: rank 0 puts the root, the others hand over what they wrote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from casnap.backends import Backend
 from casnap.errors import FencedError, RankError, StoreError
-from casnap.format.records import Row, SegmentId, encode, pack_key, segment_key
+from casnap.format.records import Row, SegmentId, pack_key, segment_key
 from casnap.ranks.comm import Comm
 from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
 from casnap.storage.commit import Handover, Partners, Transaction
@@ -19,37 +19,63 @@ _log = logging.getLogger("casnap")
 
 
 class _Instruction(msgspec.Struct, array_like=True):
-    """What rank 0 tells the others while it commits: one of these."""
+    """What rank 0 tells the other ranks while it commits: one of these.
+
+    Attributes:
+        move: Move what you wrote to names under this root, and hand over again.
+        error: The commit failed.
+        row: The commit is done.
+    """
 
     move: int | None = None
     error: ErrorText | None = None
     row: Row | None = None
 
 
-def commit_as_rank_0(
-    comm: Comm, transaction: Transaction, publish: Callable[[Partners], Row]
+def commit_together(
+    comm: Comm,
+    backend: Backend,
+    transaction: Transaction,
+    publish: Callable[[Partners], Row],
+    find: Callable[[bytes], Row | None],
 ) -> Row:
-    """Commit for all ranks, as rank 0.
+    """Commit what all ranks wrote, and return the row. A single process is rank 0 of one.
 
     Args:
         comm: The ranks.
+        backend: Where they wrote.
         transaction: What this rank wrote.
-        publish: Commits it and what the partners wrote, and returns the row.
+        publish: Called on rank 0: commits, with what the partners wrote, and returns the row.
+        find: Returns the row of this take if the store has it, given the commit id.
+
+    Raises:
+        FencedError: Something that a rank wrote, or relied on, is gone.
+        RankError: Another rank failed, died or hangs.
     """
+    if comm.rank == 0:
+        return _lead(comm, backend, transaction, publish)
+    return _follow(comm, transaction, find)
+
+
+def _lead(
+    comm: Comm, backend: Backend, transaction: Transaction, publish: Callable[[Partners], Row]
+) -> Row:
     comm.broadcast(transaction.commit)
 
     def move(seq: int) -> list[Handover]:
-        comm.broadcast(encode(_Instruction(move=seq)))
+        comm.broadcast_message(_Instruction(move=seq), _Instruction)
         return _handovers(comm)
 
     try:
-        row = publish(Partners(_handovers(comm), move, comm.check_not_abandoned))
+        partners = Partners(_handovers(comm), move, comm.check_not_abandoned)
+        _check_written(backend, partners)
+        row = publish(partners)
     except Exception as e:
         if not comm.ended and not transaction.may_stand:
-            comm.broadcast(encode(_Instruction(error=error_text(e))))
+            comm.broadcast_message(_Instruction(error=error_text(e)), _Instruction)
         raise
     try:
-        comm.broadcast(encode(_Instruction(row=row)))
+        comm.broadcast_message(_Instruction(row=row), _Instruction)
     except RankError as e:
         _log.warning("it is committed, but not all ranks hear of it: %s", e)
     return row
@@ -59,58 +85,20 @@ def _handovers(comm: Comm) -> list[Handover]:
     """Return what the other ranks hand over.
 
     Raises:
-        FencedError: What one wrote, or relied on, is gone; all take again.
+        FencedError: Something that a rank wrote, or relied on, is gone; all ranks take again.
     """
-    handovers = [msgspec.msgpack.decode(part, type=Handover) for part in comm.gather(b"")[1:]]
+    handovers = comm.gather_messages(Handover(b"", 0, 0), Handover)[1:]
     for handover in handovers:
         if handover.fenced:
             raise FencedError(handover.fenced)
     return handovers
 
 
-def commit_through_rank_0(
-    comm: Comm, transaction: Transaction, look: Callable[[bytes], Row | None]
-) -> Row:
-    """Hand over what this rank wrote, and do what rank 0 says until it has committed.
-
-    Args:
-        comm: The ranks.
-        transaction: What this rank wrote.
-        look: Returns the row in the store of a take, given its commit id, if it is there.
-    """
-    commit = bytes(comm.broadcast())
-    handover = _unless_fenced(partial(transaction.hand_over, comm.size))
-    try:
-        while True:
-            comm.gather(encode(handover))
-            order = msgspec.msgpack.decode(comm.broadcast(), type=_Instruction)
-            if order.move is None:
-                break
-            handover = _unless_fenced(partial(transaction.move, order.move, comm.size))
-    except RankError as e:
-        ended = 0 not in e.ranks and comm.await_end(0)
-        row = look(commit)
-        if row is not None:
-            return row
-        if ended:
-            raise
-        raise RankError(
-            f"{e}. When this rank looked, the snapshot was not in the store; if rank 0 lives, it "
-            "may still commit it",
-            e.ranks,
-        ) from e
-    if order.error is not None:
-        transaction.withdraw()
-        raise error_of_ranks(comm.operation, {0: order.error})
-    assert order.row is not None
-    return order.row
-
-
-def check_written(backend: Backend, partners: Partners) -> None:
-    """Check that what the other ranks say that they wrote is there, for this rank as well.
+def _check_written(backend: Backend, partners: Partners) -> None:
+    """Check that rank 0 sees the files that the other ranks wrote.
 
     Raises:
-        StoreError: It is not: they write somewhere else, to a copy of the store for example.
+        StoreError: It does not: they write to another storage, such as a copy of the store.
     """
     ends = {pack_key(pack): 0 for pack in partners.packs}
     ends |= {segment_key(SegmentId(ref.id)): 0 for ref in partners.segments}
@@ -127,7 +115,38 @@ def check_written(backend: Backend, partners: Partners) -> None:
             )
 
 
+def _follow(comm: Comm, transaction: Transaction, find: Callable[[bytes], Row | None]) -> Row:
+    """Hand over what this rank wrote, and do what rank 0 says until it has committed."""
+    commit = bytes(comm.broadcast())
+    handover = _unless_fenced(partial(transaction.hand_over, comm.size))
+    try:
+        while True:
+            comm.gather_messages(handover, Handover)
+            instruction = comm.broadcast_message(None, _Instruction)
+            if instruction.move is None:
+                break
+            handover = _unless_fenced(partial(transaction.move, instruction.move, comm.size))
+    except RankError as e:
+        ended = 0 not in e.ranks and comm.await_end(0)
+        row = find(commit)
+        if row is not None:
+            return row
+        if ended:
+            raise
+        raise RankError(
+            f"{e}. When this rank looked, the snapshot was not in the store; if rank 0 lives, it "
+            "may still commit it",
+            e.ranks,
+        ) from e
+    if instruction.error is not None:
+        transaction.withdraw()
+        raise error_of_ranks(comm.operation, {0: instruction.error})
+    assert instruction.row is not None
+    return instruction.row
+
+
 def _unless_fenced(hand_over: Callable[[], Handover]) -> Handover:
+    """Return what this rank hands over; if some of it is gone, a handover that says so."""
     try:
         return hand_over()
     except FencedError as e:

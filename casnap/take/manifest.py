@@ -1,14 +1,14 @@
-"""Which entries are everyone's, and the tree that they and those of each rank make up.
+"""The manifest of a take: which entries are global, which belong to one rank, and their trees.
 
 An entry is *global* if it is sharded, declared as replicated, or equal on every rank, which its
-digest tells. All else belongs to its rank. Digests of a path go to the path's owner, which knows
-what is to be known of it; only finished entries come to rank 0.
+digest tells. All other entries belong to their ranks. Each path has an owner among the ranks, which
+gets the digests of its cells and makes its entry; rank 0 gets finished entries only.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from math import prod
 from operator import add
@@ -31,33 +31,22 @@ from casnap.format.records import INLINE_BYTES, INLINE_DIGESTS, LIST_DIGESTS, en
 from casnap.ranks.comm import Comm
 from casnap.storage.tree import build
 from casnap.take.capture import Capture
-from casnap.take.division import NAMING_ADVICE, Division, equal_on_all_ranks, owner_of, path_part
+from casnap.take.division import Division
+from casnap.take.hashing import Digests
+from casnap.take.path_owner import NAMING_ADVICE, equal_on_all_ranks, owner_of, path_part
 from casnap.take.scopes import Scope
 
 Put = Callable[[bytes], Digest]
 """Stores a node and returns its digest."""
 
 
-class Digests(NamedTuple):
-    """What came of hashing.
-
-    Attributes:
-        whole: The digests of leaves that this rank hashed all of, by leaf.
-        cells: Of other leaves, the digest of each cell that it hashed, or its bytes where they
-            are to stand in the entry.
-    """
-
-    whole: dict[int, bytearray]
-    cells: dict[int, dict[int, bytes]]
-
-
 class BuiltManifest(NamedTuple):
-    """What rank 0 knows in the end.
+    """The manifest of a snapshot, as rank 0 has it.
 
     Attributes:
         manifest: The top of the tree.
-        logical_bytes: The bytes of all entries, each global one once.
-        entries: How many there are.
+        logical_bytes: The bytes of all entries, each global one counted once.
+        entries: The number of entries.
     """
 
     manifest: Manifest
@@ -66,169 +55,168 @@ class BuiltManifest(NamedTuple):
 
 
 class _Report(msgspec.Struct, array_like=True):
-    """What a rank tells the owner of paths: digests of cells, and how open leaves look."""
+    """What a rank tells the owner of some paths.
+
+    Attributes:
+        cells: Key, first cell and digests, of the cells that the rank hashed.
+        undecided: Key and digest of the entry, of leaves that may be equal on all ranks.
+    """
 
     cells: list[tuple[bytes, int, bytes]]
-    seen: list[tuple[bytes, bytes]]
+    undecided: list[tuple[bytes, bytes]]
 
 
 class _Contribution(msgspec.Struct, array_like=True):
-    """What a rank adds to the tree: entries by key and path below it, and subtrees of its own."""
+    """What a rank adds to the manifest.
 
-    entries: dict[str, list[tuple[str, Entry]]]
+    Attributes:
+        entries: Global entries, by key of the app state and path below it.
+        subtrees: Key → digest of the subtree of the rank's own entries.
+        logical_bytes: The bytes of the rank's own entries.
+        count: The number of own entries.
+    """
+
+    entries: dict[str, dict[str, Entry]]
     subtrees: dict[str, bytes]
     logical_bytes: int
     count: int
 
 
-def payload_for(nbytes: int, digests: bytes, put: Put) -> Payload:
-    """Return a payload of chunks; long lists of digests are stored as nodes of their own.
-
-    So an unchanged tensor costs one comparison.
-    """
-    depth = 0
-    while len(digests) > INLINE_DIGESTS * DIGEST_SIZE:
-        step = LIST_DIGESTS * DIGEST_SIZE
-        lists = [digests[at : at + step] for at in range(0, len(digests), step)]
-        digests, depth = b"".join(map(put, lists)), depth + 1
-    return Payload(nbytes, b"", digests, depth)
-
-
-def finished_entry(capture: Capture, hashed: Digests, leaf: int, put: Put) -> Entry:
-    """Return the finished entry of a leaf that this rank knows all of."""
-    entry = capture.leaves[leaf].entry
-    inline = capture.inline.get(leaf)
-    if inline is not None:
-        return with_payload(entry, Payload(len(inline), inline))
-    digests = hashed.whole[capture.same_as.get(leaf, leaf)]
-    return with_payload(entry, payload_for(payload_of(entry).nbytes, bytes(digests), put))
-
-
-def build_own_manifest(capture: Capture, hashed: Digests, put: Put) -> BuiltManifest:
-    """Return the tree of a single process: all is everyone's, but random states."""
-    top, private = Manifest({}, {"0": {}}), top_of(capture)
-    for span in capture.spans:
-        entries = {
-            capture.leaves[i].path[len(span.component) :]: finished_entry(capture, hashed, i, put)
-            for i in range(span.start, span.stop)
-        }
-        (top.ranks["0"] if span.per_rank else top.shared)[span.component] = build(entries, put)
-    return BuiltManifest(top, private, len(capture.leaves))
-
-
-def top_of(capture: Capture) -> int:
-    """Return the bytes of all leaves."""
-    return sum(payload_of(leaf.entry).nbytes for leaf in capture.leaves)
-
-
 def build_manifest(
-    comm: Comm, capture: Capture, division: Division, hashed: Digests, put: Put
+    comm: Comm, capture: Capture, division: Division, digests: Digests, put: Put
 ) -> BuiltManifest | None:
-    """Settle whose each entry is, and return the tree on rank 0.
+    """Settle which entries are global, store all trees, and return the manifest on rank 0.
 
     Raises:
         StateError: Ranks contradict each other.
     """
-    scopes, keys = list(division.scopes), division.keys
-    asked: list[list[int]] = [[] for _ in range(comm.size)]
-    for i, scope in enumerate(scopes):
-        if scope is Scope.UNDECIDED:
-            asked[owner_of(keys[i], comm.size)].append(i)
-    reports = comm.all_to_all(
-        [encode(report) for report in _reports(capture, hashed, division, asked)]
-    )
-    heard = [msgspec.msgpack.decode(report, type=_Report) for report in reports]
-    share = _Contribution({}, {}, 0, 0)
-    cells = _gathered(heard)
-    for path, entry in _sharded(division, cells, put).items():
-        _add(share, path, entry)
-    answers = comm.all_to_all(_answers(heard, division, capture))
-    for own, answer in zip(asked, answers, strict=True):
-        for i, is_global in zip(own, answer, strict=True):
-            scopes[i] = Scope.FROM_RANK_0 if is_global else Scope.PER_RANK
-            if is_global and owner_of(keys[i], comm.size) == comm.rank:
-                _add(share, capture.leaves[i].path, finished_entry(capture, hashed, i, put))
-    asked_open = {i for own in asked for i in own}
-    for i, scope in enumerate(scopes):
-        path = capture.leaves[i].path
-        mine = owner_of(keys[i], comm.size) == comm.rank
-        if scope is Scope.REPLICATED and mine:
-            _add(share, path, _replicated(capture, hashed, i, cells.get(keys[i], {}), put))
-        elif scope is Scope.FROM_RANK_0 and i not in asked_open and comm.rank == 0:
-            _add(share, path, finished_entry(capture, hashed, i, put))
-    _add_private(share, capture, scopes, hashed, put)
-    return _joined(comm.gather(encode(share)), put)
+    builder = _Builder(comm, capture, division, digests, put)
+    builder.settle_scopes()
+    contributions = comm.gather_messages(builder.contribution(), _Contribution)
+    if not contributions:
+        return None
+    return _joined(contributions, [span.component for span in capture.spans], put)
 
 
-def _reports(
-    capture: Capture, hashed: Digests, division: Division, asked: list[list[int]]
-) -> list[_Report]:
-    reports = [_Report([], []) for _ in asked]
-    for i, by_cell in hashed.cells.items():
-        key = division.keys[i]
-        cells = reports[owner_of(key, len(asked))].cells
-        cells += [(key, first, joined) for first, joined in _runs(by_cell)]
-    for report, own in zip(reports, asked, strict=True):
-        for i in own:
-            look = digest_of(encode(finished_entry(capture, hashed, i, digest_of)))
-            report.seen.append((division.keys[i], look))
-    return reports
+class _Builder:
+    """The part of one rank in the building of a manifest."""
+
+    def __init__(
+        self, comm: Comm, capture: Capture, division: Division, digests: Digests, put: Put
+    ) -> None:
+        self._comm = comm
+        self._capture = capture
+        self._division = division
+        self._digests = digests
+        self._put = put
+        self._scopes = list(division.scopes)
+        # As the owner of some paths: their cells, and the entries of those that are sharded.
+        self._cells: dict[bytes, dict[int, bytes]] = {}
+        self._sharded: dict[str, Entry] = {}
+
+    def settle_scopes(self) -> None:
+        """Bring the digests of each path to its owner, and learn which leaves are equal."""
+        comm, scopes, keys = self._comm, self._scopes, self._division.keys
+        undecided: list[list[int]] = [[] for _ in range(comm.size)]
+        for i, scope in enumerate(scopes):
+            if scope is Scope.UNDECIDED:
+                undecided[owner_of(keys[i], comm.size)].append(i)
+        reports = comm.exchange_messages(self._reports(undecided), _Report)
+        self._cells = _cells_by_key(reports)
+        self._sharded = _sharded_entries(self._division, self._cells, self._put)
+        answers = comm.all_to_all(_answers(reports, self._division))
+        for leaves, answer in zip(undecided, answers, strict=True):
+            for i, is_equal in zip(leaves, answer, strict=True):
+                scopes[i] = Scope.EQUAL if is_equal else Scope.PER_RANK
+
+    def _reports(self, undecided: list[list[int]]) -> list[_Report]:
+        """Return what each owner is told.
+
+        Args:
+            undecided: The undecided leaves of each owner.
+        """
+        keys = self._division.keys
+        reports = [_Report([], []) for _ in undecided]
+        for i, by_cell in self._digests.cells.items():
+            cells = reports[owner_of(keys[i], len(reports))].cells
+            cells += [(keys[i], first, joined) for first, joined in _runs(by_cell)]
+        for report, leaves in zip(reports, undecided, strict=True):
+            for i in leaves:
+                report.undecided.append((keys[i], digest_of(encode(self._entry(i, digest_of)))))
+        return reports
+
+    def contribution(self) -> _Contribution:
+        """Return what this rank adds to the manifest, once the scopes are settled."""
+        capture, scopes = self._capture, self._scopes
+        entries: dict[str, dict[str, Entry]] = {}
+        contribution = _Contribution(entries, {}, 0, 0)
+        for path, entry in self._sharded.items():
+            key, slash, below = path.partition("/")
+            entries.setdefault(key, {})[slash + below] = entry
+        for span in capture.spans:
+            own: dict[str, Entry] = {}
+            shared = entries.setdefault(span.component, {})
+            for i in range(span.start, span.stop):
+                if scopes[i] is Scope.PER_RANK:
+                    own[capture.leaves[i].path[len(span.component) :]] = self._entry(i, self._put)
+                elif self._contributes(i):
+                    entry = self._global_entry(i)
+                    shared[capture.leaves[i].path[len(span.component) :]] = entry
+            if own:
+                contribution.subtrees[span.component] = build(own, self._put)
+                contribution.logical_bytes += _nbytes(own)
+                contribution.count += len(own)
+        return contribution
+
+    def _contributes(self, leaf: int) -> bool:
+        """Whether it is this rank that adds the entry of a global leaf that is not sharded."""
+        scope, comm = self._scopes[leaf], self._comm
+        if scope is Scope.FROM_RANK_0:
+            return comm.rank == 0
+        if scope is Scope.SHARDED:
+            return False
+        return owner_of(self._division.keys[leaf], comm.size) == comm.rank
+
+    def _global_entry(self, leaf: int) -> Entry:
+        capture = self._capture
+        if self._scopes[leaf] is not Scope.REPLICATED or leaf in capture.inline:
+            return self._entry(leaf, self._put)
+        path, entry, _ = capture.leaves[leaf]
+        nbytes, count = payload_of(entry).nbytes, capture.assigned[leaf].grid.count
+        runs = self._cells.get(self._division.keys[leaf], {})
+        return with_payload(entry, _assembled(path, nbytes, count, runs, self._put))
+
+    def _entry(self, leaf: int, put: Put) -> Entry:
+        """Return the entry of a leaf that this rank hashed as a whole."""
+        capture = self._capture
+        entry, inline = capture.leaves[leaf].entry, capture.inline.get(leaf)
+        if inline is not None:
+            return with_payload(entry, Payload(len(inline), inline))
+        digests = self._digests.whole[capture.same_as.get(leaf, leaf)]
+        return with_payload(entry, _payload(payload_of(entry).nbytes, bytes(digests), put))
 
 
-def _runs(by_cell: Mapping[int, bytes]) -> Iterable[tuple[int, bytes]]:
-    """Yield runs of cells: the first one, and the digests of all."""
-    first, run = -1, list[bytes]()
-    for cell in sorted(by_cell):
-        if run and cell != first + len(run):
-            yield first, b"".join(run)
-            run = []
-        if not run:
-            first = cell
-        run.append(by_cell[cell])
-    if run:
-        yield first, b"".join(run)
+# --- the owner of a path ----------------------------------------------------------------------
 
 
-def _gathered(heard: list[_Report]) -> dict[bytes, dict[int, bytes]]:
-    """Return the runs of cells of each path, by first cell."""
-    cells: defaultdict[bytes, dict[int, bytes]] = defaultdict(dict)
-    for report in heard:
-        for key, first, joined in report.cells:
-            cells[key][first] = joined
-    return cells
+def _answers(reports: list[_Report], division: Division) -> list[bytes]:
+    """Say, for each undecided leaf of each rank, whether it is equal on all ranks."""
+    sharded = {path_part(key): owned.path for key, owned in division.owned.items()}
+    for rank, report in enumerate(reports):
+        for key, _ in report.undecided:
+            if key in sharded:
+                raise StateError(
+                    f"{sharded[key]} is sharded, but not on rank {rank}; all ranks "
+                    "that have it must hold pieces of it"
+                )
+    equal = equal_on_all_ranks([report.undecided for report in reports])
+    return [bytes(equal[key] for key, _ in report.undecided) for report in reports]
 
 
-def _assembled(path: str, nbytes: int, count: int, runs: dict[int, bytes], put: Put) -> Payload:
-    joined = b"".join(runs[first] for first in sorted(runs))
-    inline = nbytes <= INLINE_BYTES
-    if len(joined) != (nbytes if inline else count * DIGEST_SIZE):
-        raise StateError(
-            f"{path}: the ranks hashed {len(joined)} bytes of digests for {count} cells"
-        )
-    return Payload(nbytes, joined) if inline else payload_for(nbytes, joined, put)
-
-
-def _row_major(entry: Entry) -> Entry:
-    """Return an entry with its bytes in it, which stand there row by row, not box by box."""
-    if not isinstance(entry, BoxedTensorEntry):
-        return entry
-    itemsize = entry.data.nbytes // prod(entry.shape)
-    content, at = bytearray(entry.data.nbytes), 0
-    for offsets, sizes in entry.boxes:
-        for index in product(*map(range, offsets, map(add, offsets, sizes))):
-            flat = 0
-            for i, size in zip(index, entry.shape, strict=True):
-                flat = flat * size + i
-            content[flat * itemsize : (flat + 1) * itemsize] = entry.data.inline[at : at + itemsize]
-            at += itemsize
-    payload = Payload(len(content), bytes(content))
-    return TensorEntry(entry.dtype, entry.shape, payload, entry.kind, entry.requires_grad)
-
-
-def _sharded(
+def _sharded_entries(
     division: Division, cells: Mapping[bytes, dict[int, bytes]], put: Put
 ) -> dict[str, Entry]:
-    """Return the entries of the sharded tensors that this rank is the owner of, by path."""
+    """Return the entries of the sharded tensors that this rank owns, by path."""
     entries: dict[str, Entry] = {}
     first: dict[str, list[int]] = {}
     for key, owned in division.owned.items():
@@ -246,66 +234,91 @@ def _sharded(
     return entries
 
 
-def _replicated(
-    capture: Capture, hashed: Digests, leaf: int, runs: dict[int, bytes], put: Put
-) -> Entry:
-    if leaf in capture.inline:
-        return finished_entry(capture, hashed, leaf, put)
-    path, entry, _ = capture.leaves[leaf]
-    nbytes, grid = payload_of(entry).nbytes, capture.assigned[leaf].grid
-    return with_payload(entry, _assembled(path, nbytes, grid.count, runs, put))
+def _runs(by_cell: Mapping[int, bytes]) -> Iterable[tuple[int, bytes]]:
+    """Yield runs of cells: the first one, and the digests of all."""
+    first, run = -1, list[bytes]()
+    for cell in sorted(by_cell):
+        if run and cell != first + len(run):
+            yield first, b"".join(run)
+            run = []
+        if not run:
+            first = cell
+        run.append(by_cell[cell])
+    if run:
+        yield first, b"".join(run)
 
 
-def _answers(heard: list[_Report], division: Division, capture: Capture) -> list[bytes]:
-    """Say, for each open leaf of each rank, whether all ranks hold the same."""
-    sharded = {path_part(key): owned.path for key, owned in division.owned.items()}
-    for rank, report in enumerate(heard):
-        for key, _ in report.seen:
-            if key in sharded:
-                raise StateError(
-                    f"{sharded[key]} is sharded, but not on rank {rank}; all ranks "
-                    "that have it must hold pieces of it"
-                )
-    same = equal_on_all_ranks([report.seen for report in heard])
-    return [bytes(same[key] for key, _ in report.seen) for report in heard]
+def _cells_by_key(reports: list[_Report]) -> dict[bytes, dict[int, bytes]]:
+    """Return the runs of cells of each path: first cell → digests."""
+    cells: defaultdict[bytes, dict[int, bytes]] = defaultdict(dict)
+    for report in reports:
+        for key, first, joined in report.cells:
+            cells[key][first] = joined
+    return cells
 
 
-def _add(share: _Contribution, path: str, entry: Entry) -> None:
-    key, slash, inner = path.partition("/")
-    share.entries.setdefault(key, []).append((slash + inner, entry))
+def _assembled(path: str, nbytes: int, count: int, runs: dict[int, bytes], put: Put) -> Payload:
+    """Return the payload of a tensor whose cells several ranks hashed."""
+    joined = b"".join(runs[first] for first in sorted(runs))
+    inline = nbytes <= INLINE_BYTES
+    if len(joined) != (nbytes if inline else count * DIGEST_SIZE):
+        raise StateError(
+            f"{path}: the ranks hashed {len(joined)} bytes of digests for {count} cells"
+        )
+    return Payload(nbytes, joined) if inline else _payload(nbytes, joined, put)
 
 
-def _add_private(
-    share: _Contribution, capture: Capture, scopes: list[Scope], hashed: Digests, put: Put
-) -> None:
-    for span in capture.spans:
-        entries = {}
-        for i in range(span.start, span.stop):
-            if scopes[i] is Scope.PER_RANK:
-                entry = finished_entry(capture, hashed, i, put)
-                entries[capture.leaves[i].path[len(span.component) :]] = entry
-                share.logical_bytes += payload_of(entry).nbytes
-        if entries:
-            share.subtrees[span.component] = build(entries, put)
-            share.count += len(entries)
+def _payload(nbytes: int, digests: bytes, put: Put) -> Payload:
+    """Return a payload of chunks; long lists of digests are stored as nodes of their own.
+
+    So an unchanged tensor costs one comparison.
+    """
+    depth = 0
+    while len(digests) > INLINE_DIGESTS * DIGEST_SIZE:
+        step = LIST_DIGESTS * DIGEST_SIZE
+        lists = [digests[at : at + step] for at in range(0, len(digests), step)]
+        digests, depth = b"".join(map(put, lists)), depth + 1
+    return Payload(nbytes, b"", digests, depth)
 
 
-def _joined(shares: list[memoryview], put: Put) -> BuiltManifest | None:
-    """Return, on rank 0, the tree of what all ranks give."""
-    if not shares:
-        return None
+def _row_major(entry: Entry) -> Entry:
+    """Return an entry whose inline bytes are in row-major order, not box by box."""
+    if not isinstance(entry, BoxedTensorEntry):
+        return entry
+    itemsize = entry.data.nbytes // prod(entry.shape)
+    content, at = bytearray(entry.data.nbytes), 0
+    for offsets, sizes in entry.boxes:
+        for index in product(*map(range, offsets, map(add, offsets, sizes))):
+            flat = 0
+            for i, size in zip(index, entry.shape, strict=True):
+                flat = flat * size + i
+            content[flat * itemsize : (flat + 1) * itemsize] = entry.data.inline[at : at + itemsize]
+            at += itemsize
+    payload = Payload(len(content), bytes(content))
+    return TensorEntry(entry.dtype, entry.shape, payload, entry.kind, entry.requires_grad)
+
+
+# --- rank 0 -----------------------------------------------------------------------------------
+
+
+def _joined(contributions: list[_Contribution], keys: Sequence[str], put: Put) -> BuiltManifest:
+    """Return the manifest of what all ranks contribute, its keys in the order of the app state."""
     manifest = Manifest({}, {})
-    by_key: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
+    entries: defaultdict[str, dict[str, Entry]] = defaultdict(dict)
     logical_bytes = count = 0
-    for rank, given in enumerate(shares):
-        share = msgspec.msgpack.decode(given, type=_Contribution)
-        manifest.ranks[str(rank)] = share.subtrees
-        logical_bytes += share.logical_bytes
-        count += share.count
-        for key, entries in share.entries.items():
-            by_key[key].update(entries)
-    for key in sorted(by_key):
-        manifest.shared[key] = build(by_key[key], put)
-        logical_bytes += sum(payload_of(entry).nbytes for entry in by_key[key].values())
-        count += len(by_key[key])
+    for rank, contribution in enumerate(contributions):
+        manifest.ranks[str(rank)] = contribution.subtrees
+        logical_bytes += contribution.logical_bytes
+        count += contribution.count
+        for key, some in contribution.entries.items():
+            entries[key].update(some)
+    for key in keys:
+        if entries[key]:
+            manifest.shared[key] = build(entries[key], put)
+            logical_bytes += _nbytes(entries[key])
+            count += len(entries[key])
     return BuiltManifest(manifest, logical_bytes, count)
+
+
+def _nbytes(entries: Mapping[str, Entry]) -> int:
+    return sum(payload_of(entry).nbytes for entry in entries.values())

@@ -1,8 +1,9 @@
-"""Each chunk that is new is written once: the ranks decide together, round by round, by whom.
+"""Hashing on many ranks: rounds of messages while the threads of each rank hash.
 
-A chunk's digest says which rank decides over it. That one hears, in each round, who holds the
-chunk and does not find it in the store, and picks the holder that has been given least to write.
-Nobody sees all digests, and who decides has as much to do as anybody else.
+In a round the ranks send each other the parts of split cells, and decide which rank writes each
+chunk that is new, so that each is written once. The digest of a chunk names the rank that decides
+about it. That rank hears which ranks hold the chunk and do not find it in the store, and picks the
+one that has been given least to write. So no rank sees all digests, and all have as much to decide.
 """
 
 from __future__ import annotations
@@ -11,111 +12,207 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from casnap.errors import RankError
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.names import rank_names
 from casnap.ranks.comm import Comm
-from casnap.runtime.threads import Crew, Shared
+from casnap.runtime.buffers import SLOT_BYTES, SLOTS
+from casnap.runtime.threads import Crew, Shared, cores
+from casnap.storage.pack import Choose
+from casnap.take.division import Division
 from casnap.take.split_cells import SplitCells
-from casnap.take.staging import Piece
+from casnap.take.staging import PIECE_BYTES, Piece
 
-# Seconds that a round waits for more questions, and that a thread sleeps before it looks again.
+Batches = Callable[[int], Iterable[list[Piece]]]
+"""Returns pieces in batches of so many bytes."""
+Hash = Callable[[Iterable[list[Piece]], Choose | None], None]
+"""Hashes batches, on one thread; asks which of the chunks that are new this rank is to write."""
+
+# Seconds that a round waits for more offers, and that a thread sleeps before it looks again.
 _PATIENCE, _LOOK = 0.02, 0.1
-_HEAD = struct.Struct("<?Qd")
-_ASK = struct.Struct(f"<{DIGEST_SIZE}sI")
+# What a rank says in a round: whether it has hashed everything, the bytes that it was given to
+# write so far, and the seconds for which it has not gone on. Then its offers: digest and size.
+HEAD = struct.Struct("<?Qd")
+OFFER = struct.Struct(f"<{DIGEST_SIZE}sI")
 
 
-class _Question:
-    """Chunks that one thread could write, and, in the end, which of them it is to."""
+def rounds_for(comm: Comm, crew: Crew, division: Division) -> Rounds | NoRounds:
+    """Return how this rank hashes: in rounds with others, or without if it shares nothing."""
+    if comm.size == 1 and not division.assigned:
+        return NoRounds(crew)
+    return Rounds(comm, crew, SplitCells(comm.size, division.keys, division.assigned))
+
+
+class NoRounds:
+    """How a single process hashes: it has no cells to put together, and writes all new chunks."""
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+
+    def run(self, batches: Batches, hash_batches: Hash) -> None:
+        """Hash on all cores, up to eight."""
+        source = Shared(batches(PIECE_BYTES), self._crew)
+        self._crew.run(lambda: hash_batches(source, None), min(cores(), 8))
+
+
+class _Offer:
+    """New chunks that a thread holds, and, once decided, which of them it is to write."""
 
     def __init__(self, chunks: list[tuple[Digest, int]]) -> None:
         self.chunks = chunks
-        self.answer: list[bool] | None = None
+        self.decision: list[bool] | None = None
+
+
+class WriterChoice:
+    """The decisions of one rank: which rank writes each of the chunks that it decides about.
+
+    Args:
+        rank: The rank that decides.
+        size: The number of ranks.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._decided: set[Digest] = set()
+
+    def choose(self, said: Sequence[memoryview]) -> list[bytes]:
+        """Choose a writer for each chunk that has none yet.
+
+        Args:
+            said: What each rank says: ``HEAD``, then its offers.
+
+        Returns:
+            For each rank one byte an offer: 1 if it is to write that chunk.
+        """
+        holders: dict[Digest, list[tuple[int, int]]] = {}
+        decisions, sizes = [], dict[Digest, int]()
+        loads = [HEAD.unpack_from(message)[1] for message in said]
+        for rank, message in enumerate(said):
+            offers = list(OFFER.iter_unpack(message[HEAD.size :]))
+            decisions.append(bytearray(len(offers)))
+            for i, (digest, nbytes) in enumerate(offers):
+                if digest not in self._decided:
+                    holders.setdefault(Digest(digest), []).append((rank, i))
+                    sizes[digest] = nbytes
+        for digest, held in holders.items():
+            rank, i = min(held, key=lambda h: (loads[h[0]], (h[0] - self._rank) % self._size))
+            decisions[rank][i] = 1
+            # All ranks decide at the same time, from the same loads, and give away as much.
+            loads[rank] += self._size * sizes[digest]
+            self._decided.add(digest)
+        return [bytes(decision) for decision in decisions]
 
 
 class Rounds:
-    """What the threads of this rank ask, what they are told, and what it decides for others.
+    """How one of several ranks hashes: some threads hash, and one talks to the other ranks.
 
     Args:
         comm: The ranks.
-        crew: Whom the threads belong to that hash and ask.
+        crew: The owner of the threads.
         split_cells: The cells that are put together from parts.
-        threads: How many threads draw from :meth:`batches`.
     """
 
-    def __init__(self, comm: Comm, crew: Crew, split_cells: SplitCells, threads: int) -> None:
+    def __init__(self, comm: Comm, crew: Crew, split_cells: SplitCells) -> None:
         self._comm = comm
         self._crew = crew
-        self._edges = split_cells
-        self._drawing = self._hashing = threads
+        self._split_cells = split_cells
+        self._choice = WriterChoice(comm.rank, comm.size)
+        # A thread keeps a part-filled slot while it waits for a decision: some must be left.
+        self._threads = min(cores() + 2, SLOTS - 2)
+        # The threads that still draw batches; that still hash; that wait for other ranks.
+        self._drawing = self._hashing = self._threads
         self._waiting = 0
         self._last_progress = time.monotonic()
         self._changed = threading.Condition()
-        self._questions: list[_Question] = []
-        self._whole: deque[Piece] = deque()
-        self._parts_done = False  # all parts of all ranks have come
-        self._chosen: set[Digest] = set()
+        self._offers: list[_Offer] = []
+        self._whole_cells: deque[Piece] = deque()
+        self._all_parts_came = False
         self._load = 0
+
+    def run(self, batches: Batches, hash_batches: Hash) -> None:
+        """Hash on some threads, and hold rounds until all ranks have hashed everything.
+
+        Raises:
+            RankError: Another rank failed, died or hangs.
+        """
+        source = Shared(batches(SLOT_BYTES), self._crew)
+        hashing = self._crew.start(
+            lambda: hash_batches(self._with_whole_cells(source), self._choose), self._threads
+        )
+        try:
+            self._hold_rounds()
+        except BaseException as e:
+            self._crew.fail(e)
+            # The caller deletes the packs; no thread may write any more by then.
+            for thread in hashing:
+                thread.wait()
+            raise
+        self._crew.join(hashing)
 
     # --- the threads that hash ---
 
-    def batches(self, local: Shared[list[Piece]]) -> Iterator[list[Piece]]:
-        """Yield, to one thread, what is to be hashed: of this rank, or put together of parts."""
+    def _with_whole_cells(self, source: Shared[list[Piece]]) -> Iterator[list[Piece]]:
+        """Yield what one thread is to hash: batches of this rank, and cells put together."""
         try:
-            for batch in local:
+            for batch in source:
                 self._last_progress = time.monotonic()
-                # All of it is somebody's before anything can fail.
+                # First of all give away the parts: then their memory is released on any error.
                 for piece in batch:
                     if piece.part is not None:
-                        self._edges.add(piece)
+                        self._split_cells.add(piece)
                 yield [piece for piece in batch if piece.part is None]
                 self._await_room()
-                while whole := self._whole_cells():
+                while whole := self._take_whole_cells():
                     yield whole
             with self._changed:
                 self._drawing -= 1
                 if not self._drawing:
-                    self._edges.finish()
+                    self._split_cells.finish()
                 self._changed.notify_all()
-            while not self._crew.failed and (whole := self._whole_cells(wait=True)):
+            while not self._crew.failed and (whole := self._take_whole_cells(wait=True)):
                 yield whole
         finally:
             with self._changed:
                 self._hashing -= 1
                 self._changed.notify_all()
             if self._crew.failed:
-                # Others may wait for the memory.
-                self._edges.drop()
+                # Other threads may wait for the memory.
+                self._split_cells.drop()
 
     def _await_room(self) -> None:
         with self._changed, self._waiting_for_ranks():
-            while self._edges.is_full and not self._crew.failed:
+            while self._split_cells.is_full and not self._crew.failed:
                 self._changed.wait(_LOOK)
 
-    def _whole_cells(self, *, wait: bool = False) -> list[Piece]:
-        """Return some cells that were put together; none if there are, or will be, none."""
+    def _take_whole_cells(self, *, wait: bool = False) -> list[Piece]:
+        """Return some cells that were put together; with ``wait`` none only if none will come."""
         with self._changed, self._waiting_for_ranks():
-            while wait and not self._whole and not self._parts_done and not self._crew.failed:
+            while (
+                wait
+                and not self._whole_cells
+                and not self._all_parts_came
+                and not self._crew.failed
+            ):
                 self._changed.wait(_LOOK)
-            return [self._whole.popleft() for _ in range(min(len(self._whole), 16))]
+            return [self._whole_cells.popleft() for _ in range(min(len(self._whole_cells), 16))]
 
-    def ask(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
+    def _choose(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
         """Return which of some chunks, which the store lacks, this rank is to write.
 
-        Waits until all ranks have come to the next round.
+        Waits for the round in which that is decided.
         """
-        question = _Question(list(zip(digests, sizes, strict=True)))
+        offer = _Offer(list(zip(digests, sizes, strict=True)))
         with self._changed, self._waiting_for_ranks():
-            self._questions.append(question)
+            self._offers.append(offer)
             self._changed.notify_all()
-            while question.answer is None:
+            while offer.decision is None:
                 if self._crew.error is not None:
                     raise self._crew.error
                 self._changed.wait(_LOOK)
-        return question.answer
+        return offer.decision
 
     @contextmanager
     def _waiting_for_ranks(self) -> Iterator[None]:
@@ -126,105 +223,80 @@ class Rounds:
         self._last_progress = time.monotonic()
 
     def _idle_seconds(self) -> float:
-        """Return for how many seconds there was something to do here, and it was not done."""
+        """Return for how many seconds this rank has had work to do, and has not gone on."""
         with self._changed:
             busy = self._waiting < self._hashing
             return time.monotonic() - self._last_progress if busy else 0.0
 
     # --- the thread that talks ---
 
-    def run(self) -> None:
-        """Hold rounds until all ranks have hashed, and decided over, everything.
-
-        Raises:
-            RankError: Another rank failed.
-        """
+    def _hold_rounds(self) -> None:
         over = False
         while not over:
             if self._crew.error is not None:
                 raise self._crew.error
-            if not self._parts_done:
+            if not self._all_parts_came:
                 self._exchange_parts()
-            over = self._round(*self._collected())
+            over = self._decide(*self._collect_offers())
 
     def _exchange_parts(self) -> None:
-        whole, over = self._edges.receive(self._comm.all_to_all(self._edges.messages()))
+        messages = self._comm.all_to_all(self._split_cells.messages())
+        whole, over = self._split_cells.receive(messages)
         with self._changed:
-            self._whole.extend(whole)
-            self._parts_done = over
+            self._whole_cells.extend(whole)
+            self._all_parts_came = over
             self._changed.notify_all()
 
-    def _collected(self) -> tuple[list[_Question], bool]:
-        """Return what is asked by now, and whether nothing more will be."""
+    def _collect_offers(self) -> tuple[list[_Offer], bool]:
+        """Return what the threads offer by now, and whether these are the last offers."""
         until = time.monotonic() + _PATIENCE
         with self._changed:
-            # Until everyone asks; but others wait for parts that are there to be sent.
+            # Wait until all threads offer something, but not while other ranks wait for parts that
+            # are ready to be sent.
             while (
-                len(self._questions) < self._hashing
+                len(self._offers) < self._hashing
                 and not self._crew.failed
-                and (self._parts_done or self._drawing or self._whole)
+                and (self._all_parts_came or self._drawing or self._whole_cells)
                 and (left := until - time.monotonic()) > 0
             ):
                 self._changed.wait(left)
-            questions, self._questions = self._questions, []
-            return questions, not self._hashing
+            offers, self._offers = self._offers, []
+            return offers, not self._hashing
 
-    def _round(self, questions: list[_Question], last: bool) -> bool:
-        """Have some questions answered; return whether this was the last round of all ranks."""
+    def _decide(self, offers: list[_Offer], last: bool) -> bool:
+        """Have some offers decided; return whether this was the last round of all ranks."""
         size = self._comm.size
-        asked: list[list[tuple[Digest, int]]] = [[] for _ in range(size)]
-        for question in questions:
-            for chunk in question.chunks:
-                asked[int.from_bytes(chunk[0][:8], "big") % size].append(chunk)
-        head = _HEAD.pack(last, self._load, self._idle_seconds())
-        heard = self._comm.all_to_all(
-            [b"".join([head, *(_ASK.pack(*chunk) for chunk in asks)]) for asks in asked]
+        by_rank: list[list[tuple[Digest, int]]] = [[] for _ in range(size)]
+        for offer in offers:
+            for chunk in offer.chunks:
+                by_rank[int.from_bytes(chunk[0][:8], "big") % size].append(chunk)
+        head = HEAD.pack(last, self._load, self._idle_seconds())
+        said = self._comm.all_to_all(
+            [b"".join([head, *(OFFER.pack(*chunk) for chunk in chunks)]) for chunks in by_rank]
         )
-        heads = [_HEAD.unpack_from(said) for said in heard]
-        self._check_all_go_on([stood_still for _, _, stood_still in heads])
-        over = all(last for last, _, _ in heads)
-        answers = self._comm.all_to_all(self._choose_writers(heard))
+        heads = [HEAD.unpack_from(message) for message in said]
+        self._check_all_go_on([idle for _, _, idle in heads])
+        decisions = self._comm.all_to_all(self._choice.choose(said))
         mine = {
             chunk[0]
-            for asks, answer in zip(asked, answers, strict=True)
-            for chunk, yes in zip(asks, answer, strict=True)
-            if yes
+            for chunks, decision in zip(by_rank, decisions, strict=True)
+            for chunk, writes in zip(chunks, decision, strict=True)
+            if writes
         }
         with self._changed:
-            for question in questions:
-                question.answer = [digest in mine for digest, _ in question.chunks]
-                self._load += sum(n for digest, n in question.chunks if digest in mine)
+            for offer in offers:
+                offer.decision = [digest in mine for digest, _ in offer.chunks]
+                self._load += sum(n for digest, n in offer.chunks if digest in mine)
             self._changed.notify_all()
-        return over
+        return all(last for last, _, _ in heads)
 
-    def _check_all_go_on(self, stood_still: list[float]) -> None:
-        """Give up on a rank that talks, but does not get on: its storage hangs, for example."""
+    def _check_all_go_on(self, idle: list[float]) -> None:
+        """Check that no rank talks without going on, because its storage hangs, for example."""
         timeout = self._comm.timeout
-        stuck = [rank for rank, seconds in enumerate(stood_still) if seconds > timeout]
+        stuck = [rank for rank, seconds in enumerate(idle) if seconds > timeout]
         if stuck:
             raise RankError(
                 f"{self._comm.operation}: {rank_names(stuck)} did not go on for {timeout:g} s "
                 "(last seen hashing and writing)",
                 tuple(stuck),
             )
-
-    def _choose_writers(self, heard: list[memoryview]) -> list[bytes]:
-        """Choose, for each chunk that nobody was given yet, who of its holders writes it."""
-        own, size = self._comm.rank, len(heard)
-        holders: dict[Digest, list[tuple[int, int]]] = {}
-        answers, sizes = [], dict[Digest, int]()
-        loads = [_HEAD.unpack_from(said)[1] for said in heard]
-        for rank, said in enumerate(heard):
-            asks = list(_ASK.iter_unpack(said[_HEAD.size :]))
-            answers.append(bytearray(len(asks)))
-            for i, (digest, nbytes) in enumerate(asks):
-                if digest not in self._chosen:
-                    holders.setdefault(Digest(digest), []).append((rank, i))
-                    sizes[digest] = nbytes
-        for digest, held in holders.items():
-            rank, i = min(held, key=lambda h: (loads[h[0]], (h[0] - own) % size))
-            answers[rank][i] = 1
-            # Each of the others gives away as much meanwhile, and looks at the same loads.
-            loads[rank] += size * sizes[digest]
-            self._chosen.add(digest)
-        return [bytes(answer) for answer in answers]

@@ -1,8 +1,8 @@
-"""Whose each leaf is, as far as its own rank can tell, and what is declared about that."""
+"""The scope of each leaf: global or of one rank, as far as its own rank can tell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -15,65 +15,67 @@ from casnap.state.containers import component_of
 from casnap.state.sharded import Shards
 from casnap.state.tensors import Leaf, is_numpy
 from casnap.take.capture import Capture
+from casnap.take.options import TakeOptions
 
 
 class Scope(Enum):
-    """Whose a leaf is, as far as its own rank can tell."""
+    """Whether a leaf is global, and which ranks hash it."""
 
-    UNDECIDED = "everyone's if all ranks turn out to hold the same, else its rank's"
+    UNDECIDED = "global if all ranks turn out to hold the same, else its rank's"
     PER_RANK = "its rank's"
-    SHARDED = "everyone's; ranks hold pieces"
-    REPLICATED = "everyone's; all ranks are said to hold the same, and share the work"
-    FROM_RANK_0 = "everyone's; that of rank 0 counts"
+    SHARDED = "global; ranks hold pieces, and share the work"
+    REPLICATED = "global; declared equal on all ranks, which share the work"
+    FROM_RANK_0 = "global; rank 0 hashes it"
+    EQUAL = "global; it was undecided, and all ranks hold the same"
 
 
 class Declarations(NamedTuple):
-    """What is declared about the leaves.
+    """What the caller and DDP declare about the leaves.
 
     Attributes:
-        replicated: Globs of paths that all ranks hold alike.
-        ddp_parameters: Paths that they do: the parameters of DDP modules.
+        replicated: Globs of paths that are equal on all ranks.
         per_rank: Globs of paths that belong to their rank.
-        ddp_buffers: Paths of which rank 0's is the truth: the buffers of DDP modules.
+        ddp_parameters: Paths of parameters of DDP modules: equal on all ranks.
+        ddp_buffers: Paths of buffers of DDP modules: those of rank 0 count.
     """
 
     replicated: tuple[str, ...] = ()
     per_rank: tuple[str, ...] = ()
-    ddp_buffers: frozenset[str] = frozenset()
     ddp_parameters: frozenset[str] = frozenset()
+    ddp_buffers: frozenset[str] = frozenset()
 
     def is_named_replicated(self, path: str) -> bool:
-        """Whether somebody says in so many words that all ranks hold a path alike."""
+        """Whether ``replicated=`` names a path, which is no buffer of a DDP module."""
         return path not in self.ddp_buffers and _matches(path, self.replicated)
 
 
 def declarations_of(
-    app_state: Mapping[str, Any],
-    replicated: Iterable[str],
-    per_rank: Iterable[str],
-    ranks: Sequence[int],
+    app_state: Mapping[str, Any], options: TakeOptions, ranks: Sequence[int]
 ) -> Declarations:
-    """Return what is declared, by globs and by DDP modules of the ranks that take part.
+    """Return what the options declare, and the DDP modules of the ranks that take part.
 
     DDP keeps parameters equal, and gives all ranks the buffers of rank 0 at the next step, unless
-    it is told not to, or to do something else with them. It knows of nothing else in the state.
+    it is told not to, or has a hook for buffers. It says nothing about the rest of the state.
     """
-    ddp_parameters, ddp_buffers = set[str](), set[str]()
+    parameters, buffers = set[str](), set[str]()
     for key, value in app_state.items():
         if not isinstance(value, torch.nn.parallel.DistributedDataParallel):
             continue
         if set(dist.get_process_group_ranks(value.process_group)) != set(ranks):
-            # Others may hold another module under this name.
+            # Other ranks may hold another module under this name.
             continue
         ignored = {f"module.{name}" for name in getattr(value, "parameters_to_ignore", ())}
         component = component_of(key)
-        parameters = dict(value.named_parameters(remove_duplicate=False)).keys() - ignored
-        ddp_parameters |= {f"{component}/{component_of(name)}" for name in parameters}
+        names = dict(value.named_parameters(remove_duplicate=False)).keys() - ignored
+        parameters |= {f"{component}/{component_of(name)}" for name in names}
         if value.broadcast_buffers and not hasattr(value, "buffer_hook"):
-            buffers = dict(value.named_buffers(remove_duplicate=False)).keys() - ignored
-            ddp_buffers |= {f"{component}/{component_of(name)}" for name in buffers}
+            names = dict(value.named_buffers(remove_duplicate=False)).keys() - ignored
+            buffers |= {f"{component}/{component_of(name)}" for name in names}
     return Declarations(
-        tuple(replicated), tuple(per_rank), frozenset(ddp_buffers), frozenset(ddp_parameters)
+        tuple(options.replicated or ()),
+        tuple(options.per_rank or ()),
+        frozenset(parameters),
+        frozenset(buffers),
     )
 
 
@@ -94,13 +96,13 @@ def _scope(leaf: Leaf, declared: Declarations) -> Scope:
         return Scope.PER_RANK
     if path in declared.ddp_buffers:
         return Scope.FROM_RANK_0
-    # A container that is said to be equal may have other elements all the same.
+    # A container may have other elements on other ranks, even if it is declared equal.
     if isinstance(leaf.entry, ContainerEntry):
         return Scope.UNDECIDED
     if path not in declared.ddp_parameters and not _matches(path, declared.replicated):
         return Scope.UNDECIDED
-    splits = isinstance(leaf.entry, TensorEntry) and not is_numpy(leaf.entry)
-    return Scope.REPLICATED if splits else Scope.FROM_RANK_0
+    can_be_split = isinstance(leaf.entry, TensorEntry) and not is_numpy(leaf.entry)
+    return Scope.REPLICATED if can_be_split else Scope.FROM_RANK_0
 
 
 def _matches(path: str, globs: Sequence[str]) -> bool:

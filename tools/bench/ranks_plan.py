@@ -20,7 +20,7 @@ from casnap.format.records import encode
 from casnap.restore.shared_reads import Units, schedule_reads, window_for
 from casnap.runtime.buffers import SLOT_BYTES
 from casnap.runtime.threads import collector_paused
-from casnap.take import division, rounds
+from casnap.take import path_owner, rounds
 from casnap.take.plan import part_region, replicated_runs
 from tools.bench.measure import PeakMemory
 from tools.bench.settings import GIB, MIB, Settings
@@ -100,11 +100,11 @@ def _memory(work: Callable[[], Any]) -> int:
 
 def _claims(tensors: list[tuple[bytes, str, TensorEntry]], rank: int, ranks: int) -> bytes:
     """Return what a rank tells the owner of some tensors."""
-    claims = division._Claims([], [], [])
+    claims = path_owner.Claims([], [], [])
     for key, path, entry in tensors:
         start, count = _shard(entry.shape[0], rank, ranks)
         boxes = (((start, 0), (count, _COLUMNS)),) if count else ()
-        claims.sharded.append(division._Claim(key, path, entry, boxes, [b""] * len(boxes)))
+        claims.sharded.append(path_owner.ShardClaim(key, path, entry, boxes, [b""] * len(boxes)))
     return encode(claims)
 
 
@@ -112,9 +112,9 @@ def _sharded(ranks: int) -> _Cost:
     by_owner: defaultdict[int, list[tuple[bytes, str, TensorEntry]]] = defaultdict(list)
     for i, shape in enumerate(_shapes()):
         path = f"model/layers.{i}.weight"
-        key = division.key_of(path)
+        key = path_owner.key_of(path)
         entry = TensorEntry("bfloat16", shape, Payload(2 * shape[0] * shape[1]))
-        by_owner[division.owner_of(key, ranks)].append((key, path, entry))
+        by_owner[path_owner.owner_of(key, ranks)].append((key, path, entry))
     entries = {key: entry for tensors in by_owner.values() for key, _, entry in tensors}
     _, asking = _seconds(lambda: [_claims(by_owner[owner], 0, ranks) for owner in range(ranks)])
     planning, for_one = [], []
@@ -133,14 +133,14 @@ def _sharded(ranks: int) -> _Cost:
 
 def _planned(told: list[bytes]) -> list[bytes]:
     """Do what the owner of some tensors does."""
-    heard = [msgspec.msgpack.decode(claims, type=division._Claims) for claims in told]
-    _, plans = division._plan_sharded(heard, _CHUNK)
-    return [encode(verdict) for verdict in division._replies(heard, plans, {})]
+    heard = [msgspec.msgpack.decode(claims, type=path_owner.Claims) for claims in told]
+    _, plans = path_owner.plan_sharded(heard, _CHUNK)
+    return [encode(verdict) for verdict in path_owner.replies(heard, plans, {})]
 
 
 def _followed(keys: list[bytes], answer: bytes, entries: dict[bytes, TensorEntry]) -> None:
     """Do what a rank does with the answer of an owner, short of touching its tensors."""
-    verdict = msgspec.msgpack.decode(answer, type=division._Reply)
+    verdict = msgspec.msgpack.decode(answer, type=path_owner.Reply)
     for key, plan in zip(keys, verdict.sharded, strict=True):
         grid = grid_of(entries[key].shape, 2, _CHUNK)
         for send in plan.sends:
@@ -162,22 +162,15 @@ def _replicated(ranks: int) -> _Cost:
 # --- who writes which chunk -------------------------------------------------------------------
 
 
-class _Rank:
-    """As much of a communicator as a decision needs."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-
 def _digests(ranks: int) -> _Cost:
     """Let one rank decide over its share of the digests: all have as much to do."""
     rounds = -(-_BYTES // (ranks * SLOT_BYTES))  # one thread of each rank asks in each
     asks = -(-_BYTES // _CHUNK // (ranks * rounds))
 
     def decided() -> float:
-        decides = rounds.Rounds(_Rank(0, ranks), None, None, 1)  # type: ignore[arg-type]
+        decides = rounds.WriterChoice(0, ranks)
         return sum(
-            _seconds(lambda asked=asked: decides._choose_writers(asked))[1]
+            _seconds(lambda asked=asked: decides.choose(asked))[1]
             for asked in (_questions(ranks, asks) for _ in range(rounds))
         )
 
@@ -187,9 +180,9 @@ def _digests(ranks: int) -> _Cost:
 
 def _questions(ranks: int, asks: int) -> list[memoryview]:
     """Return what all ranks ask one of them in a round, about so many chunks in all."""
-    questions = [bytearray(rounds._HEAD.pack(False, 0, 0.0)) for _ in range(ranks)]
+    questions = [bytearray(rounds.HEAD.pack(False, 0, 0.0)) for _ in range(ranks)]
     for i in range(asks):
-        questions[i % ranks] += rounds._ASK.pack(os.urandom(32), _CHUNK)
+        questions[i % ranks] += rounds.OFFER.pack(os.urandom(32), _CHUNK)
     return [memoryview(question) for question in questions]
 
 

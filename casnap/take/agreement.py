@@ -1,0 +1,86 @@
+"""Before a take begins: the name must be free, and all ranks must have been asked for the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import msgspec
+
+from casnap.format.codec import Codec
+from casnap.format.records import Root
+from casnap.ranks.comm import Comm
+from casnap.state.stateful import Stateful, random_states_first
+from casnap.storage.objects import Objects
+from casnap.storage.table import check_free
+from casnap.take.options import TakeOptions
+
+
+class Request(msgspec.Struct, array_like=True):
+    """What a rank was asked to take.
+
+    Attributes:
+        store: The id of the store.
+        name: The name of the snapshot.
+        keys: The keys of the app state.
+        options: The options that must be the same on all ranks.
+        codec: How chunks are stored; that of rank 0 counts.
+        seed: A random number; that of rank 0 chooses which bytes of replicas are compared.
+    """
+
+    store: str
+    name: str
+    keys: list[str]
+    options: dict[str, str]
+    codec: Codec
+    seed: int
+
+
+def agree_on_request(
+    objects: Objects,
+    name: str,
+    app_state: Mapping[str, Stateful],
+    options: TakeOptions,
+    comm: Comm,
+) -> Request:
+    """Return the request of rank 0, once every rank has checked that its own is the same.
+
+    Its keys are in the order in which all ranks read their states: reading may be a collective of
+    the trainer's.
+
+    Raises:
+        SnapshotExistsError: The name is taken.
+        StateError: The ranks were asked for different things.
+    """
+    keys = random_states_first(app_state)
+    if comm.rank == 0:
+        _check_name_is_free(objects, name, options)
+    own = Request(
+        objects.config.store_id,
+        name,
+        keys,
+        {
+            "overwrite": str(options.overwrite),
+            "allow_pickle": str(options.allow_pickle),
+            "retention": repr(options.retention),
+        },
+        options.codec,
+        seed=int.from_bytes(os.urandom(7), "big"),
+    )
+    first = comm.broadcast_message(own, Request)
+    for what, here, on_rank_0 in (
+        ("the store", own.store, first.store),
+        ("the name", own.name, first.name),
+        ("the keys of app_state", sorted(own.keys), sorted(first.keys)),
+        *((f"the option {key}=", text, first.options[key]) for key, text in own.options.items()),
+    ):
+        comm.check_same(what, here, on_rank_0)
+    return first
+
+
+def _check_name_is_free(objects: Objects, name: str, options: TakeOptions) -> None:
+    def check(root: Root) -> None:
+        table = objects.table(root)
+        check_free(table, name, overwrite=options.overwrite, uri=objects.backend.uri)
+
+    objects.current(check)

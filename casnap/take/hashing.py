@@ -1,0 +1,126 @@
+"""Hashing the pieces of a take, on several threads, and storing the chunks that are new."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from casnap.format.digest import DIGEST_SIZE, Digest
+from casnap.format.entries import payload_of
+from casnap.format.records import INLINE_BYTES
+from casnap.runtime.progress import Progress
+from casnap.storage.commit import Transaction
+from casnap.storage.pack import Choose
+from casnap.take.capture import Capture
+from casnap.take.staging import Piece, give_back
+
+
+class Digests(NamedTuple):
+    """The digests of the chunks that this rank hashed.
+
+    Attributes:
+        whole: Leaf → the digests of all its chunks, where this rank hashed all of them.
+        cells: Leaf → cell → its digest, where ranks share a leaf; the bytes of the cell instead
+            where the leaf is so small that its bytes stand in the entry.
+    """
+
+    whole: dict[int, bytearray]
+    cells: dict[int, dict[int, bytes]]
+
+
+class Hasher:
+    """Hashes pieces, and stores the chunks among them that are new.
+
+    Args:
+        capture: The state that the pieces are of.
+        transaction: Where new chunks are stored.
+        progress: Told how many bytes are done.
+
+    Attributes:
+        digests: What was hashed so far.
+    """
+
+    def __init__(
+        self, capture: Capture, transaction: Transaction, progress: Progress | None
+    ) -> None:
+        grids = enumerate(capture.grids)
+        self.digests = Digests(
+            {i: bytearray(DIGEST_SIZE * grid.count) for i, grid in grids if grid},
+            {i: {} for i in capture.assigned},
+        )
+        self._capture = capture
+        self._transaction = transaction
+        self._report = _reporter(progress, capture) if progress is not None else None
+
+    def hash(self, batches: Iterable[list[Piece]], choose: Choose | None) -> None:
+        """Hash batches of pieces; the work of one thread.
+
+        Args:
+            batches: The pieces.
+            choose: Says which of some new chunks this rank is to write; None for all of them.
+        """
+        writer = self._transaction.chunk_writer(choose)
+        try:
+            for batch in batches:
+                try:
+                    pieces = [piece for piece in batch if not self._keep_inline(piece)]
+                    self._note(pieces, writer.store(_chunks_of(pieces)))
+                finally:
+                    give_back(batch)
+        finally:
+            writer.finish()
+
+    def _keep_inline(self, piece: Piece) -> bool:
+        """Keep the bytes of a piece if its tensor is shared by ranks, but stands in its entry."""
+        cells = self.digests.cells.get(piece.leaf)
+        if (
+            cells is None
+            or payload_of(self._capture.leaves[piece.leaf].entry).nbytes > INLINE_BYTES
+        ):
+            return False
+        if piece.ready is not None:
+            piece.ready()
+        cells[piece.first] = bytes(piece.view)
+        return True
+
+    def _note(self, pieces: list[Piece], digests: list[Digest]) -> None:
+        """Note the digests of the chunks of some pieces."""
+        start = 0
+        for piece in pieces:
+            stop = start + len(piece.sizes)
+            found = digests[start:stop]
+            cells = self.digests.cells.get(piece.leaf)
+            if cells is None:
+                at, joined = piece.first * DIGEST_SIZE, b"".join(found)
+                self.digests.whole[piece.leaf][at : at + len(joined)] = joined
+            else:
+                cells.update(zip(range(piece.first, piece.first + len(found)), found, strict=True))
+            start = stop
+        if self._report is not None:
+            self._report(sum(len(piece.view) for piece in pieces))
+
+
+def _reporter(progress: Progress, capture: Capture) -> Callable[[int], None]:
+    """Return what adds up the bytes that all threads have done, and reports the sum."""
+    lock, done, total = threading.Lock(), 0, capture.bytes_to_hash()
+
+    def report(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+            progress("storing", done, total)
+
+    return report
+
+
+def _chunks_of(pieces: list[Piece]) -> list[memoryview]:
+    chunks = []
+    for piece in pieces:
+        if piece.ready is not None:
+            piece.ready()
+        start = 0
+        for size in piece.sizes:
+            chunks.append(piece.view[start : start + size])
+            start += size
+    return chunks

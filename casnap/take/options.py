@@ -1,0 +1,37 @@
+"""The options of a take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from casnap.format.codec import Codec
+from casnap.runtime.progress import Progress
+from casnap.storage.retention import Retention, check_retention
+
+
+@dataclass(frozen=True)
+class TakeOptions:
+    """How to take. :meth:`casnap.Snapshot.take` describes the options.
+
+    Attributes:
+        codec: How new chunks are stored; the store chooses it.
+    """
+
+    metadata: Mapping[str, Any] | None = None
+    overwrite: bool = False
+    allow_pickle: bool = False
+    max_staging_bytes: int | None = None
+    progress: Progress | None = None
+    retention: Retention | None = None
+    replicated: Sequence[str] | None = None
+    per_rank: Sequence[str] | None = None
+    codec: Codec = Codec.RAW
+
+    def __post_init__(self) -> None:
+        if self.retention is not None:
+            check_retention(self.retention)
+        for name in ("replicated", "per_rank"):
+            if isinstance(globs := getattr(self, name), str):
+                raise TypeError(f"{name} is a list of globs, such as [{globs!r}]; got a str")

@@ -1,0 +1,292 @@
+"""The owner of a path: the rank that plans its tensor, and compares what ranks say about it.
+
+A hash of the path names the owner. All ranks that hold the path, or pieces of it, send the owner
+their *claims*, and get a *reply* that says what to do. So no rank sees everything, and all ranks
+have about as much to plan.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from itertools import chain
+from math import prod
+from typing import NamedTuple
+
+import msgspec
+
+from casnap.errors import StateError
+from casnap.format.digest import digest_of
+from casnap.format.entries import BoxedTensorEntry, Boxes, Entry, TensorEntry
+from casnap.format.grid import grid_of
+from casnap.format.names import rank_names
+from casnap.format.region import Region
+from casnap.format.tiling import MAX_BOXES
+from casnap.state.tensors import itemsize_of
+from casnap.take.plan import RankPlan, TensorPlan, plan_tensor
+from casnap.take.scopes import Declarations
+
+KEY_BYTES = 16
+NAMING_ADVICE = (
+    "Give different tensors different names; for optimizers, get_optimizer_state_dict() of "
+    "torch.distributed.checkpoint.state_dict has the names of the parameters"
+)
+
+
+class OwnedTensor(NamedTuple):
+    """A sharded tensor that this rank owns.
+
+    Attributes:
+        path: Its path.
+        entry: Its entry, without digests.
+        cells: The number of its cells.
+        ranks: The ranks that hold pieces of it.
+    """
+
+    path: str
+    entry: Entry
+    cells: int
+    ranks: list[int]
+
+
+class ShardClaim(msgspec.Struct, array_like=True):
+    """What one rank holds of a sharded leaf: its boxes, and a sample of each."""
+
+    key: bytes
+    path: str
+    entry: Entry
+    boxes: Boxes
+    samples: list[bytes]
+
+
+class Claims(msgspec.Struct, array_like=True):
+    """Everything that a rank tells one owner.
+
+    Attributes:
+        sharded: The leaves of which it holds pieces.
+        replicated: Key and description of each leaf that is declared equal on all ranks.
+        samples: A sample of each of these; empty where it need not be equal.
+    """
+
+    sharded: list[ShardClaim]
+    replicated: list[tuple[bytes, bytes]]
+    samples: list[bytes]
+
+
+class Replica(IntEnum):
+    """What the owner finds about a leaf that is declared equal on all ranks."""
+
+    MISMATCHED = 0  # some ranks do not have it, or have another shape or dtype
+    EQUAL = 1
+    DIFFERENT = 2  # shape and dtype are the same, but the bytes are not
+
+
+class Reply(msgspec.Struct, array_like=True):
+    """Everything that an owner tells one rank, in the order of its claims.
+
+    Attributes:
+        sharded: What the rank is to do for each sharded leaf.
+        replicated: A ``Replica`` for each leaf that is declared equal.
+    """
+
+    sharded: list[RankPlan]
+    replicated: bytes
+
+
+def key_of(path: str) -> bytes:
+    """Return the key by which all ranks know a path."""
+    return digest_of(path.encode("utf-8", "surrogatepass"))[:KEY_BYTES]
+
+
+def path_part(key: bytes) -> bytes:
+    """Return the part of a sharded tensor's key that depends on its path alone."""
+    return key[:KEY_BYTES]
+
+
+def owner_of(key: bytes, size: int) -> int:
+    """Return the rank that owns a path, of so many ranks."""
+    return int.from_bytes(key[:8], "big") % size
+
+
+def equal_on_all_ranks(said: Sequence[Sequence[tuple[bytes, bytes]]]) -> dict[bytes, bool]:
+    """Return, for each key that some rank names, whether all ranks give the same value for it."""
+    found: defaultdict[bytes, list[bytes]] = defaultdict(list)
+    for key, value in chain.from_iterable(said):
+        found[key].append(value)
+    return {key: values == [values[0]] * len(said) for key, values in found.items()}
+
+
+def few_paths(paths: Sequence[str]) -> str:
+    """Return some paths for a message; of many, the first three."""
+    more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
+    return ", ".join(sorted(paths)[:3]) + more
+
+
+def replies(
+    claims: list[Claims], plans: dict[bytes, TensorPlan], replicas: Mapping[bytes, Replica]
+) -> list[Reply]:
+    """Return the owner's reply to each rank."""
+    return [
+        Reply(
+            [plans[claim.key].ranks.get(rank, RankPlan()) for claim in own.sharded],
+            bytes(replicas[key] for key, _ in own.replicated),
+        )
+        for rank, own in enumerate(claims)
+    ]
+
+
+# --- leaves that are declared equal -----------------------------------------------------------
+
+
+def compare_replicas(claims: list[Claims]) -> dict[bytes, Replica]:
+    """Compare the leaves that are declared equal on all ranks, by key."""
+    descriptions = equal_on_all_ranks([own.replicated for own in claims])
+    samples = equal_on_all_ranks([_samples_by_key(own) for own in claims])
+    found = dict.fromkeys(descriptions, Replica.MISMATCHED)
+    for key, same in descriptions.items():
+        if same:
+            found[key] = Replica.EQUAL if samples[key] else Replica.DIFFERENT
+    return found
+
+
+def _samples_by_key(claims: Claims) -> list[tuple[bytes, bytes]]:
+    return [(key, s) for (key, _), s in zip(claims.replicated, claims.samples, strict=True)]
+
+
+def check_declared(
+    claims: list[Claims],
+    replicas: Mapping[bytes, Replica],
+    paths: Mapping[bytes, str],
+    declared: Declarations,
+) -> None:
+    """Check that the paths that ``replicated=`` names are equal on all ranks.
+
+    Args:
+        claims: What each rank claims.
+        replicas: What the owner found about them.
+        paths: Key → path, of the paths that this rank owns.
+        declared: What is declared.
+
+    Raises:
+        StateError: Some are not equal.
+    """
+    wrong = {
+        path: key
+        for key, path in paths.items()
+        if replicas.get(key) is Replica.DIFFERENT and declared.is_named_replicated(path)
+    }
+    if not wrong:
+        return
+    path = min(wrong)
+    samples = [dict(_samples_by_key(own))[wrong[path]] for own in claims]
+    others = [rank for rank, sample in enumerate(samples) if sample != samples[0]]
+    more = f" (nor are {few_paths([*wrong.keys() - {path}])})" if len(wrong) > 1 else ""
+    raise StateError(
+        f"{path} is named by replicated=, but is not the same on all ranks{more}: on "
+        f"{rank_names(others)} it is not what it is on rank 0. Make it equal, leave it out of "
+        "replicated= (what is equal is found out), or have per_rank= name it"
+    )
+
+
+# --- sharded tensors --------------------------------------------------------------------------
+
+
+def plan_sharded(
+    claims: list[Claims], chunk_size: int
+) -> tuple[dict[bytes, OwnedTensor], dict[bytes, TensorPlan]]:
+    """Plan all sharded tensors that this rank owns.
+
+    Raises:
+        StateError: Ranks hold pieces of different tensors under one name, replicas that differ, or
+            boxes that do not cover the tensor.
+    """
+    owned, plans = {}, {}
+    loads: defaultdict[int, int] = defaultdict(int)
+    for key, held in _holders(claims).items():
+        path, entry = held[0][1].path, held[0][1].entry
+        assert isinstance(entry, TensorEntry)
+        _check_shard_replicas(path, entry.shape, held)
+        itemsize = itemsize_of(entry)
+        boxes = [(rank, Region(*box)) for rank, claim in held for box in claim.boxes]
+        turn = int.from_bytes(key[8:], "big")
+        plan = plan_tensor(
+            entry.shape, itemsize, chunk_size, boxes, name=path, turn=turn, loads=loads
+        )
+        plans[key] = plan
+        stored, cells = _stored_entry(path, entry, itemsize, plan, chunk_size)
+        owned[key] = OwnedTensor(path, stored, cells, [rank for rank, _ in held])
+    return owned, plans
+
+
+def _holders(claims: list[Claims]) -> dict[bytes, list[tuple[int, ShardClaim]]]:
+    """Return, for each sharded tensor, the ranks that hold pieces of it, and their claims."""
+    holders: defaultdict[bytes, list[tuple[int, ShardClaim]]] = defaultdict(list)
+    firsts: dict[bytes, tuple[int, Entry]] = {}
+    for rank, own in enumerate(claims):
+        for claim in own.sharded:
+            holders[claim.key].append((rank, claim))
+            first_rank, first = firsts.setdefault(path_part(claim.key), (rank, claim.entry))
+            if claim.entry != first:
+                raise StateError(
+                    f"{claim.path} is {_description(first)} on rank {first_rank}, but "
+                    f"{_description(claim.entry)} on rank {rank}; all ranks must hold pieces of "
+                    f"one tensor. {NAMING_ADVICE}"
+                )
+    return holders
+
+
+def _check_shard_replicas(
+    path: str, shape: tuple[int, ...], held: Sequence[tuple[int, ShardClaim]]
+) -> None:
+    """Check that ranks that hold the same box of a tensor hold the same bytes in it.
+
+    Raises:
+        StateError: They do not; or boxes overlap without being the same, and cannot be compared.
+    """
+    first: dict[Region, tuple[int, bytes]] = {}
+    for rank, claim in held:
+        for at, sample in zip(claim.boxes, claim.samples, strict=True):
+            box = Region(*at)
+            before, known = first.setdefault(box, (rank, sample))
+            if known != sample:
+                raise StateError(
+                    f"{path}: ranks {before} and {rank} hold replicas of one part of it (offsets "
+                    f"{box.offsets}, sizes {box.sizes}), which are not the same. Make them equal, "
+                    "as by a broadcast over that dimension of the mesh, or store value.to_local() "
+                    "under a name of its own that per_rank= has"
+                )
+    if sum(box.numel for box in first) > prod(shape):
+        raise StateError(
+            f"{path}: its shards overlap without being the same, so that nobody can tell whose "
+            "elements count; make it anew with shards that do not"
+        )
+
+
+def _stored_entry(
+    path: str, entry: TensorEntry, itemsize: int, plan: TensorPlan, chunk_size: int
+) -> tuple[TensorEntry, int]:
+    """Return the entry of a tensor as it is stored, without digests, and its number of cells."""
+    if len(plan.boxes) > MAX_BOXES:
+        raise StateError(
+            f"{path} lies in {len(plan.boxes):,} boxes, more than {MAX_BOXES:,}; redistribute it "
+            "to Shard on one dimension first"
+        )
+    if not plan.boxes:
+        return entry, grid_of(entry.shape, itemsize, chunk_size).count
+    boxed = BoxedTensorEntry(
+        entry.dtype,
+        entry.shape,
+        entry.data,
+        entry.kind,
+        entry.requires_grad,
+        entry.quantization,
+        tuple((box.offsets, box.sizes) for box in plan.boxes),
+    )
+    return boxed, sum(grid_of(box.sizes, itemsize, chunk_size).count for box in plan.boxes)
+
+
+def _description(entry: Entry) -> str:
+    if isinstance(entry, TensorEntry):
+        return f"a {entry.kind} of {entry.dtype} and shape {entry.shape}"
+    return f"a {type(entry).__name__}"

@@ -1,0 +1,103 @@
+"""The last step of a take: the row of the snapshot, its marker file, and the pruning of its run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from casnap.format.names import MARKER
+from casnap.format.records import Row, Stats, encode
+from casnap.storage.commit import Partners, Transaction
+from casnap.storage.objects import Objects
+from casnap.storage.retention import Pruning, Retention, prune
+from casnap.storage.table import setting
+from casnap.take.manifest import BuiltManifest
+from casnap.take.options import TakeOptions
+
+_log = logging.getLogger("casnap")
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A snapshot that is about to be published.
+
+    Attributes:
+        objects: The store.
+        name: The name of the snapshot.
+        options: How it is taken.
+        world_size: The number of ranks that take it.
+        started: When the take began, by ``time.monotonic``.
+    """
+
+    objects: Objects
+    name: str
+    options: TakeOptions
+    world_size: int
+    started: float
+
+    def publish(
+        self, transaction: Transaction, built: BuiltManifest | None, partners: Partners
+    ) -> Row:
+        """Commit the snapshot, with all that the partners wrote; return its row."""
+        assert built is not None, "rank 0 publishes, and has the manifest"
+        digest = transaction.put_node(encode(built.manifest))
+        made: list[Row] = []
+
+        def row(seq: int) -> Row:
+            duration = time.monotonic() - self.started
+            made.append(
+                Row(
+                    commit=transaction.commit,
+                    manifest=transaction.ref(digest),
+                    seq=seq,
+                    time=time.time(),
+                    world_size=self.world_size,
+                    stats=Stats(
+                        built.logical_bytes, transaction.new_bytes, built.entries, duration
+                    ),
+                    metadata=dict(self.options.metadata or {}),
+                )
+            )
+            return made[-1]
+
+        uri, overwrite = self.objects.backend.uri, self.options.overwrite
+        transaction.publish(setting(self.name, row, overwrite=overwrite, uri=uri), partners)
+        self._write_marker(made[-1])
+        if self.options.retention is not None:
+            self._prune(made[-1], self.options.retention)
+        return made[-1]
+
+    def find(self, commit: bytes) -> Row | None:
+        """Return the row of this take if the store has it, given the commit id."""
+        row = self.objects.current(lambda root: self.objects.table(root).get(self.name))
+        return row if row is not None and row.commit == commit else None
+
+    def _write_marker(self, row: Row) -> None:
+        """Write the marker for ``ls``, ``glob`` and ``os.path.exists``; it is never read as truth.
+
+        An error is a warning only: the snapshot is committed.
+        """
+        content = {"casnap": "snapshot", "name": self.name, "commit": row.commit.hex()}
+        try:
+            self.objects.backend.mark(f"{self.name}/{MARKER}", msgspec.json.encode(content))
+        except Exception as e:  # noqa: BLE001
+            _log.warning("%s is committed, but its marker file cannot be written: %s", self.name, e)
+
+    def _prune(self, row: Row, retention: Retention) -> None:
+        """Delete the snapshots of the run that the retention does not keep.
+
+        An error is a warning only: the snapshot is committed.
+        """
+        folder = self.name.rpartition("/")[0]
+        try:
+            prune(self.objects, Pruning(self.objects, retention, folder, row.commit))
+        except Exception as e:  # noqa: BLE001
+            _log.warning(
+                "%s is committed, but its run was not pruned: %s: %s",
+                self.name,
+                type(e).__name__,
+                e,
+            )
