@@ -258,15 +258,18 @@ class Alarm:
         self._timer.join()
 
 
+def _seconds(work: Callable[[int], object], i: int) -> float:
+    begun = time.monotonic()
+    work(i)
+    return time.monotonic() - begun
+
+
 def interrupted_at_random(work: Callable[[int], object], rounds: int) -> int:
     """Do some work again and again with a SIGINT at some moment; return how many were cut off."""
     dice = random.Random(5)
-    work(0)
-    begun = time.monotonic()
-    work(1)
-    usual = time.monotonic() - begun
+    usual = min(_seconds(work, i) for i in range(5))
     interrupts = 0
-    for i in range(2, rounds + 2):
+    for i in range(5, rounds + 5):
         try:
             with Alarm(dice.uniform(0, usual)):
                 work(i)

@@ -74,6 +74,13 @@ def assert_steps(backend: Backend, steps: set[int], maybe: int | None = None) ->
     return set(found)
 
 
+def copied(backend: MemoryBackend, name: str) -> MemoryBackend:
+    """Return a copy of a store in memory."""
+    copy = MemoryBackend(name)
+    copy._objects.update(backend._objects)
+    return copy
+
+
 # --- faults -----------------------------------------------------------------------------------
 
 
@@ -161,10 +168,11 @@ def test_a_full_disk_at_each_write(local: FaultyBackend, times: int | None) -> N
 @pytest.mark.parametrize("act", [fail(), lose_answer(), repeat()])
 def test_each_call_of_a_take_once(tmp_path: Path, act: Act) -> None:
     """Whatever call fails, the take says so or has committed, and the next one works."""
+    made = MemoryBackend(f"{tmp_path}")
+    take(open_store(made, chunk_size=CHUNK), 0)
     for k in itertools.count():
-        backend = FaultyBackend(MemoryBackend(f"{tmp_path}/{k}"))
-        store = open_store(backend, chunk_size=CHUNK)
-        take(store, 0)
+        backend = FaultyBackend(copied(made, f"{tmp_path}/{k}"))
+        store = open_store(backend)
         committed, maybe = {0}, 1
         with backend.during(Fault(act, skip=k)) as (fault,):
             try:
@@ -279,10 +287,11 @@ def test_a_crash_at_each_call(tmp_path: Path, how: int, moment: Callable[[Act], 
 def crash_at_each_call(
     name: str, losing: bool | Callable[[str], bool], moment: Callable[[Act], Act]
 ) -> None:
+    made = MemoryBackend(name)
+    for step in (0, 1):
+        take(open_store(made, chunk_size=CHUNK), step)
     for k in itertools.count():
-        inner = MemoryBackend(f"{name}/{k}")
-        take(open_store(inner, chunk_size=CHUNK), 0)
-        take(open_store(inner), 1)
+        inner = copied(made, f"{name}/{k}")
         backend = FaultyBackend(inner)
         store = open_store(backend)
         backend.faults.append(Fault(moment(crash(losing_unsynced=losing)), skip=k))

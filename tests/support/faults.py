@@ -95,8 +95,13 @@ def assert_store(path: Path | str, steps: set[int], maybe: int | None = None) ->
 
 def files(folder: Path | str, under: str = "") -> set[str]:
     """Return the files of a store, as keys."""
-    top = Path(folder)
-    return {str(p.relative_to(top)) for p in (top / under).rglob("*") if p.is_file()}
+    top = f"{folder}/"
+    # A walk by pathlib takes three times as long.
+    return {
+        f"{place}/{name}".replace("//", "/")[len(top) :]
+        for place, _, names in os.walk(top + under)
+        for name in names
+    }
 
 
 def assert_no_orphans(path: Path | str) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from casnap.ranks.comm import Comm, join
 
-SOON = 5.0
-"""Seconds that a busy machine may add to what is awaited."""
+SOON = 30.0
+"""Seconds that a busy machine may add to a wait. A rank that hangs waits for longer."""
 
 
 class OnPurposeError(Exception):
