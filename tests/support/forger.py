@@ -7,6 +7,7 @@ import resource
 import signal
 import struct
 from collections.abc import Callable
+from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from casnap.format.records import (
     seal,
     segment_key,
 )
-from tests.support.faults import CHUNK, in_child
+from tests.support.faults import CHUNK, files, in_child, memory_folder
 
 MEMORY = 512 << 20
 SECONDS = 20
@@ -51,8 +52,10 @@ class Forger:
     """
 
     def __init__(self, folder: Path) -> None:
-        store = Store(folder, chunk_size=CHUNK)
-        store.take({"good": StateDict(x=torch.arange(100_000))}, "good")
+        for key, content in _good_store().items():
+            (folder / key).parent.mkdir(parents=True, exist_ok=True)
+            (folder / key).write_bytes(content)
+        store = Store(folder)
         self.folder = folder
         self.pack = PackId(b"\0" * 5 + b"\1" + os.urandom(10))
         self.row: dict[str, Any] = {}
@@ -137,6 +140,15 @@ class Forger:
         path = self.folder / key
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
+
+
+@lru_cache
+def _good_store() -> dict[str, bytes]:
+    """Return the files of a store of one snapshot, which is no lie."""
+    with memory_folder() as folder:
+        store = Store(folder / "store", chunk_size=CHUNK)
+        store.take({"good": StateDict(x=torch.arange(100_000))}, "good")
+        return {key: (folder / "store" / key).read_bytes() for key in files(folder / "store")}
 
 
 def limit_memory() -> None:
