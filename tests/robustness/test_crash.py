@@ -343,14 +343,14 @@ class Gate:
 
     def __call__(self) -> None:
         self.reached.set()
-        assert self.open.wait(30)
+        assert self.open.wait(300)
 
 
 def test_an_interrupted_take_waits_for_its_threads(base: Path) -> None:
     before, gate = files(base), Gate()
 
     def interrupt_soon() -> None:
-        gate.reached.wait(30)
+        gate.reached.wait(300)
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
@@ -370,7 +370,7 @@ def test_an_interrupted_wait_can_be_repeated(base: Path) -> None:
     gate = Gate()
     with backend_faults(0, gate, names=["write"]):
         pending = Store(base).async_take(app_state(2), "step_2", metadata={"step": 2})
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(300)
         for _ in range(2):
             with Alarm(0.05), pytest.raises(KeyboardInterrupt):
                 pending.wait()

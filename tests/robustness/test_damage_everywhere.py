@@ -336,6 +336,16 @@ KINDS = [
 ]
 
 
+ALIKE = {
+    "newest root": 2,
+    "older roots": 2,
+    "segments": 3,
+    "packs of chunks": 3,
+    "packs of nodes": 3,
+}
+"""Of how many cases one is tried quickly: a seal covers all of a root, and the packs are many."""
+
+
 def test_a_whole_store(sample: Sample) -> None:
     """So whatever goes wrong below goes wrong for the damage; and all there is is looked at."""
     assert sample.open().check(data=True).ok
@@ -360,8 +370,7 @@ def damage_all(sample: Sample, kind: str, thorough: bool, note: Callable[[str, i
             "cuts": cuts(layout, regions, raw, thorough),
             "others": others(layout, raw, contents if thorough else contents[:1]),
         }
-        # Packs of nodes are many, and much alike.
-        step = 1 if thorough or len(layouts) < 4 else 3
+        step = 1 if thorough else ALIKE.get(kind, 1)
         for sort, found in cases.items():
             for case in islice(found, choose.randrange(step), None, step):
                 check_case(sample, case)

@@ -198,7 +198,7 @@ def test_everything_fails_from_some_call_on(local: FaultyBackend) -> None:
                 take(store, 1)
             except CasnapError:
                 for thread in set(threading.enumerate()) - threads:
-                    thread.join(10)
+                    thread.join(300)
                     assert not thread.is_alive()
             else:
                 break
@@ -213,7 +213,7 @@ def test_the_root_is_put_late(local: FaultyBackend) -> None:
     store, gate, path = open_store(local), Gate(), local.uri
     with local.during(Fault(gate, "put_if_absent", "roots/*")):
         pending = store.async_take(app_state(1), "step_1", metadata={"step": 1})
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(300)
         assert in_child(lambda: Store(path).delete("step_0")) == 0
         gate.open()
         pending.wait()

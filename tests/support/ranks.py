@@ -268,7 +268,7 @@ class World:
         work: Callable[..., Any],
         *args: Any,
         expect_errors: bool = False,
-        timeout: float = 60.0,
+        timeout: float = 300.0,
         group_timeout: float | None = None,
     ) -> list[Any]:
         """Run ``work(*args)`` on every rank, in a default process group of gloo.

@@ -62,7 +62,7 @@ def nothing_hangs() -> None:
     """Check that no thread still waits for the store of the process group."""
     for thread in threading.enumerate():
         if thread.name == "casnap-link":
-            thread.join(5)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -83,7 +83,7 @@ class Yard:
 
     def wait(self, *words: str) -> str:
         """Wait for one of some words that other processes leave."""
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         while not (left := [word for word in words if (self.folder / word).exists()]):
             if time.monotonic() > until:
                 raise TimeoutError(f"nobody left any of {words}")
