@@ -1,4 +1,4 @@
-"""Whatever moment a process dies or is interrupted at, the store holds what it held, whole."""
+"""A process that dies or is interrupted at any moment costs the store nothing that it held."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KILLED = -signal.SIGKILL
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """Return a store of two snapshots, whose copies are crashed into."""
+    """Return a store of two snapshots; each case works on a copy."""
     store = Store(tmp_path / "base", chunk_size=CHUNK)
     take(store, 0)
     take(store, 1)
@@ -203,7 +203,7 @@ def test_takes_killed_at_many_random_moments(tmp_path: Path, seed: int) -> None:
 def assert_no_slot_is_lost() -> None:
     pool = shared_pool(CHUNK + (64 << 10))
     assert len(pool._free) == pool._made <= SLOTS
-    # Python lists for ever a thread whose start was interrupted before it began.
+    # Python never forgets a thread whose start was interrupted.
     left = [t for t in threading.enumerate() if t.name.startswith("casnap")]
     assert not [t for t in left if t.is_alive()]
 

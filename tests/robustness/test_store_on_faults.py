@@ -167,7 +167,7 @@ def test_a_full_disk_at_each_write(local: FaultyBackend, times: int | None) -> N
 
 @pytest.mark.parametrize("act", [fail(), lose_answer(), repeat()])
 def test_each_call_of_a_take_once(tmp_path: Path, act: Act) -> None:
-    """Whatever call fails, the take says so or has committed, and the next one works."""
+    """After a failed call, the take raises or has committed, and the next one works."""
     made = MemoryBackend(f"{tmp_path}")
     take(open_store(made, chunk_size=CHUNK), 0)
     for k in itertools.count():
@@ -279,8 +279,8 @@ def lost(how: int) -> bool | Callable[[str], bool]:
 @pytest.mark.parametrize("moment", [lambda act: act, after], ids=["before", "after"])
 @pytest.mark.parametrize("how", range(3))
 def test_a_crash_at_each_call(tmp_path: Path, how: int, moment: Callable[[Act], Act]) -> None:
-    """What was committed is whole, and whoever comes next needs no repair."""
-    # In a child, since the threads of the dead have nobody to end them.
+    """Committed snapshots are whole, and the next process needs no repair."""
+    # In a child: a crash leaves threads behind, which end with their process.
     assert in_child(lambda: crash_at_each_call(str(tmp_path), lost(how), moment)) == 0
 
 
@@ -313,7 +313,7 @@ def crash_at_each_call(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_faults_at_random(tmp_path: Path, seed: int) -> None:
-    """Takes and deletes, some of which fail: what is told to have happened has."""
+    """Takes and deletes, some of which fail: each one that returns has happened."""
     chance = random.Random(seed)
     inner = MemoryBackend(f"{tmp_path}")
     backend = FaultyBackend(inner)

@@ -1,4 +1,4 @@
-"""The cache of the index may be anything, or nothing: that changes nothing but time."""
+"""A missing, damaged or unusable cache of the index costs time alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packs that others wrote are gone, cut off or damaged: no take relies on them in silence."""
+"""No take relies on a pack that is gone, cut off or damaged without saying so."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_pack_that_cannot_be_looked_at_is_not_taken_for_gone(path: Path, numbe
 
 @pytest.mark.parametrize("harm", HARM)
 def test_a_segment_that_is_harmed_is_not_built_on(path: Path, harm: str) -> None:
-    """Who has cached it would not notice, and nobody else could read what comes after it."""
+    """A process that has it in its cache would not notice; others could not read what follows."""
     (ref, *_) = Store(path).objects.newest().segments
     before = files(path, "roots")
     HARM[harm](path / segment_key(ref.id))

@@ -1,4 +1,4 @@
-"""What only root can set up: small file systems, and children that are somebody else."""
+"""What only root can set up: small file systems, and children that run as another user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks say to each other in a test, how something ends on each, and how they stand still."""
+"""Ranks that talk in a test, that stand still, and how a call ends on each of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Seen(NamedTuple):
     Attributes:
         error: The type of what was raised; empty if nothing was.
         text: What it says.
-        ranks: Whom it blames.
+        ranks: The ranks that it blames.
         seconds: How long that took.
         value: What was returned.
     """
@@ -70,7 +70,7 @@ def nothing_hangs() -> None:
 
 
 class Yard:
-    """A folder where ranks leave word for each other, whatever becomes of their connections."""
+    """A folder where ranks leave messages for each other, also after their connections broke."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -86,7 +86,7 @@ class Yard:
         until = time.monotonic() + 300
         while not (left := [word for word in words if (self.folder / word).exists()]):
             if time.monotonic() > until:
-                raise TimeoutError(f"nobody left any of {words}")
+                raise TimeoutError(f"no process left any of {words}")
             time.sleep(0.005)  # there is no event between processes that may be killed
         return left[0]
 
