@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
     from casnap.state.stateful import Stateful
     from casnap.store import Store
+    from casnap.take.options import TakeOptions
     from casnap.take.pending import PendingTake
-    from casnap.take.take import TakeOptions
 
 V = TypeVar("V")
 

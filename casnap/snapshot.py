@@ -174,7 +174,7 @@ class Snapshot:
             RankError: Another rank failed, died or did not answer in time.
         """
         from casnap.ranks.comm import join
-        from casnap.take.take import TakeOptions
+        from casnap.take.options import TakeOptions
 
         options = TakeOptions(
             metadata=metadata,
@@ -217,7 +217,7 @@ class Snapshot:
         larger, this blocks until enough of it has been stored.
         """
         from casnap.ranks.comm import join
-        from casnap.take.take import TakeOptions
+        from casnap.take.options import TakeOptions
 
         options = TakeOptions(
             metadata=metadata,

@@ -123,7 +123,7 @@ class Store:
     ) -> Snapshot:
         """Take a snapshot. :meth:`Snapshot.take` describes the arguments."""
         from casnap.ranks.comm import join
-        from casnap.take.take import TakeOptions
+        from casnap.take.options import TakeOptions
 
         options = TakeOptions(
             metadata=metadata,
@@ -156,7 +156,7 @@ class Store:
     ) -> PendingSnapshot:
         """Take a snapshot in the background, as :meth:`Snapshot.async_take` does."""
         from casnap.ranks.comm import join
-        from casnap.take.take import TakeOptions
+        from casnap.take.options import TakeOptions
 
         options = TakeOptions(
             metadata=metadata,
