@@ -13,12 +13,6 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.ranks import Pool, World
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-"""Torch's threads sleep while they wait: spinning more than doubles the processor time of a test.
-
-Torch reads this when it is imported, so no test module is imported before.
-"""
-
 settings.register_profile(
     "default",
     deadline=None,  # a shared disk is slow at times, and no example is at fault then
