@@ -20,9 +20,8 @@ from click.testing import CliRunner
 from casnap import Snapshot, StateDict, Store
 from casnap.cli import cli, output, run
 from casnap.format.records import Row
-from casnap.runtime.threads import Crew
-from casnap.storage.commit import Transaction
 from tests.support.cli_calls import COMMAND, document, failure, fill, invoke, process
+from tests.support.written import publish
 
 
 @pytest.fixture(scope="module")
@@ -182,16 +181,6 @@ def test_a_closed_pipe_is_quiet(store: Path, size: str, large_store: Path) -> No
 
 
 # --- hostile and odd texts --------------------------------------------------------------------
-
-
-def publish(store: Store, rows: dict[str, Row]) -> None:
-    """Put rows into the table as they are."""
-    with Crew() as crew:
-        transaction = Transaction(store.objects, crew)
-        try:
-            transaction.publish(lambda _table, _seq: dict(rows))
-        finally:
-            transaction.close()
 
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202ename\x9b31m\x7f"

@@ -16,17 +16,20 @@ import torch
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import BackendError, DamagedError
 from casnap.maintenance.gc import GcOptions
-from tests.maintenance.test_gc_refusals import configure
-from tests.robustness.test_damage import damage_everywhere, forget_cache, forget_copies, newest
-from tests.support.checks import FROZEN
 from tests.support.cli_calls import document, failure, invoke, process
 from tests.support.damaged import (
+    FROZEN,
     copied_store,  # noqa: F401 - a fixture
     damage_chunk,
+    damage_everywhere,
+    forget_cache,
+    forget_copies,
+    newest,
     pristine_store,  # noqa: F401 - a fixture
 )
 from tests.support.faults import CHUNK, backend_faults, files, take
 from tests.support.forger import Forger
+from tests.support.written import configure
 
 # --- what is damaged --------------------------------------------------------------------------
 

@@ -19,28 +19,26 @@ from casnap.maintenance.check import CheckReport
 from casnap.runtime.threads import undisturbed
 from casnap.storage.commit import Transaction
 from casnap.storage.roots import succeed
-from tests.robustness.test_damage import (
+from tests.support.cli_calls import invoke
+from tests.support.damaged import (
+    FROZEN,
     KEY,
     STEPS,
+    broken,
+    change,
+    check,
     damages,
+    drop_from_index,
     expected,
     flip,
     forget_cache,
     forget_copies,
+    listing_of,
     make,
     newest,
     objects_of,
-)
-from tests.support.checks import (
-    FROZEN,
-    broken,
-    change,
-    check,
-    drop_from_index,
-    listing_of,
     record_of,
 )
-from tests.support.cli_calls import invoke
 from tests.support.faults import CHUNK, elsewhere, files
 from tests.support.forger import Forger
 

@@ -10,9 +10,8 @@ import torch
 from casnap import StateDict, Store
 from casnap.format.records import pack_key
 from casnap.maintenance.gc import GcOptions, collect
-from tests.robustness.test_damage import KEY, content, flip, make
-from tests.support.checks import FROZEN, change, check, record_of
 from tests.support.cli_calls import document, failure, invoke
+from tests.support.damaged import FROZEN, KEY, change, check, content, flip, make, record_of
 from tests.support.faults import CHUNK, backend_faults, elsewhere, faults
 
 

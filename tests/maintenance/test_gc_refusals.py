@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from datetime import timedelta
 from pathlib import Path
@@ -21,13 +20,14 @@ from casnap.errors import (
     StoreError,
     UnsupportedFormatError,
 )
-from casnap.format.records import CONFIG_KEY, pack_key, segment_key
+from casnap.format.records import pack_key, segment_key
 from casnap.storage.objects import Objects
 from casnap.testing import Fault, FaultyBackend, flip, lose_answer, open_store
-from tests.support.checks import drop_from_index
 from tests.support.cli_calls import failure
+from tests.support.damaged import drop_from_index
 from tests.support.faults import CHUNK, assert_store, elsewhere, files, take
 from tests.support.garbage import assert_tidy, places_of
+from tests.support.written import configure
 
 
 @pytest.fixture
@@ -48,11 +48,6 @@ def test_durations_that_make_no_sense(path: Path, grace: Any) -> None:
 def test_shares_that_make_no_sense(path: Path, share: Any) -> None:
     with pytest.raises(ValueError, match="repack"):
         Store(path).gc(repack=share)
-
-
-def configure(path: Path, **changes: Any) -> None:
-    config = json.loads((path / CONFIG_KEY).read_text())
-    (path / CONFIG_KEY).write_text(json.dumps(config | changes))
 
 
 def test_stores_that_must_not_be_collected(path: Path, tmp_path: Path) -> None:

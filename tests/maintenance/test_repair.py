@@ -21,37 +21,32 @@ from casnap.format.records import PackId, pack_key
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.survey import Survey
 from casnap.storage.roots import succeed
-from tests.cli.test_cli import Terminal
-from tests.robustness.test_damage import (
+from tests.support.cli_calls import Terminal, failure, invoke
+from tests.support.damaged import (
+    FROZEN,
     KEY,
     STEPS,
+    WEIGHT,
+    broken,
+    change,
+    check,
     content,
+    copied_store,  # noqa: F401 - a fixture
+    damage_chunk,
     damage_everywhere,
     damages,
+    drop_from_index,
     expected,
     flip,
     forget_cache,
     forget_copies,
-    newest,
-    objects_of,
-)
-from tests.support.checks import (
-    FROZEN,
-    broken,
-    change,
-    check,
-    drop_from_index,
     listing_of,
-    record_of,
-)
-from tests.support.cli_calls import failure, invoke
-from tests.support.damaged import (
-    WEIGHT,
-    copied_store,  # noqa: F401 - a fixture
-    damage_chunk,
     lost_in,
     named,
+    newest,
+    objects_of,
     pristine_store,  # noqa: F401 - a fixture
+    record_of,
     repair,
     safetensors,
 )

@@ -11,9 +11,7 @@ from casnap import Store
 from casnap.backends import LocalBackend
 from casnap.format.records import pack_key
 from casnap.testing import Call, Fault, FaultyBackend, open_store
-from tests.robustness.test_damage import flip
-from tests.support.checks import change, record_of
-from tests.support.damaged import repair
+from tests.support.damaged import change, flip, record_of, repair
 from tests.support.faults import CHUNK, assert_store, content, elsewhere, memory_folder, take
 
 

@@ -15,23 +15,24 @@ import torch
 from casnap import StateDict, Store
 from casnap.format.digest import Digest
 from casnap.format.records import pack_key
-from tests.robustness.test_damage import (
+from tests.support.damaged import (
+    FROZEN,
     KEY,
     STEPS,
+    WEIGHT,
+    broken,
     content,
+    copied_store,  # noqa: F401 - a fixture
+    damage_chunk,
     damage_everywhere,
     expected,
     forget_cache,
-    make,
-)
-from tests.support.checks import FROZEN, broken, listing_of, record_of
-from tests.support.damaged import (
-    WEIGHT,
-    copied_store,  # noqa: F401 - a fixture
-    damage_chunk,
+    listing_of,
     lost_in,
+    make,
     named,
     pristine_store,  # noqa: F401 - a fixture
+    record_of,
     repair,
     safetensors,
 )

@@ -9,9 +9,8 @@ import torch
 
 from casnap import Store
 from casnap.errors import DamagedError
-from casnap.format.records import encode
-from tests.format.test_tiling import HUGE, NONE
-from tests.support.forger import Forger, assert_refused
+from tests.support.boxes import NO_TILINGS
+from tests.support.forger import HUGE, STATE, Forger, assert_refused
 
 
 @pytest.fixture
@@ -19,17 +18,14 @@ def forger(tmp_path, cache_dir):
     return Forger(tmp_path / "store")
 
 
-STATE = ["", ["c", "dict", 1, [len(s := encode([["x"], None, None])), s, b"", 0]]]
-
-
 def boxed(shape, boxes, payload, dtype="float32", kind="tensor"):
     return ["b", dtype, list(shape), payload, kind, False, None, boxes]
 
 
 @pytest.mark.parametrize("where", ["in the entry", "in chunks"])
-@pytest.mark.parametrize("case", NONE)
+@pytest.mark.parametrize("case", NO_TILINGS)
 def test_hostile_boxes(forger, case, where):
-    shape, boxes = NONE[case]
+    shape, boxes = NO_TILINGS[case]
     if where == "in the entry":
         nbytes = min(4 * prod(shape), HUGE)
         payload = [nbytes, bytes(nbytes), b"", 0] if nbytes < 1 << 20 else [nbytes]

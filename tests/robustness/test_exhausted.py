@@ -17,7 +17,7 @@ from casnap import Store
 from casnap.backends import LocalBackend
 from casnap.errors import ExhaustedError
 from casnap.testing import Fault, FaultyBackend, fail, open_store
-from tests.support.checks import record_of
+from tests.support.damaged import record_of
 from tests.support.faults import CHUNK, app_state, assert_holds, content, files, in_child, take
 
 

@@ -17,11 +17,20 @@ import zstandard
 
 from casnap import Retention, Store
 from casnap.format.records import LIST_DIGESTS, MAX_NODE_BYTES, encode
-from tests.robustness.test_hostile import ABSENT, GOOD, HUGE, STATE, branch, chunks, tensor
 from tests.support.assault import CHANGES, LOOKS, Forge, assail, good_is_whole
 from tests.support.cli_calls import invoke
 from tests.support.faults import in_child, memory_folder
-from tests.support.forger import Forger, limit_memory
+from tests.support.forger import (
+    ABSENT,
+    GOOD,
+    HUGE,
+    STATE,
+    Forger,
+    branch,
+    chunks,
+    limit_memory,
+    tensor,
+)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from casnap.format.records import pack_key
 from casnap.runtime import buffers
 from casnap.take import staging
 from casnap.testing import Fault, FaultyBackend, before, open_store
-from tests.support.checks import record_of
+from tests.support.damaged import record_of
 from tests.support.faults import CHUNK
 
 

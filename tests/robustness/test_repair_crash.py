@@ -21,15 +21,25 @@ from casnap.format.digest import Digest, digest_of
 from casnap.format.records import PackId, pack_key
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.repair import RepairReport
-from tests.robustness.test_damage import KEY, content, damages, expected, forget_cache, objects_of
-from tests.support.checks import FROZEN, broken, change, check, listing_of, record_of
 from tests.support.damaged import (
+    FROZEN,
+    KEY,
     WEIGHT,
+    broken,
+    change,
+    check,
+    content,
     copied_store,  # noqa: F401 - a fixture
     damage_chunk,
+    damages,
+    expected,
+    forget_cache,
+    listing_of,
     lost_in,
     named,
+    objects_of,
     pristine_store,  # noqa: F401 - a fixture
+    record_of,
     repair,
 )
 from tests.support.faults import backend_faults, elsewhere, faults, in_child, kill

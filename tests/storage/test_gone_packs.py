@@ -22,8 +22,7 @@ from casnap.storage.commit import Transaction
 from casnap.storage.pack_set import PackSet
 from casnap.storage.roots import succeed
 from casnap.testing import Call, Fault, FaultyBackend, open_store
-from tests.robustness.test_damage import flip
-from tests.support.checks import change, record_of
+from tests.support.damaged import change, flip, record_of
 from tests.support.faults import CHUNK, app_state, assert_holds, content, files, in_child, take
 
 FROZEN = content(0)["frozen"][: CHUNK // 4]

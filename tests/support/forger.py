@@ -16,7 +16,7 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.errors import CasnapError
-from casnap.format.digest import Digest, digest_of
+from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.records import (
     PackId,
     Place,
@@ -31,6 +31,8 @@ from tests.support.faults import CHUNK, in_child
 
 MEMORY = 512 << 20
 SECONDS = 20
+ABSENT = bytes(DIGEST_SIZE)
+HUGE = 1 << 62
 
 
 class Forger:
@@ -161,7 +163,7 @@ def assert_refused(folder: Path, *, readable: bool = False) -> None:
         # Of processor time, since the machine may be busy; what hangs meets the time-out.
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         state = StateDict()
-        results = {
+        results: dict[str, Callable[[Store], object]] = {
             "restore": lambda s: s["evil"].restore({"s": state}),
             "read": lambda s: s["evil"].read_object("s"),
             "entry": lambda s: s["evil"].read_object("s/x"),
@@ -185,3 +187,40 @@ def assert_refused(folder: Path, *, readable: bool = False) -> None:
         assert refused >= {"restore", "absent"} | (set() if readable else {"read"}), refused
 
     assert in_child(work) == 0
+
+
+# --- entries and trees ------------------------------------------------------------------------
+
+
+def tensor(
+    shape: list[int],
+    payload: list[Any],
+    dtype: str = "float32",
+    kind: str = "tensor",
+    quantization: Any = None,
+) -> list[Any]:
+    return ["t", dtype, shape, payload, kind, False, quantization]
+
+
+def value(kind: str, data: bytes) -> list[Any]:
+    return ["v", kind, [len(data), data, b"", 0]]
+
+
+def container(kind: str, count: int, spec: bytes = b"") -> list[Any]:
+    return ["c", kind, count, [len(spec), spec, b"", 0]]
+
+
+def inline(data: bytes) -> list[Any]:
+    return [len(data), data, b"", 0]
+
+
+def chunks(nbytes: int, digests: bytes, depth: int = 0) -> list[Any]:
+    return [nbytes, b"", digests, depth]
+
+
+GOOD = tensor([4], inline(bytes(16)))
+STATE = ["", container("dict", 1, encode([["x"], None, None]))]
+
+
+def branch(forger: Forger, *children: Any) -> bytes:
+    return forger.add(encode(["b", list(children)]))

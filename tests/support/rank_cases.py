@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,9 +42,9 @@ class Acting(StateDict):
         self._reading()
         return super().state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loading()
-        super().load_state_dict(state)
+        super().load_state_dict(state_dict)
 
 
 def nothing() -> None:
@@ -218,12 +218,13 @@ class _Arms:
             leave(group)
 
         with ExitStack() as patches:
-            for name, new in [
+            calls: list[tuple[str, Callable[..., Any]]] = [
                 ("at", noting),
                 ("all_to_all", calling),
                 ("_carry", carrying),
                 ("leave", leaving),
-            ]:
+            ]
+            for name, new in calls:
                 patches.enter_context(mock.patch.object(Group, name, new))
             if self._faults is not None:
                 backend, faults = self._faults

@@ -141,9 +141,9 @@ def _serve(calls: Connection, log: str) -> None:
 def _host_store(line: Connection) -> None:
     """Host what groups are made through, as the agent of torchrun does, until the pool ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     line.send(store.port)
     with suppress(EOFError):
         line.recv()
@@ -170,6 +170,7 @@ def _answer(call: _Call, current: _Group | None) -> bytes:
 
 def _join(group: _Group, current: _Group | None) -> None:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     if group == current and dist.is_initialized():
         return
@@ -177,8 +178,8 @@ def _join(group: _Group, current: _Group | None) -> None:
         dist.destroy_process_group()
         _forget_meshes()
     timeout = timedelta(seconds=group.seconds)
-    server = dist.TCPStore("127.0.0.1", group.port, is_master=False, timeout=timeout)
-    store = dist.PrefixStore(group.prefix, server)
+    server = TCPStore("127.0.0.1", group.port, is_master=False, timeout=timeout)
+    store = PrefixStore(group.prefix, server)
     dist.init_process_group(
         "gloo", store=store, rank=group.rank, world_size=group.size, timeout=timeout
     )

@@ -55,7 +55,7 @@ class Transformer(nn.Module):
         self.register_buffer("positions", torch.zeros(50, 8))
 
 
-_TENSOR_PARALLEL = {
+_TENSOR_PARALLEL: dict[str, type[ColwiseParallel | RowwiseParallel]] = {
     "embedding": RowwiseParallel,
     "blocks.*.attention": ColwiseParallel,
     "blocks.*.out": RowwiseParallel,
@@ -90,7 +90,8 @@ def model(layout: str, seed: int) -> nn.Module:
         mesh = mesh["dp"]
     for block in module.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(module, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
 
 
 def mesh_of(layout: str) -> DeviceMesh:
@@ -137,7 +138,7 @@ def stepped(module: nn.Module) -> torch.optim.Optimizer:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class Training:
@@ -182,7 +183,8 @@ def full_state(state: Any) -> dict[str, torch.Tensor]:
     Not by ``full_tensor()``, which hangs on FSDP over TP where a dimension does not divide.
     """
     leaves = {leaf.path.removeprefix("state/"): leaf for leaf in flatten(state, "state")}
-    mine = {path: leaf.content for path, leaf in leaves.items() if not _is_bytes(leaf.content)}
+    contents = {path: leaf.content for path, leaf in leaves.items()}
+    mine = {path: c for path, c in contents.items() if not isinstance(c, bytes)}
     held: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
         held,
@@ -198,10 +200,6 @@ def full_state(state: Any) -> dict[str, torch.Tensor]:
         else content.detach().cpu()
         for path, content in mine.items()
     }
-
-
-def _is_bytes(content: object) -> bool:
-    return isinstance(content, bytes)
 
 
 def assembled(shape: tuple[int, ...], pieces: list[tuple[Region, torch.Tensor]]) -> torch.Tensor:

@@ -20,13 +20,10 @@ from casnap.maintenance.diff import Change
 from casnap.restore.loading import Loading
 from casnap.state.tensors import Leaf
 from casnap.storage.contents import rank_names
-from tests.format.test_grid import regions
-from tests.format.test_tiling import tilings
-from tests.robustness.test_damage import flip
 from tests.support.bitwise import assert_same, noise, raw
-from tests.support.checks import change, record_of
+from tests.support.boxes import regions, tilings
 from tests.support.cli_calls import document, invoke
-from tests.support.damaged import repair, safetensors
+from tests.support.damaged import change, flip, record_of, repair, safetensors
 from tests.support.faults import CHUNK
 from tests.support.written import write
 

@@ -15,7 +15,7 @@ from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.errors import DamagedError, SnapshotExistsError, StateError
 from casnap.format.codec import Codec
 from casnap.runtime import buffers
-from tests.robustness.test_damage import damage_everywhere
+from tests.support.damaged import damage_everywhere
 
 MIB = 1 << 20
 
