@@ -253,7 +253,7 @@ def test_an_error_does_not_keep_the_next_take_from_its_turn(store, monkeypatch, 
 # --- exit -------------------------------------------------------------------------------------
 
 SCRIPT = """
-import sys, threading, time
+import sys, threading
 import torch
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import StorageFullError
@@ -262,8 +262,10 @@ store = Store(sys.argv[1])
 backend = store.objects.backend
 through = backend.write
 
-def slow(key, content):
-    time.sleep(0.3)
+ending = threading.Event()
+
+def late(key, content):
+    assert not first.done() or ending.wait(60)
     return through(key, content)
 
 def full(key, content):
@@ -280,12 +282,13 @@ def test_the_interpreter_waits_for_what_is_pending(store):
     done = script(
         store,
         """
-backend.write = slow
 x = torch.arange(300_000)
-store.async_take({"s": StateDict(x=x)}, "step_1")
+first = store.async_take({"s": StateDict(x=x)}, "step_1")
+backend.write = late
 x.zero_()
 pending = store.async_take({"s": StateDict(x=x)}, "step_2")
 assert not pending.done()
+threading.Timer(0.3, ending.set).start()
 raise SystemExit(3)
 """,
     )

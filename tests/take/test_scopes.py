@@ -84,7 +84,7 @@ DIFFERENT = {"progress/mine", "progress/tensor"}
         ({"per_rank": ["*/a"], "replicated": ["model/*"]}, DIFFERENT | {"model/layers/a"}),
         ({"per_rank": ["*"]}, DIFFERENT | EQUAL),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else str(len(value)),
 )
 def test_globs(world: Worlds, tmp_path: Path, options: dict[str, Any], own: set[str]) -> None:
     path = str(tmp_path / "store/s")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,10 @@ from tests.support.faults import CHUNK, app_state, assert_store, backend_faults,
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
+HANDLED = threading.Event()
+"""Set by a handler of SIGTERM when it begins."""
+
+
 class Last:
     """A handler of SIGTERM that takes; what came of it is noted, and the call goes on."""
 
@@ -32,6 +36,7 @@ class Last:
         signal.signal(signal.SIGTERM, self)
 
     def __call__(self, *_: object) -> None:
+        HANDLED.set()
         step = 100 + len(self.taken)
         try:
             self.taken.append(take(self._store, step))
@@ -40,8 +45,10 @@ class Last:
 
 
 def terminate() -> None:
+    """Send this process a SIGTERM, and wait until the main thread is in its handler."""
+    HANDLED.clear()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.05)  # on another thread: the main thread gets it meanwhile
+    HANDLED.wait(30)
 
 
 class Terminated(StateDict):
@@ -204,7 +211,12 @@ def test_a_flag_is_looked_at_in_the_loop(tmp_path: Path) -> None:
     def child() -> None:
         store = Store(tmp_path / "store", chunk_size=CHUNK)
         stop: list[int] = []
-        signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+
+        def note(*_: object) -> None:
+            HANDLED.set()
+            stop.append(1)
+
+        signal.signal(signal.SIGTERM, note)
         step = 0
         while not stop:
             step += 1
