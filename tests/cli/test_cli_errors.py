@@ -1,4 +1,4 @@
-"""The command: what it says when something is wrong, and how long it takes."""
+"""Commands: their errors, and how long they take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives that carry errors: what each rank gets of others, also when they raise."""
+"""Collectives that carry errors: what each rank gets from the others, also if one raises."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Worlds = Callable[[int], World]
 
 
 def carry(sizes: list[int], kind: str) -> None:
-    """Send so many bytes, and a few more, to each rank, made by who sends and who receives."""
+    """Send parts of these sizes to each rank; their bytes tell the sender and the receiver."""
 
     def content(source: int, target: int) -> bytes:
         return bytes([source, target]) * (sizes[(source + target) % len(sizes)] // 2)
@@ -158,7 +158,7 @@ def talk_after_the_end() -> None:
         comm.all_gather(b"")
     with pytest.raises(StateError, match="the talk of ranks: it has ended already"):
         comm.all_gather(b"")
-    comm.fail(ValueError())  # nobody listens
+    comm.fail(ValueError())  # has no effect
     comm.leave()
 
 
@@ -182,7 +182,7 @@ def err_while_others_are_busy(folder: str) -> tuple[Seen, Seen]:
     return seen, watch(partial(talk, 60))
 
 
-def test_who_fails_does_not_wait_for_those_who_are_busy(world: Worlds, tmp_path: Path) -> None:
+def test_a_rank_that_fails_does_not_wait_for_busy_ranks(world: Worlds, tmp_path: Path) -> None:
     with world(3).fresh() as fresh:
         outcomes = fresh.run(err_while_others_are_busy, str(tmp_path))
     for rank, (seen, again) in enumerate(outcomes):
