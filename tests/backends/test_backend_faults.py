@@ -225,7 +225,7 @@ def test_a_gate(backend: FaultyBackend) -> None:
     backend.faults.append(Fault(gate, "write"))
     writer = threading.Thread(target=backend.write, args=("a", b"1"))
     writer.start()
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(300)
     assert backend.names("") == []
     gate.open()
     writer.join()
@@ -292,7 +292,7 @@ def test_a_call_that_waits_while_the_process_dies(backend: FaultyBackend, inner:
 
     writer = threading.Thread(target=write)
     writer.start()
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(300)
     backend.crash()
     gate.open()
     writer.join()

@@ -54,7 +54,7 @@ Outcomes = dict[str, "CasnapError | None"]
 
 
 def observe(path: Path) -> Outcomes:
-    """Do all there is to do; whatever succeeds must be right, and whatever fails be typed."""
+    """Call every operation: each result must be right, each error typed."""
     outcomes: Outcomes = {}
 
     def attempt(what: str, work: Callable[[Store], object]) -> None:
@@ -75,7 +75,7 @@ def observe(path: Path) -> Outcomes:
 
 
 def _check_names(names: list[str]) -> None:
-    # Whoever deletes the newest root goes back to the one before: nothing can tell.
+    # Without its newest root and the copy of it, a store is what it was one commit before.
     assert names == list(STEPS)[: len(names)]
 
 
@@ -137,7 +137,7 @@ def test_any_damage_to_any_object(store: Path, cache_dir: Path, cached: bool) ->
                 top = file.relative_to(store).parts[0]
                 hurt[top] = hurt.get(top, 0) + bool(failed(observe(store)))
     assert hurt.keys() == {"roots", "packs", "index", "casnap.json"}
-    # Each root and node is there twice: one damage to either hurts nobody.
+    # Each root and node is stored twice: one damage to either does no harm.
     assert not hurt["roots"]
     if not cached:
         assert all(count for top, count in hurt.items() if top != "roots")

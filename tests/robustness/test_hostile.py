@@ -1,4 +1,4 @@
-"""Stores that were written to do harm: everything in them is sealed, and nothing of it is true."""
+"""Hostile stores: all seals are right, and the content is not true."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def forger(tmp_path: Path, cache_dir: Path) -> Forger:
 
 
 def test_what_is_forged_well_is_read(forger: Forger) -> None:
-    """So whatever is refused below is refused for what is wrong with it."""
+    """A forged snapshot without a fault is read: the cases below are refused for their fault."""
     raw = bytes(range(200)) * 2
     places = forger.add(raw), forger.add(raw[::-1], zstandard.compress(raw[::-1]), codec=1)
     items = [

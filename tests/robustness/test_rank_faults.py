@@ -41,7 +41,7 @@ def call(phase: str, number: int = 0, how: str = "call") -> Place:
 
 
 TAKES = [
-    # Where nobody has begun yet, and where all have ended.
+    # Before any rank has begun, and after all have ended.
     ("raise", 0, call("beginning a take")),
     ("kill", 0, Place("end")),
     ("raise", 1, Place("reading")),

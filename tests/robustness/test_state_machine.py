@@ -242,7 +242,7 @@ class StoreMachine(RuleBasedStateMachine):
         pending = store.async_take(state, name, metadata=held.metadata, overwrite=overwrite)
         # What is changed after the call does not show.
         state[KEY]["parts"]["0"].zero_()
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(300)
         self.pending = Pending(pending, backend, gate, name, held, overwrite)
 
     @precondition(lambda self: self.pending is not None)

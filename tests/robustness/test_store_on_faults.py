@@ -74,6 +74,13 @@ def assert_steps(backend: Backend, steps: set[int], maybe: int | None = None) ->
     return set(found)
 
 
+def copied(backend: MemoryBackend, name: str) -> MemoryBackend:
+    """Return a copy of a store in memory."""
+    copy = MemoryBackend(name)
+    copy._objects.update(backend._objects)
+    return copy
+
+
 # --- faults -----------------------------------------------------------------------------------
 
 
@@ -160,11 +167,12 @@ def test_a_full_disk_at_each_write(local: FaultyBackend, times: int | None) -> N
 
 @pytest.mark.parametrize("act", [fail(), lose_answer(), repeat()])
 def test_each_call_of_a_take_once(tmp_path: Path, act: Act) -> None:
-    """Whatever call fails, the take says so or has committed, and the next one works."""
+    """After a failed call, the take raises or has committed, and the next one works."""
+    made = MemoryBackend(f"{tmp_path}")
+    take(open_store(made, chunk_size=CHUNK), 0)
     for k in itertools.count():
-        backend = FaultyBackend(MemoryBackend(f"{tmp_path}/{k}"))
-        store = open_store(backend, chunk_size=CHUNK)
-        take(store, 0)
+        backend = FaultyBackend(copied(made, f"{tmp_path}/{k}"))
+        store = open_store(backend)
         committed, maybe = {0}, 1
         with backend.during(Fault(act, skip=k)) as (fault,):
             try:
@@ -190,7 +198,7 @@ def test_everything_fails_from_some_call_on(local: FaultyBackend) -> None:
                 take(store, 1)
             except CasnapError:
                 for thread in set(threading.enumerate()) - threads:
-                    thread.join(10)
+                    thread.join(300)
                     assert not thread.is_alive()
             else:
                 break
@@ -205,7 +213,7 @@ def test_the_root_is_put_late(local: FaultyBackend) -> None:
     store, gate, path = open_store(local), Gate(), local.uri
     with local.during(Fault(gate, "put_if_absent", "roots/*")):
         pending = store.async_take(app_state(1), "step_1", metadata={"step": 1})
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(300)
         assert in_child(lambda: Store(path).delete("step_0")) == 0
         gate.open()
         pending.wait()
@@ -271,18 +279,19 @@ def lost(how: int) -> bool | Callable[[str], bool]:
 @pytest.mark.parametrize("moment", [lambda act: act, after], ids=["before", "after"])
 @pytest.mark.parametrize("how", range(3))
 def test_a_crash_at_each_call(tmp_path: Path, how: int, moment: Callable[[Act], Act]) -> None:
-    """What was committed is whole, and whoever comes next needs no repair."""
-    # In a child, since the threads of the dead have nobody to end them.
+    """Committed snapshots are whole, and the next process needs no repair."""
+    # In a child: a crash leaves threads behind, which end with their process.
     assert in_child(lambda: crash_at_each_call(str(tmp_path), lost(how), moment)) == 0
 
 
 def crash_at_each_call(
     name: str, losing: bool | Callable[[str], bool], moment: Callable[[Act], Act]
 ) -> None:
+    made = MemoryBackend(name)
+    for step in (0, 1):
+        take(open_store(made, chunk_size=CHUNK), step)
     for k in itertools.count():
-        inner = MemoryBackend(f"{name}/{k}")
-        take(open_store(inner, chunk_size=CHUNK), 0)
-        take(open_store(inner), 1)
+        inner = copied(made, f"{name}/{k}")
         backend = FaultyBackend(inner)
         store = open_store(backend)
         backend.faults.append(Fault(moment(crash(losing_unsynced=losing)), skip=k))
@@ -304,7 +313,7 @@ def crash_at_each_call(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_faults_at_random(tmp_path: Path, seed: int) -> None:
-    """Takes and deletes, some of which fail: what is told to have happened has."""
+    """Takes and deletes, some of which fail: each one that returns has happened."""
     chance = random.Random(seed)
     inner = MemoryBackend(f"{tmp_path}")
     backend = FaultyBackend(inner)

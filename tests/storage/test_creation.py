@@ -1,4 +1,4 @@
-"""Processes that make one store at once: whoever comes between any two steps, all get the store."""
+"""Processes that make one store at once: all of them get the same store."""
 
 from __future__ import annotations
 

@@ -429,7 +429,7 @@ def paths_below(folder: Path) -> list[Path]:
 def test_modes_and_group_follow_the_folder_of_the_store(
     tmp_path: Path, mode: int, umask: int
 ) -> None:
-    """Where nobody else may write to the folder, the umask counts too."""
+    """If no other user may write to the folder, the umask counts too."""
     folder = tmp_path / "store"
     folder.mkdir()
     group = NOBODY if os.geteuid() == 0 else folder.stat().st_gid

@@ -67,7 +67,7 @@ def process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[s
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
         stdin=subprocess.DEVNULL,
         **options,
     )
@@ -86,7 +86,7 @@ class Terminal:
     def read_until(self, text: str) -> str:
         seen = ""
         while text not in seen:
-            assert select.select([self.master], [], [], 30)[0], seen
+            assert select.select([self.master], [], [], 300)[0], seen
             seen += os.read(self.master, 4096).decode()
         return seen
 
@@ -99,4 +99,4 @@ class Terminal:
         except OSError:  # Linux says EIO where the other end is closed
             pass
         os.close(self.master)
-        return self.process.wait(30), seen.decode()
+        return self.process.wait(300), seen.decode()

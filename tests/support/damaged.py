@@ -59,7 +59,7 @@ def make(folder: Path) -> Store:
 
 @pytest.fixture(scope="module", name="pristine")
 def pristine_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store that nobody damages."""
+    """Return the store that tests copy; no test changes it."""
     folder = tmp_path_factory.mktemp("pristine") / "store"
     make(folder)
     return folder
@@ -169,7 +169,7 @@ def record_of(path: Path, raw: torch.Tensor | bytes) -> Record:
 
 
 def drop_from_index(store: Store, pack: bytes, **changes: object) -> None:
-    """Put a root whose index lists a pack no more, though it is there and may be needed."""
+    """Put a root whose index no longer lists a pack. The pack stays, and may be needed."""
     view = store.objects.view()
     segments = rewritten(store.objects, view, {PackId(pack)})
     assert succeed(store.objects.backend, view.root, segments=segments, **changes)

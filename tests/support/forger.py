@@ -1,4 +1,4 @@
-"""Writes stores that lie: sealed as they should be, and nothing in them is true."""
+"""Writes hostile stores: all seals are right, and the content is not true."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import resource
 import signal
 import struct
 from collections.abc import Callable
+from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from casnap.format.records import (
     seal,
     segment_key,
 )
-from tests.support.faults import CHUNK, in_child
+from tests.support.faults import CHUNK, files, in_child, memory_folder
 
 MEMORY = 512 << 20
 SECONDS = 20
@@ -36,7 +37,7 @@ HUGE = 1 << 62
 
 
 class Forger:
-    """Writes one more commit into a store, of whatever it is told.
+    """Writes one more commit into a store, with the content that it is given.
 
     Attributes:
         row: Fields of the snapshot's row to replace.
@@ -47,12 +48,14 @@ class Forger:
         table: The digest of a table to give instead.
         body: Changes the body of the segment before it is sealed.
         footer: Changes the footer of the pack.
-        count: The number of records that the root claims of the segment, where that is a lie.
+        count: The number of records that the root claims of the segment, if that is not true.
     """
 
     def __init__(self, folder: Path) -> None:
-        store = Store(folder, chunk_size=CHUNK)
-        store.take({"good": StateDict(x=torch.arange(100_000))}, "good")
+        for key, content in _good_store().items():
+            (folder / key).parent.mkdir(parents=True, exist_ok=True)
+            (folder / key).write_bytes(content)
+        store = Store(folder)
         self.folder = folder
         self.pack = PackId(b"\0" * 5 + b"\1" + os.urandom(10))
         self.row: dict[str, Any] = {}
@@ -81,12 +84,12 @@ class Forger:
 
     @property
     def good_packs(self) -> list[bytes]:
-        """The ids of the packs of the snapshot that is no lie."""
+        """The ids of the packs of the honest snapshot."""
         names = (path.name for path in (self.folder / "packs").rglob("?" * 32))
         return [bytes.fromhex(name) for name in names]
 
     def keep_good(self) -> None:
-        """Keep the snapshot that is no lie in the table."""
+        """Keep the honest snapshot in the table."""
         self.rows["good"] = self._good
 
     def tree(self, *items: Any) -> bytes:
@@ -139,6 +142,15 @@ class Forger:
         path.write_bytes(content)
 
 
+@lru_cache
+def _good_store() -> dict[str, bytes]:
+    """Return the files of a store of one honest snapshot."""
+    with memory_folder() as folder:
+        store = Store(folder / "store", chunk_size=CHUNK)
+        store.take({"good": StateDict(x=torch.arange(100_000))}, "good")
+        return {key: (folder / "store" / key).read_bytes() for key in files(folder / "store")}
+
+
 def limit_memory() -> None:
     """Let this process take :data:`MEMORY` more than it has, from now on.
 
@@ -151,7 +163,7 @@ def limit_memory() -> None:
 
 
 def assert_refused(folder: Path, *, readable: bool = False) -> None:
-    """Do all there is to do, with little memory and time: typed errors, and the restore fails.
+    """Call every operation with little memory and time: each error is typed, the restore fails.
 
     Args:
         folder: The store.

@@ -241,7 +241,7 @@ def suffer(folder: str, case: Case, timeout: float) -> Outcome:
     store = open_store(arms.backend(path)) if hurt else plain
     state = app_state(1, *((arms.at("reading"), arms.at("loading")) if hurt else ()))
     progress = arms.at("progress") if hurt else nothing
-    talk(60)  # in a first operation nobody could tell a rank that died from one that is late
+    talk(60)  # in a first operation, a rank that died looks like one that is late
     with arms.up() if hurt else nullcontext():
         seen = watch(lambda: do(store, case.verb, "new", state, timeout, progress))
     if hurt:

@@ -211,7 +211,7 @@ def assembled(shape: tuple[int, ...], pieces: list[tuple[Region, torch.Tensor]])
         assert torch.equal(whole[where][covered[where]], part[covered[where]]), box
         whole[where] = part
         covered[where] = True
-    assert covered.all(), "nobody holds some elements"
+    assert covered.all(), "no rank holds some elements"
     return whole
 
 

@@ -52,7 +52,7 @@ class OnMesh(NamedTuple):
 
 
 class InRows(NamedTuple):
-    """A ShardedTensor: whose the rows are up to each cut."""
+    """A ShardedTensor: which rank holds the rows up to each cut."""
 
     cuts: tuple[int, ...]
     owners: tuple[int, ...]
