@@ -1,4 +1,4 @@
-"""The command: what each does and prints."""
+"""What each command does and prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that look after a store: what they say to whom it concerns, and refuse."""
+"""The commands that maintain a store: what they report, and what they refuse."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.written import configure
 
 
 def test_from_damage_to_a_store_that_is_collected_again(store: Path, cache_dir: Path) -> None:
-    """What each command says to do next is what helps."""
+    """The next step that each command advises works."""
     damage_everywhere(store, Store(store).row("b").manifest.digest)
     forget_cache(cache_dir)
     before = files(store)

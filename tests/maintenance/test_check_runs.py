@@ -35,7 +35,7 @@ def test_no_such_sample(store: Path, sample: float) -> None:
 
 
 def test_a_collector_meanwhile(store: Path) -> None:
-    """What a collector deletes while the check goes on is no damage."""
+    """Files that a collector deletes during the check are no damage."""
 
     def collect_all() -> None:
         other = Store(store, create=False)

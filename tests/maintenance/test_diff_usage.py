@@ -1,4 +1,4 @@
-"""Diff and usage: right, and read no more than they must."""
+"""Diff and usage are right, and read no more than they must."""
 
 from __future__ import annotations
 

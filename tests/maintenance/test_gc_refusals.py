@@ -122,7 +122,7 @@ def test_a_lost_answer_and_a_bad_read_do_not_undo_a_root(path: Path) -> None:
 
 
 def test_takes_that_go_on_do_not_keep_it_from_saying_what_is_damaged(path: Path) -> None:
-    """Each marking sees a newer root, which does not bring back what is lost."""
+    """Each marking sees a newer root, but the lost node stays lost."""
     store = Store(path, chunk_size=CHUNK)
     take(store, 0)
     segment = store.objects.newest().segments[0]

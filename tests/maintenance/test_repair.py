@@ -132,7 +132,7 @@ def test_a_footer_alone(store: Path) -> None:
 
 
 def test_another_copy_is_enough(store: Path) -> None:
-    """A pack whose chunks all lie in another pack, too, just leaves the index."""
+    """If all chunks of a damaged pack lie in another pack too, the pack just leaves the index."""
     opened = Store(store)
     damage_chunk(store, FROZEN)
     assert in_child(lambda: _take_anew(store)) == 0
@@ -195,7 +195,7 @@ def test_condemned_and_damaged(store: Path) -> None:
 
 
 def test_what_is_lost_can_be_deleted(store: Path) -> None:
-    """A snapshot whose tree is lost stops a collector; without it all is well again."""
+    """A snapshot without its tree stops a collector; once it is deleted, the collector works."""
     opened = Store(store)
     damage_everywhere(store, opened.row("b").manifest.digest)
     opened.objects.index.cache.delete()

@@ -1,4 +1,4 @@
-"""A repair beside takes and collectors without grace: what went meanwhile is no reason to fail."""
+"""A repair beside takes and collectors without grace: files that go meanwhile do no harm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.faults import CHUNK, assert_store, content, elsewhere, memory
 
 
 def damaged_store(path: Path) -> FaultyBackend:
-    """Make a store with segments to merge, and a damaged chunk that nobody needs any more."""
+    """Make a store with segments to merge, and a damaged chunk that no snapshot needs."""
     store = Store(path, chunk_size=CHUNK)
     for step in range(4):
         take(store, step)
@@ -26,7 +26,7 @@ def damaged_store(path: Path) -> FaultyBackend:
 
 
 def churn(path: Path) -> None:
-    """Have all segments written anew, and the old ones deleted."""
+    """Rewrite all segments and delete the old ones."""
     store = Store(path)
     store.delete("step_0")
     take(store, 0)

@@ -116,7 +116,7 @@ def test_a_table_that_is_lost(store: Path, tmp_path: Path, cache_dir: Path) -> N
 
 
 def long_storage(folder: Path) -> bytes:
-    """Return a file of before torch 1.6 whose storage claims to be far longer than the file."""
+    """Return a file as torch wrote it before 1.6; its storage claims to be longer than the file."""
     torch.save({"x": torch.ones(300)}, folder / "notes", _use_new_zipfile_serialization=False)
     numel, claimed = struct.pack("<H", 300), struct.pack("<i", 1 << 30)
     return (folder / "notes").read_bytes().replace(b"M" + numel, b"J" + claimed)

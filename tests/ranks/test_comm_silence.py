@@ -1,4 +1,4 @@
-"""Collectives whose ranks stay away, die or stand still: who is named to the others, and when."""
+"""Collectives in which a rank stays away, dies or stands still: the others name it in time."""
 
 from __future__ import annotations
 

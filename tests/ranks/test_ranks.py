@@ -79,7 +79,7 @@ def test_errors_arrive_with_their_types_and_places(world: Worlds) -> None:
     ("how", "error", "text"),
     [("die", RankDied, "-9\nlast words"), ("hang", RankHung, "in fails")],
 )
-def test_who_dies_or_hangs_is_replaced(
+def test_a_rank_that_dies_or_hangs_is_replaced(
     world: Worlds, how: str, error: type[Exception], text: str
 ) -> None:
     first, second = world(2).run(fails, how, expect_errors=True, timeout=1)

@@ -1,4 +1,4 @@
-"""Who of many ranks reads what for all that want it, and when."""
+"""Which rank reads which chunks for all ranks that want them, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests whose boxes do not tile a tensor, or whose ranks are none: a clear error each time."""
+"""Manifests with boxes that do not tile a tensor, or with bad ranks: a clear error each time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_as_many_digests_as_the_boxes_have_cells(forger, digests):
 
 
 def test_boxes_that_are_true(forger):
-    """So whatever is refused above is refused for what is wrong with it."""
+    """A correct manifest is accepted, so those above are refused for their fault alone."""
     chunk = forger.add(bytes(200))
     x = boxed((10, 10), [[[0, 0], [10, 5]], [[0, 5], [10, 5]]], [400, b"", chunk * 2, 0])
     forger.publish({"s": forger.tree(STATE, ["/x", x])})

@@ -1,4 +1,4 @@
-"""Saved in one layout, restored in another: any sharding from any other, bit by bit."""
+"""A state saved in one sharding is restored in any other, bit by bit."""
 
 from __future__ import annotations
 

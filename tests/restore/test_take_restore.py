@@ -351,7 +351,7 @@ def test_what_a_state_dict_held_of_its_own_stays(store):
 
 
 def test_the_live_state_need_not_be_storable(store):
-    """Nobody asks whether it could be taken."""
+    """A restore does not check whether the state could be taken."""
     from collections import defaultdict
 
     snapshot = store.take({"s": StateDict(x=torch.ones(3))}, "step")

@@ -43,7 +43,7 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 
 def counted(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor whose elements all differ, so that values say where they belong."""
+    """Return a tensor of different elements, so that each value tells its place."""
     return torch.arange(prod(shape)).reshape(shape)
 
 
@@ -55,7 +55,7 @@ def pieces_of(value: torch.Tensor) -> Pieces:
 
 
 def check(shape: tuple[int, ...], held: list[Pieces]) -> None:
-    """Check that all ranks together hold a counted tensor, each element where they say."""
+    """Check that all ranks together hold a counted tensor, each element in its place."""
     pieces = [piece for rank in held for piece in rank]
     for box, part in pieces:
         assert box.numel > 0

@@ -273,7 +273,7 @@ def test_the_manifest_has_every_rank(world):
 
 
 def test_own_entries_win(store):
-    """Where an entry stands in both scopes, as after an error of somebody's, it is read as told."""
+    """A faulty writer may put an entry into both scopes; a rank's own entry then wins."""
     snapshot = write(store, "twice", [{"m": {"x": 0}}, {"m": {"x": 1}}], own=["m/x"])
     both = {**snapshot.contents.manifest.shared}
     contents = snapshot.contents

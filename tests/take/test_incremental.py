@@ -109,7 +109,7 @@ def test_what_returns_to_an_earlier_value_costs_nothing(store):
 
 
 def test_equal_bytes_under_other_names_cost_nothing(store):
-    """Whatever the key, the path, the kind, the container, or the dtype that one sees them as."""
+    """Key, path, kind, container and dtype do not matter, only the bytes."""
     state = frozen_and_trained()
     store.take(state, "step_0")
     w = state["backbone"]["w"]
@@ -137,7 +137,7 @@ def test_across_runs_names_and_stores_opened_anew(tmp_path):
 
 
 def test_after_a_snapshot_was_deleted_or_overwritten(store):
-    """Bytes of a deleted snapshot may still serve, and what is left is whole in any case."""
+    """A take may reuse bytes of a deleted snapshot; other snapshots stay whole."""
     state = frozen_and_trained()
     store.take(state, "step_0")
     state["adapter"]["b"] += 1
@@ -172,7 +172,7 @@ print(Store(sys.argv[1]).take({"m": StateDict(w=w)}, "step_1").stats.new_bytes)
 
 
 def test_compressed_stores(tmp_path):
-    """Identity is that of the raw bytes; casts and odd strides read compressed chunks as well."""
+    """Chunks are equal if their raw bytes are; casts and odd strides read compressed chunks too."""
     plain = Store(tmp_path / "store", chunk_size=CHUNK)
     packed = Store(tmp_path / "store", compress=True)
     x = torch.arange(100_000, dtype=torch.float64).reshape(100, 1000)
@@ -195,7 +195,7 @@ STEPS = 6
 
 
 def weights(writer, step):
-    """Return what both writers share, what changes with the step, and what is one's own."""
+    """Return the state of a writer: a part both share, a part by step, and a part of its own."""
     shared = torch.arange(16 * 16384, dtype=torch.float32).reshape(16, 16384)
     shared[step % 16] = step
     own = torch.full((2, 16384), 100.0 * writer + step)

@@ -34,7 +34,7 @@ def stage_of(size: int, stages: int) -> tuple[int, DeviceMesh]:
 
 
 class Stage(nn.Module):
-    """Some layers of a model, by the names that they have in the whole; spread by FSDP2."""
+    """Some layers of a model, under their names in the whole model; sharded by FSDP2."""
 
     def __init__(self, stages: int, value: float) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_two_tensors_of_one_path_are_refused(world: Worlds, tmp_path: Path) -> N
 
 
 def take_replicas(path: str) -> None:
-    """Take what is spread over pairs of ranks, each pair for itself."""
+    """Take a tensor that each pair of ranks shards for itself."""
     _, mesh = stage_of(4, 2)
     whole = torch.arange(50_000.0)
     Snapshot.take(path, {"state": StateDict(x=distribute_tensor(whole, mesh, [Shard(0)]))})
