@@ -15,6 +15,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 STAMP := $(VENV)/.set-up
 BENCH_STAMP := $(VENV)/.set-up-bench
 SOAK_TIMEOUT ?= 3600
+ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -45,7 +46,7 @@ demo: $(STAMP)
 	$(BIN)/casnap demo ./demo-store
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(ON_ALL_CORES)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout $(SOAK_TIMEOUT)
@@ -53,7 +54,7 @@ soak: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict casnap
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: $(STAMP)

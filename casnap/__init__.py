@@ -9,8 +9,7 @@ from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.state.stateful import RNGState, StateDict, Stateful
 from casnap.storage.retention import Retention
 from casnap.store import Store
-
-__version__ = "0.1.0"
+from casnap.version import __version__ as __version__
 
 __all__ = [
     "CasnapError",

@@ -114,11 +114,13 @@ class DamagedError(CasnapError):
 
     Attributes:
         paths: The paths inside the snapshot that are known to be hurt.
+        what: What is damaged: the message without the advice.
     """
 
-    def __init__(self, message: str, paths: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, paths: tuple[str, ...] = (), advice: str = "") -> None:
+        super().__init__(f"{message}. {advice}" if advice else message)
         self.paths = paths
+        self.what = message
 
 
 class FencedError(CasnapError):

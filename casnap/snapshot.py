@@ -1,21 +1,21 @@
-"""One snapshot: TorchSnapshot's names and meanings."""
+"""A snapshot: take, restore and read, under TorchSnapshot's names."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from casnap.format.entries import Entry
 from casnap.format.names import check_name
-from casnap.format.records import Row, Stats
+from casnap.format.records import Stats
+from casnap.opened import Found, OpenStore, find, find_together
 from casnap.runtime import calls
+from casnap.runtime.progress import Progress, told_what
 from casnap.storage.contents import Contents
+from casnap.version import __version__
 
 if TYPE_CHECKING:
-    from casnap.ranks.comm import Comm
     from casnap.restore.restore import RestoreReport
     from casnap.restore.selection import Index
     from casnap.state.stateful import Stateful
@@ -23,17 +23,15 @@ if TYPE_CHECKING:
     from casnap.store import Store
     from casnap.take.pending import PendingTake
 
-Progress = Callable[[int, int], None]
-
 
 class EntriesByPath(dict[str, Entry]):
-    """All entries of a snapshot by path, ``<rank>/<key>/<path>``, and whose each of them is.
+    """The entries of a snapshot by path, ``<rank>/<key>/<path>``.
 
-    What is global stands under each rank's prefix.
+    A global entry stands under the prefix of each rank.
 
     Args:
         entries: The entries.
-        own: The paths of those that belong to their rank.
+        own: The paths of the entries that belong to one rank.
     """
 
     def __init__(self, entries: Mapping[str, Entry], own: frozenset[str]) -> None:
@@ -41,12 +39,13 @@ class EntriesByPath(dict[str, Entry]):
         self._own = own
 
     def is_global(self, path: str) -> bool:
-        """Whether an entry is everyone's, to be restored on any number of ranks.
+        """Whether any rank can restore an entry, on any number of ranks.
 
-        Otherwise it belongs to the rank that its path begins with, and only that one restores it.
+        Otherwise the entry belongs to the rank that its path begins with, and only that rank
+        restores it.
 
         Raises:
-            KeyError: There is no such path.
+            KeyError: There is no entry of this path.
         """
         if path not in self:
             raise KeyError(path)
@@ -54,12 +53,12 @@ class EntriesByPath(dict[str, Entry]):
 
 
 class SnapshotMetadata:
-    """What is known of a snapshot beside its tensors.
+    """A snapshot's manifest and metadata.
 
     Attributes:
-        version: The casnap version that reads it.
-        world_size: The ranks that took it.
-        user: What ``metadata=`` said when it was taken.
+        version: The version of casnap that reads the snapshot.
+        world_size: The number of ranks that took the snapshot.
+        user: The ``metadata=`` of the take.
     """
 
     def __init__(self, snapshot: Snapshot, version: str) -> None:
@@ -71,11 +70,10 @@ class SnapshotMetadata:
 
     @property
     def manifest(self) -> EntriesByPath:
-        """All entries by path, with ranks."""
+        """All entries by path, as :meth:`Snapshot.get_manifest` returns them."""
         return self._snapshot.get_manifest()
 
     def __repr__(self) -> str:
-        """Say what is known without reading the tree."""
         return (
             f"SnapshotMetadata(version={self.version!r}, world_size={self.world_size}, "
             f"user={self.user!r})"
@@ -85,44 +83,36 @@ class SnapshotMetadata:
 class Snapshot:
     """One immutable, named checkpoint in a store.
 
-    A handle stays with the snapshot that it opened: one of the same name that is taken later is
-    another snapshot.
+    The object stays with the snapshot that it opened. If another snapshot is taken under the same
+    name later, this object does not change.
 
     Args:
-        path: Where it is: the path of a store, then its name.
-        pg: The ranks that restore together; by default all of them, or this process alone.
+        path: The path of the store, then the name of the snapshot.
+        pg: The process group whose ranks restore together. By default this is the whole world, or
+            this process alone.
         storage_options: For TorchSnapshot's users; must be empty in this version.
-        store: The store, or its URI, that ``path`` is then a name in.
+        store: A store or its URI. ``path`` is then the name in this store.
 
     Raises:
-        SnapshotNotFoundError: There is none of this name.
+        SnapshotNotFoundError: There is no snapshot of this name.
         NotAStoreError: There is no store above the path.
     """
 
     @calls.named("Snapshot()")
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Found,
         pg: Any = None,
         storage_options: Mapping[str, Any] | None = None,
         *,
         store: Store | str | os.PathLike[str] | None = None,
     ) -> None:
-        found, name = _store_and_name(path, storage_options, store, create=False)
-        self._open(found, check_name(name), found.row(name), pg)
-
-    @classmethod
-    def _of(cls, store: Store, name: str, row: Row, pg: Any = None) -> Snapshot:
-        snapshot = cls.__new__(cls)
-        snapshot._open(store, name, row, pg)
-        return snapshot
-
-    def _open(self, store: Store, name: str, row: Row, pg: Any = None) -> None:
+        if not isinstance(path, Found):
+            opened, name = find(path, storage_options, store, create=False)
+            path = Found(opened, check_name(name), opened.row(name))
+        self._opened, self.name, self.row = path
         self.pg = pg
-        self.store = store
-        self.name = name
-        self.row = row
-        self.contents = Contents(store.objects, store.outer_name(name), row)
+        self.contents = Contents(self._opened.objects, self._opened.outer_name(self.name), self.row)
 
     # --- taking ---
 
@@ -145,53 +135,59 @@ class Snapshot:
         per_rank: Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> Snapshot:
-        """Take a snapshot; returns when it is durable.
+        """Take a snapshot; return when it is durable.
 
-        With ``torch.distributed`` all ranks call it, and one snapshot comes of it. Each byte is
-        stored once, whoever holds it. What is sharded, declared as replicated or equal on all
-        ranks is *global*, to be restored on any number of ranks; all else belongs to its rank.
+        With ``torch.distributed``, all ranks call this together and take one snapshot. Each byte is
+        stored once, however many ranks hold it. A value is *global* if it is sharded, declared as
+        replicated, or equal on all ranks: it can be restored on any number of ranks. Every other
+        value belongs to its rank.
 
         Args:
-            path: Where to. The nearest store above is used; without one, the parent becomes one.
-                Rank 0's absolute path is everyone's.
+            path: The path of the store, then the name of the snapshot. The nearest store above the
+                path is used. If there is none, the parent folder becomes a store. All ranks use
+                the absolute path of rank 0.
             app_state: Key → module, optimizer, :class:`StateDict`, … ; the same keys on all ranks.
-            pg: The ranks that take part; by default all of them, or this process alone.
-            replicated: Globs (``*`` crosses ``/``) of paths like ``model/**`` that are the same on
-                all ranks: each rank hashes and writes a part. Samples are compared first; what
-                differs is refused. Parameters of DDP modules are known to be.
+            pg: The process group whose ranks take the snapshot together. By default this is the
+                whole world, or this process alone.
+            replicated: Globs (``*`` crosses ``/``) of paths like ``model/**`` that are equal on
+                all ranks, so that each rank hashes and writes only a part. Samples are compared
+                first; values that differ are refused. The parameters of DDP modules need no glob.
             storage_options: Must be empty in this version.
-            store: The store, or its URI, that ``path`` is then a name in.
-            metadata: What JSON holds, up to 64 KiB, kept beside the snapshot; rank 0's.
-            overwrite: Replace a snapshot of this name, unless it is tagged.
-            allow_pickle: Store what has no safe encoding by pickle; to restore it then needs
-                ``allow_pickle=True`` too.
-            progress: Called with bytes done and bytes in all, now and then.
-            retention: After the commit, forget those snapshots of the same folder that it does
-                not keep; never this one. If that fails, a warning is logged.
-            per_rank: Globs of paths that belong to their rank, even if they are equal: the state
-                of a data loader, say. :class:`RNGState` always does.
-            timeout: Seconds that one rank waits for another before all raise; 600 by default.
+            store: A store or its URI. ``path`` is then the name in this store.
+            metadata: Anything that JSON can hold, up to 64 KiB, kept with the snapshot. The
+                metadata of rank 0 count.
+            overwrite: Replace a snapshot of this name, unless it has a tag.
+            allow_pickle: Store values that have no safe encoding by pickle. To restore them,
+                ``allow_pickle=True`` is needed again.
+            progress: Called now and then, from any thread: what is being done, how many bytes are
+                done, how many there are.
+            retention: After the commit, forget the snapshots of the same folder that these rules
+                do not keep, but never this one. If that fails, a warning is logged.
+            per_rank: Globs of paths whose values belong to their rank even if they are equal: the
+                state of a data loader, for example. :class:`RNGState` needs no glob.
+            timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
         Raises:
-            StateError: Something in the state can't be taken, or ranks contradict each other.
-            SnapshotError: The name can't be used.
-            StoreError: The store can't be used; nothing was committed.
-            RankError: Another rank failed, died or was not heard of.
+            StateError: A value of the state cannot be taken, or the ranks contradict each other.
+            SnapshotError: The name cannot be used.
+            StoreError: The store cannot be used; nothing was committed.
+            RankError: Another rank failed, died or did not answer in time.
         """
-        from casnap.take.take import TakeOptions
+        from casnap.ranks.comm import join
+        from casnap.take.options import TakeOptions
 
         options = TakeOptions(
-            metadata,
-            overwrite,
-            allow_pickle,
-            None,
-            progress,
-            retention,
-            replicated,
-            per_rank,
+            metadata=metadata,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            progress=told_what(progress),
+            retention=retention,
+            replicated=replicated,
+            per_rank=per_rank,
         )
-        comm, found, name = _joined(path, pg, storage_options, store, timeout, "take")
-        return found._take(comm, app_state, name, options, pg)
+        comm = join(pg, timeout, f"the take of {os.fspath(path)!r}")
+        opened, name = find_together(path, storage_options, store, comm)
+        return Snapshot(opened.take(comm, app_state, name, options), pg)
 
     @classmethod
     @calls.named("async_take()", is_take=True)
@@ -213,44 +209,32 @@ class Snapshot:
         per_rank: Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> PendingSnapshot:
-        """Take a snapshot of the state as it is now; returns once the state may change.
+        """Take a snapshot of the state as it is now; return once the state may change.
 
-        As :meth:`take`, but storing goes on in the background. The first error is raised by
-        :meth:`PendingSnapshot.wait`.
-
-        Args:
-            path: As for :meth:`take`.
-            app_state: As for :meth:`take`.
-            pg: As for :meth:`take`.
-            replicated: As for :meth:`take`.
-            storage_options: As for :meth:`take`.
-            store: As for :meth:`take`.
-            metadata: As for :meth:`take`.
-            overwrite: As for :meth:`take`.
-            allow_pickle: As for :meth:`take`.
-            max_staging_bytes: The most memory for the copy of the state, which is kept for the
-                next take. What does not fit blocks until enough has been stored.
-            progress: As for :meth:`take`.
-            retention: As for :meth:`take`; done before :meth:`PendingSnapshot.wait` returns.
-            per_rank: As for :meth:`take`.
-            timeout: As for :meth:`take`.
+        The take goes on in the background. :meth:`PendingSnapshot.wait` ends it, and raises the
+        first error. The arguments are those of :meth:`take`. Besides, ``max_staging_bytes`` bounds
+        the memory for the copy of the state, which is kept for the next take. If the state is
+        larger, this blocks until enough of it has been stored.
         """
-        from casnap.take.take import TakeOptions
+        from casnap.ranks.comm import join
+        from casnap.take.options import TakeOptions
 
         options = TakeOptions(
-            metadata,
-            overwrite,
-            allow_pickle,
-            max_staging_bytes,
-            progress,
-            retention,
-            replicated,
-            per_rank,
+            metadata=metadata,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            max_staging_bytes=max_staging_bytes,
+            progress=told_what(progress),
+            retention=retention,
+            replicated=replicated,
+            per_rank=per_rank,
         )
-        comm, found, name = _joined(path, pg, storage_options, store, timeout, "async_take")
-        return found._async_take(comm, app_state, name, options, pg)
+        comm = join(pg, timeout, f"the async_take of {os.fspath(path)!r}")
+        opened, name = find_together(path, storage_options, store, comm)
+        pending = opened.async_take(comm, app_state, name, options)
+        return PendingSnapshot(opened, pending, check_name(name), pg)
 
-    # --- giving back ---
+    # --- restoring ---
 
     @calls.named("restore()")
     def restore(
@@ -265,36 +249,38 @@ class Snapshot:
     ) -> RestoreReport:
         """Restore an app state, or some of its keys, in place where that is possible.
 
-        Tensors are filled in place where the state holds one of the same path and shape (another
-        dtype is cast); then each value's ``load_state_dict`` gets the state that was taken. With
-        ``torch.distributed`` all ranks call it, as many as there are and sharded as they like.
-        What belongs to one rank is restored by that rank alone.
+        A tensor is filled in place where the state holds a tensor of the same path and shape
+        (another dtype is cast). Then each value's ``load_state_dict`` gets the state that was
+        taken. With ``torch.distributed``, all ranks call this together; their number and their
+        sharding may differ from those of the take. A value that belongs to one rank is restored
+        only by that rank.
 
         Args:
-            app_state: What to restore.
-            strict: Raise, before anything is written, if modules and snapshot differ. Otherwise
+            app_state: The values to restore, by key.
+            strict: If modules and snapshot differ, raise before anything is written. Otherwise
                 restore what fits.
-            allow_pickle: Unpickle what was taken with ``allow_pickle=True``: only for stores
-                that you trust as you trust code.
-            progress: Called with bytes done and bytes in all, now and then.
-            read_once: Read each stored byte on one rank, which passes it on to those that need
-                it. Otherwise all read for themselves: faster where storage is faster than the
-                network.
-            timeout: Seconds that one rank waits for another before all raise; 600 by default.
+            allow_pickle: Unpickle values that were taken with ``allow_pickle=True``. Use this only
+                for a store that you trust as you trust code.
+            progress: Called now and then, from any thread: what is being done, how many bytes are
+                done, how many there are.
+            read_once: Read each stored byte on one rank, which passes it on to the others.
+                Otherwise each rank reads for itself, which is faster where storage is faster than
+                the network.
+            timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
         Returns:
-            What was left alone.
+            What was not restored, or has no counterpart in the snapshot.
 
         Raises:
-            MismatchError: Everything that differs, in one error.
+            MismatchError: Modules and snapshot differ. The error lists all differences.
             DamagedError: Stored bytes are missing or damaged.
-            SnapshotNotFoundError: It was deleted, and collected meanwhile.
-            RankError: Another rank failed, died or was not heard of.
+            SnapshotNotFoundError: The snapshot was deleted, and its bytes were collected.
+            RankError: Another rank failed, died or did not answer in time.
         """
         from casnap.ranks.comm import join
         from casnap.restore.restore import RestoreOptions, restore
 
-        options = RestoreOptions(strict, allow_pickle, progress, read_once)
+        options = RestoreOptions(strict, allow_pickle, told_what(progress), read_once)
         comm = join(self.pg, timeout, f"the restore of {self.name!r}")
         with comm, self.contents.reading():
             return restore(self.contents, app_state, options, comm)
@@ -312,14 +298,16 @@ class Snapshot:
         """Read one tensor or value, a part of a tensor, or everything below a container.
 
         Args:
-            path: As :meth:`get_manifest` gives it, with or without the rank.
-            obj_out: A tensor of the right shape to read into; another dtype is cast.
-            memory_budget_bytes: The most bytes of buffers beside the result; at least one chunk.
-            index: Ints, slices and ``...``, as in ``tensor[index]``; only what it touches is read.
+            path: A path of :meth:`get_manifest`, with or without the rank.
+            obj_out: A tensor of the same shape to read into; another dtype is cast.
+            memory_budget_bytes: The most bytes of buffers besides the result. One chunk is always
+                allowed.
+            index: Ints, slices and ``...``, as in ``tensor[index]``. Only the chunks that hold
+                selected elements are read.
             allow_pickle: As for :meth:`restore`.
 
         Raises:
-            EntryNotFoundError: There is no such path; names the nearest.
+            EntryNotFoundError: There is no entry of this path. The error names the nearest one.
             MismatchError: ``obj_out`` has another shape.
             DamagedError: Stored bytes are missing or damaged.
         """
@@ -332,9 +320,10 @@ class Snapshot:
 
     @calls.named("get_manifest()")
     def get_manifest(self) -> EntriesByPath:
-        """Return all entries by path, ``<rank>/<key>/<path>``: a dict that knows whose each is.
+        """Return all entries by path, ``<rank>/<key>/<path>``.
 
-        ``get_manifest().is_global(path)`` says whether an entry is everyone's, or its rank's own.
+        ``get_manifest().is_global(path)`` says whether any rank can restore an entry, or only the
+        one that its path begins with.
         """
         contents = self.contents
         with contents.reading():
@@ -347,129 +336,86 @@ class Snapshot:
         """Return the state that was taken under a key of the app state, in new memory.
 
         Raises:
-            EntryNotFoundError: There is no such key.
+            EntryNotFoundError: The app state had no such key.
         """
         from casnap.state.containers import component_of
 
         state: dict[str, Any] = self.read_object(component_of(key), allow_pickle=allow_pickle)
         return state
 
-    # --- what is known ---
+    # --- properties ---
+
+    @property
+    def store(self) -> Store:
+        """The store that holds the snapshot."""
+        return self._opened.store
 
     @property
     def path(self) -> str:
-        """Where it is: the store's URI and the name."""
-        return f"{self.store.uri}/{self.name}"
+        """The URI of the store, then the name of the snapshot."""
+        return f"{self._opened.uri}/{self.name}"
 
     @property
     def metadata(self) -> SnapshotMetadata:
-        """Version, world size, manifest and the user's own metadata."""
-        from casnap import __version__
-
+        """The version, the world size, the manifest and the user's own metadata."""
         return SnapshotMetadata(self, __version__)
 
     @property
     def commit_id(self) -> str:
-        """What tells this snapshot from any other, 32 hex digits."""
+        """The id of the commit: 32 hex digits. Every snapshot has another one."""
         return self.row.commit.hex()
 
     @property
     def seq(self) -> int:
-        """The number of the root that it was committed by."""
+        """The number of the root that the take committed."""
         return self.row.seq
 
     @property
     def time(self) -> float:
-        """When it was committed: seconds since the epoch, by the writer's clock."""
+        """The time of the commit: seconds since the epoch, by the writer's clock."""
         return self.row.time
 
     @property
     def world_size(self) -> int:
-        """The ranks that took it."""
+        """The number of ranks that took the snapshot."""
         return self.row.world_size
 
     @property
     def stats(self) -> Stats:
-        """Logical bytes, new bytes, entries and seconds of the take."""
+        """The logical bytes, new bytes, entries and seconds of the take."""
         return self.row.stats
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The tags that it has."""
+        """The tags of the snapshot."""
         return self.row.tags
 
     def __repr__(self) -> str:
-        """Say where it is."""
         return f"Snapshot({self.path!r})"
 
 
 class PendingSnapshot:
     """A snapshot that is being stored in the background."""
 
-    def __init__(self, store: Store, take: PendingTake, name: str, pg: Any = None) -> None:
-        self._store = store
+    def __init__(self, store: OpenStore, take: PendingTake, name: str, pg: Any = None) -> None:
+        self._opened = store
         self._pg = pg
         self._take = take
         self._name = name
 
     @property
     def path(self) -> str:
-        """Where it will be."""
-        return f"{self._store.uri}/{self._name}"
+        """The path that the snapshot will have."""
+        return f"{self._opened.uri}/{self._name}"
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the take has ended, with success or with an error."""
         return self._take.done()
 
     def wait(self) -> Snapshot:
-        """Wait until it is durable, and return it.
+        """Wait until the snapshot is durable, and return it.
 
         Raises:
-            CasnapError: What went wrong; nothing was committed.
+            CasnapError: The take failed; nothing was committed.
         """
-        return Snapshot._of(self._store, self._name, self._take.wait(), self._pg)
-
-
-def _store_and_name(
-    path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None,
-    store: Store | str | os.PathLike[str] | None,
-    *,
-    create: bool,
-) -> tuple[Store, str]:
-    from casnap.store import Store
-
-    if storage_options:
-        raise NotImplementedError("storage_options are not supported in this version")
-    if store is None:
-        return Store._for_snapshot(path, create=create)
-    found = store if isinstance(store, Store) else Store(store, create=create)
-    return found, os.fspath(path)
-
-
-def _joined(
-    path: str | os.PathLike[str],
-    pg: Any,
-    storage_options: Mapping[str, Any] | None,
-    store: Store | str | os.PathLike[str] | None,
-    timeout: float | None,
-    verb: str,
-) -> tuple[Comm, Store, str]:
-    """Begin something with all ranks in the store that rank 0 finds, and makes if need be."""
-    from casnap.ranks.comm import join
-    from casnap.store import Store
-
-    comm = join(pg, timeout, f"the {verb} of {os.fspath(path)!r}")
-    with comm.reporting_errors():
-        if comm.size == 1:
-            return comm, *_store_and_name(path, storage_options, store, create=True)
-        given = os.fspath(path)
-        found, name = None, ""
-        if comm.rank == 0:
-            found, name = _store_and_name(path, storage_options, store, create=True)
-            said = [given, found.objects.backend.uri, found.outer_name(name)]
-            comm.broadcast(msgspec.msgpack.encode(said))
-            return comm, found, name
-        there, uri, full = msgspec.msgpack.decode(comm.broadcast(), type=tuple[str, str, str])
-        comm.check_same("the path", given, there)
-        return comm, Store(uri, create=False), full
+        return Snapshot(Found(self._opened, self._name, self._take.wait()), self._pg)

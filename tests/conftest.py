@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.ranks import Pool, World
+
+# Read by torch when it is imported. Its own threads spin while they wait, and tests share cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 settings.register_profile(
     "default",
@@ -34,10 +38,12 @@ ROOM = 4 << 30
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Give tests folders in memory, where there is room: on a disk they would wait for it, mostly.
+    """Give tests folders in memory, if there is room: on a disk they would mostly wait for it.
 
-    ``--basetemp`` names another place. What is about a disk asks for `disk_path`.
+    ``--basetemp`` names another place. A test that is about a disk asks for `disk_path`.
     """
+    # A script starts its background jobs with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.basetemp is None and os.access(MEMORY, os.W_OK):
         if shutil.disk_usage(MEMORY).free < ROOM:
             return
@@ -75,6 +81,14 @@ def _cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CASNAP_CACHE_DIR", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _collectors_are_not_slow() -> Iterator[None]:
+    """Ignore the low priority of collectors: beside other load they would take minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "setpriority", lambda *_: None)
+        yield
 
 
 @pytest.fixture

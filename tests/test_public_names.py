@@ -11,6 +11,7 @@ import pytest
 
 import casnap
 from casnap import errors
+from tests.support.public_face import public_face, recorded
 
 CLASSES = [v for n in casnap.__all__ if isinstance(v := getattr(casnap, n), type)]
 ERRORS = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, Exception)]
@@ -26,6 +27,12 @@ def test_all_is_what_is_exported():
         and not (isinstance(value, types.ModuleType) and value is not errors)
     }
     assert public == set(casnap.__all__)
+
+
+@pytest.mark.parametrize("part", ["modules", "answers", "commands"])
+def test_the_public_face_is_as_recorded(part: str) -> None:
+    """A change on purpose is recorded by ``python -m tests.support.public_face``."""
+    assert public_face()[part] == recorded()[part]
 
 
 def test_the_names_of_torchsnapshot_are_here():

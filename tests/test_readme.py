@@ -1,4 +1,4 @@
-"""README.md and docs/ run as tests.
+"""README.md and docs/ run as tests, and the code and files that they name exist.
 
 The examples of a page run in order, in one empty working folder:
 
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import doctest
 import os
+import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +27,7 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipP
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if page.exists()]
+LINKED = [*PAGES, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -85,3 +88,52 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(folder)
     for example in SYBIL.parse(page).examples():
         example.evaluate()
+
+
+def names_in(page: Path) -> set[str]:
+    """Return what stands in the code font on a page."""
+    return set(re.findall(r"`([\w./]+)`", page.read_text()))
+
+
+def test_the_architecture_names_code_that_exists() -> None:
+    """`storage.roots.put_root` is a name below casnap, `storage/` and `cli/output.py` are files."""
+    package = ROOT / "casnap"
+    inside = {path.stem for path in package.iterdir()}
+    missing = []
+    for name in names_in(ROOT / "docs/architecture.md"):
+        if re.split(r"[./]", name)[0] not in inside or name == "casnap.json":
+            continue
+        if name.endswith((".py", "/")):
+            found = (package / name).exists()
+        else:
+            try:
+                found = pkgutil.resolve_name(f"casnap.{name}") is not None
+            except (ImportError, AttributeError):
+                found = False
+        if not found:
+            missing.append(name)
+    assert not missing
+
+
+def test_the_architecture_names_every_folder() -> None:
+    folders = {f"{path.parent.name}/" for path in ROOT.glob("casnap/*/__init__.py")}
+    assert folders <= names_in(ROOT / "docs/architecture.md")
+
+
+def test_every_invariant_is_kept_somewhere() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    rows = page.partition("## Where each invariant is kept")[2].splitlines()
+    rows = [row for row in rows if row.startswith("| ") and not row.startswith("| invariant")]
+    assert rows
+    inside = {path.stem for path in (ROOT / "casnap").iterdir()}
+    assert not [row for row in rows if not inside & set(re.findall(r"`(\w+)\.", row))]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_links_to_exists(page: Path) -> None:
+    text = page.read_text()
+    links = re.findall(r"\]\((?!http)([^)#\s]+)", text)
+    assert not [link for link in links if not (page.parent / link).exists()]
+    files = {path.name for path in ROOT.glob("tests/**/*.py")}
+    tests = re.findall(r"\b(?:tests/[\w/]+|test_\w+)\.py\b", text)
+    assert not [t for t in tests if not ((ROOT / t).exists() or ("/" not in t and t in files))]

@@ -1,4 +1,7 @@
-"""Where objects live: a local folder or this process's memory."""
+"""Where objects live: a local folder or this process's memory.
+
+May import ``format`` and ``runtime``. Begin with ``base.py``, the contract of a backend.
+"""
 
 from __future__ import annotations
 

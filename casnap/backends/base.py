@@ -30,6 +30,9 @@ class Backend(ABC):
 
     uri: str
 
+    def make(self) -> None:  # noqa: B027 - nothing by default
+        """Make the place itself before a store is made in it, where it does not exist yet."""
+
     @property
     @abstractmethod
     def identity(self) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from casnap.cli.arguments import open_whole_store
 from casnap.cli.output import counted, emit, json_option, phases, safe, size
-from casnap.cli.places import open_whole
 from casnap.cli.shares import positive_share
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.check import check as check_store
@@ -40,7 +40,7 @@ def check(
         raise click.UsageError("--seed chooses what --sample reads; give both")
     if sample is not None and data:
         raise click.UsageError("--data reads everything, --sample a share; give one of them")
-    place = open_whole(store)
+    place = open_whole_store(store)
     if sample is not None and seed is None:
         seed = random.randrange(1 << 32)
     with phases() as report:

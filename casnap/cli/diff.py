@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from casnap.cli.entries import facts_of_entry, type_text
+from casnap.cli.arguments import second_snapshot
+from casnap.cli.entries import entry_fields, type_text
 from casnap.cli.output import counted, emit, json_option, safe, size, table
-from casnap.cli.places import second_snapshot
 from casnap.maintenance.diff import Change, Diff
 from casnap.maintenance.diff import diff as compare
 from casnap.snapshot import Snapshot
@@ -84,8 +84,8 @@ def _document(
                 "change": change.kind,
                 "changed_bytes": change.changed_bytes,
                 "total_bytes": change.total_bytes,
-                "old": None if change.old is None else facts_of_entry(change.old),
-                "new": None if change.new is None else facts_of_entry(change.new),
+                "old": None if change.old is None else entry_fields(change.old),
+                "new": None if change.new is None else entry_fields(change.new),
             }
             for change in changes
         ],

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 import click
 
-from casnap.cli.output import counted, emit, json_option, progress, safe, size, table
-from casnap.cli.places import open_store, place_of, snapshots_of
+from casnap.cli.arguments import open_store, snapshots_of, store_fields
+from casnap.cli.output import counted, emit, json_option, phases, safe, size, table
 from casnap.maintenance.usage import stored_bytes, usage
 
 
@@ -24,13 +24,13 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
     place = open_store(store)
     found = snapshots_of(place, prefix)
     objects = place.objects
-    with progress("reading snapshots") as report:
+    with phases() as report:
         usages = usage([s.contents for s in found], objects, report)
     logical, stored = sum(u.logical_bytes for u in usages), stored_bytes(objects)
     if as_json:
         listed = [{**asdict(u), "name": s.name} for s, u in zip(found, usages, strict=True)]
         totals = {"logical_bytes": logical, "store_bytes": stored}
-        emit({**place_of(place), "snapshots": listed, **totals})
+        emit({**store_fields(place), "snapshots": listed, **totals})
         return
     if found:
         rows = [

@@ -33,7 +33,7 @@ def type_text(entry: Entry) -> str:
     return entry.kind
 
 
-def facts_of_entry(entry: Entry) -> dict[str, Any]:
+def entry_fields(entry: Entry) -> dict[str, Any]:
     """Return, for JSON, what an entry is."""
     facts: dict[str, Any] = {"kind": entry.kind, "nbytes": payload_of(entry).nbytes}
     if isinstance(entry, TensorEntry):

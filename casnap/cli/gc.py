@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 import click
 
+from casnap.cli.arguments import open_whole_store, store_fields
 from casnap.cli.durations import duration_or_none
 from casnap.cli.output import counted, emit, json_option, phases, safe, size
-from casnap.cli.places import open_whole, place_of
 from casnap.cli.shares import share
 from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.store import Store
@@ -64,10 +64,10 @@ def gc(
     first, and deleted by the first gc after the grace, so that whoever still reads it can end; so
     run it regularly. After an interruption, run it again.
     """
-    place = open_whole(store)
+    place = open_whole_store(store)
     report = collected(place, GcOptions(grace, repack, dry_run, exclusive))
     if as_json:
-        emit({**place_of(place), **asdict(report)})
+        emit({**store_fields(place), **asdict(report)})
     else:
         show(place, report)
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import click
 
+from casnap.cli.arguments import (
+    metadata_of,
+    open_store,
+    snapshot_fields,
+    snapshots_of,
+    store_fields,
+)
 from casnap.cli.output import described, emit, json_option, moment, safe, size, table
-from casnap.cli.places import facts_of, metadata_of, open_store, place_of, snapshots_of
 
 
 @click.command()
@@ -21,7 +27,7 @@ def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
     place = open_store(store)
     found = snapshots_of(place, prefix)
     if as_json:
-        emit({**place_of(place), "snapshots": [facts_of(s) for s in found]})
+        emit({**store_fields(place), "snapshots": [snapshot_fields(s) for s in found]})
         return
     if not found:
         click.echo(f"{safe(place.uri)} holds no snapshot yet", err=True)

@@ -10,11 +10,14 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
 import click
+
+from casnap.runtime.progress import Progress
+from casnap.runtime.sizes import size as size
 
 PATIENCE = 0.5
 """Seconds that work may take before a progress bar appears."""
@@ -47,15 +50,6 @@ def _escaped(char: str) -> str:
 def quoted(text: str) -> str:
     """Return a text in quotes, escaped, as an argument that can be read."""
     return f"'{safe(text)}'"
-
-
-def size(nbytes: float) -> str:
-    """Return a number of bytes in the decimal units that disks are sold in."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if nbytes < 999.95 or unit == "TB":
-            break
-        nbytes /= 1000
-    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
 
 
 def moment(seconds: float) -> str:
@@ -146,24 +140,11 @@ def plain(value: Any, *, json: bool = True) -> Any:
 
 
 @contextmanager
-def progress(what: str, *, of_bytes: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """Give what long work reports to: a bar on stderr if that is a terminal, else None.
+def phases() -> Iterator[Progress | None]:
+    """Give what long work reports to: on a terminal, a bar on stderr for each phase; else None.
 
-    The bar appears only where the work is not done within :data:`PATIENCE`.
+    A bar appears only where the phase is not done within :data:`PATIENCE`.
     """
-    if not sys.stderr.isatty():
-        yield None
-        return
-    bar = _Bar(what, of_bytes=of_bytes)
-    try:
-        yield bar
-    finally:
-        bar.close()
-
-
-@contextmanager
-def phases() -> Iterator[Callable[[str, int, int], None] | None]:
-    """Give what work of several phases reports to: a bar for each, named by its phase."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -208,12 +189,14 @@ class _Bar:
             BarColumn,
             DownloadColumn,
             MofNCompleteColumn,
-            Progress,
             TimeRemainingColumn,
+        )
+        from rich.progress import (
+            Progress as Bar,
         )
 
         amount = DownloadColumn() if self._of_bytes else MofNCompleteColumn()
-        self._bar = Progress(
+        self._bar = Bar(
             "{task.description}",
             BarColumn(),
             amount,

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 import click
 from click.core import ParameterSource
 
+from casnap.cli.arguments import open_store, snapshots_of, store_fields
 from casnap.cli.durations import duration
 from casnap.cli.gc import collected, exclusive_option, grace_option, show
 from casnap.cli.output import (
@@ -22,7 +23,6 @@ from casnap.cli.output import (
     safe,
     table,
 )
-from casnap.cli.places import open_store, place_of, snapshots_of
 from casnap.errors import CasnapError
 from casnap.maintenance.gc import GcOptions, GcReport, check_allowed
 from casnap.storage.retention import Best, PruneReport, Retention
@@ -103,7 +103,7 @@ def prune(
     if not (dry_run or yes):
         _ask(place.prune(retention, prefix=prefix, dry_run=True))
     report = place.prune(retention, prefix=prefix, dry_run=dry_run)
-    document = {**place_of(place), **_facts_of(report)}
+    document = {**store_fields(place), **_facts_of(report)}
     if prefix:
         document["prefix"] = place.outer_name(prefix.strip("/"))
     if not as_json:

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
+from casnap.cli.arguments import open_whole_store
 from casnap.cli.check import document_of, print_damages
 from casnap.cli.output import emit, json_option, phases, quoted, safe
-from casnap.cli.places import open_whole
 from casnap.maintenance.repair import RepairReport
 
 
@@ -44,7 +44,7 @@ def repair(
     casnap stores, and files or folders of .safetensors, .pt, .pth, .bin, .ckpt and .npy. Nothing
     is deleted: `casnap gc` does that later.
     """
-    place = open_whole(store)
+    place = open_whole_store(store)
     uri = place.objects.backend.uri
     if not yes and not dry_run:
         if not sys.stdin.isatty():

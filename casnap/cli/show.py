@@ -7,19 +7,19 @@ from typing import Any
 
 import click
 
-from casnap.cli.entries import facts_of_entry, small_value, type_text
+from casnap.cli.arguments import metadata_of, snapshot_fields
+from casnap.cli.entries import entry_fields, small_value, type_text
 from casnap.cli.output import (
     counted,
     described,
     emit,
     json_option,
     moment,
-    progress,
+    phases,
     safe,
     size,
     table,
 )
-from casnap.cli.places import facts_of, metadata_of
 from casnap.format.entries import BoxedTensorEntry, ContainerEntry, Entry, TensorEntry, payload_of
 from casnap.maintenance.usage import shared_bytes
 from casnap.snapshot import Snapshot
@@ -42,7 +42,7 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
     """
     found = Snapshot(snapshot)
     if path is None:
-        document = {**facts_of(found), "keys": list(_keys(found.contents))}
+        document = {**snapshot_fields(found), "keys": list(_keys(found.contents))}
         if as_json:
             emit({"store": found.store.uri, **document})
         else:
@@ -78,10 +78,10 @@ def _keys(contents: Contents) -> Iterator[Facts]:
 def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
     bare, entry, entries = contents.entry(path)
     inner = bare[len(bare.partition("/")[0]) :]
-    facts: Facts = {"path": path, "rank": entries.owner(inner), **facts_of_entry(entry)}
+    facts: Facts = {"path": path, "rank": entries.owner(inner), **entry_fields(entry)}
     if isinstance(entry, TensorEntry):
         facts["chunks"] = len(contents.chunks(bare, entry))
-        with progress("looking through earlier snapshots") as report:
+        with phases() as report:
             facts["shared_bytes"] = shared_bytes(contents, bare, entry, report)
     elif isinstance(entry, ContainerEntry):
         facts["children"] = _children(entries, inner, path)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from casnap.backends import LocalBackend
+from casnap.cli.arguments import open_store
 from casnap.cli.output import Failure, emit, json_option, quoted, safe
-from casnap.cli.places import open_store
 from casnap.storage.location import trust as add_to_trusted
 
 

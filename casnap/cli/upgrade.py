@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
+from casnap.cli.arguments import open_store
 from casnap.cli.output import emit, json_option, safe
-from casnap.cli.places import open_store
 
 
 @click.command()

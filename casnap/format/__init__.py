@@ -1,4 +1,4 @@
-"""What the bytes of a store are: pure functions and records, as in ``docs/format.md``.
+"""The bytes of a store, as pure functions and records; ``docs/format.md`` describes them.
 
 Imports only :mod:`casnap.errors`. Begin with ``records.py``; ``grid.py`` says how a tensor is cut.
 """

@@ -1,4 +1,4 @@
-"""Looking after a store: collect garbage, check, repair, compare, measure.
+"""Maintain a store: collect garbage, check, repair, compare snapshots, measure usage.
 
-Imports ``storage``, and no other verb. Begin with ``gc.py`` and ``check.py``.
+Imports ``storage`` and ``state``, and no other verb. Begin with ``gc.py`` and ``check.py``.
 """

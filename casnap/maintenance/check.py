@@ -8,9 +8,9 @@ from casnap.backends import Backend
 from casnap.errors import CasnapError, DamagedError, ExhaustedError
 from casnap.format.records import CONFIG_KEY, pack_key, root_key, segment_key
 from casnap.maintenance.damage import ALL, Damage, Hurt, damaged_roots, listed_roots, roots_damaged
-from casnap.maintenance.files import Inventory
-from casnap.maintenance.marks import Progress
+from casnap.maintenance.files import StoredFiles
 from casnap.maintenance.survey import Survey
+from casnap.runtime.progress import Progress
 from casnap.storage.config import read_config
 from casnap.storage.objects import Objects
 
@@ -105,9 +105,9 @@ def check(
         history=history,
         root=survey.root.seq,
         snapshots=survey.snapshots,
-        packs=len(survey.listing.packs),
-        chunks=survey.listing.distinct,
-        stored_bytes=survey.listing.stored_bytes,
+        packs=len(survey.places.packs),
+        chunks=survey.places.distinct,
+        stored_bytes=survey.places.stored_bytes,
         read_bytes=survey.read_bytes,
         sample=share,
         seed=seed,
@@ -129,8 +129,8 @@ def _damaged_config(objects: Objects) -> list[Damage]:
 
 
 def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> None:
-    inventory = Inventory(backend)
-    named = {ref.id for ref in survey.root.segments}.union(survey.listing.packs)
+    inventory = StoredFiles(backend)
+    named = {ref.id for ref in survey.root.segments}.union(survey.places.packs)
     keys = [segment_key(ident) for ident in inventory.segments - named]
     # Unreadable segments do not say which packs they list: none is known to be left over then.
     if not survey.unreadable:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from casnap.backends import Backend
 from casnap.errors import BackendError, DamagedError, ExhaustedError
 from casnap.format.records import root_key
+from casnap.storage.objects import Reason
 from casnap.storage.roots import read_root
 
 
@@ -48,26 +49,25 @@ class Damage:
     hurts: dict[Hurt, None] = field(default_factory=dict)
 
 
-def kind_of(why: str) -> str:
-    """Return the kind of a damage, given what reading said."""
-    # In this order, for what the storage says may name anything.
-    kinds = {
-        "its pack cannot be read": "unreadable",
-        "its pack is missing": "missing",
-        "cut off": "cut off",
-    }
-    return next((kind for text, kind in kinds.items() if text in why), "changed")
+KINDS = {
+    Reason.NOWHERE: "missing",
+    Reason.MISSING: "missing",
+    Reason.UNREADABLE: "unreadable",
+    Reason.CUT_OFF: "cut off",
+    Reason.IMPOSSIBLE: "changed",
+    Reason.CHANGED: "changed",
+}
+"""The kind of the damage, by the reason why a chunk could not be read."""
 
-
-UNREAD = (FileNotFoundError, DamagedError, BackendError)
+READ_ERRORS = (FileNotFoundError, DamagedError, BackendError)
 """What is raised where an object of a store cannot be read."""
 
 
-def why_unread(error: Exception, what: str) -> tuple[str, str]:
-    """Return the kind of a damage and its message, given why an object could not be read.
+def kind_and_message(error: Exception, what: str) -> tuple[str, str]:
+    """Return the kind of a damage and its message, given the error of reading an object.
 
     Raises:
-        ExhaustedError: That was it, which says nothing about the object.
+        ExhaustedError: The error was this one, which says nothing about the object.
     """
     if isinstance(error, ExhaustedError):
         raise error
@@ -103,7 +103,7 @@ def damaged_roots(backend: Backend, numbers: Iterable[int]) -> list[Damage]:
     for seq in numbers:
         try:
             read_root(backend, seq)
-        except UNREAD as e:
-            kind, why = why_unread(e, "a root")
+        except READ_ERRORS as e:
+            kind, why = kind_and_message(e, "a root")
             damages.append(Damage(kind, root_key(seq), why))
     return damages

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 
 from casnap.backends.base import Backend
 from casnap.errors import BackendError, DamagedError
 from casnap.format.records import PackId, Root, id_from_name, pack_key, segment_key
+from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, Shared
 from casnap.storage.index import View
 from casnap.storage.roots import read_root
@@ -22,7 +23,7 @@ def base_of(ident: bytes) -> int:
     return int.from_bytes(ident[:6], "big")
 
 
-class Inventory:
+class StoredFiles:
     """The packs and segments that were there when it was made.
 
     Args:
@@ -62,7 +63,7 @@ class Inventory:
             return 0
 
     def delete(
-        self, files: dict[str, bytes], progress: Callable[[str, int, int], None]
+        self, files: dict[str, bytes], progress: Progress
     ) -> tuple[dict[str, int], dict[str, str]]:
         """Delete some files, several at a time.
 

@@ -28,12 +28,13 @@ from casnap.errors import (
 )
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
-from casnap.maintenance.files import Inventory, base_of
-from casnap.maintenance.marks import Marks, Progress
+from casnap.maintenance.files import StoredFiles, base_of
+from casnap.maintenance.marks import Marks
 from casnap.maintenance.repack import repack, sparse_packs
+from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, gently, undisturbed
 from casnap.storage.index import View
-from casnap.storage.objects import Objects, take_again
+from casnap.storage.objects import Objects
 from casnap.storage.roots import succeed
 from casnap.storage.segments import Rewriting, rewrite
 
@@ -153,8 +154,7 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
                 f"{e}. With --grace 0 and without copying (--repack 0%), some kB are enough"
             ) from e
         except DamagedError as e:
-            what = str(e).removesuffix(take_again(objects.backend.uri))
-            raise DamagedError(f"{what}. {_advice(objects, collector.report)}", e.paths) from e
+            raise DamagedError(e.what, e.paths, _advice(objects, collector.report)) from e
         return collector.report
 
     report = undisturbed(work)
@@ -192,7 +192,7 @@ class _Collector:
         self._backend = objects.backend
         self._options = options
         self._progress = progress
-        self._files: Inventory
+        self._files: StoredFiles
         self._clean: Root | None = None
         self._rewriting: Rewriting | None = None
         self._foreseen: set[PackId] = set()
@@ -214,7 +214,7 @@ class _Collector:
             )
 
     def _collect(self) -> None:
-        self._files = gently(lambda: Inventory(self._backend))
+        self._files = gently(lambda: StoredFiles(self._backend))
         while True:
             try:
                 self._objects.current(self._mark_and_condemn)
@@ -224,7 +224,7 @@ class _Collector:
                 continue
         if self.report.copied_bytes:
             # The copies came with segments of their own, which may be merged away again.
-            self._files = gently(lambda: Inventory(self._backend))
+            self._files = gently(lambda: StoredFiles(self._backend))
         while not self._objects.current(self._raise_fence):
             continue
         if not self._options.dry_run:

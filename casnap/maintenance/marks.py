@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from casnap.format.records import PackId, RawRecord, Root, segment_records
-from casnap.maintenance.references import MANIFEST, TABLE, digest_in, is_node, of_row, walk
+from casnap.maintenance.references import (
+    MANIFEST,
+    TABLE,
+    digest_in,
+    is_node,
+    references_of_row,
+    walk,
+)
+from casnap.runtime.progress import Progress
 from casnap.storage.objects import Objects
 
 _PART = 2 << 20
 """So many records are marked at a time, in some 700 MB."""
-
-Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
 
 Placed = tuple[bytes, PackId, int]
 """A digest, a pack that it lies in, and the bytes that it takes up there."""
 
 
 @dataclass(slots=True)
-class Use:
+class PackUse:
     """How much of a pack is needed.
 
     Attributes:
@@ -68,7 +73,7 @@ class Marks:
         self._needed: dict[bytes, int] = {}
         self.root = root
         self.snapshots = 0
-        self.uses: dict[PackId, Use] = {}
+        self.uses: dict[PackId, PackUse] = {}
         self.count = 0
         self.rescue: set[PackId] = set()
         self.missing: set[bytes] = set()
@@ -101,7 +106,7 @@ class Marks:
         rows: dict[bool, set[bytes]] = {True: set(), False: set()}
         if self._forgotten:
             for name, row in self._objects.table(self.root).items():
-                rows[name in self._forgotten].update(of_row(row))
+                rows[name in self._forgotten].update(references_of_row(row))
         return rows[True] - rows[False]
 
     def _of_part(self, references: Iterable[bytes], part: int) -> Iterator[bytes]:
@@ -125,7 +130,7 @@ class Marks:
         in_several: set[bytes] = set()
         known_packs: dict[PackId, int] = {}
         for packs, records in self._segments():
-            uses = [self.uses.setdefault(pack, Use()) for pack in packs]
+            uses = [self.uses.setdefault(pack, PackUse()) for pack in packs]
             numbers = [
                 0 if pack in condemned else known_packs.setdefault(pack, len(known_packs) + 1)
                 for pack in packs

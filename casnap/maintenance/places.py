@@ -20,7 +20,7 @@ from casnap.format.records import (
     read_pack_footer,
     segment_records,
 )
-from casnap.storage.objects import Objects, Want
+from casnap.storage.objects import Objects, Want, Why
 from casnap.storage.reads import is_possible
 
 _WINDOW_BYTES = 128 << 20
@@ -28,7 +28,7 @@ _WINDOW_RECORDS = 1 << 15
 _CODECS = frozenset(Codec)
 
 
-class Listing:
+class Places:
     """The places of all digests, as some segments list them.
 
     Args:
@@ -69,7 +69,7 @@ class Listing:
         """Bytes of everything that is listed, as stored."""
         return sum(self._stored)
 
-    def places(self, digest: Digest) -> list[Place]:
+    def of(self, digest: Digest) -> list[Place]:
         """Return all places of a digest."""
         found = []
         i = bisect_left(range(self._count), digest, key=self._digest)
@@ -119,7 +119,7 @@ def _tail(backend: Backend, pack: PackId, size: int, count: int) -> bytes:
 
 def bad_records(
     objects: Objects, records: Iterable[Record], told: Callable[[int], None]
-) -> Iterator[tuple[Digest, Place, str]]:
+) -> Iterator[tuple[Record, Why]]:
     """Read chunks and nodes; yield those that cannot be proven, and why.
 
     Args:
@@ -142,11 +142,11 @@ def bad_records(
 
 def _bad_of(
     objects: Objects, window: list[tuple[Place, list[Want]]]
-) -> Iterator[tuple[Digest, Place, str]]:
+) -> Iterator[tuple[Record, Why]]:
     for place, wants, _ in objects.read_places(window):
         # Alone, since what is unreadable beside it made all of a read fail.
-        for _, _, why in objects.read_places([(place, wants)]):
-            yield wants[0].digest, place, why
+        for unread in objects.read_places([(place, wants)]):
+            yield (wants[0].digest, place), unread.why
 
 
 def _forget(_raw: memoryview) -> None:

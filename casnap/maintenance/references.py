@@ -68,10 +68,10 @@ def _below_table(load: Load, digest: Digest) -> list[bytes]:
     if children is not None:
         return children
     rows = [row for _, row in tree.leaf(digest)]
-    return [_checked(reference, digest) for row in rows for reference in of_row(row)]
+    return [_checked(reference, digest) for row in rows for reference in references_of_row(row)]
 
 
-def of_row(row: Row) -> list[bytes]:
+def references_of_row(row: Row) -> list[bytes]:
     """Return what a row of the table refers to: its manifest, and metadata that stand apart."""
     data = [DATA + row.metadata_node] if row.metadata_node else []
     return [MANIFEST + row.manifest.digest, *data]

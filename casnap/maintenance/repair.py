@@ -34,17 +34,17 @@ from casnap.format.records import (
     SegmentRef,
     pack_key,
 )
-from casnap.maintenance.damage import Damage, kind_of, roots_damaged
-from casnap.maintenance.files import Inventory
-from casnap.maintenance.marks import Progress
+from casnap.maintenance.damage import Damage, roots_damaged
+from casnap.maintenance.files import StoredFiles
 from casnap.maintenance.places import bad_records, can_lie_at, read_footer
 from casnap.maintenance.repack import one_at_a_time
 from casnap.maintenance.sources import chunks_in
 from casnap.maintenance.survey import Survey
 from casnap.runtime.buffers import shared_pool
+from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.index import View
-from casnap.storage.objects import Objects, ReadOptions, Want
+from casnap.storage.objects import Objects, ReadOptions, Reason, Want
 from casnap.storage.pack import CHUNKS, NODES, PackWriter, moved_place, new_id
 from casnap.storage.roots import succeed
 from casnap.storage.segments import added, rewritten
@@ -256,7 +256,7 @@ class _Repair:
         """Yield the packs to adopt, and what is whole in each."""
         survey = self._survey
         seen: set[bytes] = set()
-        for ident in sorted(Inventory(self._objects.backend).packs - set(survey.listing.packs)):
+        for ident in sorted(StoredFiles(self._objects.backend).packs - set(survey.places.packs)):
             pack = PackId(ident)
             footer = self._footer(pack)
             wanted = {d for d, _ in footer if not survey.whole_places(d)}
@@ -267,10 +267,10 @@ class _Repair:
             if not wanted or content in seen:
                 continue
             bad = set()
-            for digest, place, why in bad_records(self._objects, footer, lambda n: None):
-                if kind_of(why) == "unreadable":
-                    raise self._unreadable(pack_key(pack), why)
-                bad.add((digest, place))
+            for record, why in bad_records(self._objects, footer, lambda n: None):
+                if why.reason is Reason.UNREADABLE:
+                    raise self._unreadable(pack_key(pack), str(why))
+                bad.add(record)
             whole = [record for record in footer if record not in bad]
             if wanted.intersection(digest for digest, _ in whole):
                 seen.add(content)
@@ -403,10 +403,10 @@ class _Repair:
             Whether all of it was whole still.
         """
         survey, whole = self._survey, True
-        safe = set(survey.listing.packs) - survey.root.condemned.keys() - damaged
+        safe = set(survey.places.packs) - survey.root.condemned.keys() - damaged
         for pack in sorted(damaged):
             found = []
-            for digest, place in survey.listing.of_pack(pack):
+            for digest, place in survey.places.of_pack(pack):
                 places = survey.whole_places(digest)
                 if place in places and not any(p.pack in safe for p in places):
                     found.append((place, [Want(digest, -1, partial(self._keep, digest), "")]))
@@ -427,7 +427,7 @@ class _Repair:
             return
         if self._salvage is None:
             records = [
-                r for pack in self._survey.hurt_packs for r in self._survey.listing.of_pack(pack)
+                r for pack in self._survey.hurt_packs for r in self._survey.places.of_pack(pack)
             ]
             compressed = any(place.codec == Codec.ZSTD for _, place in records)
             codec = Codec.ZSTD if compressed else Codec.RAW
@@ -460,11 +460,11 @@ class _Repair:
         self._healed.add(digest)
 
     def _heal_from_store(self, other: Objects) -> None:
-        listing = Survey(other).listing
+        places = Survey(other).places
         found: list[tuple[Place, list[Want]]] = []
         for digest in self._missing():
             want = Want(digest, -1, partial(self._heal_one, digest), "")
-            found += [(p, [want]) for p in listing.places(digest) if can_lie_at(p)]
+            found += [(p, [want]) for p in places.of(digest) if can_lie_at(p)]
         other.read_places(found, _READ)
 
     def _heal_from_files(self, path: Path) -> None:

@@ -30,7 +30,7 @@ _ITEM_SIZES = {
 Cuts = Mapping[tuple[int, ...], Collection[Boxes]]
 
 
-class Found(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor of a file: its shape, the bytes of an element, and all its bytes, row-major."""
 
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ def chunks_in(
 
 
 def _cut(
-    found: Found, chunk_size: int, sizes: Collection[int]
+    found: FileTensor, chunk_size: int, sizes: Collection[int]
 ) -> Iterator[tuple[Digest, memoryview]]:
     at = 0
     for nbytes in grid_of(found.shape, found.itemsize, chunk_size).sizes():
@@ -88,7 +88,7 @@ def _cut(
 
 
 def _cut_boxes(
-    found: Found, chunk_size: int, sizes: Collection[int], cuts: Collection[Boxes]
+    found: FileTensor, chunk_size: int, sizes: Collection[int], cuts: Collection[Boxes]
 ) -> Iterator[tuple[Digest, memoryview]]:
     import torch
 
@@ -103,7 +103,7 @@ def _cut_boxes(
                 yield digest_of(raw), memoryview(raw)
 
 
-def _safetensors(file: Path) -> Iterator[Found]:
+def _safetensors(file: Path) -> Iterator[FileTensor]:
     with file.open("rb") as stream:
         whole = _mapped(stream)
     yield from _described(whole)
@@ -114,7 +114,7 @@ def _mapped(stream: BinaryIO) -> memoryview:
     return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
-def _described(whole: memoryview) -> Iterator[Found]:
+def _described(whole: memoryview) -> Iterator[FileTensor]:
     size = int.from_bytes(whole[:8], "little")
     if size > min(_MOST_HEADER, len(whole) - 8):
         raise DamagedError("its header is longer than it may be")
@@ -128,30 +128,30 @@ def _described(whole: memoryview) -> Iterator[Found]:
         fits = 8 + size <= start <= stop <= len(whole) and min(tensor.shape, default=0) >= 0
         if not fits or prod(tensor.shape) * itemsize != stop - start:
             raise DamagedError("its header does not fit its length")
-        yield Found(tensor.shape, itemsize, whole[start:stop])
+        yield FileTensor(tensor.shape, itemsize, whole[start:stop])
 
 
-def _numpy(file: Path) -> Iterator[Found]:
+def _numpy(file: Path) -> Iterator[FileTensor]:
     import numpy as np
 
     array = np.load(file, mmap_mode="c", allow_pickle=False)
     little = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
-    yield Found(
+    yield FileTensor(
         array.shape, array.dtype.itemsize, memoryview(little.reshape(-1).view(np.uint8).data)
     )
 
 
-def _torch(file: Path) -> Iterator[Found]:
+def _torch(file: Path) -> Iterator[FileTensor]:
     from casnap.state.torch_save import tensors_in
 
     with file.open("rb") as stream:
         for tensor in tensors_in(_mapped(stream), stream):
             whole = tensor.contiguous()
             raw = view_at(whole.data_ptr(), whole.nbytes)
-            yield Found(tuple(whole.shape), whole.element_size(), raw)
+            yield FileTensor(tuple(whole.shape), whole.element_size(), raw)
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Found]]] = {
+_READERS: dict[str, Callable[[Path], Iterator[FileTensor]]] = {
     ".safetensors": _safetensors,
     ".npy": _numpy,
     **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _torch),

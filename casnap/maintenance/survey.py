@@ -27,11 +27,11 @@ from casnap.format.records import (
     pack_key,
     segment_key,
 )
-from casnap.maintenance.damage import ALL, UNREAD, Damage, Hurt, kind_of, why_unread
-from casnap.maintenance.marks import Progress
-from casnap.maintenance.places import Listing, bad_records, can_lie_at, read_footer
+from casnap.maintenance.damage import ALL, KINDS, READ_ERRORS, Damage, Hurt, kind_and_message
+from casnap.maintenance.places import Places, bad_records, can_lie_at, read_footer
+from casnap.runtime.progress import Progress
 from casnap.storage.contents import Contents
-from casnap.storage.objects import Objects, Want
+from casnap.storage.objects import Objects, Reason, Want, Why
 from casnap.storage.tree import Branch, Child, Leaf, Tree
 
 T = TypeVar("T")
@@ -42,12 +42,11 @@ _ROOT_ADVICE = (
 )
 
 
-class _Direct(Objects):
+class _UncachedObjects(Objects):
     """A store whose nodes are read from its packs alone, at places that are not known as bad."""
 
     def __init__(self, survey: Survey) -> None:
-        objects = survey.objects
-        self.backend, self.config, self.index = objects.backend, objects.config, objects.index
+        super().__init__(survey.objects.backend, survey.objects)
         self._survey = survey
         self.asked: list[Digest] = []
 
@@ -59,8 +58,8 @@ class _Direct(Objects):
         # At all of them, for each is there in case that another fails.
         for place in self._survey.whole_places(digest):
             want = Want(digest, -1, lambda raw: found.append(bytes(raw)), "")
-            for _, _, why in self.read_places([(place, [want])]):
-                self._survey.note_bad(digest, place, why)
+            for unread in self.read_places([(place, [want])]):
+                self._survey.note_bad(digest, place, unread.why)
         if found:
             return found[0]
         raise DamagedError(f"tree node {digest.hex()} is nowhere whole")
@@ -94,7 +93,7 @@ class Survey:
 
     def __init__(self, objects: Objects, progress: Progress | None = None) -> None:
         self.objects = objects
-        self._bad: dict[Record, str] = {}
+        self._bad: dict[Record, Why] = {}
         self.read_bytes = 0
         self._tell = progress or (lambda what, done, total: None)
         try:
@@ -122,8 +121,8 @@ class Survey:
         self._below: dict[bytes, list[tuple[str, Damage]]] = {}
         self._lists: dict[tuple[object, ...], list[Damage]] = {}
         self._commits: dict[str, bytes] = {}
-        self._direct = _Direct(self)
-        self.listing = Listing(self._segments())
+        self._direct = _UncachedObjects(self)
+        self.places = Places(self._segments())
 
     def run(self, *, share: float | None = None, seed: int | None = None) -> None:
         """Look at everything.
@@ -147,7 +146,7 @@ class Survey:
         """Look at the newest root, in the light of what was read before."""
         self._look(self.objects.newest())
         for (digest, place), why in list(self._bad.items()):
-            if place in self.listing.places(digest):
+            if place in self.places.of(digest):
                 self.note_bad(digest, place, why)
         self._packs()
         self._snapshots()
@@ -182,7 +181,7 @@ class Survey:
 
     def whole_places(self, digest: Digest) -> list[Place]:
         """Return the places of a digest that are not known as bad."""
-        places = self.listing.places(digest)
+        places = self.places.of(digest)
         return [place for place in places if self.is_whole(digest, place)]
 
     def is_whole(self, digest: Digest, place: Place) -> bool:
@@ -190,12 +189,12 @@ class Survey:
         record = (digest, place)
         return place.pack not in self._gone and record not in self._cut and record not in self._bad
 
-    def note_bad(self, digest: Digest, place: Place, why: str) -> None:
+    def note_bad(self, digest: Digest, place: Place, why: Why) -> None:
         """Note that the bytes at a place are not what they were."""
         self._bad[digest, place] = why
         pack = PackId(place.pack)
         damage = self._damage(
-            kind_of(why), pack_key(pack), f"at byte {place.offset:,}: {why}", digest
+            KINDS[why.reason], pack_key(pack), f"at byte {place.offset:,}: {why}", digest
         )
         self.hurt_packs.add(pack)
         self._blame.setdefault(digest, []).append(damage)
@@ -215,8 +214,8 @@ class Survey:
             key = segment_key(SegmentId(ref.id))
             try:
                 yield self._read_segment(ref, key), key
-            except UNREAD as e:
-                kind, why = why_unread(e, "an index segment")
+            except READ_ERRORS as e:
+                kind, why = kind_and_message(e, "an index segment")
                 damage = self.unreadable[ref] = self._damage(kind, key, why)
                 # Until it is replaced no index can be read, though what it lists may be whole.
                 damage.hurts[ALL] = None
@@ -230,7 +229,7 @@ class Survey:
     # --- packs ---
 
     def _packs(self) -> None:
-        packs = self.listing.packs
+        packs = self.places.packs
         for done, pack in enumerate(packs):
             self._tell("looking at packs", done, len(packs))
             try:
@@ -243,7 +242,7 @@ class Survey:
                 self._lose_pack(pack, "unreadable", f"the pack cannot be read: {e}")
 
     def _pack(self, pack: PackId) -> None:
-        records = self.listing.of_pack(pack)
+        records = self.places.of_pack(pack)
         backend = self.objects.backend
         size = backend.size(pack_key(pack))
         end = max((place.offset + place.stored for _, place in records), default=0)
@@ -261,7 +260,7 @@ class Survey:
             return
         for digest, place in records:
             if (digest, place) not in self._bad and not can_lie_at(place):
-                self.note_bad(digest, place, "the index gives it an impossible form")
+                self.note_bad(digest, place, Why(Reason.IMPOSSIBLE))
         try:
             footer = read_footer(backend, pack, size, len(records))
         except (DamagedError, BackendError) as e:
@@ -284,25 +283,25 @@ class Survey:
     def _lose_pack(self, pack: PackId, kind: str, message: str) -> None:
         damage = self._hurt_pack(pack, kind, message)
         self._gone.add(pack)
-        for digest, _ in self.listing.of_pack(pack):
+        for digest, _ in self.places.of_pack(pack):
             self._blame.setdefault(digest, []).append(damage)
 
     # --- all bytes ---
 
     def _read(self, share: float, chosen: random.Random) -> None:
-        total = int(self.listing.stored_bytes * share)
+        total = int(self.places.stored_bytes * share)
 
         def told(nbytes: int) -> None:
             self.read_bytes += nbytes
             self._tell("reading", min(self.read_bytes, total), total)
 
         records = (r for r in self._to_read() if share >= 1 or chosen.random() < share)
-        for digest, place, why in bad_records(self.objects, records, told):
+        for (digest, place), why in bad_records(self.objects, records, told):
             self.note_bad(digest, place, why)
 
     def _to_read(self) -> Iterator[Record]:
-        for pack in self.listing.packs:
-            for digest, place in self.listing.of_pack(pack):
+        for pack in self.places.packs:
+            for digest, place in self.places.of_pack(pack):
                 if self.is_whole(digest, place):
                     yield digest, place
 

@@ -8,18 +8,16 @@ neighbours share is neither read nor counted again, so the work follows what dif
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from casnap.format.digest import Digest
 from casnap.format.entries import Entry
 from casnap.format.records import Row, pack_key
 from casnap.maintenance.references import MANIFEST, digest_in, is_node, references, walk
+from casnap.runtime.progress import Progress
 from casnap.storage.contents import Contents
 from casnap.storage.index import View
 from casnap.storage.objects import Objects
-
-Progress = Callable[[int, int], None]
 
 _NOBODY, _SHARED = -1, -2
 
@@ -64,7 +62,7 @@ def usage(
     walk, stored = _Walk(objects, view), {}
     for done, contents in enumerate(order):
         if progress is not None:
-            progress(done, len(order))
+            progress("reading snapshots", done, len(order))
         stored[contents.name, contents.row.commit] = (done, walk.step(contents.row))
     unique = walk.unique(len(order))
     usages = []
@@ -111,7 +109,7 @@ def shared_bytes(
         if not missing:
             break
         if progress is not None:
-            progress(done, len(earlier))
+            progress("looking through earlier snapshots", done, len(earlier))
         for _, below in walk(objects, [MANIFEST + row.manifest.digest], seen):
             missing.difference_update(below)
             if not missing:

@@ -1,4 +1,4 @@
-"""How ranks talk: collectives that carry errors, and the connections that they run on.
+"""Communication of ranks: collectives that carry errors, and the connections below them.
 
 Imports ``format`` and ``runtime``. Begin with ``comm.py``.
 """

@@ -20,22 +20,22 @@ from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
+from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import fill
-from casnap.state.cuda import pin, settle_workers
+from casnap.state.cuda import pin, synchronize_workers
 from casnap.state.tensors import (
     Leaf,
     allocate,
+    as_copyable,
     carrier_dtype,
     check_shape,
-    elements,
     is_numpy,
     itemsize_of,
 )
 from casnap.storage.contents import Contents
 from casnap.storage.objects import ReadOptions, Want
 
-Progress = Callable[[int, int], None]
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]
 """Does what :meth:`casnap.storage.objects.Objects.fetch` does."""
@@ -82,7 +82,7 @@ class Loading:
 
     Args:
         contents: The snapshot.
-        progress: Told the bytes done and in all.
+        progress: Told the bytes read, and all that are to be.
     """
 
     def __init__(self, contents: Contents, progress: Progress | None = None) -> None:
@@ -132,7 +132,7 @@ class Loading:
         with naming(self._contents, path):
             check_entry(entry, self._contents.objects.config.chunk_size)
             self._total += sum(region.numel for region, _ in parts) * itemsize_of(entry)
-        parts = [(region, elements(tensor.detach())) for region, tensor in parts if region.numel]
+        parts = [(region, as_copyable(tensor.detach())) for region, tensor in parts if region.numel]
         self._items.append(_Item(path, entry, content, parts))
 
     def load(self, budget: int | None = None, fetch: Fetch | None = None) -> dict[str, Leaf]:
@@ -148,7 +148,7 @@ class Loading:
         fetch = fetch or self._contents.objects.fetch
         with collector_paused():
             fetch(self.wants(), ReadOptions(budget, preparation(self._filled())))
-        settle_workers(self._filled())
+        synchronize_workers(self._filled())
         return {
             path: Leaf(path, entry, bytes(content) if isinstance(content, bytearray) else content)
             for path, entry, content, _ in self._items
@@ -204,7 +204,7 @@ class Loading:
             with self._lock:
                 self._done += kept
                 assert self._progress is not None
-                self._progress(self._done, self._total)
+                self._progress("reading", self._done, self._total)
 
         return counted
 
@@ -253,7 +253,7 @@ def with_item_axis(entry: TensorEntry, carrier: torch.Tensor) -> torch.Tensor:
     """Return a carrier in the shape of its entry; numpy has one more axis: the bytes of an item."""
     if is_numpy(entry):
         return carrier.reshape(*entry.shape, itemsize_of(entry))
-    return elements(carrier)
+    return as_copyable(carrier)
 
 
 def elements_of(entry: TensorEntry, raw: memoryview, region: Region) -> torch.Tensor:

@@ -24,16 +24,16 @@ from casnap.restore.loading import (
 )
 from casnap.restore.selection import Index, Selection, select
 from casnap.runtime.torch_modes import fill, plain
-from casnap.state.cuda import settle, settle_workers
+from casnap.state.cuda import synchronize, synchronize_workers
 from casnap.state.flatten import inflate
-from casnap.state.overlap import filled_in_place, overlaps_itself
+from casnap.state.overlap import fill_shared_memory, overlaps_itself
 from casnap.state.tensors import (
     Leaf,
     allocate,
     assemble,
+    holds_no_values,
     is_fillable,
     is_float4,
-    is_hollow,
     itemsize_of,
 )
 from casnap.storage.contents import Contents
@@ -100,7 +100,7 @@ def _read_tensor(
         entry.quantization,
     )
     carrier = obj_out.detach() if in_place else allocate(part)
-    settle([carrier])
+    synchronize([carrier])
     if index is None:
         loading = Loading(contents)
         loading.add(path, entry, carrier)
@@ -109,7 +109,7 @@ def _read_tensor(
         out = with_item_axis(part, carrier)
         wants = _selected(contents, path, entry, selection, out)
         contents.objects.fetch(wants, ReadOptions(budget, preparation([carrier])))
-        settle_workers([carrier])
+        synchronize_workers([carrier])
     if in_place:
         return obj_out
     value: Any = assemble(Leaf(path, part, carrier))
@@ -122,7 +122,7 @@ def _copied(contents: Contents, path: str, value: Any, out: torch.Tensor) -> tor
         if out.layout is not torch.strided or not overlaps_itself(out):
             fill(out, new)
             return out
-        held = filled_in_place([(out, new)])
+        held = fill_shared_memory([(out, new)])
     except (TypeError, ValueError, RuntimeError) as e:
         raise MismatchError(f"{contents.where}: {path} cannot be read into a tensor: {e}") from e
     if not held:
@@ -143,7 +143,7 @@ def _check_out(
         raise MismatchError(
             f"{contents.where}: {path} is a tensor; obj_out is a {type(out).__name__}"
         )
-    if is_hollow(out):
+    if holds_no_values(out):
         raise MismatchError(
             f"{contents.where}: {path} cannot be read into a tensor that holds no values: "
             "obj_out is on the meta device, or of a FakeTensorMode"

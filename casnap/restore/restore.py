@@ -16,16 +16,17 @@ from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.ranks.comm import Comm
-from casnap.restore.loading import Loading, Progress
-from casnap.restore.shared_reads import fetch_once
+from casnap.restore.loading import Loading
+from casnap.restore.shared_reads import fetch_shared
+from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import plain
-from casnap.state.containers import component_of, reopen
-from casnap.state.cuda import settle
+from casnap.state.containers import component_of, container_builder
+from casnap.state.cuda import synchronize
 from casnap.state.flatten import flatten, inflate, shard_targets, tensor_targets
-from casnap.state.overlap import end_of, filled_in_place, overlapping
-from casnap.state.sharded import Shards, quietly, shards_of
+from casnap.state.overlap import conflicting_groups, end_address, fill_shared_memory
+from casnap.state.sharded import Shards, shards_of, without_torch_function
 from casnap.state.stateful import RNGState, Stateful, random_states_first
-from casnap.state.tensors import Leaf, carrier_dtype, is_float4, is_hollow
+from casnap.state.tensors import Leaf, carrier_dtype, holds_no_values, is_float4
 from casnap.storage.contents import Contents
 
 
@@ -102,7 +103,7 @@ def _extents(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(part)
     for same in by_storage.values():
         first = min(same, key=torch.Tensor.data_ptr)
-        stop = max(end_of(part) for part in same)
+        stop = max(end_address(part) for part in same)
         yield first.as_strided(((stop - first.data_ptr()) // first.itemsize,), (1,))
 
 
@@ -185,7 +186,7 @@ def _loaded(
     loading = Loading(contents, options.progress)
     memory = targets.memory()
     # Each could overwrite a part of the other, so these are read apart at first.
-    groups = overlapping(memory, lambda part: _meaning(entries[part[0]]))
+    groups = conflicting_groups(memory, lambda part: _meaning(entries[part[0]]))
     apart = {path for group in groups for path, _ in group}
     for path in sorted(apart & targets.shards.keys()):
         raise MismatchError(
@@ -193,7 +194,7 @@ def _loaded(
             "from it in the snapshot; nothing was restored. Untie them, or restore into plain "
             "tensors"
         )
-    settle(memory.values())
+    synchronize(memory.values())
     for path, entry in entries.items():
         shards = targets.shards.get(path)
         if shards is not None and isinstance(entry, TensorEntry):
@@ -204,9 +205,9 @@ def _loaded(
     # From here on tensors are written: no rank may find then that something does not fit.
     comm.all_gather(b"")
     together = comm.size > 1 and options.read_once
-    leaves = loading.load(fetch=partial(fetch_once, comm, contents.objects) if together else None)
+    leaves = loading.load(fetch=partial(fetch_shared, comm, contents.objects) if together else None)
     for group in groups:
-        if filled_in_place((memory[part], leaves[part[0]].content) for part in group):
+        if fill_shared_memory((memory[part], leaves[part[0]].content) for part in group):
             leaves |= {part[0]: leaves[part[0]]._replace(content=memory[part]) for part in group}
     return leaves
 
@@ -263,7 +264,7 @@ def _reached(
         if isinstance(entry, ContainerEntry):
             loading.add(component + inner, entry)
     elements = {
-        path: set(reopen(path, leaf.entry, leaf.content)[0])
+        path: set(container_builder(path, leaf.entry, leaf.content)[0])
         for path, leaf in loading.load().items()
         if isinstance(leaf.entry, ContainerEntry) and isinstance(leaf.content, bytes)
     }
@@ -342,7 +343,7 @@ def _moments(
 
 def _fits(entry: Entry, current: torch.Tensor) -> bool:
     """Whether a tensor of the state can be filled with an entry and lose nothing."""
-    with quietly():
+    with without_torch_function():
         return (
             isinstance(entry, TensorEntry)
             and entry.kind in ("tensor", "parameter", "buffer")
@@ -440,7 +441,7 @@ def _other_shapes(part: _Part) -> dict[str, str]:
             continue  # it takes any shape
         if value.is_meta:
             shapes[path] = f"{path}: on the meta device here; call to_empty(device=...) first"
-        elif is_hollow(value):
+        elif holds_no_values(value):
             shapes[path] = f"{path}: fake here; make the module outside of FakeTensorMode"
         elif tuple(value.shape) != entry.shape:
             shapes[path] = f"{path}: {tuple(value.shape)} here, {entry.shape} in the snapshot"

@@ -47,14 +47,14 @@ Units: TypeAlias = list[tuple[bytes, list[tuple[int, int]]]]
 """For each pack, in order: which runs of it are wanted, and the bytes wanted of each."""
 
 
-class Turn(Struct, frozen=True, array_like=True, gc=False):
+class Assignment(Struct, frozen=True, array_like=True, gc=False):
     """Who reads a unit, and in which window."""
 
     window: int
     reader: int
 
 
-class Deal(Struct, frozen=True, array_like=True):
+class Schedule(Struct, frozen=True, array_like=True):
     """Who reads what is passed on.
 
     Attributes:
@@ -64,7 +64,7 @@ class Deal(Struct, frozen=True, array_like=True):
     """
 
     windows: int
-    units: list[tuple[bytes, dict[int, Turn]]]
+    units: list[tuple[bytes, dict[int, Assignment]]]
 
 
 class _Copy(NamedTuple):
@@ -74,7 +74,7 @@ class _Copy(NamedTuple):
     there: memoryview
 
 
-def fetch_once(
+def fetch_shared(
     comm: Comm,
     objects: Objects,
     wants: Iterable[Want],
@@ -99,7 +99,7 @@ def fetch_once(
     if comm.size == 1:
         objects.fetch(wants, how)
         return
-    passing = _Passing(comm, objects, wants, how)
+    passing = _SharedFetch(comm, objects, wants, how)
     passing.run(window or window_for(comm.size))
     error = passing.fetch_the_rest()
     told = comm.all_gather(str(error).encode() if error else b"")
@@ -118,7 +118,7 @@ def window_for(ranks: int) -> int:
     return min(max(_LEAST_WINDOW, ranks * _WINDOW_PER_RANK), _LARGEST_WINDOW)
 
 
-class _Passing:
+class _SharedFetch:
     """What one rank does in one fetch."""
 
     def __init__(
@@ -146,28 +146,30 @@ class _Passing:
         # A rank reads so much for a window that all that it receives fits.
         share = max(window // self._comm.size, self._objects.config.chunk_size)
         by_unit = self._by_unit(min(share, _UNIT_BYTES))
-        deal = self._dealt(by_unit, share, window)
-        asking, alone = self._sorted_out(by_unit, deal)
-        if not deal.windows:
+        schedule = self._agree(by_unit, share, window)
+        asking, alone = self._sorted_out(by_unit, schedule)
+        if not schedule.windows:
             self._read(alone, {}, {})
             return
         asked = self._requests(asking)
         most = max(sum(map(_room, set(lists))) for lists in asked)
-        self._slots = [Slot(most) for _ in range(min(2, deal.windows))] if most else []
+        self._slots = [Slot(most) for _ in range(min(2, schedule.windows))] if most else []
         incoming = max(self._incoming(lists) for lists in asking)
         room = Slot(incoming).view if incoming else None
         with Crew() as crew:
             parts: list[Sequence[memoryview | bytes]] = []
 
             def read(i: int) -> None:
-                own = alone[i * len(alone) // deal.windows : (i + 1) * len(alone) // deal.windows]
+                own = alone[
+                    i * len(alone) // schedule.windows : (i + 1) * len(alone) // schedule.windows
+                ]
                 own += asking[i][self._comm.rank]
                 parts.append(self._read_for_all(own, asked[i], i))
 
             reading = crew.start(partial(read, 0))
-            for i in range(deal.windows):
+            for i in range(schedule.windows):
                 crew.join(reading)
-                if i + 1 < deal.windows:
+                if i + 1 < schedule.windows:
                     reading = crew.start(partial(read, i + 1))
                 came = self._comm.all_to_all(parts.pop(0), room, proven=True)
                 self._receive(came, asking[i])
@@ -184,7 +186,7 @@ class _Passing:
                 by_unit.setdefault((place.pack, place.offset // nbytes), []).append(digest)
         return dict(sorted(by_unit.items()))
 
-    def _dealt(self, by_unit: dict[Unit, list[Digest]], share: int, window: int) -> Deal:
+    def _agree(self, by_unit: dict[Unit, list[Digest]], share: int, window: int) -> Schedule:
         """Agree on who reads what; ranks that want the same units say so once."""
         units = [
             (pack, [(n, sum(self._nbytes(d) for d in by_unit[pack, n])) for _, n in group])
@@ -196,26 +198,26 @@ class _Passing:
             same[bytes(digest)].append(rank)
         speakers = {ranks[0]: ranks for ranks in same.values()}
         lists = self._comm.gather(listed if self._comm.rank in speakers else b"")
-        deal = b""
+        schedule = b""
         if self._comm.rank == 0:
             wanted = [
                 (speakers[rank], msgspec.msgpack.decode(text, type=Units))
                 for rank, text in enumerate(lists)
                 if text
             ]
-            deal = encode(deal_out(wanted, self._comm.size, share, window))
-        return msgspec.msgpack.decode(self._comm.broadcast(deal), type=Deal)
+            schedule = encode(schedule_reads(wanted, self._comm.size, share, window))
+        return msgspec.msgpack.decode(self._comm.broadcast(schedule), type=Schedule)
 
     def _nbytes(self, digest: Digest) -> int:
         return self._left[digest][0].nbytes
 
     def _sorted_out(
-        self, by_unit: dict[Unit, list[Digest]], deal: Deal
+        self, by_unit: dict[Unit, list[Digest]], schedule: Schedule
     ) -> tuple[list[list[list[Digest]]], list[Digest]]:
         """Return what to ask for, by window and reader, and what to read alone."""
-        turns = {(pack, n): turn for pack, runs in deal.units for n, turn in runs.items()}
+        turns = {(pack, n): turn for pack, runs in schedule.units for n, turn in runs.items()}
         asking: list[list[list[Digest]]] = [
-            [[] for _ in range(self._comm.size)] for _ in range(deal.windows)
+            [[] for _ in range(self._comm.size)] for _ in range(schedule.windows)
         ]
         alone: list[Digest] = []
         for unit, digests in by_unit.items():
@@ -353,7 +355,9 @@ def _room(text: bytes) -> int:
 # --- who reads what ---------------------------------------------------------------------------
 
 
-def deal_out(wanted: Sequence[tuple[list[int], Units]], size: int, share: int, window: int) -> Deal:
+def schedule_reads(
+    wanted: Sequence[tuple[list[int], Units]], size: int, share: int, window: int
+) -> Schedule:
     """Say who reads what is wanted by several ranks, and in which window.
 
     Args:
@@ -383,11 +387,11 @@ def deal_out(wanted: Sequence[tuple[list[int], Units]], size: int, share: int, w
             if len(heap) > 1:
                 readers[unit] = reader
     windows = _Windows(size, share, len(wanted), window)
-    deal: defaultdict[bytes, dict[int, Turn]] = defaultdict(dict)
+    schedule: defaultdict[bytes, dict[int, Assignment]] = defaultdict(dict)
     for unit in sorted(readers):
-        turn = Turn(windows.place(readers[unit], by_unit[unit]), readers[unit])
-        deal[unit[0]][unit[1]] = turn
-    return Deal(windows.count, list(deal.items()))
+        turn = Assignment(windows.place(readers[unit], by_unit[unit]), readers[unit])
+        schedule[unit[0]][unit[1]] = turn
+    return Schedule(windows.count, list(schedule.items()))
 
 
 def _least_loaded(heap: list[tuple[int, int]], load: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""What casnap runs on: threads, buffers, the environment. Knows neither stores nor tensors.
+"""Threads, buffers and the environment. Knows neither stores nor tensors.
 
 Imports only :mod:`casnap.errors`. Begin with ``threads.py``.
 """

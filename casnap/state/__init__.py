@@ -1,4 +1,4 @@
-"""The state side: a state as leaves with paths, and back; tensors as bytes. Does no I/O.
+"""The state side: turn a state into leaves with paths, and back. Does no I/O.
 
 Imports ``format`` and ``runtime``. Begin with ``flatten.py``.
 """

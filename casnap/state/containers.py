@@ -25,8 +25,8 @@ from casnap.state.values import (
     decode_keys,
     encode_key,
     find_class,
-    in_order,
     is_packable,
+    stable_order,
 )
 
 # --- specs ------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def _components(path: str, keys: Sequence[object]) -> list[str]:
 # --- opening ------------------------------------------------------------------------------------
 
 
-class Node(NamedTuple):
+class Opened(NamedTuple):
     """A container, opened."""
 
     kind: str
@@ -124,21 +124,23 @@ class Node(NamedTuple):
     spec: Callable[[], Struct] | None = None
 
 
-_Opener: TypeAlias = Callable[[str, Any], Node | None]
+_Opener: TypeAlias = Callable[[str, Any], Opened | None]
 
 
-def _open_dict(path: str, value: Any) -> Node:
+def _open_dict(path: str, value: Any) -> Opened:
     keys, children = list(value), list(value.values())
-    return Node("dict", _components(path, keys), children, lambda: _Keys(_encoded_keys(path, keys)))
+    return Opened(
+        "dict", _components(path, keys), children, lambda: _Keys(_encode_keys(path, keys))
+    )
 
 
-def _open_ordered(path: str, value: Any) -> Node:
+def _open_ordered(path: str, value: Any) -> Opened:
     keys, children = list(value), list(value.values())
-    return Node(
+    return Opened(
         "OrderedDict",
         _components(path, keys),
         children,
-        lambda: _Keys(_encoded_keys(path, keys), metadata=_metadata_of(value)),
+        lambda: _Keys(_encode_keys(path, keys), metadata=_metadata_of(value)),
     )
 
 
@@ -171,13 +173,13 @@ def _named_as_keys(metadata: dict[str, Any], keys: Iterable[Any]) -> dict[str, A
     return dict(inner)
 
 
-def _open_default(path: str, value: Any) -> Node:
+def _open_default(path: str, value: Any) -> Opened:
     keys, children = list(value), list(value.values())
-    return Node(
+    return Opened(
         "defaultdict",
         _components(path, keys),
         children,
-        lambda: _Keys(_encoded_keys(path, keys), _factory_name(path, value.default_factory)),
+        lambda: _Keys(_encode_keys(path, keys), _factory_name(path, value.default_factory)),
     )
 
 
@@ -191,39 +193,39 @@ def _factory_name(path: str, factory: object) -> str | None:
     return name
 
 
-def _open_counter(path: str, value: Any) -> Node:
+def _open_counter(path: str, value: Any) -> Opened:
     return _open_dict(path, value)._replace(kind="Counter")
 
 
-def _open_sequence(path: str, value: Any) -> Node | None:
+def _open_sequence(path: str, value: Any) -> Opened | None:
     if is_packable(value):
         return None
-    return Node(type(value).__name__, map(str, range(len(value))), list(value))
+    return Opened(type(value).__name__, map(str, range(len(value))), list(value))
 
 
-def _open_size(path: str, value: Any) -> Node:
-    return Node("size", map(str, range(len(value))), list(value))
+def _open_size(path: str, value: Any) -> Opened:
+    return Opened("size", map(str, range(len(value))), list(value))
 
 
-def _open_set(path: str, value: Any) -> Node | None:
+def _open_set(path: str, value: Any) -> Opened | None:
     if is_packable(value):
         return None
-    return Node(type(value).__name__, map(str, range(len(value))), in_order(value))
+    return Opened(type(value).__name__, map(str, range(len(value))), stable_order(value))
 
 
-def _open_deque(path: str, value: Any) -> Node:
+def _open_deque(path: str, value: Any) -> Opened:
     children = list(value)
-    return Node("deque", map(str, range(len(children))), children, lambda: _Deque(value.maxlen))
+    return Opened("deque", map(str, range(len(children))), children, lambda: _Deque(value.maxlen))
 
 
-def _open_namedtuple(path: str, value: Any) -> Node:
+def _open_namedtuple(path: str, value: Any) -> Opened:
     kind = type(value)
     fields = kind._fields
     spec = _Named(kind.__module__, kind.__qualname__, fields)
-    return Node("namedtuple", _components(path, fields), list(value), lambda: spec)
+    return Opened("namedtuple", _components(path, fields), list(value), lambda: spec)
 
 
-def open_sparse(path: str, value: torch.Tensor) -> Node | None:
+def open_sparse(path: str, value: torch.Tensor) -> Opened | None:
     """Return a sparse tensor as a container of its parts, or None where it is of no such layout."""
     kind, parts = _SPARSE.get(value.layout, ("", ()))
     if not kind or value.is_nested:
@@ -238,7 +240,7 @@ def open_sparse(path: str, value: torch.Tensor) -> Node | None:
         isinstance(value, torch.nn.Parameter),
         value.requires_grad,
     )
-    return Node(kind, parts, children, lambda: spec)
+    return Opened(kind, parts, children, lambda: spec)
 
 
 _OPENERS: dict[type, _Opener] = {
@@ -255,7 +257,7 @@ _OPENERS: dict[type, _Opener] = {
 }
 
 
-def _encoded_keys(path: str, keys: list[Any]) -> list[Key]:
+def _encode_keys(path: str, keys: list[Any]) -> list[Key]:
     encoded = []
     for key in keys:
         try:
@@ -283,7 +285,7 @@ def _are_fields(fields: Sequence[object]) -> bool:
     return plain and len(set(fields)) == len(fields)
 
 
-def open_container(path: str, value: Any) -> Node | None:
+def open_container(path: str, value: Any) -> Opened | None:
     """Return a container's elements and their components, or None where a value is a leaf.
 
     Raises:
@@ -300,7 +302,7 @@ def open_container(path: str, value: Any) -> Node | None:
 Build: TypeAlias = Callable[[list[Any]], Any]
 
 
-def reopen(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[str], Build]:
+def container_builder(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[str], Build]:
     """Return the components of a container's elements, and what builds it from those.
 
     Raises:

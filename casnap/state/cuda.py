@@ -11,7 +11,7 @@ from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot
 
 
-def settle(contents: Iterable[object]) -> None:
+def synchronize(contents: Iterable[object]) -> None:
     """Wait for what the calling thread has begun on the devices of these tensors."""
     for device in _devices(contents):
         if device.type == "cuda":
@@ -21,7 +21,7 @@ def settle(contents: Iterable[object]) -> None:
             getattr(module, "synchronize", lambda: None)()
 
 
-def settle_workers(contents: Iterable[object]) -> None:
+def synchronize_workers(contents: Iterable[object]) -> None:
     """Wait for what threads of casnap have begun on the GPUs of these tensors."""
     for device in _devices(contents):
         if device.type == "cuda":

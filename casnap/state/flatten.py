@@ -16,11 +16,18 @@ import torch
 from casnap.errors import CasnapError, DamagedError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Payload, TensorEntry, ValueEntry
 from casnap.format.records import encode
-from casnap.state.containers import Build, Node, component_of, open_container, open_sparse, reopen
+from casnap.state.containers import (
+    Build,
+    Opened,
+    component_of,
+    container_builder,
+    open_container,
+    open_sparse,
+)
 from casnap.state.overlap import overlaps_itself
 from casnap.state.sharded import Shards, shards_of
-from casnap.state.tensors import HollowTensorError, Leaf, assemble, describe, is_fillable
-from casnap.state.values import MALFORMED, decode_value, encode_value
+from casnap.state.tensors import Leaf, NoValuesError, assemble, describe, is_fillable
+from casnap.state.values import DECODE_ERRORS, decode_value, encode_value
 
 __all__ = ["Leaf", "component_of", "flatten", "inflate", "shard_targets", "tensor_targets"]
 
@@ -29,7 +36,7 @@ MAX_NESTING = 1000
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def _walk(value: Any, path: str, *, sparse: bool) -> Iterator[tuple[str, Any, Node | None]]:
+def _walk(value: Any, path: str, *, sparse: bool) -> Iterator[tuple[str, Any, Opened | None]]:
     """Yield everything in a state in preorder; containers with what they hold."""
     stack: list[tuple[int, Iterator[tuple[str, Any]]]] = [(0, iter(((path, value),)))]
     above: set[int] = set()
@@ -107,7 +114,7 @@ def _value_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:
 def _array_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:
     try:
         return describe(path, value)
-    except HollowTensorError:
+    except NoValuesError:
         raise
     except UnsupportedTypeError:
         if not allow_pickle:
@@ -209,7 +216,7 @@ def inflate(path: str, leaves: Mapping[str, Leaf], *, allow_pickle: bool = False
 
 def _reopened(path: str, entry: ContainerEntry, spec: bytes) -> tuple[Iterable[str], Build]:
     try:
-        return reopen(path, entry, spec)
+        return container_builder(path, entry, spec)
     except DamagedError as e:
         raise (e if e.paths else DamagedError(f"{path}: {e}", (path,))) from e
     except RecursionError as e:
@@ -227,5 +234,5 @@ def _built(frame: _Frame) -> Any:
         return frame.build(frame.children)
     except CasnapError:
         raise
-    except (*MALFORMED, RecursionError) as e:
+    except (*DECODE_ERRORS, RecursionError) as e:
         raise DamagedError(f"{frame.path} cannot be put together: {e}", (frame.path,)) from e

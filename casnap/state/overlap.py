@@ -13,12 +13,12 @@ from typing import TypeVar
 import torch
 
 from casnap.runtime.torch_modes import fill
-from casnap.state.tensors import elements
+from casnap.state.tensors import as_copyable
 
 Name = TypeVar("Name", bound=tuple[str, int])
 
 
-def overlapping(
+def conflicting_groups(
     tensors: Mapping[Name, torch.Tensor], content: Callable[[Name], object]
 ) -> list[list[Name]]:
     """Return the groups of tensors that share memory and may not agree on it.
@@ -30,7 +30,7 @@ def overlapping(
     spans = []
     for name, t in tensors.items():
         if t.numel():
-            spans.append((str(t.device), t.data_ptr(), end_of(t), name))
+            spans.append((str(t.device), t.data_ptr(), end_address(t), name))
     groups: list[list[Name]] = []
     device, stop = "", 0
     for where, start, end, name in sorted(spans):
@@ -53,7 +53,7 @@ def overlapping(
     return [group for group in groups if not agrees(group)]
 
 
-def end_of(tensor: torch.Tensor) -> int:
+def end_address(tensor: torch.Tensor) -> int:
     """Return the address right behind the last element of a tensor that has any."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((n - 1) * stride for n, stride in steps)
@@ -72,14 +72,14 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def filled_in_place(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
+def fill_shared_memory(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
     """Copy new contents into tensors that share memory; return whether all agree with that.
 
     Args:
         pairs: Tensors, each with its new content.
     """
     both = [
-        (elements(target.detach()), elements(content.to(target.dtype)))
+        (as_copyable(target.detach()), as_copyable(content.to(target.dtype)))
         for target, content in pairs
         if isinstance(content, torch.Tensor)
     ]

@@ -63,18 +63,18 @@ def _weight_of(value: object) -> int:
     return value.weight if isinstance(value, Term) else 1
 
 
-Judge: TypeAlias = "Callable[[Machine, str, Term], None]"
+Inspector: TypeAlias = "Callable[[PickleMachine, str, Term], None]"
 
 
-class Machine:
+class PickleMachine:
     """Follows a pickle.
 
     Args:
         data: Where it stands.
         at: Where it begins.
         budget: How many bytes its values may take.
-        judge: Told what is done before it counts: ``call``, ``new``, ``build`` or ``item`` with the
-            call, or ``storage``; may refuse it, and may spend.
+        inspector: Called before each step: with ``call``, ``new``, ``build`` or ``item`` and the
+            call, or with ``storage``. It may refuse the step, and may spend.
 
     Attributes:
         at: Where the next opcode stands; after :meth:`run`, where the pickle ends.
@@ -86,13 +86,13 @@ class Machine:
         data: bytes | memoryview,
         at: int = 0,
         budget: float = float("inf"),
-        judge: Judge | None = None,
+        inspector: Inspector | None = None,
     ) -> None:
         self.at = at
         self.calls: list[Term] = []
         self._data = data
         self._left = budget
-        self._judge = judge
+        self._inspector = inspector
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
@@ -102,7 +102,7 @@ class Machine:
 
         Raises:
             RefusedError: It has an opcode that torch.save does not write, takes more than its
-                budget, or the judge refused something.
+                budget, or the inspector refused something.
         """
         try:
             while (opcode := self._read(1)) != b".":
@@ -255,41 +255,41 @@ class Machine:
         self.spend(100)
 
     def _ask(self, verb: str, term: Term) -> None:
-        if self._judge is not None:
-            self._judge(self, verb, term)
+        if self._inspector is not None:
+            self._inspector(self, verb, term)
 
 
-_STEPS: dict[bytes, Callable[[Machine], None]] = {
-    b"\x80": Machine._do_protocol,
-    b"(": Machine._do_mark,
-    b"N": partial(Machine._do_constant, value=None),
-    b"\x88": partial(Machine._do_constant, value=True),
-    b"\x89": partial(Machine._do_constant, value=False),
-    b"K": partial(Machine._do_number, layout="<B"),
-    b"M": partial(Machine._do_number, layout="<H"),
-    b"J": partial(Machine._do_number, layout="<i"),
-    b"G": partial(Machine._do_number, layout=">d"),
-    b"\x8a": Machine._do_long,
-    b"X": Machine._do_text,
-    b"U": Machine._do_short_bytes,
-    b"q": partial(Machine._do_put, layout="<B"),
-    b"r": partial(Machine._do_put, layout="<I"),
-    b"h": partial(Machine._do_get, layout="<B"),
-    b"j": partial(Machine._do_get, layout="<I"),
-    b"]": partial(Machine._do_container, kind="list"),
-    b"}": partial(Machine._do_container, kind="dict"),
-    b")": partial(Machine._do_constant, value=EMPTY),
-    b"\x85": partial(Machine._do_tuple_of, count=1),
-    b"\x86": partial(Machine._do_tuple_of, count=2),
-    b"\x87": partial(Machine._do_tuple_of, count=3),
-    b"t": partial(Machine._do_tuple_of, count=None),
-    b"a": Machine._do_append,
-    b"e": Machine._do_appends,
-    b"s": Machine._do_set_item,
-    b"u": Machine._do_set_items,
-    b"c": Machine._do_find_global,
-    b"Q": Machine._do_storage,
-    b"R": partial(Machine._do_call, verb="call"),
-    b"\x81": partial(Machine._do_call, verb="new"),
-    b"b": Machine._do_build,
+_STEPS: dict[bytes, Callable[[PickleMachine], None]] = {
+    b"\x80": PickleMachine._do_protocol,
+    b"(": PickleMachine._do_mark,
+    b"N": partial(PickleMachine._do_constant, value=None),
+    b"\x88": partial(PickleMachine._do_constant, value=True),
+    b"\x89": partial(PickleMachine._do_constant, value=False),
+    b"K": partial(PickleMachine._do_number, layout="<B"),
+    b"M": partial(PickleMachine._do_number, layout="<H"),
+    b"J": partial(PickleMachine._do_number, layout="<i"),
+    b"G": partial(PickleMachine._do_number, layout=">d"),
+    b"\x8a": PickleMachine._do_long,
+    b"X": PickleMachine._do_text,
+    b"U": PickleMachine._do_short_bytes,
+    b"q": partial(PickleMachine._do_put, layout="<B"),
+    b"r": partial(PickleMachine._do_put, layout="<I"),
+    b"h": partial(PickleMachine._do_get, layout="<B"),
+    b"j": partial(PickleMachine._do_get, layout="<I"),
+    b"]": partial(PickleMachine._do_container, kind="list"),
+    b"}": partial(PickleMachine._do_container, kind="dict"),
+    b")": partial(PickleMachine._do_constant, value=EMPTY),
+    b"\x85": partial(PickleMachine._do_tuple_of, count=1),
+    b"\x86": partial(PickleMachine._do_tuple_of, count=2),
+    b"\x87": partial(PickleMachine._do_tuple_of, count=3),
+    b"t": partial(PickleMachine._do_tuple_of, count=None),
+    b"a": PickleMachine._do_append,
+    b"e": PickleMachine._do_appends,
+    b"s": PickleMachine._do_set_item,
+    b"u": PickleMachine._do_set_items,
+    b"c": PickleMachine._do_find_global,
+    b"Q": PickleMachine._do_storage,
+    b"R": partial(PickleMachine._do_call, verb="call"),
+    b"\x81": partial(PickleMachine._do_call, verb="new"),
+    b"b": PickleMachine._do_build,
 }

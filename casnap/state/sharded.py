@@ -69,7 +69,7 @@ def shards_of(path: str, value: object) -> Shards | None:
     """
     if not isinstance(value, torch.Tensor):
         return None
-    with torch.no_grad(), quietly():
+    with torch.no_grad(), without_torch_function():
         if _is_a(value, "DTensor", "torch.distributed.tensor", "torch.distributed._tensor"):
             return _of_dtensor(path, value)
         if _is_a(value, "ShardedTensor", "torch.distributed._shard.sharded_tensor"):
@@ -86,7 +86,7 @@ def holders_of(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(torch.distributed.get_process_group_ranks(group))) if group else ()
 
 
-def quietly() -> AbstractContextManager[object]:
+def without_torch_function() -> AbstractContextManager[object]:
     """Look at tensors as what they are, past ShardedTensor's warning that it is deprecated."""
     return torch._C.DisableTorchFunctionSubclass()
 

@@ -18,7 +18,7 @@ import torch
 
 from casnap.errors import DamagedError, StateError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format.entries import Entry, Payload, Quantization, TensorEntry
-from casnap.state.sharded import Shards, quietly, shards_of
+from casnap.state.sharded import Shards, shards_of, without_torch_function
 
 if TYPE_CHECKING:
     import numpy as np
@@ -93,7 +93,7 @@ def describe(path: str, value: Any) -> Leaf:
         return _describe_odd(path, value)
     nbytes, requires_grad = value.nbytes, value.requires_grad
     if value.is_meta or (nbytes and not _storage_bytes(value)):
-        raise _hollow(path, value)
+        raise _no_values(path, value)
     if not nbytes and not _is_shape(tuple(value.shape)):
         raise UnsupportedTypeError(
             f"{path}: a contiguous tensor cannot have the shape {tuple(value.shape)}"
@@ -104,14 +104,14 @@ def describe(path: str, value: Any) -> Leaf:
     elif nbytes and not value.data_ptr():
         content = content.clone()  # autograd's zeros, which have no memory
         if not content.data_ptr():
-            raise _hollow(path, value)
+            raise _no_values(path, value)
     if getattr(value, "_is_buffer", False):
         kind = "buffer"
     entry = TensorEntry(name, tuple(value.shape), Payload(nbytes), kind, requires_grad)
     return Leaf(path, entry, content)
 
 
-def elements(tensor: torch.Tensor) -> torch.Tensor:
+def as_copyable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as what torch can copy elements of: pairs of 4-bit numbers as bytes."""
     return tensor.view(torch.uint8) if is_float4(tensor) else tensor
 
@@ -138,22 +138,22 @@ def _storage_bytes(value: torch.Tensor) -> int:
         return 0
 
 
-def is_hollow(value: torch.Tensor) -> bool:
+def holds_no_values(value: torch.Tensor) -> bool:
     """Whether a tensor holds no values, by its kind: it only knows its shape and dtype."""
     return value.is_meta or type(value).__name__ == "FakeTensor"
 
 
-class HollowTensorError(UnsupportedTypeError):
+class NoValuesError(UnsupportedTypeError):
     """A tensor holds no values, so there is nothing to store, not even by pickle."""
 
 
-def _hollow(path: str, value: torch.Tensor) -> HollowTensorError:
+def _no_values(path: str, value: torch.Tensor) -> NoValuesError:
     if value.is_meta:
-        return HollowTensorError(
+        return NoValuesError(
             f"{path}: a tensor on the meta device holds no values; give it some first, "
             "as with module.to_empty(device=...)"
         )
-    return HollowTensorError(
+    return NoValuesError(
         f"{path}: the storage of this tensor has been freed (resized to 0, as FSDP does), or it "
         "has none, as within a function that torch.func transforms; gather its values first"
     )
@@ -176,7 +176,7 @@ def _describe_odd(path: str, value: torch.Tensor) -> Leaf:
             "bytes; store them unpacked, or view them as torch.uint8 first"
         )
     if value.is_meta:
-        raise _hollow(path, value)
+        raise _no_values(path, value)
     kind, content = _KINDS[type(value)], value.detach().int_repr()
     payload = Payload(content.numel() * content.element_size())
     quantization = _quantization_of(path, value)
@@ -217,13 +217,13 @@ def _describe_other(path: str, value: object) -> Leaf:
         return _describe_numpy(path, value)
     shards = shards_of(path, value)
     if shards is not None:
-        with quietly():
+        with without_torch_function():
             return _describe_shards(path, shards)
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, torch.Tensor) and torch.nn.parameter.is_lazy(value):
-        raise HollowTensorError(f"{path}: {name} holds no values yet; run the module once first")
+        raise NoValuesError(f"{path}: {name} holds no values yet; run the module once first")
     if type(value).__name__ == "FakeTensor":
-        raise HollowTensorError(
+        raise NoValuesError(
             f"{path}: {name} holds no values; take the state outside of FakeTensorMode"
         )
     if isinstance(value, torch.Tensor) and value.is_nested:

@@ -16,11 +16,11 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from casnap.runtime.buffers import address_of
-from casnap.state.pickles import Machine, RefusedError, Term, kind_of, size_of
+from casnap.state.pickles import PickleMachine, RefusedError, Term, kind_of, size_of
 from casnap.state.tensors import TENSOR_DTYPES
 
 
-class Members:
+class Archive:
     """The members of an archive, each where it lies in the file.
 
     Args:
@@ -69,7 +69,7 @@ _RATIO = 64
 _NAMES = {"data.pkl", "version", "byteorder", ".format_version", ".storage_alignment"}
 
 
-def bounded(data: bytes) -> bytes:
+def bounded_archive(data: bytes) -> bytes:
     """Return an archive of the same content, which takes bounded memory to load.
 
     It is written anew, so that torch finds in it what was looked at here.
@@ -82,12 +82,12 @@ def bounded(data: bytes) -> bytes:
             classes that the user has registered, or would take more than 64 bytes of memory for
             each of its own, and 64 MiB.
     """
-    members = Members(data)
-    machine = Machine(
+    members = Archive(data)
+    machine = PickleMachine(
         members.by_name.get("data.pkl", b""),
         0,
         _SPARE + _RATIO * len(data),
-        _Judge(members.by_name),
+        _MemoryInspector(members.by_name),
     )
     machine.run()
     out = io.BytesIO()
@@ -98,7 +98,7 @@ def bounded(data: bytes) -> bytes:
     return out.getvalue()
 
 
-class _Judge:
+class _MemoryInspector:
     """Refuses what takes memory beyond that of its arguments.
 
     Args:
@@ -113,7 +113,7 @@ class _Judge:
             for f in torch.serialization.get_safe_globals()
         }
 
-    def __call__(self, machine: Machine, verb: str, term: Term) -> None:
+    def __call__(self, machine: PickleMachine, verb: str, term: Term) -> None:
         """Refuse a step of a pickle, or spend what it takes."""
         if verb == "storage":
             key, numel = term.parts[2:5:2] if len(term.parts) == 5 else (None, None)
@@ -129,12 +129,12 @@ class _Judge:
         elif term.name not in self._registered and (verb, term.name) not in _CHANGES:
             raise RefusedError(f"its pickle makes or changes a {term.name}")
 
-    def _call(self, machine: Machine, term: Term, name: str, args: list[Any]) -> None:
+    def _call(self, machine: PickleMachine, term: Term, name: str, args: list[Any]) -> None:
         kinds = tuple(map(kind_of, args))
         if name == _TYPED and kinds[::2] == ("global", "tuple") and len(args) == 4:
             self._call(machine, term, args[0].name, args[2].parts)
         elif name in TENSORS:
-            place = Place.of(name, args)
+            place = TensorPlace.of(name, args)
             if place.stop > len(self._members[f"data/{place.storage.parts[2]}"]):
                 raise RefusedError("a tensor is larger than its storage")
             term.size = place.nbytes
@@ -248,7 +248,7 @@ def dtype_of(storage: Term) -> torch.dtype:
     return dtype
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor lies in a storage.
 
     Attributes:
@@ -268,7 +268,7 @@ class Place(NamedTuple):
     metadata: list[Any]
 
     @classmethod
-    def of(cls, name: str, args: list[Any]) -> Place:
+    def of(cls, name: str, args: list[Any]) -> TensorPlace:
         """Return the place of what a call makes.
 
         Raises:
@@ -326,10 +326,10 @@ def tensors_in(file: memoryview, stream: BinaryIO) -> Iterator[torch.Tensor]:
         RefusedError: It is damaged, or none of ``torch.save``'s.
     """
     if bytes(file[:4]) == b"PK\3\4":
-        members = Members(file, stream).by_name
+        members = Archive(file, stream).by_name
         if bytes(members.get("byteorder", b"little")) != b"little":
             raise RefusedError("it is of a big-endian machine")
-        machine = Machine(members.get("data.pkl", b""))
+        machine = PickleMachine(members.get("data.pkl", b""))
         machine.run()
         storages = {n.removeprefix("data/"): m for n, m in members.items()}
     else:
@@ -338,7 +338,7 @@ def tensors_in(file: memoryview, stream: BinaryIO) -> Iterator[torch.Tensor]:
     if not calls:
         raise RefusedError("it holds no tensors")
     for call in calls:
-        place = Place.of(call.name, call.parts)
+        place = TensorPlace.of(call.name, call.parts)
         raw = storages.get(place.storage.parts[2], memoryview(b""))
         if len(raw) < place.stop:
             raise RefusedError("a tensor is larger than its storage")
@@ -346,12 +346,12 @@ def tensors_in(file: memoryview, stream: BinaryIO) -> Iterator[torch.Tensor]:
             yield _tensor(place, raw)
 
 
-def _before_1_6(file: memoryview) -> tuple[Machine, dict[str, memoryview]]:
+def _before_1_6(file: memoryview) -> tuple[PickleMachine, dict[str, memoryview]]:
     """Return the pickle of a file of before torch 1.6, and its storages, which follow it."""
     at, values = 0, []
-    machine = Machine(file)
+    machine = PickleMachine(file)
     for _ in range(5):
-        machine, last = Machine(file, at), machine
+        machine, last = PickleMachine(file, at), machine
         values.append(machine.run())
         at = machine.at
         if values[0] != _MAGIC:
@@ -370,7 +370,7 @@ def _before_1_6(file: memoryview) -> tuple[Machine, dict[str, memoryview]]:
     return last, storages
 
 
-def _tensor(place: Place, raw: memoryview) -> torch.Tensor:
+def _tensor(place: TensorPlace, raw: memoryview) -> torch.Tensor:
     raw = raw[: len(raw) // place.dtype.itemsize * place.dtype.itemsize]
     if address_of(raw) % place.dtype.itemsize:
         raw = memoryview(bytearray(raw))

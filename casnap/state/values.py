@@ -23,13 +23,21 @@ from torch.torch_version import TorchVersion
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format.records import decode, encode
 from casnap.state.pickles import RefusedError
-from casnap.state.torch_save import bounded
+from casnap.state.torch_save import bounded_archive
 
 PACKED_FROM = 1001
 """A list, tuple or set of so many plain values or more is one entry."""
 
 # What hostile bytes make of the decoders below.
-MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, RuntimeError, struct.error)
+DECODE_ERRORS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    OverflowError,
+    RuntimeError,
+    struct.error,
+)
 
 _PLAIN_TYPES = {bool, int, float, str, bytes, type(None)}
 
@@ -77,10 +85,10 @@ def decode_keys(keys: Iterable[Key]) -> list[Any]:
     Raises:
         DamagedError: One of them is none.
     """
-    return [_unpack_tagged(key) if type(key) is Tagged else key for key in keys]
+    return [_decode_tagged(key) if type(key) is Tagged else key for key in keys]
 
 
-def _unpack_tagged(key: Tagged) -> object:
+def _decode_tagged(key: Tagged) -> object:
     if key.kind == "tuple":
         return tuple(decode_keys(decode(key.data, list[Key], "a key")))
     if key.kind not in _KEY_KINDS:
@@ -158,21 +166,21 @@ def _torch_constant(kind: type) -> _Codec:
     )
 
 
-def in_order(values: Iterable[Any]) -> list[Any]:
+def stable_order(values: Iterable[Any]) -> list[Any]:
     """Return the elements of a set in an order that depends on them alone."""
     elements = list(values)
     types = set(map(type, elements))
     if types in ({str}, {int}, {bytes}):
         return sorted(elements)
-    return sorted(elements, key=_rank)
+    return sorted(elements, key=_sort_key)
 
 
-def _rank(element: object) -> bytes:
+def _sort_key(element: object) -> bytes:
     kind = type(element)
     codec = _BY_TYPE.get(kind)
     body: bytes | None = b""
     if isinstance(element, tuple | frozenset):
-        ranks = [_rank(e) for e in element]
+        ranks = [_sort_key(e) for e in element]
         body = encode(sorted(ranks) if isinstance(element, frozenset) else ranks)
     elif codec is not None:
         body = codec.encode(element)
@@ -259,8 +267,8 @@ _CODECS = (
     *map(_torch_constant, (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)),
     _packed(list, list),
     _packed(tuple, list),
-    _packed(set, in_order),
-    _packed(frozenset, in_order),
+    _packed(set, stable_order),
+    _packed(frozenset, stable_order),
 )
 _BY_TYPE = {codec.type: codec for codec in _CODECS}
 _BY_KIND = {codec.kind: codec for codec in _CODECS}
@@ -306,7 +314,7 @@ def decode_value(path: str, kind: str, data: bytes, *, allow_pickle: bool = Fals
         raise (e if e.paths else DamagedError(f"{path}: {e}", (path,))) from e
     except CasnapError:
         raise
-    except (*MALFORMED, RecursionError) as e:
+    except (*DECODE_ERRORS, RecursionError) as e:
         raise DamagedError(f"{path} is no {kind}: {e}", (path,)) from e
 
 
@@ -373,7 +381,7 @@ def _encode_object(path: str, value: object, allow_pickle: bool) -> tuple[str, b
         ) from e
     data = buffer.getvalue()
     try:
-        again = _load(bounded(data))
+        again = _load(bounded_archive(data))
     except Exception as e:
         if allow_pickle:
             return "pickle", data
@@ -409,7 +417,7 @@ def _decode_object(path: str, kind: str, data: bytes, allow_pickle: bool) -> obj
             )
         return _torch_load(data, weights_only=False)
     try:
-        return _load(data if allow_pickle else bounded(data))
+        return _load(data if allow_pickle else bounded_archive(data))
     except RefusedError as e:
         raise UnsupportedTypeError(
             f"{path} is not read unasked: {e}; if its class was registered with "

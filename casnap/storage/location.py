@@ -340,7 +340,7 @@ def create_store(
         if _exists(backend.folder) and not backend.folder.is_dir():
             raise NotAStoreError(f"{backend.folder} is a file; a store is a folder")
         _check_place(backend.folder, asked=asked)
-        backend.make()
+    backend.make()
     if not _holds(backend, CONFIG_KEY):
         foreign = {"roots", "packs", "index"} & set(backend.names(""))
         # Another process may have made the store since; it puts the record before any root.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from enum import Enum
 from functools import partial
 from itertools import count, islice
 from typing import NamedTuple, TypeVar
@@ -23,6 +24,7 @@ from casnap.format.records import (
     Record,
     Root,
     Row,
+    StoreConfig,
     pack_key,
 )
 from casnap.runtime.buffers import PAGE, SLOTS, Slot, shared_pool
@@ -43,11 +45,6 @@ _READ_BYTES = 16 << 20
 _BULK_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20
 _NODES_BYTES = 32 << 20
-_NOWHERE = "is in no pack of the index"
-_MISSING, UNREADABLE = "its pack is missing", "its pack cannot be read"
-_CUT_OFF, _IMPOSSIBLE = "its pack is cut off", "has an impossible place in the index"
-# Files that are gone or too short a take sees by itself; and what cannot be read may be whole.
-_NO_DAMAGED_BYTES = (_NOWHERE, _MISSING, UNREADABLE, _CUT_OFF)
 
 Sink = Callable[[memoryview], None]
 """Takes the verified bytes of a chunk; called from any thread, must copy what it keeps."""
@@ -81,17 +78,57 @@ class ReadOptions(NamedTuple):
 DEFAULT_READ = ReadOptions()
 
 
+class Reason(Enum):
+    """Why a chunk cannot be read; the values are for messages."""
+
+    NOWHERE = "it is in no pack of the index"
+    MISSING = "its pack is missing"
+    UNREADABLE = "its pack cannot be read"
+    CUT_OFF = "its pack is cut off"
+    IMPOSSIBLE = "the index gives it an impossible place"
+    CHANGED = "its bytes differ from what was written"
+
+
+# A take notices files that are gone or too short; and what cannot be read may be whole.
+_DISTRUSTED = (Reason.IMPOSSIBLE, Reason.CHANGED)
+
+
+class Why(NamedTuple):
+    """Why a chunk cannot be read, and what the backend or the decoder said of it, if anything."""
+
+    reason: Reason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
+
+
+class Unread(NamedTuple):
+    """A place where a chunk could not be read, who wants the chunk, and why it failed."""
+
+    place: Place
+    wants: list[Want]
+    why: Why
+
+
 def _readers() -> int:
     """Return how many threads read: some wait for the disk while all cores verify."""
     return min(cores() + 2, SLOTS)
 
 
 class _Failed(NamedTuple):
-    """A chunk that could not be read: why, and at which places."""
+    """A chunk that could not be read, and the places that were tried."""
 
     want: Want
-    why: str
-    places: list[tuple[Place, str]]
+    tried: list[Unread]
+
+    def __str__(self) -> str:
+        """Return which chunk it is, and why the first place failed."""
+        why = Reason.NOWHERE.value
+        if self.tried:
+            why = f"{self.tried[0].why} (pack {self.tried[0].place.pack.hex()})"
+        return f"chunk {self.want.digest.hex()}: {why}"
 
 
 class Objects:
@@ -99,12 +136,13 @@ class Objects:
 
     Args:
         backend: Where the objects live.
+        opened: The same store, opened before, whose config and index serve here too.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, opened: Objects | None = None) -> None:
         self.backend = backend
-        self.config = read_config(backend)
-        self.index = Index(backend, self.config.store_id)
+        self.config: StoreConfig = opened.config if opened else read_config(backend)
+        self.index: Index = opened.index if opened else Index(backend, self.config.store_id)
         self._newest: Root | None = None
 
     def check_writable(self, doing: str) -> None:
@@ -161,14 +199,14 @@ class Objects:
         cached = self.index.cache.node(digest)
         if cached is not None:
             return cached
-        if hint is not None:
-            try:
-                return self._keep(digest, self._read_place(digest, hint))
-            except (DamagedError, BackendError):
-                _log.debug("the hint to node %s is stale", digest.hex())
         found: list[bytes] = []
-        self.fetch([Want(digest, -1, lambda raw: found.append(bytes(raw)), "")])
-        return self._keep(digest, found[0])
+        want = Want(digest, -1, lambda raw: found.append(bytes(raw)), "")
+        if hint is not None and self.read_places([(hint, [want])]):
+            _log.debug("the hint to node %s is stale", digest.hex())
+        if not found:
+            self.fetch([want])
+        self.index.cache.keep_nodes([(digest, found[0])])
+        return found[0]
 
     def cache_nodes(self, digests: list[Digest]) -> None:
         """Read together those nodes that are not cached, so that :meth:`node` finds them there.
@@ -194,20 +232,6 @@ class Objects:
         if root.table is not None and top is not None:
             self.node(top, root.table.hint)
         return Tree(top, self.node, Row, table_shape(root))
-
-    def _keep(self, digest: Digest, node: bytes) -> bytes:
-        self.index.cache.keep_nodes([(digest, node)])
-        return node
-
-    def _read_place(self, digest: Digest, place: Place) -> bytes:
-        if not is_possible(place, MAX_NODE_BYTES):
-            raise DamagedError(f"the hint to node {digest.hex()} is no place in a pack")
-        stored = memoryview(bytearray(place.stored))
-        try:
-            n = self.backend.read_into(pack_key(place.pack), place.offset, stored)
-        except FileNotFoundError:
-            raise DamagedError(f"pack {place.pack.hex()} is missing") from None
-        return bytes(_proven(digest, place, stored[:n]))
 
     # --- chunks ---
 
@@ -257,7 +281,7 @@ class Objects:
         return view, failed
 
     def _has_moved(self, view: View, failed: _Failed) -> bool:
-        tried = {place for place, _ in failed.places}
+        tried = {unread.place for unread in failed.tried}
         return not tried.issuperset(self.index.find_all(view, failed.want.digest))
 
     def _fetch(self, view: View, wants: list[Want], how: ReadOptions) -> list[_Failed]:
@@ -266,50 +290,48 @@ class Objects:
             by_digest.setdefault(want.digest, []).append(want)
         failed: list[_Failed] = []
         found: list[tuple[Place, list[Want]]] = []
-        bad: list[tuple[Place, list[Want], str]] = []
         places = self.index.find(view, list(by_digest))
         for same, place in zip(by_digest.values(), places, strict=True):
             if place is None:
-                failed += [_Failed(w, _NOWHERE, []) for w in same]
-            elif not _plausible(place, same[0], self.config.chunk_size):
-                bad.append((place, same, _IMPOSSIBLE))
+                failed += [_Failed(w, []) for w in same]
             else:
                 found.append((place, same))
-        bad += self.read_places(found, how)
+        bad = self.read_places(found, how)
         self._trust_again(view, found, bad)
-        for place, same, why in bad:
-            failed += self._fetch_elsewhere(view, place, same, why)
+        for unread in bad:
+            failed += self._fetch_elsewhere(view, unread, how)
         return failed
 
-    def _fetch_elsewhere(
-        self, view: View, place: Place, wants: list[Want], why: str
-    ) -> list[_Failed]:
+    def _fetch_elsewhere(self, view: View, unread: Unread, how: ReadOptions) -> list[_Failed]:
         """Read a chunk at its other places, until one is whole."""
-        tried = [(place, why)]
-        for other in self.index.find_all(view, wants[0].digest):
-            if other != place:
-                reason = self._why_not(other, wants)
-                if reason is None:
+        tried = [unread]
+        for place in self.index.find_all(view, unread.wants[0].digest):
+            if place != unread.place:
+                bad = self.read_places([(place, unread.wants)], how)
+                if not bad:
                     return []
-                tried.append((other, reason))
-        return [_Failed(w, f"{why} (pack {place.pack.hex()})", tried) for w in wants]
+                tried += bad
+        return [_Failed(want, tried) for want in unread.wants]
 
     def _trust_again(
-        self,
-        view: View,
-        read: list[tuple[Place, list[Want]]],
-        bad: list[tuple[Place, list[Want], str]],
+        self, view: View, read: list[tuple[Place, list[Want]]], bad: list[Unread]
     ) -> None:
         """Forget that places were damaged that are whole again, out of a backup perhaps."""
         noted = self.index.distrusted(view, [wants[0].digest for _, wants in read])
         if noted:
-            noted -= {(wants[0].digest, place) for place, wants, _ in bad}
+            noted -= {(unread.wants[0].digest, unread.place) for unread in bad}
             self.index.trust(view, noted & {(wants[0].digest, place) for place, wants in read})
 
     def read_places(
-        self, found: list[tuple[Place, list[Want]]], how: ReadOptions = DEFAULT_READ
-    ) -> list[tuple[Place, list[Want], str]]:
+        self, places: list[tuple[Place, list[Want]]], how: ReadOptions = DEFAULT_READ
+    ) -> list[Unread]:
         """Read the chunks at these places; return those that could not be proven, and why."""
+        found, failed = [], []
+        for place, wants in places:
+            if _plausible(place, wants[0], self.config.chunk_size):
+                found.append((place, wants))
+            else:
+                failed.append(Unread(place, wants, Why(Reason.IMPOSSIBLE)))
         total = sum(place.stored for place, _ in found)
         largest = max((place.stored for place, _ in found), default=0)
         share = max(_SMALL_BYTES, total // _readers())
@@ -318,10 +340,9 @@ class Objects:
         most = max((read.stop - read.start for read in reads), default=0) + PAGE
         if total <= _SMALL_BYTES:
             buffer = memoryview(bytearray(most))
-            return [bad for read in reads for bad in self._read_run(read, buffer)]
+            return failed + [bad for read in reads for bad in self._read_run(read, buffer)]
         affordable = SLOTS if how.budget is None else max(1, how.budget // most)
         threads = min(len(reads), _readers(), affordable, how.readers)
-        failed: list[tuple[Place, list[Want], str]] = []
         with Crew() as crew:
             source = Shared(reads, crew)
             pool = shared_pool(max(most, self.config.chunk_size + (64 << 10)))
@@ -338,24 +359,23 @@ class Objects:
 
     def _read_run(
         self, read: Run[list[Want]], buffer: memoryview, *, bulk: bool = False
-    ) -> list[tuple[Place, list[Want], str]]:
+    ) -> list[Unread]:
         target = buffer[: -(-(read.stop - read.start) // PAGE) * PAGE]
         try:
             n = self.backend.read_into(pack_key(read.pack), read.start, target, bulk=bulk)
         except FileNotFoundError:
-            return [(place, wants, _MISSING) for place, wants in read.chunks]
+            return [Unread(*chunk, Why(Reason.MISSING)) for chunk in read.chunks]
         except ExhaustedError:
             raise
         except BackendError as e:
-            return [(place, wants, f"{UNREADABLE}: {e}") for place, wants in read.chunks]
+            return [Unread(*chunk, Why(Reason.UNREADABLE, str(e))) for chunk in read.chunks]
         failed = []
         for place, wants in read.chunks:
             start = place.offset - read.start
             stored = target[start : min(start + place.stored, n)]
-            try:
-                raw = _proven(wants[0].digest, place, stored)
-            except DamagedError as e:
-                failed.append((place, wants, str(e)))
+            raw = _proven(wants[0].digest, place, stored)
+            if isinstance(raw, Why):
+                failed.append(Unread(place, wants, raw))
                 continue
             for want in wants:
                 want.sink(raw)
@@ -363,16 +383,7 @@ class Objects:
 
     def holds(self, place: Place, digest: Digest) -> bool:
         """Whether a chunk or node can be read, and proven, at this very place."""
-        return self._why_not(place, [Want(digest, -1, lambda raw: None, "")]) is None
-
-    def _why_not(self, place: Place, wants: list[Want]) -> str | None:
-        """Hand a chunk over from this place, or return why it cannot be."""
-        if not _plausible(place, wants[0], self.config.chunk_size):
-            return _IMPOSSIBLE
-        buffer = memoryview(bytearray(place.stored + 2 * PAGE))
-        start = place.offset // PAGE * PAGE
-        read = Run(place.pack, start, place.offset + place.stored, [(place, wants)])
-        return next((why for _, _, why in self._read_run(read, buffer)), None)
+        return not self.read_places([(place, [Want(digest, -1, lambda raw: None, "")])])
 
 
 def _keep_copy(found: dict[Digest, bytes], digest: Digest, raw: memoryview) -> None:
@@ -385,40 +396,38 @@ def _plausible(place: Place, want: Want, chunk_size: int) -> bool:
     return (want.nbytes in (-1, place.raw)) and is_possible(place, max(limit, 1 << 16))
 
 
-def _proven(digest: Digest, place: Place, stored: memoryview) -> memoryview:
-    """Return the raw bytes of what was read, if they have this digest."""
+def _proven(digest: Digest, place: Place, stored: memoryview) -> memoryview | Why:
+    """Return the raw bytes of what was read if they have this digest, else why they do not."""
     if len(stored) != place.stored:
-        raise DamagedError(_CUT_OFF)
-    raw = decompress(place.codec, stored, place.raw)
-    if len(raw) != place.raw or digest_of(raw) != digest:
-        raise DamagedError("its bytes differ from what was written")
-    return raw
+        return Why(Reason.CUT_OFF)
+    try:
+        raw = decompress(place.codec, stored, place.raw)
+    except DamagedError as e:
+        return Why(Reason.CHANGED, str(e))
+    intact = len(raw) == place.raw and digest_of(raw) == digest
+    return raw if intact else Why(Reason.CHANGED)
 
 
 def _damaged_records(failed: list[_Failed]) -> list[Record]:
     return [
-        (f.want.digest, place)
+        (f.want.digest, unread.place)
         for f in failed
-        for place, why in f.places
-        if not why.startswith(_NO_DAMAGED_BYTES)
+        for unread in f.tried
+        if unread.why.reason in _DISTRUSTED
     ]
 
 
 def _error(uri: str, failed: list[_Failed]) -> CasnapError:
     wants = [f.want for f in failed]
     paths = tuple(sorted({w.path for w in wants if w.path}))
-    lines = [f"chunk {f.want.digest.hex()} {f.why}" for f in failed[:3]]
+    lines = map(str, failed[:3])
     more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
     hurt = f"; hurt: {', '.join(paths[:10])}{' …' if len(paths) > 10 else ''}" if paths else ""
     message = f"{uri}: {'; '.join(lines)}{more}{hurt}"
-    if all(any(why.startswith(UNREADABLE) for _, why in f.places) for f in failed):
+    if all(any(u.why.reason is Reason.UNREADABLE for u in f.tried) for f in failed):
         return BackendError(f"{message}. It may be whole: make it readable, then try again")
-    return DamagedError(f"{message}{take_again(uri)}", paths)
-
-
-def take_again(uri: str) -> str:
-    """Return what a message of damaged chunks ends in: advice for those who read a snapshot."""
-    return (
-        f". `casnap check {uri}` says what is hurt; where they are at hand, to take the same bytes "
+    advice = (
+        f"`casnap check {uri}` says what is hurt; where they are at hand, to take the same bytes "
         "again on this host stores them anew"
     )
+    return DamagedError(message, paths, advice)

@@ -1,4 +1,4 @@
-"""Taking a snapshot: capture, share out the work, stage, hash, write what is new, commit.
+"""Take a snapshot: capture the state, divide the work, stage, hash, write new chunks, commit.
 
 Imports ``storage``, ``state`` and ``ranks``, and no other verb. Begin with ``take.py``.
 """

@@ -17,11 +17,11 @@ from casnap.runtime.buffers import bytes_at
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
 from casnap.state.containers import component_of
-from casnap.state.cuda import settle
+from casnap.state.cuda import synchronize
 from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards
 from casnap.state.stateful import RNGState, Stateful, random_states_first, same_random_state
-from casnap.state.tensors import Leaf, elements, is_numpy, itemsize_of
+from casnap.state.tensors import Leaf, as_copyable, is_numpy, itemsize_of
 from casnap.take.staging import (
     CellPart,
     Piece,
@@ -122,7 +122,7 @@ class Capture:
         with plain():
             self._index_leaves(chunk_size)
             # Other threads copy from the GPU, so what the caller has begun there must end first.
-            settle(t for x in self.leaves for t in getattr(x.content, "tensors", [x.content]))
+            synchronize(t for x in self.leaves for t in getattr(x.content, "tensors", [x.content]))
 
     def _index_leaves(self, chunk_size: int) -> None:
         seen: dict[int, int] = {}
@@ -235,12 +235,12 @@ class Capture:
     def _sources(self, leaf: int) -> list[Source]:
         content = self.leaves[leaf].content
         if isinstance(content, Shards):
-            parts = zip(content.boxes, map(elements, content.tensors), strict=True)
+            parts = zip(content.boxes, map(as_copyable, content.tensors), strict=True)
             return [Source(*part) for part in parts]
         grid = self.assigned[leaf].grid if leaf in self.assigned else self.grids[leaf]
         assert grid is not None
         if isinstance(content, torch.Tensor):
-            content = elements(content)
+            content = as_copyable(content)
         return [Source(Region.whole(grid.shape), content)]
 
 
@@ -273,5 +273,5 @@ def _small_bytes(content: torch.Tensor | bytes) -> bytes:
         return content
     if content.nbytes == 0:
         return b""
-    host = elements(content).cpu().contiguous()
+    host = as_copyable(content).cpu().contiguous()
     return bytes_at(host.data_ptr(), host.nbytes)

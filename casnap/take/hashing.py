@@ -9,10 +9,10 @@ from typing import NamedTuple
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.entries import payload_of
 from casnap.format.records import INLINE_BYTES
+from casnap.runtime.progress import Progress
 from casnap.storage.commit import Transaction
 from casnap.storage.pack import Choose
 from casnap.take.capture import Capture
-from casnap.take.options import Progress
 from casnap.take.staging import Piece, give_back
 
 
@@ -109,7 +109,7 @@ def _reporter(progress: Progress, capture: Capture) -> Callable[[int], None]:
         nonlocal done
         with lock:
             done += nbytes
-            progress(done, total)
+            progress("storing", done, total)
 
     return report
 

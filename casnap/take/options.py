@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from casnap.format.codec import Codec
+from casnap.runtime.progress import Progress
 from casnap.storage.retention import Retention, check_retention
-
-Progress = Callable[[int, int], None]
-"""Called now and then, from any thread, with the bytes done and the bytes in all."""
 
 
 @dataclass(frozen=True)
 class TakeOptions:
-    """How to take; see :meth:`casnap.Store.take`."""
+    """How to take. :meth:`casnap.Snapshot.take` describes the options.
+
+    Attributes:
+        codec: How new chunks are stored; the store chooses it.
+    """
 
     metadata: Mapping[str, Any] | None = None
     overwrite: bool = False

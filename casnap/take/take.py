@@ -27,7 +27,7 @@ from casnap.take.division import Division, divide
 from casnap.take.hashing import Hasher
 from casnap.take.joint_commit import commit_together
 from casnap.take.manifest import build_manifest
-from casnap.take.options import TakeOptions as TakeOptions
+from casnap.take.options import TakeOptions
 from casnap.take.pending import PendingTake
 from casnap.take.publish import Publication
 from casnap.take.rounds import rounds_for

@@ -1,19 +1,19 @@
-"""For those who write a backend, or test against a failing one.
+"""Tools to test a backend, and to test against one that fails.
 
-- :class:`FaultyBackend` wraps any backend and makes it fail as it is told by :class:`Fault`.
-- ``casnap.testing.backend_suite`` has tests, for pytest, that every backend must pass; it says
-  how to run them on a backend of one's own.
-- :func:`open_store` opens a store on any backend, a faulty one too.
+- :class:`FaultyBackend` wraps a backend and makes its calls fail as each :class:`Fault` says.
+- ``casnap.testing.backend_suite`` holds the tests, for pytest, that every backend must pass. Its
+  docstring says how to run them on your own backend.
+
+``casnap.Store(backend)`` opens a store on any backend, a faulty one too.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 
-from casnap.backends import Backend, LocalBackend
-from casnap.format.codec import Codec
+from casnap.backends import Backend
 from casnap.format.records import DEFAULT_CHUNK_SIZE
-from casnap.storage.location import Location
 from casnap.store import Store
 from casnap.testing.faults import (
     Act,
@@ -62,24 +62,20 @@ __all__ = [
 
 
 if "pytest" in sys.modules:
-    # So that a test of the suite that fails shows what it compared.
+    # A failing test of the suite then shows the values that it compared.
     sys.modules["pytest"].register_assert_rewrite("casnap.testing.backend_suite")
 
 
 def open_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE) -> Store:
-    """Open the store that lies at a backend; make one there if there is none.
+    """Open the store on a backend. Deprecated: use ``casnap.Store(backend)``.
 
     Args:
-        backend: Where to; all that the store does goes through it.
+        backend: The backend that holds the store, or will hold a new one.
         chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
     """
-    bare = backend
-    while isinstance(bare, FaultyBackend):
-        bare = bare.inner
-    if isinstance(bare, LocalBackend):
-        bare.make()
-    store = Store.__new__(Store)
-    store._codec = Codec.RAW
-    here = Location(backend, "", exists=True)
-    store._open(here, create=True, asked=True, chunk_size=chunk_size)
-    return store
+    warnings.warn(
+        "casnap.testing.open_store(backend) is deprecated; use casnap.Store(backend)",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return Store(backend, chunk_size=chunk_size)

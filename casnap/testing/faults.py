@@ -5,7 +5,7 @@ An **act** is a function that stands between a caller and one call of the backen
 raise before or after it, and answer what it likes. Any function of one argument will do as well::
 
     backend = FaultyBackend(MemoryBackend("name"))
-    store = open_store(backend)
+    store = casnap.Store(backend)
     # The next root is put, but the answer is lost.
     with backend.during(Fault(lose_answer(), "put_if_absent", "roots/*")) as (fault,):
         store.take(state, "step_1")
@@ -165,6 +165,10 @@ class FaultyBackend(Backend):
         self._unsynced: list[tuple[str, Callable[[], None]]] = []
         self._held: list[_Held] = []
         self._lock = threading.Lock()
+
+    def make(self) -> None:
+        """Make the place itself, without faults."""
+        self.inner.make()
 
     @property
     def identity(self) -> str:

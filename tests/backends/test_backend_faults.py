@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from casnap import Store
 from casnap.backends import Backend, LocalBackend, MemoryBackend
-from casnap.errors import BackendError, StorageFullError
+from casnap.errors import BackendError, NotAStoreError, StorageFullError
 from casnap.testing import (
     Act,
     Call,
@@ -225,7 +226,7 @@ def test_a_gate(backend: FaultyBackend) -> None:
     backend.faults.append(Fault(gate, "write"))
     writer = threading.Thread(target=backend.write, args=("a", b"1"))
     writer.start()
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(300)
     assert backend.names("") == []
     gate.open()
     writer.join()
@@ -292,7 +293,7 @@ def test_a_call_that_waits_while_the_process_dies(backend: FaultyBackend, inner:
 
     writer = threading.Thread(target=write)
     writer.start()
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(300)
     backend.crash()
     gate.open()
     writer.join()
@@ -336,7 +337,17 @@ def test_a_real_death(tmp_path: Path) -> None:
 def test_a_store_is_opened_where_none_was(tmp_path: Path) -> None:
     for inner in (LocalBackend(tmp_path / "deep" / "store"), MemoryBackend(str(tmp_path))):
         backend = FaultyBackend(FaultyBackend(inner))
-        store = open_store(backend, chunk_size=CHUNK)
+        store = Store(backend, chunk_size=CHUNK)
         assert store.chunk_size == CHUNK
-        assert open_store(inner).id == store.id
+        assert Store(inner).id == store.id
         assert ("put_if_absent", "casnap.json") in backend.log
+
+
+def test_a_store_on_a_backend() -> None:
+    backend = MemoryBackend("a store on a backend")
+    with pytest.raises(NotAStoreError):
+        Store(backend, create=False)
+    with pytest.warns(DeprecationWarning, match="Store"):
+        store = open_store(backend, chunk_size=CHUNK)
+    assert Store(backend, create=False).id == store.id
+    assert store.chunk_size == CHUNK

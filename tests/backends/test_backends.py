@@ -71,7 +71,7 @@ def test_a_file_being_written_is_not_tidied_away(local: LocalBackend, elsewhere:
 
     def stand_still() -> None:
         at_work.set()
-        assert go_on.wait(60)
+        assert go_on.wait(300)
 
     def tidy() -> None:
         assert LocalBackend(local.folder).tidy(0) == 0
@@ -79,7 +79,7 @@ def test_a_file_being_written_is_not_tidied_away(local: LocalBackend, elsewhere:
     with system_faults(0, stand_still, ["fsync"]):
         writer = threading.Thread(target=local.write, args=("packs/ab/x", b"content"))
         writer.start()
-        assert at_work.wait(60)
+        assert at_work.wait(300)
         if elsewhere:
             assert in_child(tidy) == 0
         else:

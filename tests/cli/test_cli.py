@@ -1,12 +1,10 @@
-"""The command: what each does and prints."""
+"""What each command does and prints."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -18,7 +16,15 @@ import torch
 import casnap
 from casnap import Snapshot, StateDict, Store
 from casnap.cli import COMMANDS
-from tests.support.cli_calls import CHUNK, COMMAND, document, failure, fill, invoke, process
+from tests.support.cli_calls import (
+    CHUNK,
+    Terminal,
+    document,
+    failure,
+    fill,
+    invoke,
+    process,
+)
 
 
 @pytest.fixture(scope="module")
@@ -418,35 +424,6 @@ def test_rm_does_not_go_ahead_unasked(own_store: Path) -> None:
     assert "--yes" in failure("rm", own_store / "run1/step_0", status=2)
     assert failure("rm", status=2)
     assert len(Store(own_store).snapshots()) == 4
-
-
-class Terminal:
-    """A command with a terminal of its own."""
-
-    def __init__(self, *arguments: object) -> None:
-        self.master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            [*COMMAND, *map(str, arguments)], stdin=slave, stdout=slave, stderr=slave
-        )
-        os.close(slave)
-
-    def read_until(self, text: str) -> str:
-        seen = ""
-        while text not in seen:
-            assert select.select([self.master], [], [], 30)[0], seen
-            seen += os.read(self.master, 4096).decode()
-        return seen
-
-    def rest(self) -> tuple[int, str]:
-        """Return its exit status and what else it prints."""
-        seen = b""
-        try:
-            while chunk := os.read(self.master, 4096):
-                seen += chunk
-        except OSError:  # Linux says EIO where the other end is closed
-            pass
-        os.close(self.master)
-        return self.process.wait(30), seen.decode()
 
 
 @pytest.mark.parametrize(("answer", "status", "left"), [("y", 0, 3), ("n", 1, 4), ("", 1, 4)])

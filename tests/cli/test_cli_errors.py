@@ -1,4 +1,4 @@
-"""The command: what it says when something is wrong, and how long it takes."""
+"""Commands: their errors, and how long they take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import re
 import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,8 @@ from click.testing import CliRunner
 from casnap import Snapshot, StateDict, Store
 from casnap.cli import cli, output, run
 from casnap.format.records import Row
-from casnap.runtime.threads import Crew
-from casnap.storage.commit import Transaction
 from tests.support.cli_calls import COMMAND, document, failure, fill, invoke, process
+from tests.support.written import publish
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +129,11 @@ def test_a_folder_that_cannot_be_read(own_store: Path, monkeypatch: pytest.Monke
     assert failure("ls", own_store) == "casnap: '/a\\x1b/b': Permission denied\n"
 
 
-def test_wrong_usage_is_status_2() -> None:
+def test_wrong_usage_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert process("show").returncode == 2
-    assert process("ls", "--wrong").returncode == 2
-    assert process("nothing").returncode == 2
+    for arguments in (["show"], ["ls", "--wrong"], ["nothing"]):
+        assert run(arguments) == 2
+        assert capsys.readouterr().out == ""
 
 
 def test_errors_are_one_message_on_stderr(tmp_path: Path) -> None:
@@ -182,16 +181,6 @@ def test_a_closed_pipe_is_quiet(store: Path, size: str, large_store: Path) -> No
 
 
 # --- hostile and odd texts --------------------------------------------------------------------
-
-
-def publish(store: Store, rows: dict[str, Row]) -> None:
-    """Put rows into the table as they are."""
-    with Crew() as crew:
-        transaction = Transaction(store.objects, crew)
-        try:
-            transaction.publish(lambda _table, _seq: dict(rows))
-        finally:
-            transaction.close()
 
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202ename\x9b31m\x7f"
@@ -277,22 +266,22 @@ def test_progress_appears_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TERM", "xterm")
     terminal = TerminalText()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with output.progress("counting") as report:
+    with output.phases() as report:
         assert report is not None
-        report(1, 2)
-        report(2, 2)
+        report("counting", 1, 2)
+        report("counting", 2, 2)
     assert "counting" in terminal.getvalue()
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with output.progress("counting") as report:
+    with output.phases() as report:
         assert report is None
 
 
 def test_short_work_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = TerminalText()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with output.progress("counting", of_bytes=True) as report:
+    with output.phases() as report:
         assert report is not None
-        report(1, 2)
+        report("copying", 1, 2)
     assert terminal.getvalue() == ""
 
 
@@ -310,24 +299,26 @@ def large_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_no_command_imports_torch_or_what_it_does_not_need(store: Path) -> None:
     code = """\
-import sys
+import json, sys
 from casnap.cli import run
-status = run(sys.argv[1:])
-print(status, *(set(sys.modules) & {"torch", "numpy", "rich", "zstandard", "tempfile", "hashlib"}))
+for arguments in json.loads(sys.argv[1]):
+    status = run(arguments)
+    found = {"torch", "numpy", "rich", "zstandard", "tempfile", "hashlib"} & set(sys.modules)
+    assert status == 0 and not found, (arguments, status, found)
+print("\\nnone did")
 """
-    for arguments in (
-        ["ls", store],
-        ["ls", store, "--json"],
-        ["show", store / "run1/step_1"],
-        ["show", store / "run1/step_1", "model/weight"],
-        ["diff", store / "run1/step_1", "step_2"],
-        ["du", store],
+    calls = [
+        ["ls", f"{store}"],
+        ["ls", f"{store}", "--json"],
+        ["show", f"{store}/run1/step_1"],
+        ["show", f"{store}/run1/step_1", "model/weight"],
+        ["diff", f"{store}/run1/step_1", "step_2"],
+        ["du", f"{store}"],
         ["--help"],
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
-        )
-        assert done.stdout.splitlines()[-1] == "0", arguments
+    ]
+    command = [sys.executable, "-c", code, json.dumps(calls)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("\nnone did\n"), done.stderr
 
 
 def cpu_seconds(command: list[str], environment: dict[str, str]) -> float:
@@ -340,14 +331,13 @@ def cpu_seconds(command: list[str], environment: dict[str, str]) -> float:
 def test_ls_of_1000_snapshots_takes_little_longer_than_its_imports(
     large_store: Path, tmp_path: Path
 ) -> None:
-    """0.2 s on an idle machine; measured against others' imports, which take 0.07 s there."""
+    """0.2 s on an idle machine; in processor time, beside that of the imports, which is 0.07 s."""
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     ls = [*COMMAND, "ls", str(large_store)]
     floor = [sys.executable, "-c", "import msgspec, click, lmdb, blake3"]
-    assert len(process("ls", large_store).stdout.splitlines()) == 1001
-    started = time.monotonic()
-    pairs = []
-    while len(pairs) < 7 and time.monotonic() - started < 30:
-        pairs.append((cpu_seconds(ls, environment), cpu_seconds(floor, environment)))
-    assert min(a for a, _ in pairs) < 2.5 * min(b for _, b in pairs), pairs
+    assert len(process("ls", large_store, env=environment).stdout.splitlines()) == 1001
+    ratios: list[float] = []
+    while not ratios or ratios[-1] >= 2.5:
+        assert len(ratios) < 9, ratios
+        ratios.append(cpu_seconds(ls, environment) / cpu_seconds(floor, environment))

@@ -1,4 +1,4 @@
-"""The commands that look after a store: what they say to whom it concerns, and refuse."""
+"""The commands that maintain a store: what they report, and what they refuse."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ import torch
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import BackendError, DamagedError
 from casnap.maintenance.gc import GcOptions
-from tests.maintenance.test_gc_refusals import configure
-from tests.robustness.test_damage import damage_everywhere, forget_cache, forget_copies, newest
-from tests.support.checks import FROZEN
 from tests.support.cli_calls import document, failure, invoke, process
 from tests.support.damaged import (
+    FROZEN,
     copied_store,  # noqa: F401 - a fixture
     damage_chunk,
+    damage_everywhere,
+    forget_cache,
+    forget_copies,
+    newest,
     pristine_store,  # noqa: F401 - a fixture
 )
 from tests.support.faults import CHUNK, backend_faults, files, take
 from tests.support.forger import Forger
+from tests.support.written import configure
 
 # --- what is damaged --------------------------------------------------------------------------
 
 
 def test_from_damage_to_a_store_that_is_collected_again(store: Path, cache_dir: Path) -> None:
-    """What each command says to do next is what helps."""
+    """The next step that each command advises works."""
     damage_everywhere(store, Store(store).row("b").manifest.digest)
     forget_cache(cache_dir)
     before = files(store)

@@ -1,4 +1,4 @@
-"""``casnap demo --quick``: trains, is killed, resumes, and leaves a store to look at."""
+"""``casnap demo --quick`` trains, is killed, resumes, and leaves a store."""
 
 from __future__ import annotations
 
@@ -8,39 +8,28 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from casnap import Store
-from casnap.cli.demo import Outcome, demo, differences, next_run
+from casnap.cli import run
+from casnap.demo.plan import next_run
+from casnap.demo.processes import Outcome, differences
 
 SNAPSHOTS = ["base", *(f"step_{step:04d}" for step in range(1, 13))]
 
 
 def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "casnap.cli", "demo", "--quick", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
 
 
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The store's folder and what a first demo printed."""
-    folder = tmp_path_factory.mktemp("demo") / "store"
-    done = run_demo(str(folder))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    return folder, done.stdout
-
-
-def test_says_that_it_was_killed_and_resumed(shown: tuple[Path, str]) -> None:
-    _, text = shown
+def assert_tells_the_end(text: str) -> None:
     assert "SIGKILL" in text
     assert "is restored in" in text
     assert "12 of 12 losses are equal bit for bit" in text
     assert "Verdict: EQUAL" in text
 
 
-def test_shows_the_take_beside_torch_save(shown: tuple[Path, str]) -> None:
-    _, text = shown
+def assert_compares_with_torch_save(text: str) -> None:
     header = next(line for line in text.splitlines() if "logical" in line)
     assert header.split() == [
         "snapshot",
@@ -56,22 +45,19 @@ def test_shows_the_take_beside_torch_save(shown: tuple[Path, str]) -> None:
         assert any(line.strip().startswith(phase) and " : 1" in line for line in text.splitlines())
 
 
-def test_shows_the_commands_and_a_read(shown: tuple[Path, str]) -> None:
-    folder, text = shown
+def assert_shows_commands_and_a_read(folder: Path, text: str) -> None:
     for command in ("init", "ls", "du", "diff"):
         assert f"$ casnap {command} {folder}" in text
     assert "torch.float32 (192, 64) 49,152 bytes in" in text
     assert "casnap show" in text
 
 
-def test_is_plain_in_a_pipe(shown: tuple[Path, str]) -> None:
-    _, text = shown
+def assert_plain(text: str) -> None:
     assert "\x1b" not in text
     assert "\r" not in text
 
 
-def test_leaves_a_whole_store(shown: tuple[Path, str]) -> None:
-    folder, _ = shown
+def assert_whole(folder: Path) -> None:
     store = Store(str(folder), create=False)
     names = [snapshot.name for snapshot in store.snapshots("run1")]
     assert [name.removeprefix("run1/") for name in names] == SNAPSHOTS
@@ -79,15 +65,25 @@ def test_leaves_a_whole_store(shown: tuple[Path, str]) -> None:
     assert not list(folder.glob(".demo-*"))
 
 
-def test_a_second_demo_would_be_another_run(shown: tuple[Path, str]) -> None:
-    folder, _ = shown
+def test_demo(tmp_path: Path) -> None:
+    """All of a demo in one test, since it takes long: it imports torch four times."""
+    folder = tmp_path / "store"
+    done = run_demo(str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert_tells_the_end(done.stdout)
+    assert_compares_with_torch_save(done.stdout)
+    assert_shows_commands_and_a_read(folder, done.stdout)
+    assert_plain(done.stdout)
+    assert_whole(folder)
     assert next_run(folder) == 2
     assert next_run(folder / "nothing yet") == 1
 
 
 @pytest.mark.slow
-def test_a_second_demo_is_another_run_of_the_store(shown: tuple[Path, str]) -> None:
-    folder, _ = shown
+def test_a_second_demo_is_another_run_of_the_store(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    assert run_demo(str(folder)).returncode == 0
     done = run_demo("--json", "--steps", "8", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
@@ -101,20 +97,20 @@ def test_a_second_demo_is_another_run_of_the_store(shown: tuple[Path, str]) -> N
     assert len(store.snapshots("run2")) == 9
 
 
-def test_refuses_a_folder_of_something_else(tmp_path: Path) -> None:
+def test_refuses_a_folder_of_something_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tmp_path.joinpath("thesis.tex").write_text("…")
-    result = CliRunner().invoke(demo, [str(tmp_path)])
-    assert result.exit_code == 1
-    assert "something else than a casnap store" in result.output
+    assert run(["demo", str(tmp_path)]) == 1
+    assert "something else than a casnap store" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_refuses_a_file(tmp_path: Path) -> None:
+def test_refuses_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "file"
     path.touch()
-    result = CliRunner().invoke(demo, [str(path)])
-    assert result.exit_code == 1
-    assert "is not a folder" in result.output
+    assert run(["demo", str(path)]) == 1
+    assert "is not a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["killed", "resumed", "curve", "digest", "lost"])

@@ -42,7 +42,7 @@ from casnap.format.records import (
     seal,
     segment_records,
 )
-from casnap.maintenance.places import Listing, read_footer
+from casnap.maintenance.places import Places, read_footer
 from casnap.maintenance.references import MANIFEST, TABLE, TREE, references
 from casnap.maintenance.survey import Survey
 from casnap.state.flatten import flatten, inflate
@@ -104,9 +104,9 @@ class Parts:
         self.segments = [p.read_bytes()[8:-32] for p in (folder / "index").iterdir()]
         self.footers: list[bytes] = []
         self.nodes: dict[str, list[bytes]] = defaultdict(list)
-        for pack in survey.listing.packs:
+        for pack in survey.places.packs:
             content = (folder / pack_key(pack)).read_bytes()
-            records = survey.listing.of_pack(pack)
+            records = survey.places.of_pack(pack)
             end = max(place.offset + place.stored for _, place in records)
             self.footers.append(content[end:-32])
             if content[-40:-32] == b"CASNAPt1":
@@ -175,7 +175,7 @@ def segment(body: bytes) -> object:
     for read in (
         lambda: list(segment_records(content, "it")[1]),
         lambda: merged_segment([(content, "it")]),
-        lambda: Listing([(content, "it")]),
+        lambda: Places([(content, "it")]),
     ):
         try:
             read()

@@ -12,35 +12,15 @@ from hypothesis import strategies as st
 
 from casnap.format.grid import grid_of
 from casnap.format.region import Region
+from tests.support.boxes import chunk_sizes, cut, itemsizes, numbered, regions, shapes
 
-shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 shapes_with_zero = st.lists(st.integers(0, 7), max_size=4).map(tuple)
-itemsizes = st.sampled_from([1, 2, 4, 8, 16])
-chunk_sizes = st.sampled_from([16, 32, 64, 256, 1 << 20])
-
-
-@st.composite
-def regions(draw, shape):
-    offsets, sizes = [], []
-    for n in shape:
-        start = draw(st.integers(0, n))
-        offsets.append(start)
-        sizes.append(draw(st.integers(0, n - start)))
-    return Region(tuple(offsets), tuple(sizes))
 
 
 @st.composite
 def shapes_and_regions(draw, count=1):
     shape = draw(shapes_with_zero)
     return shape, *(draw(regions(shape)) for _ in range(count))
-
-
-def numbered(shape):
-    return torch.arange(prod(shape)).reshape(shape)
-
-
-def cut(tensor, region):
-    return tensor[region.within(Region.whole(tuple(tensor.shape)))]
 
 
 @given(shapes_with_zero, itemsizes, chunk_sizes)

@@ -15,7 +15,16 @@ from casnap.format.entries import BoxedTensorEntry, Payload, TensorEntry
 from casnap.format.grid import grid_of
 from casnap.format.region import Region
 from casnap.format.tiling import MAX_BOXES, tile, tiling_of
-from tests.format.test_grid import chunk_sizes, cut, itemsizes, numbered, regions, shapes
+from tests.support.boxes import (
+    NO_TILINGS,
+    chunk_sizes,
+    cut,
+    itemsizes,
+    numbered,
+    regions,
+    shapes,
+    tilings,
+)
 
 # Five boxes around a middle: no cut through all of them makes it.
 PINWHEEL = (
@@ -25,25 +34,6 @@ PINWHEEL = (
     ((1, 1), (1, 1)),
     ((2, 1), (1, 2)),
 )
-
-
-@st.composite
-def tilings(draw, shape, most=8):
-    """Return boxes that tile a shape, made by cutting it again and again."""
-    boxes = [((0,) * len(shape), shape)] if 0 not in shape else []
-    for _ in range(draw(st.integers(0, most - 1)) if boxes else 0):
-        at = draw(st.integers(0, len(boxes) - 1))
-        offsets, sizes = boxes[at]
-        axes = [i for i, n in enumerate(sizes) if n > 1]
-        if axes:
-            axis = draw(st.sampled_from(axes))
-            length = draw(st.integers(1, sizes[axis] - 1))
-            starts = list(offsets)
-            starts[axis] += length
-            sizes, rest = list(sizes), list(sizes)
-            sizes[axis], rest[axis] = length, rest[axis] - length
-            boxes[at : at + 1] = [(offsets, tuple(sizes)), (tuple(starts), tuple(rest))]
-    return tuple(sorted(boxes))
 
 
 @st.composite
@@ -174,33 +164,9 @@ def test_boxes_that_no_cut_separates(turn):
                 tile((3, 3), tuple(wrong), 4, 1 << 20)
 
 
-HUGE = 1 << 62
-ROWS = tuple(((i, 0), (1, 2)) for i in range(3))
-NONE = {
-    "no boxes": ((3, 2), ()),
-    "out of order": ((3, 2), (ROWS[1], ROWS[0], ROWS[2])),
-    "twice": ((3, 2), (*ROWS, ROWS[2])),
-    "a gap": ((3, 2), ROWS[:2]),
-    "beyond": ((2, 2), ROWS),
-    "before": ((3, 2), (((-1, 0), (1, 2)), *ROWS)),
-    "empty": ((3, 2), (((0, 0), (0, 2)), *ROWS)),
-    "negative": ((3, 2), (((0, 0), (-1, -2)), *ROWS[1:])),
-    "too few axes": ((3, 2), (((0,), (3,)),)),
-    "too many axes": ((6,), (((0, 0), (6, 1)),)),
-    "sizes of other axes": ((6,), (((0,), (6, 1)),)),
-    "an overlap as large as a gap": ((4,), (((0,), (2,)), ((1,), (2,)))),
-    "huge": ((HUGE, 2), (((0, 0), (HUGE, 1)), ((HUGE, 0), (HUGE, 1)))),
-    "one of none": ((), ()),
-    "two of one": ((), (((), ()), ((), ()))),
-    "empty tensor": ((0, 4), (((0, 0), (0, 4)),)),
-    "many axes": ((1,) * 65, (((0,) * 65, (1,) * 65),)),
-    "many": ((MAX_BOXES + 1,), tuple(((i,), (1,)) for i in range(MAX_BOXES + 1))),
-}
-
-
-@pytest.mark.parametrize("case", NONE)
+@pytest.mark.parametrize("case", NO_TILINGS)
 def test_what_is_no_tiling(case):
-    shape, boxes = NONE[case]
+    shape, boxes = NO_TILINGS[case]
     with pytest.raises(DamagedError, match="box"):
         tiling_of(entry_of(shape, boxes), 4, 1 << 16)
 

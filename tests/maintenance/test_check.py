@@ -19,28 +19,26 @@ from casnap.maintenance.check import CheckReport
 from casnap.runtime.threads import undisturbed
 from casnap.storage.commit import Transaction
 from casnap.storage.roots import succeed
-from tests.robustness.test_damage import (
+from tests.support.cli_calls import invoke
+from tests.support.damaged import (
+    FROZEN,
     KEY,
     STEPS,
+    broken,
+    change,
+    check,
     damages,
+    drop_from_index,
     expected,
     flip,
     forget_cache,
     forget_copies,
+    listing_of,
     make,
     newest,
     objects_of,
-)
-from tests.support.checks import (
-    FROZEN,
-    broken,
-    change,
-    check,
-    drop_from_index,
-    listing_of,
     record_of,
 )
-from tests.support.cli_calls import invoke
 from tests.support.faults import CHUNK, elsewhere, files
 from tests.support.forger import Forger
 
@@ -49,7 +47,7 @@ Hurts = set[tuple[str, str]]
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store that nobody damages: three snapshots, the second a change of the first."""
+    """Return a store that no test damages: three snapshots, the second a change of the first."""
     folder = tmp_path_factory.mktemp("pristine") / "store"
     make(folder)
     return folder
@@ -159,7 +157,7 @@ def test_a_footer_that_disagrees(store: Path) -> None:
 
 
 def test_a_pack_that_is_cut_off(store: Path) -> None:
-    """What lies before the cut is whole, and hurts nobody."""
+    """The chunks before the cut are whole and hurt no snapshot."""
     digest, place = record_of(store, FROZEN)
     change(store / pack_key(place.pack), lambda raw: raw[: place.offset + place.stored])
     lost = {
@@ -189,7 +187,7 @@ def test_a_damaged_tree_is_found_though_it_is_cached(store: Path) -> None:
     row = opened.row("b")
     assert opened["b"].get_manifest()
     for copies, hurt in enumerate([set(), {("b", "")}], 1):
-        place = listing_of(store).places(Digest(row.manifest.digest))[copies - 1]
+        place = listing_of(store).of(Digest(row.manifest.digest))[copies - 1]
         change(store / pack_key(place.pack), flip(place.offset + 3))
         assert opened["b"].get_manifest()
         report = opened.check()
@@ -250,7 +248,7 @@ def test_what_the_storage_refuses(store: Path) -> None:
 
 
 def test_what_goes_while_it_is_looked_at_is_no_damage(store: Path) -> None:
-    """At each look, what the root at hand needs is replaced and collected; yet all is whole."""
+    """Each time the check looks, a collector has replaced what it needs; yet all is whole."""
     others = Store(store)
 
     @elsewhere
@@ -268,7 +266,7 @@ def test_what_goes_while_it_is_looked_at_is_no_damage(store: Path) -> None:
 
 
 def test_what_is_missing_is_missing_though_others_go_on(store: Path) -> None:
-    """A chunk that no pack of the index holds: no file can be named, but who is hurt."""
+    """A chunk that is in no pack of the index: the report names no file, but the snapshots hurt."""
     opened = Store(store)
     _, place = record_of(store, FROZEN)
     drop_from_index(opened, place.pack)
@@ -345,7 +343,7 @@ def test_needed_but_condemned(store: Path) -> None:
 
 
 def test_known_to_be_lost_and_not_listed(store: Path) -> None:
-    """A pack that left the index: what was in it is missing, or lost if the root says so."""
+    """Chunks of a pack that left the index are missing, or lost if the root says so."""
     opened = Store(store)
     digest, place = record_of(store, FROZEN)
     drop_from_index(opened, place.pack, lost=digest)
@@ -432,7 +430,7 @@ def test_a_manifest_that_lies(tmp_path: Path) -> None:
 def test_what_is_named_is_what_cannot_be_restored(
     pristine: Path, tmp_path: Path, cache_dir: Path, seed: int
 ) -> None:
-    """Whatever file is damaged: exactly the snapshots that are named cannot be restored."""
+    """For damage to any file, the snapshots named are exactly those that cannot be restored."""
     choose = random.Random(seed)
     store = tmp_path / "store"
     keys = [p.relative_to(pristine) for p in objects_of(pristine) if p.name != "casnap.json"]

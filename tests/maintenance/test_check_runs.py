@@ -10,9 +10,8 @@ import torch
 from casnap import StateDict, Store
 from casnap.format.records import pack_key
 from casnap.maintenance.gc import GcOptions, collect
-from tests.robustness.test_damage import KEY, content, flip, make
-from tests.support.checks import FROZEN, change, check, record_of
 from tests.support.cli_calls import document, failure, invoke
+from tests.support.damaged import FROZEN, KEY, change, check, content, flip, make, record_of
 from tests.support.faults import CHUNK, backend_faults, elsewhere, faults
 
 
@@ -36,7 +35,7 @@ def test_no_such_sample(store: Path, sample: float) -> None:
 
 
 def test_a_collector_meanwhile(store: Path) -> None:
-    """What a collector deletes while the check goes on is no damage."""
+    """Files that a collector deletes during the check are no damage."""
 
     def collect_all() -> None:
         other = Store(store, create=False)

@@ -1,4 +1,4 @@
-"""Diff and usage: right, and read no more than they must."""
+"""Diff and usage are right, and read no more than they must."""
 
 from __future__ import annotations
 
@@ -317,9 +317,9 @@ def test_what_neighbours_share_is_read_once(store: Store, reads: Counter[bytes])
         values["v77"] = step
         take(store, f"s{step}", **values)
     reads.clear()
-    told: list[tuple[int, int]] = []
+    told: list[tuple[str, int, int]] = []
     usage([s.contents for s in store.snapshots()], store.objects, lambda *a: told.append(a))
-    assert told == [(i, 4) for i in range(4)]
+    assert told == [("reading snapshots", i, 4) for i in range(4)]
     tree = store["s0"].contents.tree(store["s0"].contents.manifest.shared["s"])
     leaves = {digest for _, digest, _ in tree.children}
     # Once to see what it is, once for what it holds; not once more for each snapshot.
@@ -360,9 +360,9 @@ def test_shared_bytes_stops_when_all_is_found(store: Store, reads: Counter[bytes
     for step in range(5):
         last = take(store, f"s{step}", step=step, t=chunks_of_floats(2))
     entry = last.entry("s/t")[1]
-    told: list[tuple[int, int]] = []
+    told: list[tuple[str, int, int]] = []
     assert shared_bytes(last, "s/t", entry, lambda *a: told.append(a)) == 2 * CHUNK
-    assert told == [(0, 4)]
+    assert told == [("looking through earlier snapshots", 0, 4)]
 
 
 def test_a_list_of_digests_that_is_none_is_damaged(

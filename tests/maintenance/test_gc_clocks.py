@@ -1,10 +1,11 @@
-"""Clocks that are ten years off: they change when garbage goes, never what is garbage."""
+"""Clocks that are ten years off change when garbage is deleted, never what is garbage."""
 
 from __future__ import annotations
 
 import fcntl
 import itertools
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -97,7 +98,7 @@ def test_what_is_needed_stays(tmp_path: Path, taker: float, collector: float, gr
 def test_a_take_beside_a_collector(
     tmp_path: Path, taker: float, collector: float, grace: float
 ) -> None:
-    """What it relies on is deleted, and collected, before it commits."""
+    """The packs that a take relies on are collected before it commits."""
     path, me, calls = tmp_path / "store", os.getpid(), itertools.count()
     take_at(taker, path, 0)
     take_at(taker, path, 1)
@@ -121,10 +122,10 @@ def test_a_take_beside_a_collector(
     assert held(path) == {"again": 1}
 
 
-@pytest.fixture
-def garbage(tmp_path: Path) -> Path:
-    """Return a store of one snapshot and garbage, deleted and never committed."""
-    path = tmp_path / "store"
+@pytest.fixture(scope="module")
+def first_garbage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store of one snapshot and garbage, deleted and never committed; do not change it."""
+    path = tmp_path_factory.mktemp("garbage") / "store"
     for step in range(3):
         take(path, step)
     Store(path).delete("step_0")
@@ -136,6 +137,11 @@ def garbage(tmp_path: Path) -> Path:
 
     assert in_child(killed) == KILLED
     return path
+
+
+@pytest.fixture
+def garbage(first_garbage: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(first_garbage, tmp_path / "store")
 
 
 @COLLECTORS
@@ -181,7 +187,7 @@ def test_what_a_killed_take_alone_left_goes_within_a_grace(tmp_path: Path, taker
 
 @TAKERS
 def test_a_right_clock_waits_for_the_grace(garbage: Path, taker: float) -> None:
-    """Whatever the clocks of takers say, a collector whose clock is right is patient."""
+    """A collector with a right clock waits for the grace, whatever the clocks of takers say."""
     take_at(taker, garbage, 4)
     before = files(garbage, "packs")
     collect_at(0, garbage)
@@ -202,7 +208,7 @@ def test_temporary_files_of_any_time(garbage: Path, age: float) -> None:
 
 @pytest.mark.parametrize("age", [0, YEARS, -YEARS], ids=["new", "old", "of-the-future"])
 def test_a_temporary_file_that_is_being_written(garbage: Path, age: float) -> None:
-    """Whatever its time says, its writer lives."""
+    """The file stays, whatever its time says, since its writer is alive."""
     being_written = garbage / "tmp" / ("0" * 24)
     with being_written.open("wb") as f:
         fcntl.flock(f, fcntl.LOCK_EX)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from casnap import StateDict, Store
 from casnap.errors import FencedError
+from tests.support.examples import FEW
 from tests.support.faults import (
     CHUNK,
     app_state,
@@ -108,17 +109,20 @@ def test_a_fenced_async_take_moves_its_packs(path: Path) -> None:
     assert_tidy(path)
 
 
-def test_two_collectors_of_one_process_that_copy(tmp_path: Path) -> None:
+COPIED = 15
+
+
+def test_collectors_of_one_process_that_copy(tmp_path: Path) -> None:
     stores = [Store(tmp_path / name, chunk_size=CHUNK) for name in "abc"]
     for store in stores:
-        for part in range(40):
+        for part in range(COPIED):
             weights = torch.randn(20 * CHUNK // 4)
             store.take({"m": StateDict(w=weights)}, f"whole_{part}")
             store.take({"m": StateDict(w=weights[: 5 * CHUNK // 4].clone())}, f"part_{part}")
             store.delete(f"whole_{part}")
     with ThreadPoolExecutor(3) as pool:
         for report in pool.map(lambda store: store.gc(grace=0), stores):
-            assert report.repacked_packs >= 40
+            assert report.repacked_packs >= COPIED
     for store in stores:
         assert store.check(data=True).ok
 
@@ -162,6 +166,7 @@ def take_again_where_fenced(store: Store, step: int) -> None:
     raise AssertionError("collectors without any grace starve a take")
 
 
+@settings(max_examples=FEW)
 @given(st.data())
 def test_marking_in_parts_marks_the_same(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

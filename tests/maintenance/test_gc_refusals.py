@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from datetime import timedelta
 from pathlib import Path
@@ -21,13 +20,14 @@ from casnap.errors import (
     StoreError,
     UnsupportedFormatError,
 )
-from casnap.format.records import CONFIG_KEY, pack_key, segment_key
+from casnap.format.records import pack_key, segment_key
 from casnap.storage.objects import Objects
-from casnap.testing import Fault, FaultyBackend, flip, lose_answer, open_store
-from tests.support.checks import drop_from_index
+from casnap.testing import Fault, FaultyBackend, flip, lose_answer
 from tests.support.cli_calls import failure
+from tests.support.damaged import drop_from_index
 from tests.support.faults import CHUNK, assert_store, elsewhere, files, take
 from tests.support.garbage import assert_tidy, places_of
+from tests.support.written import configure
 
 
 @pytest.fixture
@@ -48,11 +48,6 @@ def test_durations_that_make_no_sense(path: Path, grace: Any) -> None:
 def test_shares_that_make_no_sense(path: Path, share: Any) -> None:
     with pytest.raises(ValueError, match="repack"):
         Store(path).gc(repack=share)
-
-
-def configure(path: Path, **changes: Any) -> None:
-    config = json.loads((path / CONFIG_KEY).read_text())
-    (path / CONFIG_KEY).write_text(json.dumps(config | changes))
 
 
 def test_stores_that_must_not_be_collected(path: Path, tmp_path: Path) -> None:
@@ -107,7 +102,7 @@ def test_a_pack_stays_whose_rest_cannot_be_copied(path: Path) -> None:
 
 def test_a_lost_answer_and_a_bad_read_do_not_undo_a_root(path: Path) -> None:
     backend = FaultyBackend(LocalBackend(path))
-    store = open_store(backend, chunk_size=CHUNK)
+    store = Store(backend, chunk_size=CHUNK)
     for step in range(4):
         take(store, step)
     for step in range(3):
@@ -127,7 +122,7 @@ def test_a_lost_answer_and_a_bad_read_do_not_undo_a_root(path: Path) -> None:
 
 
 def test_takes_that_go_on_do_not_keep_it_from_saying_what_is_damaged(path: Path) -> None:
-    """Each marking sees a newer root, which does not bring back what is lost."""
+    """Each marking sees a newer root, but the lost node stays lost."""
     store = Store(path, chunk_size=CHUNK)
     take(store, 0)
     segment = store.objects.newest().segments[0]

@@ -21,37 +21,32 @@ from casnap.format.records import PackId, pack_key
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.survey import Survey
 from casnap.storage.roots import succeed
-from tests.cli.test_cli import Terminal
-from tests.robustness.test_damage import (
+from tests.support.cli_calls import Terminal, failure, invoke
+from tests.support.damaged import (
+    FROZEN,
     KEY,
     STEPS,
+    WEIGHT,
+    broken,
+    change,
+    check,
     content,
+    copied_store,  # noqa: F401 - a fixture
+    damage_chunk,
     damage_everywhere,
     damages,
+    drop_from_index,
     expected,
     flip,
     forget_cache,
     forget_copies,
-    newest,
-    objects_of,
-)
-from tests.support.checks import (
-    FROZEN,
-    broken,
-    change,
-    check,
-    drop_from_index,
     listing_of,
-    record_of,
-)
-from tests.support.cli_calls import failure, invoke
-from tests.support.damaged import (
-    WEIGHT,
-    copied_store,  # noqa: F401 - a fixture
-    damage_chunk,
     lost_in,
     named,
+    newest,
+    objects_of,
     pristine_store,  # noqa: F401 - a fixture
+    record_of,
     repair,
     safetensors,
 )
@@ -137,7 +132,7 @@ def test_a_footer_alone(store: Path) -> None:
 
 
 def test_another_copy_is_enough(store: Path) -> None:
-    """A pack whose chunks all lie in another pack, too, just leaves the index."""
+    """If all chunks of a damaged pack lie in another pack too, the pack just leaves the index."""
     opened = Store(store)
     damage_chunk(store, FROZEN)
     assert in_child(lambda: _take_anew(store)) == 0
@@ -200,7 +195,7 @@ def test_condemned_and_damaged(store: Path) -> None:
 
 
 def test_what_is_lost_can_be_deleted(store: Path) -> None:
-    """A snapshot whose tree is lost stops a collector; without it all is well again."""
+    """A snapshot without its tree stops a collector; once it is deleted, the collector works."""
     opened = Store(store)
     damage_everywhere(store, opened.row("b").manifest.digest)
     opened.objects.index.cache.delete()

@@ -1,4 +1,4 @@
-"""A repair beside takes and collectors without grace: what went meanwhile is no reason to fail."""
+"""A repair beside takes and collectors without grace: files that go meanwhile do no harm."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import pytest
 from casnap import Store
 from casnap.backends import LocalBackend
 from casnap.format.records import pack_key
-from casnap.testing import Call, Fault, FaultyBackend, open_store
-from tests.robustness.test_damage import flip
-from tests.support.checks import change, record_of
-from tests.support.damaged import repair
+from casnap.testing import Call, Fault, FaultyBackend
+from tests.support.damaged import change, flip, record_of, repair
 from tests.support.faults import CHUNK, assert_store, content, elsewhere, memory_folder, take
 
 
 def damaged_store(path: Path) -> FaultyBackend:
-    """Make a store with segments to merge, and a damaged chunk that nobody needs any more."""
+    """Make a store with segments to merge, and a damaged chunk that no snapshot needs."""
     store = Store(path, chunk_size=CHUNK)
     for step in range(4):
         take(store, step)
@@ -28,7 +26,7 @@ def damaged_store(path: Path) -> FaultyBackend:
 
 
 def churn(path: Path) -> None:
-    """Have all segments written anew, and the old ones deleted."""
+    """Rewrite all segments and delete the old ones."""
     store = Store(path)
     store.delete("step_0")
     take(store, 0)
@@ -47,7 +45,7 @@ def test_repair_beside_a_collector_without_grace(calls: str) -> None:
                 return call.go()
 
             fault = Fault(act, calls, "index/*" if calls == "read" else "*", skip=number)
-            store = open_store(backend)
+            store = Store(backend)
             with backend.during(fault):
                 store.repair()
             if not fault.struck:

@@ -15,23 +15,24 @@ import torch
 from casnap import StateDict, Store
 from casnap.format.digest import Digest
 from casnap.format.records import pack_key
-from tests.robustness.test_damage import (
+from tests.support.damaged import (
+    FROZEN,
     KEY,
     STEPS,
+    WEIGHT,
+    broken,
     content,
+    copied_store,  # noqa: F401 - a fixture
+    damage_chunk,
     damage_everywhere,
     expected,
     forget_cache,
-    make,
-)
-from tests.support.checks import FROZEN, broken, listing_of, record_of
-from tests.support.damaged import (
-    WEIGHT,
-    copied_store,  # noqa: F401 - a fixture
-    damage_chunk,
+    listing_of,
     lost_in,
+    make,
     named,
     pristine_store,  # noqa: F401 - a fixture
+    record_of,
     repair,
     safetensors,
 )
@@ -94,7 +95,7 @@ def test_trees_are_healed_from_the_cache(store: Path) -> None:
     for name, step in STEPS.items():
         opened[name].restore({KEY: StateDict(content(step))})
     for row in map(opened.row, STEPS):
-        for place in listing_of(store).places(Digest(row.manifest.digest)):
+        for place in listing_of(store).of(Digest(row.manifest.digest)):
             (store / pack_key(place.pack)).unlink(missing_ok=True)
     report = opened.repair()
     assert report.healed_chunks > 5
@@ -115,7 +116,7 @@ def test_a_table_that_is_lost(store: Path, tmp_path: Path, cache_dir: Path) -> N
 
 
 def long_storage(folder: Path) -> bytes:
-    """Return a file of before torch 1.6 whose storage claims to be far longer than the file."""
+    """Return a file as torch wrote it before 1.6; its storage claims to be longer than the file."""
     torch.save({"x": torch.ones(300)}, folder / "notes", _use_new_zipfile_serialization=False)
     numel, claimed = struct.pack("<H", 300), struct.pack("<i", 1 << 30)
     return (folder / "notes").read_bytes().replace(b"M" + numel, b"J" + claimed)

@@ -22,7 +22,7 @@ class CommitModel:
         root: The first root; the files that it names exist.
         specs: Who runs, by name.
         roots: No root beyond this number is put.
-        dropped: The rules that nobody keeps.
+        dropped: The rules that no process keeps.
         lost_answers: Whether the answer to a put may get lost.
         late_puts: Whether a put may come into force after its process stopped waiting for it.
         reduced: Whether a process whose draft has lost its number is seen as one that knows that.

@@ -120,7 +120,7 @@ class Process(NamedTuple):
     draft: Root | None = None
     """The root that it is about to put, or has put without hearing what came of it."""
     segment: Segment | None = None
-    """The segment that the draft lists and nobody wrote before."""
+    """The segment that the draft lists and that is not written yet."""
     replaced: frozenset[Segment] = frozenset()
     """The segments that a merge put into that one."""
     chosen: frozenset[Id] = frozenset()
@@ -160,4 +160,4 @@ class State(NamedTuple):
     pending: frozenset[tuple[str, Root]] = frozenset()
     """Puts that are under way although their processes wait no longer."""
     reusable: frozenset[int] = frozenset()
-    """Numbers of roots that somebody removed, where that is what is tried."""
+    """Numbers of roots that were removed, in scenarios that try this."""

@@ -1,8 +1,10 @@
-"""Collectives whose ranks stay away, die or stand still: who is named to the others, and when."""
+"""Collectives in which a rank stays away, dies or stands still: the others name it in time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,31 @@ from tests.support.yard import SOON, Seen, Yard, heard_of, nothing_hangs, talk, 
 
 Worlds = Callable[[int], World]
 SHORT = 1.0
+LONG = 60.0
+
+
+@pytest.fixture(scope="module")
+def three_worlds(world: Worlds) -> Iterator[list[World]]:
+    """Return worlds of three ranks that may work at the same time."""
+    with ExitStack() as stack:
+        yield [world(3), *(stack.enter_context(world(3).fresh()) for _ in range(2))]
+
+
+def beside(
+    worlds: list[World], work: Callable[..., Any], cases: list[tuple[Any, ...]], **options: Any
+) -> dict[tuple[Any, ...], list[Any]]:
+    """Run ``work(*case)`` for all cases, in several worlds at a time since the ranks mostly wait.
+
+    Returns:
+        What each rank returned, by case.
+    """
+
+    def run(number: int) -> dict[tuple[Any, ...], list[Any]]:
+        return {c: worlds[number].run(work, *c, **options) for c in cases[number :: len(worlds)]}
+
+    with ThreadPoolExecutor(len(worlds)) as threads:
+        parts = list(threads.map(run, range(len(worlds))))
+    return {case: found for part in parts for case, found in part.items()}
 
 
 def start_with(operations: int) -> None:
@@ -40,7 +67,7 @@ def do_something_else() -> tuple[Seen, Seen]:
     return watch(partial(talk, 60, 2, doing=doing)), watch(partial(talk, 60))
 
 
-def test_who_does_something_else_is_told_so(world: Worlds) -> None:
+def test_a_rank_that_does_something_else_is_told_so(world: Worlds) -> None:
     outcomes = world(3).run(do_something_else)
     for rank, (seen, again) in enumerate(outcomes):
         what = "rank 1 came to the restore of 'x'"
@@ -59,10 +86,19 @@ def do_less(skipping: int, before: int) -> tuple[Seen, Seen]:
     return seen, watch(partial(talk, 60, doing="the third talk"))
 
 
-@pytest.mark.parametrize("skipping", [0, 1])
-@pytest.mark.parametrize("before", [0, 2])
-def test_who_skips_an_operation_is_missed(world: Worlds, skipping: int, before: int) -> None:
-    for rank, (seen, again) in enumerate(world(3).run(do_less, skipping, before)):
+SKIPS = [(0, 0), (1, 0), (0, 2), (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def skipped(three_worlds: list[World]) -> dict[tuple[int, int], list[Any]]:
+    return beside(three_worlds, do_less, SKIPS)
+
+
+@pytest.mark.parametrize(("skipping", "before"), SKIPS)
+def test_a_rank_that_skips_an_operation_is_missed(
+    skipped: dict[tuple[int, int], list[Any]], skipping: int, before: int
+) -> None:
+    for rank, (seen, again) in enumerate(skipped[skipping, before]):
         if rank != skipping:
             assert seen.error == "RankError"
             assert seen.ranks == (skipping,)
@@ -85,20 +121,35 @@ def die(dying: int, before: int, at: int, inside: bool) -> tuple[Seen, Seen]:
                 kill()
 
     start_with(before)
-    seen, again = watch(partial(talk, 4, 3, strike)), watch(partial(talk, 4))
+    seen, again = watch(partial(talk, LONG, 3, strike)), watch(partial(talk, LONG))
     nothing_hangs()
     return seen, again
 
 
-@pytest.mark.parametrize("dying", [0, 1])
-@pytest.mark.parametrize(
-    ("before", "at", "inside"),
-    [(0, 1, False), (0, 2, True), (0, 3, False), (2, 0, False), (1, 0, True), (1, 3, False)],
-)
+DEATHS = [
+    (dying, *when)
+    for dying in (0, 1)
+    for when in [
+        (0, 1, False),
+        (0, 2, True),
+        (0, 3, False),
+        (2, 0, False),
+        (1, 0, True),
+        (1, 3, False),
+    ]
+]
+
+
+@pytest.fixture(scope="module")
+def died(three_worlds: list[World]) -> dict[tuple[Any, ...], list[Any]]:
+    return beside(three_worlds, die, DEATHS, expect_errors=True)
+
+
+@pytest.mark.parametrize(("dying", "before", "at", "inside"), DEATHS)
 def test_a_death_is_noticed_at_once(
-    world: Worlds, dying: int, before: int, at: int, inside: bool
+    died: dict[tuple[Any, ...], list[Any]], dying: int, before: int, at: int, inside: bool
 ) -> None:
-    outcomes = world(3).run(die, dying, before, at, inside, expect_errors=True)
+    outcomes = died[dying, before, at, inside]
     for rank, outcome in enumerate(outcomes):
         if rank == dying:
             assert isinstance(outcome, RankDied)
@@ -110,11 +161,15 @@ def test_a_death_is_noticed_at_once(
             assert seen.error == "RankError"
             assert seen.text.startswith(f"the talk of ranks: rank {dying} died (last seen ")
             assert seen.ranks == (dying,)
-            assert seen.seconds < 3.5
+            assert seen.seconds < LONG / 2
         assert again.error == "RankError"
         assert f"rank {dying} died" in again.text
         assert again.ranks == (dying,)
-        assert again.seconds < 3.5
+        assert again.seconds < LONG / 2
+
+
+def test_new_ranks_talk_after_a_death(world: Worlds) -> None:
+    world(3).run(die, 1, 0, 1, False, expect_errors=True)
     assert [s.value for s in world(3).run(watch_talk)] == [heard_of(3)] * 3
 
 
@@ -123,7 +178,7 @@ def watch_talk() -> Seen:
 
 
 def die_on_the_way(dying: int, where: str) -> Seen:
-    """Die before anybody met, after all have met, or before all know who is who."""
+    """Die before the ranks meet, after they have met, or before each knows who the others are."""
     start_with(0)
     if dist.get_rank() == dying:
         if where == "before":
@@ -135,11 +190,19 @@ def die_on_the_way(dying: int, where: str) -> Seen:
     return watch(partial(talk, SHORT))
 
 
-@pytest.mark.parametrize("dying", [0, 1])
-@pytest.mark.parametrize("where", ["before", "met", "connected"])
-def test_a_death_before_all_have_met(world: Worlds, dying: int, where: str) -> None:
-    outcomes = world(3).run(die_on_the_way, dying, where, expect_errors=True)
-    for rank, seen in enumerate(outcomes):
+EARLY_DEATHS = [(dying, where) for where in ("before", "met", "connected") for dying in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def died_early(three_worlds: list[World]) -> dict[tuple[int, str], list[Any]]:
+    return beside(three_worlds, die_on_the_way, EARLY_DEATHS, expect_errors=True)
+
+
+@pytest.mark.parametrize(("dying", "where"), EARLY_DEATHS)
+def test_a_death_before_all_have_met(
+    died_early: dict[tuple[int, str], list[Any]], dying: int, where: str
+) -> None:
+    for rank, seen in enumerate(died_early[dying, where]):
         if rank != dying:
             assert seen.error == "RankError"
             assert seen.ranks == (dying,)
@@ -180,14 +243,27 @@ def stand_still(
     return seen, missed, again
 
 
-@pytest.mark.parametrize(
-    ("stopping", "before", "at", "inside"),
-    [(0, 0, 0, False), (1, 0, 0, False), (1, 0, 2, True), (0, 1, 0, False), (1, 1, 3, False)],
-)
-def test_who_stands_still_is_named_in_time(
-    world: Worlds, tmp_path: Path, stopping: int, before: int, at: int, inside: bool
+STOPS = [(0, 0, 0, False), (1, 0, 0, False), (1, 0, 2, True), (0, 1, 0, False), (1, 1, 3, False)]
+
+
+@pytest.fixture(scope="module")
+def stood_still(
+    three_worlds: list[World], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[Any, ...], list[Any]]:
+    cases = [(str(tmp_path_factory.mktemp("yard")), *stop) for stop in STOPS]
+    outcomes = beside(three_worlds, stand_still, cases)
+    return {case[1:]: found for case, found in outcomes.items()}
+
+
+@pytest.mark.parametrize(("stopping", "before", "at", "inside"), STOPS)
+def test_a_rank_that_stands_still_is_named_in_time(
+    stood_still: dict[tuple[Any, ...], list[Any]],
+    stopping: int,
+    before: int,
+    at: int,
+    inside: bool,
 ) -> None:
-    outcomes = world(3).run(stand_still, str(tmp_path), stopping, before, at, inside)
+    outcomes = stood_still[stopping, before, at, inside]
     for rank, (seen, missed, again) in enumerate(outcomes):
         if at == 3:
             assert seen.value == heard_of(3)

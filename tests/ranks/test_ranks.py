@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from casnap.errors import DamagedError
 from tests.support.ranks import RankDied, RankError, RankHung, RanksFailed, World
+from tests.support.warm import run_python
 
 Worlds = Callable[[int], World]
 
@@ -79,10 +79,10 @@ def test_errors_arrive_with_their_types_and_places(world: Worlds) -> None:
     ("how", "error", "text"),
     [("die", RankDied, "-9\nlast words"), ("hang", RankHung, "in fails")],
 )
-def test_who_dies_or_hangs_is_replaced(
+def test_a_rank_that_dies_or_hangs_is_replaced(
     world: Worlds, how: str, error: type[Exception], text: str
 ) -> None:
-    first, second = world(2).run(fails, how, expect_errors=True, timeout=2)
+    first, second = world(2).run(fails, how, expect_errors=True, timeout=1)
     assert first == 0
     assert isinstance(second, error)
     assert text in str(second)
@@ -111,9 +111,8 @@ from tests.support.ranks import Pool
 from tests.ranks.test_ranks import end_session
 
 ranks._PRELOADED = ("torch.distributed",)
-if __name__ == "__main__":
-    with Pool() as pool:
-        pool.world(2).run(end_session, os.getpid(), sys.argv[1])
+with Pool() as pool:
+    pool.world(2).run(end_session, os.getpid(), sys.argv[1])
 """
 
 
@@ -126,11 +125,10 @@ def end_session(session: int, fifo: str) -> None:
 
 
 def test_no_rank_outlives_a_session_that_is_killed(tmp_path: Path) -> None:
-    script, fifo = tmp_path / "session.py", tmp_path / "fifo"
-    script.write_text(_SESSION)
+    fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    session = subprocess.Popen([sys.executable, script, fifo], env=environment)
-    with fifo.open("rb") as held_by_ranks:
-        assert held_by_ranks.read() == b""  # at its end when no rank is left
-    assert session.wait() == -signal.SIGKILL
+    with ThreadPoolExecutor(1) as thread:
+        session = thread.submit(run_python, _SESSION, fifo)
+        with fifo.open("rb") as held_by_ranks:
+            assert held_by_ranks.read() == b""  # at its end when no rank is left
+        assert session.result().returncode == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Who of many ranks reads what for all that want it, and when."""
+"""Which rank reads which chunks for all ranks that want them, and when."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from casnap.restore.shared_reads import deal_out
+from casnap.restore.shared_reads import schedule_reads
 
 
 @given(
@@ -29,7 +29,7 @@ def test_what_several_want_is_read_by_one_of_them(
         for i, runs in enumerate(lists)
     ]
     window = 4 * share
-    deal = deal_out(wanted, len(lists) * replicas, share, window)
+    deal = schedule_reads(wanted, len(lists) * replicas, share, window)
     turns = {(pack, n): turn for pack, runs in deal.units for n, turn in runs.items()}
     wanters: dict[tuple[bytes, int], list[int]] = {}
     for (ranks, _), runs in zip(wanted, lists, strict=True):
@@ -51,7 +51,7 @@ def test_what_several_want_is_read_by_one_of_them(
 def test_the_load_is_even_in_each_window() -> None:
     units = [(bytes([pack]), [(n, 10) for n in range(100)]) for pack in range(8)]
     alone = [(b"z", [(rank, 200 * (rank < 4))]) for rank in range(8)]
-    deal = deal_out([([rank], [*units, alone[rank]]) for rank in range(8)], 8, 8 * 100, 6400)
+    deal = schedule_reads([([rank], [*units, alone[rank]]) for rank in range(8)], 8, 8 * 100, 6400)
     load = Counter(turn.reader for _, runs in deal.units for turn in runs.values())
     assert [load[rank] for rank in range(8)] == [90] * 4 + [110] * 4
     assert deal.windows <= 12

@@ -1,4 +1,4 @@
-"""Restores on more or fewer ranks: what comes back, and what stands in the way."""
+"""Restores on more or fewer ranks: what each rank gets, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests whose boxes do not tile a tensor, or whose ranks are none: a clear error each time."""
+"""Manifests with boxes that do not tile a tensor, or with bad ranks: a clear error each time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 
 from casnap import Store
 from casnap.errors import DamagedError
-from casnap.format.records import encode
-from tests.format.test_tiling import HUGE, NONE
-from tests.support.forger import Forger, assert_refused
+from tests.support.boxes import NO_TILINGS
+from tests.support.forger import HUGE, STATE, Forger, assert_refused
 
 
 @pytest.fixture
@@ -19,17 +18,14 @@ def forger(tmp_path, cache_dir):
     return Forger(tmp_path / "store")
 
 
-STATE = ["", ["c", "dict", 1, [len(s := encode([["x"], None, None])), s, b"", 0]]]
-
-
 def boxed(shape, boxes, payload, dtype="float32", kind="tensor"):
     return ["b", dtype, list(shape), payload, kind, False, None, boxes]
 
 
 @pytest.mark.parametrize("where", ["in the entry", "in chunks"])
-@pytest.mark.parametrize("case", NONE)
+@pytest.mark.parametrize("case", NO_TILINGS)
 def test_hostile_boxes(forger, case, where):
-    shape, boxes = NONE[case]
+    shape, boxes = NO_TILINGS[case]
     if where == "in the entry":
         nbytes = min(4 * prod(shape), HUGE)
         payload = [nbytes, bytes(nbytes), b"", 0] if nbytes < 1 << 20 else [nbytes]
@@ -70,7 +66,7 @@ def test_as_many_digests_as_the_boxes_have_cells(forger, digests):
 
 
 def test_boxes_that_are_true(forger):
-    """So whatever is refused above is refused for what is wrong with it."""
+    """A correct manifest is accepted, so those above are refused for their fault alone."""
     chunk = forger.add(bytes(200))
     x = boxed((10, 10), [[[0, 0], [10, 5]], [[0, 5], [10, 5]]], [400, b"", chunk * 2, 0])
     forger.publish({"s": forger.tree(STATE, ["/x", x])})

@@ -57,7 +57,7 @@ def test_a_strided_tensor_that_does_not_overlap_is_filled_where_it_lies(store):
 
 @pytest.mark.parametrize("shape", [(3,), (N,)])
 def test_one_tensor_under_two_names_that_were_the_same_bytes_of_two_dtypes(store, shape):
-    """Equal bytes are equal content only where they mean the same."""
+    """Equal bytes are equal values only under the same dtype."""
     numbers = torch.randint(1, 1000, shape, dtype=torch.int32)
     taken = {"a": numbers, "b": numbers.clone().view(torch.float32)}
     snapshot = store.take({"s": StateDict(taken)}, "step")

@@ -192,7 +192,7 @@ def test_a_module_that_renames(store, make, strict):
 
 
 def shifted(**shapes):
-    """A layer was put before the others, so each of those takes the one before it."""
+    """A new first layer shifts the other layers by one."""
 
     def shift(module, state_dict, prefix, *_):
         for n in (2, 1):

@@ -12,21 +12,23 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from casnap import Store
 from casnap.backends import Backend, LocalBackend, MemoryBackend
 from casnap.errors import DamagedError, RankError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import pack_key
 from casnap.ranks.comm import Comm
-from casnap.restore.shared_reads import fetch_once
+from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import Transaction
 from casnap.storage.index import Index
 from casnap.storage.objects import DEFAULT_READ, Objects, ReadOptions, Want
-from casnap.testing import FaultyBackend, open_store
+from casnap.testing import FaultyBackend
+from tests.support.examples import FEW
 from tests.support.ranks import World
 
 CHUNK = 256 << 10
@@ -157,7 +159,7 @@ class Chunks:
     def __init__(self, backend: Backend, codec: Codec = Codec.RAW) -> None:
         self.backend = Counting(backend)
         self.fetched: list[Digest] = []
-        store = open_store(self.backend, chunk_size=CHUNK)
+        store = Store(self.backend, chunk_size=CHUNK)
         sizes = [CHUNK, 100, CHUNK, 65, 4000, CHUNK // 2, CHUNK, CHUNK, 777, CHUNK] * 3
         # Half of each can be compressed.
         self.raws = [os.urandom(n // 2).ljust(n, b"\1") for n in sizes]
@@ -197,7 +199,7 @@ class Chunks:
             random.Random(comm.rank).shuffle(wants)
             try:
                 mine = self.objects() if objects is None else objects(comm.rank)
-                fetch_once(comm, mine, wants, window=window)
+                fetch_shared(comm, mine, wants, window=window)
             except DamagedError as e:
                 e.got = got  # type: ignore[attr-defined]
                 raise
@@ -259,6 +261,7 @@ def test_every_rank_gets_what_it_wants_and_nothing_is_read_twice(
     assert not chunks.read_twice()
 
 
+@settings(max_examples=FEW)
 @given(
     st.lists(st.lists(st.integers(0, 29), max_size=40), min_size=1, max_size=6),
     st.integers(1, 40 * CHUNK),
@@ -372,7 +375,7 @@ def test_a_wrong_length_is_damage_for_who_has_it(own: Chunks, less: int) -> None
     def work(comm: Comm) -> None:
         length = CHUNK - less * (comm.rank == 1)
         sink = lambda raw: got.append(comm.rank)  # noqa: E731
-        fetch_once(comm, own.objects(), [Want(digest, length, sink, f"w{comm.rank}")])
+        fetch_shared(comm, own.objects(), [Want(digest, length, sink, f"w{comm.rank}")])
 
     results, _ = on_ranks(3, work)
     assert [error.paths for error in results] == [(), ("w1",), ()]
@@ -446,7 +449,7 @@ def fetched_by_rank(folder: str, numbers: list[tuple[bytes, int]], how: str) -> 
 
     with join(None, 30, "a test") as comm:
         wants = [Want(Digest(d), n, sink, "w") for d, n in numbers]
-        fetch_once(comm, Objects(backend), wants, window=3 * CHUNK)
+        fetch_shared(comm, Objects(backend), wants, window=3 * CHUNK)
     return sorted(map(bytes, map(digest_of, got))), sum(n for _, _, n in backend.reads)
 
 

@@ -86,15 +86,32 @@ def test_metadata_and_stats(store):
 
 def test_progress_is_told(store):
     state = {"s": StateDict(x=torch.randn(500_000), y=torch.randn(3, 3))}
-    for work in (
-        lambda tell: store.take(state, "a", progress=tell),
-        lambda tell: store["a"].restore(state, progress=tell),
-        lambda tell: store.async_take(state, "b", progress=tell).wait(),
+    for work, what in (
+        (lambda tell: store.take(state, "a", progress=tell), "storing"),
+        (lambda tell: store["a"].restore(state, progress=tell), "reading"),
+        (lambda tell: store.async_take(state, "b", progress=tell).wait(), "storing"),
     ):
         told = []
-        work(lambda done, total, told=told: told.append((done, total)))
+        work(lambda *call, told=told: told.append(call))
+        _, done, total = max(told)
+        assert {(w, t) for w, _, t in told} == {(what, total)}
+        assert 2_000_000 <= done <= total < 2_100_000
+
+
+def test_progress_with_two_arguments_goes_on_to_work(store):
+    state = {"s": StateDict(x=torch.randn(500_000))}
+    for work in (
+        lambda tell: store.take(state, "a", progress=tell),
+        lambda tell: Snapshot.take("b", state, store=store, progress=tell),
+        lambda tell: store["a"].restore(state, progress=tell),
+        lambda tell: store.async_take(state, "c", progress=tell).wait(),
+        lambda tell: Snapshot.async_take("d", state, store=store, progress=tell).wait(),
+    ):
+        told = []
+        with pytest.warns(DeprecationWarning, match="three") as caught:
+            work(lambda done, total, told=told: told.append((done, total)))
+        assert [warning.filename for warning in caught] == [__file__]
         done, total = max(told)
-        assert len({t for _, t in told}) == 1
         assert 2_000_000 <= done <= total < 2_100_000
 
 
@@ -334,7 +351,7 @@ def test_what_a_state_dict_held_of_its_own_stays(store):
 
 
 def test_the_live_state_need_not_be_storable(store):
-    """Nobody asks whether it could be taken."""
+    """A restore does not check whether the state could be taken."""
     from collections import defaultdict
 
     snapshot = store.take({"s": StateDict(x=torch.ones(3))}, "step")

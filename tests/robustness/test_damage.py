@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,13 +15,27 @@ import torch
 from casnap import StateDict, Store
 from casnap.errors import CasnapError, DamagedError
 from casnap.format.digest import Digest
-from casnap.format.records import Place, Record, SegmentId, decode_segment, pack_key, segment_key
+from casnap.format.records import Place, pack_key
 from casnap.runtime.threads import Crew
 from casnap.storage.commit import Transaction
+from tests.support.damaged import (
+    KEY,
+    STEPS,
+    all_places_of,
+    content,
+    copied_store,  # noqa: F401 - a fixture
+    damage_everywhere,
+    damaged,
+    damages,
+    expected,
+    flip,
+    forget_cache,
+    forget_copies,
+    newest,
+    objects_of,
+    pristine_store,  # noqa: F401 - a fixture
+)
 from tests.support.faults import CHUNK, assert_equal
-
-STEPS = {"a": 0, "b": 1, "run/c": 2}
-KEY = "state"
 
 
 class Spy(StateDict):
@@ -37,52 +48,13 @@ class Spy(StateDict):
         super().load_state_dict(state_dict)
 
 
-def content(step: int) -> dict[str, Any]:
-    """Return what the state holds at a step, to be changed at will."""
-    return copy.deepcopy(expected(step))
-
-
-@lru_cache
-def expected(step: int) -> dict[str, Any]:
-    """Return tensors of seven chunks (so a list), two, one, a part of one, and none."""
-    return {
-        "frozen": torch.arange(100_000, dtype=torch.float32),
-        "weight": torch.arange(20_000, dtype=torch.float32) * (step + 1),
-        "exact": torch.arange(CHUNK // 4, dtype=torch.int32) + step // 2,
-        "bias": torch.full((64,), float(step)),
-        "inline": torch.full((4,), step),
-        "notes": ["x" * 100, {"step": step, "text": f"{step}" * 80}],
-    }
-
-
-def make(folder: Path) -> Store:
-    store = Store(folder, chunk_size=CHUNK)
-    for name, step in STEPS.items():
-        store.take({KEY: StateDict(content(step))}, name, metadata={"step": step})
-    return store
-
-
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store that nobody damages."""
-    folder = tmp_path_factory.mktemp("pristine") / "store"
-    make(folder)
-    return folder
-
-
-@pytest.fixture
-def store(pristine: Path, tmp_path: Path, cache_dir: Path) -> Path:
-    """Return a copy of a store, under a cache that no other test uses."""
-    return Path(shutil.copytree(pristine, tmp_path / "store"))
-
-
 # --- what is seen of a store ------------------------------------------------------------------
 
 Outcomes = dict[str, "CasnapError | None"]
 
 
 def observe(path: Path) -> Outcomes:
-    """Do all there is to do; whatever succeeds must be right, and whatever fails be typed."""
+    """Call every operation: each result must be right, each error typed."""
     outcomes: Outcomes = {}
 
     def attempt(what: str, work: Callable[[Store], object]) -> None:
@@ -103,7 +75,7 @@ def observe(path: Path) -> Outcomes:
 
 
 def _check_names(names: list[str]) -> None:
-    # Whoever deletes the newest root goes back to the one before: nothing can tell.
+    # Without its newest root and the copy of it, a store is what it was one commit before.
     assert names == list(STEPS)[: len(names)]
 
 
@@ -149,56 +121,6 @@ def failed(outcomes: Outcomes) -> set[str]:
 # --- damages ----------------------------------------------------------------------------------
 
 
-@contextmanager
-def damaged(file: Path, damage: Callable[[bytes], bytes | None]) -> Iterator[None]:
-    """Change a file, or (None) delete it, for a while."""
-    before = file.read_bytes()
-    after = damage(before)
-    file.unlink()
-    if after is not None:
-        file.write_bytes(after)
-    try:
-        yield
-    finally:
-        file.write_bytes(before)
-
-
-def flip(at: int, bit: int = 0) -> Callable[[bytes], bytes]:
-    return lambda raw: raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :]
-
-
-def objects_of(store: Path) -> list[Path]:
-    tops = ("roots", "packs", "index", "casnap.json")
-    files = [p for p in sorted(store.rglob("*")) if p.is_file()]
-    return [p for p in files if p.relative_to(store).parts[0] in tops]
-
-
-def newest(store: Path) -> Path:
-    return max((store / "roots" / "0").iterdir(), key=lambda p: int(p.name))
-
-
-def forget_copies(store: Path) -> None:
-    """Leave the newest root without a copy."""
-    shutil.rmtree(store / "roots" / "copies")
-
-
-def damages(file: Path, choose: random.Random) -> Iterator[Callable[[bytes], bytes | None]]:
-    """Yield bits to flip, lengths to cut off at, and the deletion."""
-    size = file.stat().st_size
-    places = {7, size // 2, size - 40, *(choose.choices(range(size), k=2))}
-    for at in sorted(p for p in places if 0 <= p < size):
-        yield flip(at, choose.randrange(8))
-    for length in (0, choose.randrange(size), size - 1):
-        yield lambda raw, n=length: raw[:n]
-    yield lambda raw: raw + b"\0"
-    yield lambda _: None
-
-
-def forget_cache(cache_dir: Path) -> None:
-    for folder in cache_dir.iterdir():
-        shutil.rmtree(folder)
-
-
 @pytest.mark.parametrize("cached", [False, True], ids=["fresh cache", "old cache"])
 def test_any_damage_to_any_object(store: Path, cache_dir: Path, cached: bool) -> None:
     """Whatever happens to one file: right, or a typed error."""
@@ -215,7 +137,7 @@ def test_any_damage_to_any_object(store: Path, cache_dir: Path, cached: bool) ->
                 top = file.relative_to(store).parts[0]
                 hurt[top] = hurt.get(top, 0) + bool(failed(observe(store)))
     assert hurt.keys() == {"roots", "packs", "index", "casnap.json"}
-    # Each root and node is there twice: one damage to either hurts nobody.
+    # Each root and node is stored twice: one damage to either does no harm.
     assert not hurt["roots"]
     if not cached:
         assert all(count for top, count in hurt.items() if top != "roots")
@@ -301,22 +223,8 @@ def test_a_damaged_newest_root_is_no_older_root(store: Path, cache_dir: Path) ->
 # --- who is hurt ------------------------------------------------------------------------------
 
 
-def all_places_of(store: Path) -> list[Record]:
-    root = Store(store).objects.newest()
-    keys = [segment_key(SegmentId(ref.id)) for ref in root.segments]
-    return [r for k in keys for r in decode_segment((store / k).read_bytes(), k).records]
-
-
 def places_of(store: Path) -> dict[Digest, Place]:
     return dict(all_places_of(store))
-
-
-def damage_everywhere(store: Path, digest: bytes) -> None:
-    """Flip a bit at all the places of a chunk or node."""
-    for other, place in all_places_of(store):
-        if other == digest:
-            file = store / pack_key(place.pack)
-            file.write_bytes(flip(place.offset)(file.read_bytes()))
 
 
 def users_of(store: Path) -> dict[Digest, dict[str, set[str]]]:

@@ -1,4 +1,4 @@
-"""Bytes that change on their way between two ranks: whoever receives them finds out."""
+"""Bytes that change on their way between two ranks: the rank that receives them finds out."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ import casnap.maintenance.repair  # noqa: F401
 from casnap import Store
 from casnap.backends import LocalBackend
 from casnap.errors import ExhaustedError
-from casnap.testing import Fault, FaultyBackend, fail, open_store
-from tests.support.checks import record_of
+from casnap.testing import Fault, FaultyBackend, fail
+from tests.support.damaged import record_of
 from tests.support.faults import CHUNK, app_state, assert_holds, content, files, in_child, take
 
 
@@ -86,10 +86,10 @@ def test_any_call_that_fails_for_that(path: Path, what: str, call: str) -> None:
     step = 1 if what in ("restore", "take") else 3
     while struck:
         backend = FaultyBackend(LocalBackend(path))
-        store = open_store(backend)
+        store = Store(backend)
         with backend.during(Fault(fail(ExhaustedError), call, skip=number)) as (fault,):
             try:
-                answer = ASKED[what](store) if what != "open" else open_store(backend)
+                answer = ASKED[what](store) if what != "open" else Store(backend)
                 assert getattr(answer, "ok", True)
             except ExhaustedError:
                 pass

@@ -1,4 +1,4 @@
-"""A process that dies at any moment costs no snapshot, and the collector finds all that it left."""
+"""A process that dies at any moment costs no snapshot; the collector finds what it left."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ EACH_SIDE = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def littered() -> Iterator[Path]:
-    """Return a store with garbage of every kind, whose copies are crashed into."""
+    """Return a store with garbage of every kind; each case works on a copy."""
     with memory_folder() as folder:
         yield littered_store(folder / "littered")
 

@@ -1,4 +1,4 @@
-"""Takes, collectors and readers that stand still, for as long as it takes to collect what they use.
+"""Takes, collectors and readers that stand still while a collector deletes what they use.
 
 A process is stopped by a signal at one call after the other; while it stands still the snapshots
 that it relies on are deleted, and collected.
@@ -117,7 +117,7 @@ def note(record: Report, name: str, count: int) -> None:
 
 
 def again(path: Path) -> None:
-    """Take what there is: all the packs of a snapshot are relied on."""
+    """Take the state of step 1 again: the take relies on all the packs of a snapshot."""
     Store(path).take(app_state(1), "again", metadata={"step": 1})
 
 

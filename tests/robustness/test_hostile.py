@@ -1,4 +1,4 @@
-"""Stores that were written to do harm: everything in them is sealed, and nothing of it is true."""
+"""Hostile stores: all seals are right, and the content is not true."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from casnap import StateDict, Store
 from casnap.backends import MemoryBackend
 from casnap.errors import CasnapError, DamagedError
 from casnap.format.codec import Codec, decompress
-from casnap.format.digest import DIGEST_SIZE, digest_of
+from casnap.format.digest import digest_of
 from casnap.format.records import (
     CONFIG_KEY,
     encode,
@@ -24,10 +24,21 @@ from casnap.format.records import (
 )
 from casnap.storage.config import read_config
 from tests.support.faults import CHUNK, in_child
-from tests.support.forger import Forger, assert_refused, limit_memory
-
-ABSENT = bytes(DIGEST_SIZE)
-HUGE = 1 << 62
+from tests.support.forger import (
+    ABSENT,
+    GOOD,
+    HUGE,
+    STATE,
+    Forger,
+    assert_refused,
+    branch,
+    chunks,
+    container,
+    inline,
+    limit_memory,
+    tensor,
+    value,
+)
 
 
 @pytest.fixture
@@ -36,7 +47,7 @@ def forger(tmp_path: Path, cache_dir: Path) -> Forger:
 
 
 def test_what_is_forged_well_is_read(forger: Forger) -> None:
-    """So whatever is refused below is refused for what is wrong with it."""
+    """A forged snapshot without a fault is read: the cases below are refused for their fault."""
     raw = bytes(range(200)) * 2
     places = forger.add(raw), forger.add(raw[::-1], zstandard.compress(raw[::-1]), codec=1)
     items = [
@@ -53,32 +64,6 @@ def test_what_is_forged_well_is_read(forger: Forger) -> None:
 
 
 # --- entries ----------------------------------------------------------------------------------
-
-
-def tensor(
-    shape: list[int],
-    payload: list[Any],
-    dtype: str = "float32",
-    kind: str = "tensor",
-    quantization: Any = None,
-) -> list[Any]:
-    return ["t", dtype, shape, payload, kind, False, quantization]
-
-
-def value(kind: str, data: bytes) -> list[Any]:
-    return ["v", kind, [len(data), data, b"", 0]]
-
-
-def container(kind: str, count: int, spec: bytes = b"") -> list[Any]:
-    return ["c", kind, count, [len(spec), spec, b"", 0]]
-
-
-def inline(data: bytes) -> list[Any]:
-    return [len(data), data, b"", 0]
-
-
-def chunks(nbytes: int, digests: bytes, depth: int = 0) -> list[Any]:
-    return [nbytes, b"", digests, depth]
 
 
 def quantized(scheme: str, scales: bytes, zeros: bytes, axis: int) -> list[Any]:
@@ -205,14 +190,6 @@ def test_many_axes(forger: Forger) -> None:
 
 
 # --- trees ------------------------------------------------------------------------------------
-
-GOOD = tensor([4], inline(F))
-STATE = ["", container("dict", 1, encode([["x"], None, None]))]
-
-
-def branch(forger: Forger, *children: Any) -> bytes:
-    return forger.add(encode(["b", list(children)]))
-
 
 TREES: dict[str, Callable[[Forger], bytes]] = {
     "unsorted": lambda f: f.tree(["/x", GOOD], STATE),

@@ -17,11 +17,20 @@ import zstandard
 
 from casnap import Retention, Store
 from casnap.format.records import LIST_DIGESTS, MAX_NODE_BYTES, encode
-from tests.robustness.test_hostile import ABSENT, GOOD, HUGE, STATE, branch, chunks, tensor
 from tests.support.assault import CHANGES, LOOKS, Forge, assail, good_is_whole
 from tests.support.cli_calls import invoke
 from tests.support.faults import in_child, memory_folder
-from tests.support.forger import Forger, limit_memory
+from tests.support.forger import (
+    ABSENT,
+    GOOD,
+    HUGE,
+    STATE,
+    Forger,
+    branch,
+    chunks,
+    limit_memory,
+    tensor,
+)
 
 
 @pytest.fixture
@@ -236,7 +245,7 @@ LISTS: dict[str, Callable[[Forger], list[Any]]] = {
     "one_digest_a_million_times": lambda f: chunks(400, zeros(f, 32 << 20), 1),
     "the_largest_node": lambda f: chunks(400, zeros(f, MAX_NODE_BYTES), 1),
     "many_large_nodes": lambda f: chunks(
-        400, b"".join(zeros(f, (20 << 20) + 32 * i) for i in range(60)), 1
+        400, b"".join(zeros(f, (20 << 20) + 32 * i) for i in range(30)), 1
     ),
     "lists_that_grow": grown,
     "too_deep": lambda f: chunks(400, f.add(ABSENT), 5),

@@ -1,4 +1,4 @@
-"""An exception of a signal handler, at moments that leave the most behind."""
+"""An interrupt at the moments that leave the most behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from casnap.take import pending
 
 
 def interrupted_at(moment: str) -> type[Worker]:
-    """Return a kind of thread whose making or beginning an interrupt meets, once."""
+    """Return a class of threads; one interrupt comes while one of them is made or started."""
     met: list[str] = []
 
     def here(now: str) -> None:

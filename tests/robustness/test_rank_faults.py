@@ -12,7 +12,7 @@ import torch.distributed as dist
 import casnap.storage.commit
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.testing import Call, Fault, FaultyBackend, fail, open_store
+from casnap.testing import Call, Fault, FaultyBackend, fail
 from tests.support.faults import CHUNK, assert_no_orphans, memory_folder
 from tests.support.rank_cases import RANKS, Case, Place
 from tests.support.rank_faults import CAUSES, PHASES, SLACK, all_results, run_case, saw, take_base
@@ -41,7 +41,7 @@ def call(phase: str, number: int = 0, how: str = "call") -> Place:
 
 
 TAKES = [
-    # Where nobody has begun yet, and where all have ended.
+    # Before any rank has begun, and after all have ended.
     ("raise", 0, call("beginning a take")),
     ("kill", 0, Place("end")),
     ("raise", 1, Place("reading")),
@@ -151,7 +151,7 @@ def assert_taken(snapshot: Snapshot, step: int) -> None:
 def fail_in_the_background(path: str) -> list[Seen]:
     """Have one rank's disk fail behind a first async take; a second one is begun meanwhile."""
     backend = FaultyBackend(LocalBackend(Path(path)))
-    store = open_store(backend, chunk_size=CHUNK)
+    store = Store(backend, chunk_size=CHUNK)
     if dist.get_rank() == 1:
         backend.faults.append(Fault(fail(), "write", "packs/*"))
     first = store.async_take(state(1), "same")
@@ -197,7 +197,7 @@ def take_while_collected(path: str, folder: str, verb: str, how: str, handed_ove
     yard, rank = Yard(folder), dist.get_rank()
     group = dist.new_group([0, 1, 2])
     backend = FaultyBackend(LocalBackend(Path(path)))
-    store = open_store(backend)
+    store = Store(backend)
     if rank == 3:
         return collect(yard, store, backend, how)
 
@@ -277,7 +277,7 @@ def hand_over_late(path: str, folder: str) -> Seen:
     """Rank 0 stands still before it puts the root, until all others have given up on it."""
     yard, rank = Yard(folder), dist.get_rank()
     backend = FaultyBackend(LocalBackend(Path(path)))
-    store = open_store(backend)
+    store = Store(backend)
 
     def stand_still(call: Call) -> object:
         yard.wait("over-1")

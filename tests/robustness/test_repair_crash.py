@@ -21,15 +21,25 @@ from casnap.format.digest import Digest, digest_of
 from casnap.format.records import PackId, pack_key
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.repair import RepairReport
-from tests.robustness.test_damage import KEY, content, damages, expected, forget_cache, objects_of
-from tests.support.checks import FROZEN, broken, change, check, listing_of, record_of
 from tests.support.damaged import (
+    FROZEN,
+    KEY,
     WEIGHT,
+    broken,
+    change,
+    check,
+    content,
     copied_store,  # noqa: F401 - a fixture
     damage_chunk,
+    damages,
+    expected,
+    forget_cache,
+    listing_of,
     lost_in,
     named,
+    objects_of,
     pristine_store,  # noqa: F401 - a fixture
+    record_of,
     repair,
 )
 from tests.support.faults import backend_faults, elsewhere, faults, in_child, kill
@@ -175,7 +185,7 @@ def test_no_whole_chunk_is_lost(pristine: Path, seed: int) -> None:
     survivors = _survivors(store, pristine, listing.packs)
     report = repair(store)
     found = listing_of(store)
-    assert not {digest for digest in survivors if not found.places(digest)}
+    assert not {digest for digest in survivors if not found.of(digest)}
     lost = lost_in(store)
     assert not lost & survivors
     assert report.ok == (not lost)

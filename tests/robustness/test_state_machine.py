@@ -29,7 +29,7 @@ from casnap import Retention, Snapshot, Store
 from casnap.backends import LocalBackend
 from casnap.errors import FencedError, SnapshotExistsError, SnapshotNotFoundError
 from casnap.snapshot import PendingSnapshot
-from casnap.testing import Crash, Fault, FaultyBackend, Gate, crash, open_store
+from casnap.testing import Crash, Fault, FaultyBackend, Gate, crash
 from tests.support.faults import (
     CHUNK,
     KEY,
@@ -141,7 +141,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _open(self) -> None:
         self.backend = FaultyBackend(LocalBackend(self.path))
-        self.store = open_store(self.backend, chunk_size=CHUNK)
+        self.store = Store(self.backend, chunk_size=CHUNK)
 
     def _reader(self) -> Store:
         return Store(self.path, create=False)
@@ -238,11 +238,11 @@ class StoreMachine(RuleBasedStateMachine):
             return
         where = ("put_if_absent", "roots/*") if at_root else ("write", "packs/*")
         backend = FaultyBackend(LocalBackend(self.path), Fault(gate, *where))
-        store, state = open_store(backend), held.app_state()
+        store, state = Store(backend), held.app_state()
         pending = store.async_take(state, name, metadata=held.metadata, overwrite=overwrite)
         # What is changed after the call does not show.
         state[KEY]["parts"]["0"].zero_()
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(300)
         self.pending = Pending(pending, backend, gate, name, held, overwrite)
 
     @precondition(lambda self: self.pending is not None)

@@ -33,7 +33,6 @@ from casnap.testing import (
     flip,
     hold,
     lose_answer,
-    open_store,
     repeat,
     short,
     stale,
@@ -61,17 +60,24 @@ def backend(inner: Backend) -> FaultyBackend:
 def local(tmp_path: Path) -> FaultyBackend:
     """Return a faulty backend around a store on disk that holds step 0."""
     backend = FaultyBackend(LocalBackend(tmp_path / "store"))
-    take(open_store(backend, chunk_size=CHUNK), 0)
+    take(Store(backend, chunk_size=CHUNK), 0)
     return backend
 
 
 def assert_steps(backend: Backend, steps: set[int], maybe: int | None = None) -> set[int]:
     """Check that a store holds the snapshots of exactly these steps, each once and whole."""
-    found = {s.metadata.user["step"]: s for s in open_store(backend).snapshots()}
+    found = {s.metadata.user["step"]: s for s in Store(backend).snapshots()}
     assert set(found) - {maybe} == steps - {maybe}
     for step, snapshot in found.items():
         assert_holds(snapshot, step)
     return set(found)
+
+
+def copied(backend: MemoryBackend, name: str) -> MemoryBackend:
+    """Return a copy of a store in memory."""
+    copy = MemoryBackend(name)
+    copy._objects.update(backend._objects)
+    return copy
 
 
 # --- faults -----------------------------------------------------------------------------------
@@ -79,7 +85,7 @@ def assert_steps(backend: Backend, steps: set[int], maybe: int | None = None) ->
 
 def test_the_answer_to_the_root_is_lost(local: FaultyBackend) -> None:
     """The take recognises its root: one snapshot, and no error."""
-    store = open_store(local)
+    store = Store(local)
     with local.during(Fault(lose_answer(), "put_if_absent", "roots/*")) as (fault,):
         take(store, 1)
     assert fault.struck == 1
@@ -89,7 +95,7 @@ def test_the_answer_to_the_root_is_lost(local: FaultyBackend) -> None:
 
 def test_the_root_is_put_twice(local: FaultyBackend) -> None:
     """A retry within the backend answers that the key is taken: by ourselves."""
-    store = open_store(local)
+    store = Store(local)
     with local.during(Fault(repeat(), "put_if_absent", times=None)) as (fault,):
         take(store, 1)
         store.delete("step_0")
@@ -100,7 +106,7 @@ def test_the_root_is_put_twice(local: FaultyBackend) -> None:
 
 def test_a_store_is_made_though_answers_are_lost(backend: FaultyBackend, inner: Backend) -> None:
     with backend.during(Fault(repeat(), "put_if_absent", times=None)):
-        take(open_store(backend, chunk_size=CHUNK), 0)
+        take(Store(backend, chunk_size=CHUNK), 0)
     assert_steps(inner, {0})
 
 
@@ -110,19 +116,19 @@ def test_a_store_whose_making_fails_can_be_made(tmp_path: Path, act: Act) -> Non
         inner = MemoryBackend(f"{tmp_path}/{k}")
         fault = Fault(act, ("put_if_absent",), skip=k)
         try:
-            open_store(FaultyBackend(inner, fault), chunk_size=CHUNK)
+            Store(FaultyBackend(inner, fault), chunk_size=CHUNK)
         except (BackendError, Crash):
             pass
         else:
             break
-        take(open_store(inner, chunk_size=CHUNK), 0)
+        take(Store(inner, chunk_size=CHUNK), 0)
         assert_steps(inner, {0})
     assert k == 2
 
 
 def test_a_torn_pack(local: FaultyBackend) -> None:
     """The take fails, what it wrote is gone, and the next one works."""
-    store, before_it = open_store(local), files(local.uri)
+    store, before_it = Store(local), files(local.uri)
     for act in (tear(100), tear(100, StorageFullError)):
         with local.during(Fault(act, "write", "packs/*")), pytest.raises(BackendError):
             take(store, 1)
@@ -136,7 +142,7 @@ def test_a_torn_pack(local: FaultyBackend) -> None:
 @pytest.mark.parametrize("times", [1, None], ids=["once", "lasting"])
 def test_a_full_disk_at_each_write(local: FaultyBackend, times: int | None) -> None:
     """A typed error, no trace, and the same store works when there is space again."""
-    store = open_store(local)
+    store = Store(local)
     for k in itertools.count():
         before_it = files(local.uri, "packs")
         with local.during(Fault(fail(StorageFullError), WRITES, skip=k, times=times)) as (fault,):
@@ -160,11 +166,12 @@ def test_a_full_disk_at_each_write(local: FaultyBackend, times: int | None) -> N
 
 @pytest.mark.parametrize("act", [fail(), lose_answer(), repeat()])
 def test_each_call_of_a_take_once(tmp_path: Path, act: Act) -> None:
-    """Whatever call fails, the take says so or has committed, and the next one works."""
+    """After a failed call, the take raises or has committed, and the next one works."""
+    made = MemoryBackend(f"{tmp_path}")
+    take(Store(made, chunk_size=CHUNK), 0)
     for k in itertools.count():
-        backend = FaultyBackend(MemoryBackend(f"{tmp_path}/{k}"))
-        store = open_store(backend, chunk_size=CHUNK)
-        take(store, 0)
+        backend = FaultyBackend(copied(made, f"{tmp_path}/{k}"))
+        store = Store(backend)
         committed, maybe = {0}, 1
         with backend.during(Fault(act, skip=k)) as (fault,):
             try:
@@ -184,13 +191,13 @@ def test_everything_fails_from_some_call_on(local: FaultyBackend) -> None:
     """The error is told, and no thread stays."""
     threads = set(threading.enumerate())
     for k in itertools.count():
-        store = open_store(local)
+        store = Store(local)
         with local.during(Fault(fail(), COMMITTING, skip=k, times=None)) as (fault,):
             try:
                 take(store, 1)
             except CasnapError:
                 for thread in set(threading.enumerate()) - threads:
-                    thread.join(10)
+                    thread.join(300)
                     assert not thread.is_alive()
             else:
                 break
@@ -202,24 +209,24 @@ def test_everything_fails_from_some_call_on(local: FaultyBackend) -> None:
 
 def test_the_root_is_put_late(local: FaultyBackend) -> None:
     """Another process commits first: the take looks again, and both stand."""
-    store, gate, path = open_store(local), Gate(), local.uri
+    store, gate, path = Store(local), Gate(), local.uri
     with local.during(Fault(gate, "put_if_absent", "roots/*")):
         pending = store.async_take(app_state(1), "step_1", metadata={"step": 1})
-        assert gate.reached.wait(60)
+        assert gate.reached.wait(300)
         assert in_child(lambda: Store(path).delete("step_0")) == 0
         gate.open()
         pending.wait()
     assert_steps(local.inner, {1})
-    assert open_store(local.inner).objects.newest().seq == 3
+    assert Store(local.inner).objects.newest().seq == 3
 
 
 def test_listings_are_stale(local: FaultyBackend) -> None:
     """The newest root is found all the same, and takes go on from there."""
     with local.during(Fault(stale(), "names", times=None)) as (fault,):
-        assert open_store(local).objects.newest().seq == 1
+        assert Store(local).objects.newest().seq == 1
         for step in range(1, 6):
-            take(open_store(local.inner), step)
-        store = open_store(local)
+            take(Store(local.inner), step)
+        store = Store(local)
         assert store.objects.newest().seq == 6
         take(store, 6)
     assert fault.struck
@@ -228,7 +235,7 @@ def test_listings_are_stale(local: FaultyBackend) -> None:
 
 def test_writes_become_visible_late(local: FaultyBackend) -> None:
     """Up to the sync they may; no root names what is not there."""
-    store = open_store(local)
+    store = Store(local)
     with local.during(Fault(hold(), "write", times=None)) as (fault,):
         take(store, 1)
     assert fault.struck
@@ -247,7 +254,7 @@ def test_what_is_read_is_not_what_was_written(
             shutil.rmtree(cache_dir, ignore_errors=True)
             with local.during(Fault(act, READS, keys, skip=k, times=times)) as (fault,):
                 try:
-                    assert_holds(open_store(local)["step_0"], 0)
+                    assert_holds(Store(local)["step_0"], 0)
                 except (DamagedError, NotAStoreError, UnsupportedFormatError):
                     damaged += 1
             if not fault.struck:
@@ -271,20 +278,21 @@ def lost(how: int) -> bool | Callable[[str], bool]:
 @pytest.mark.parametrize("moment", [lambda act: act, after], ids=["before", "after"])
 @pytest.mark.parametrize("how", range(3))
 def test_a_crash_at_each_call(tmp_path: Path, how: int, moment: Callable[[Act], Act]) -> None:
-    """What was committed is whole, and whoever comes next needs no repair."""
-    # In a child, since the threads of the dead have nobody to end them.
+    """Committed snapshots are whole, and the next process needs no repair."""
+    # In a child: a crash leaves threads behind, which end with their process.
     assert in_child(lambda: crash_at_each_call(str(tmp_path), lost(how), moment)) == 0
 
 
 def crash_at_each_call(
     name: str, losing: bool | Callable[[str], bool], moment: Callable[[Act], Act]
 ) -> None:
+    made = MemoryBackend(name)
+    for step in (0, 1):
+        take(Store(made, chunk_size=CHUNK), step)
     for k in itertools.count():
-        inner = MemoryBackend(f"{name}/{k}")
-        take(open_store(inner, chunk_size=CHUNK), 0)
-        take(open_store(inner), 1)
+        inner = copied(made, f"{name}/{k}")
         backend = FaultyBackend(inner)
-        store = open_store(backend)
+        store = Store(backend)
         backend.faults.append(Fault(moment(crash(losing_unsynced=losing)), skip=k))
         try:
             store.delete("step_0")
@@ -293,22 +301,22 @@ def crash_at_each_call(
             pass
         else:
             break
-        found = {s.metadata.user["step"] for s in open_store(inner).snapshots()}
+        found = {s.metadata.user["step"] for s in Store(inner).snapshots()}
         assert {1} <= found <= {0, 1, 2}
         assert found & {0, 2} != {0, 2}
         for step in (3, 4):
-            take(open_store(inner), step)
+            take(Store(inner), step)
         assert_steps(inner, found | {3, 4})
     assert k > 20
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_faults_at_random(tmp_path: Path, seed: int) -> None:
-    """Takes and deletes, some of which fail: what is told to have happened has."""
+    """Takes and deletes, some of which fail: each one that returns has happened."""
     chance = random.Random(seed)
     inner = MemoryBackend(f"{tmp_path}")
     backend = FaultyBackend(inner)
-    store = open_store(backend, chunk_size=CHUNK)
+    store = Store(backend, chunk_size=CHUNK)
     acts: list[tuple[Act, tuple[str, ...], str]] = [
         *((act, COMMITTING, "*") for act in (fail(), lose_answer(), repeat())),
         *((act, READS, "*") for act in (short(50), flip(77))),
@@ -330,5 +338,5 @@ def test_faults_at_random(tmp_path: Path, seed: int) -> None:
                     store.delete(f"step_{gone}")
             except CasnapError:
                 # It may have happened, or not.
-                steps = {s.metadata.user["step"] for s in open_store(inner).snapshots()}
+                steps = {s.metadata.user["step"] for s in Store(inner).snapshots()}
         assert_steps(inner, steps)

@@ -21,7 +21,7 @@ def path(tmp_path):
 
 
 class Spy(StateDict):
-    """Notes whether anybody loaded anything into it."""
+    """Notes whether anything was loaded into it."""
 
     loaded = False
 

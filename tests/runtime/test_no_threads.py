@@ -168,7 +168,7 @@ def test_a_pending_take_finishes_where_no_thread_starts_at_exit(tmp_path: Path) 
         [sys.executable, "-c", LATE, str(path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         env=dict(os.environ),
     )

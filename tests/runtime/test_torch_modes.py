@@ -139,7 +139,7 @@ def test_take_and_restore(store: Store, mode: Mode) -> None:
 
 @pytest.mark.parametrize("made_in_mode", [False, True])
 def test_in_place(store: Store, made_in_mode: bool) -> None:
-    """Tensors made in inference mode may be written to in it alone, whoever writes."""
+    """Tensors made in inference mode may be written to in that mode alone."""
     snapshot = store.take({"s": StateDict(content())}, "step")
     with torch.inference_mode(mode=made_in_mode):
         live, part, cast = StateDict(zeros()), torch.zeros(100, 3), torch.zeros(3).double()

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import datetime
-import enum
-import pathlib
 import random
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from typing import NamedTuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.torch_version import TorchVersion
 
 from casnap.errors import DamagedError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Payload, TensorEntry, ValueEntry
 from casnap.state.flatten import Leaf, component_of, flatten, inflate, tensor_targets
-from tests.support.leaves import leaves_of, round_trip, same
+from tests.support.bitwise import assert_same
+from tests.support.leaves import leaves_of, round_trip
+from tests.support.states import Color, Level, Mode, Pair, Plain, keys, states
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.quantize", "ignore:Sparse invariant checks", "ignore:Sparse CSR"
@@ -29,105 +26,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 # --- round trips ------------------------------------------------------------------------------
 
-texts = st.text(st.characters(exclude_categories=()), max_size=5)
-primitives = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(-(2**200), 2**200)
-    | st.floats()
-    | st.complex_numbers()
-    | texts
-    | st.sampled_from(["True", "None", "1", "nan", "a/b", "a%b", "1%int", "(1, 2)", "torch.int8"])
-    | st.binary(max_size=5)
-    | st.sampled_from([torch.float32, torch.int8])
-)
-keys = st.recursive(primitives, lambda k: st.lists(k, max_size=3).map(tuple), max_leaves=4)
-
-
-class Color(enum.Enum):
-    RED = "r"
-    BLUE = 2
-    CRIMSON = "r"  # noqa: PIE796 - an alias is meant
-
-
-class Mode(enum.Flag):
-    A = enum.auto()
-    B = enum.auto()
-
-
-class Level(enum.IntEnum):
-    LOW = 1
-
-
-class Pair(NamedTuple):
-    first: object
-    second: object = None
-
-
-Plain = namedtuple("Plain", ["x", "class_"])
-
-singles = primitives | st.sampled_from(
-    [
-        bytearray(b"ab"),
-        range(3),
-        range(-(2**70), 2**70, 3),
-        slice(1, None, 2),
-        torch.device("cuda:1"),
-        torch.device("cpu"),
-        torch.strided,
-        torch.channels_last,
-        torch.per_tensor_affine,
-        TorchVersion("2.4.0"),
-        Color.CRIMSON,
-        Color.BLUE,
-        Mode.A | Mode.B,
-        Mode(0),
-        Level.LOW,
-        datetime.timedelta(-3, 4, 5),
-        datetime.date(2024, 2, 29),
-        datetime.datetime(2024, 2, 29, 1, 2, 3, 4),
-        datetime.datetime(2024, 2, 29, tzinfo=datetime.timezone.utc),
-        pathlib.Path("/a/b"),
-        torch.Size([2, 3]),
-        torch.ones(2, 3),
-        torch.zeros(()),
-        torch.empty(0, 3, dtype=torch.bfloat16),
-        torch.nn.Parameter(torch.ones(2)),
-        np.arange(6).reshape(2, 3),
-        np.float32(2.5),
-        np.str_("ü"),
-    ]
-)
-elements = st.recursive(
-    primitives | st.sampled_from([*Color, Mode.A | Mode.B]),
-    lambda e: st.lists(e, max_size=3).map(tuple) | st.frozensets(e, max_size=3),
-    max_leaves=4,
-)
-
-
-def containers(children):
-    dicts = st.dictionaries(keys, children, max_size=4)
-    lists = st.lists(children, max_size=4)
-    return st.one_of(
-        dicts,
-        dicts.map(OrderedDict),
-        dicts.map(lambda d: defaultdict(list, d)),
-        dicts.map(lambda d: defaultdict(None, d)),
-        dicts.map(Counter),
-        lists,
-        lists.map(tuple),
-        lists.map(deque),
-        lists.map(lambda x: deque(x, 7)),
-        st.sets(elements, max_size=4),
-        st.frozensets(elements, max_size=4),
-        st.builds(Pair, children, children),
-        st.builds(Plain, children, children),
-    )
-
-
-states = st.recursive(singles, containers, max_leaves=12)
-
 
 @given(states)
 @example({True: 1, "True": 2, 1.5: 3, "1.5": 4})
@@ -135,7 +33,7 @@ states = st.recursive(singles, containers, max_leaves=12)
 @example({"\ud800": 1, "%uD800": 2, "": 3, "é": 4, "x" * 5000: 5})
 def test_any_state_comes_back(state):
     again = round_trip(state)
-    assert same(again, state), again
+    assert_same(again, state)
     if isinstance(state, defaultdict):
         assert again.default_factory is state.default_factory
     if isinstance(state, deque):
@@ -260,7 +158,7 @@ def test_long_plain_sequences_are_one_entry(kind):
     leaves = leaves_of({"long": values})
     assert leaves["m/long"].entry.kind == f"packed_{kind.__name__}"
     assert list(leaves) == ["m", "m/long"]
-    assert same(inflate("m", leaves)["long"], values)
+    assert_same(inflate("m", leaves)["long"], values)
 
 
 @pytest.mark.parametrize("odd", [2**64, "\ud800", [], 1j, np.int64(1), Level.LOW])
@@ -268,7 +166,7 @@ def test_what_is_not_plain_is_not_packed(odd):
     values = [0] * 1001 + [odd]
     leaves = leaves_of({"long": values})
     assert leaves["m/long"].entry.kind == "list"
-    assert same(inflate("m", leaves)["long"], values)
+    assert_same(inflate("m", leaves)["long"], values)
     assert leaves_of([0] * 1000)["m"].entry.kind == "list"
 
 
@@ -308,7 +206,7 @@ def test_sparse_tensors(name):
     leaves = leaves_of({"s": value})
     assert leaves["m/s"].entry.kind == str(value.layout).removeprefix("torch.")
     assert "m/s/values" in leaves
-    assert same(round_trip(value), value)
+    assert_same(round_trip(value), value)
     assert tensor_targets({"s": value}, "m") == {}
 
 

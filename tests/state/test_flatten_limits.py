@@ -24,8 +24,9 @@ from casnap.format.entries import ContainerEntry, Payload, ValueEntry
 from casnap.state import flatten as flatten_module
 from casnap.state.flatten import Leaf, flatten, inflate, tensor_targets
 from casnap.state.stateful import RNGState, StateDict, Stateful
-from tests.state.test_flatten import Color, Pair, states
-from tests.support.leaves import leaves_of, round_trip, same
+from tests.support.bitwise import assert_same
+from tests.support.leaves import leaves_of, round_trip
+from tests.support.states import Color, Pair, states
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.quantize", "ignore:Sparse invariant checks", "ignore:Sparse CSR"
@@ -311,7 +312,7 @@ def test_optimizers(kind):
 
     optimizer.step(closure)
     state = optimizer.state_dict()
-    assert same(round_trip(state), state)
+    assert_same(round_trip(state), state)
 
 
 def test_schedulers():
@@ -328,7 +329,7 @@ def test_schedulers():
         module.SequentialLR(optimizer, [first, second], [4]),
     ):
         state = scheduler.state_dict()
-        assert same(round_trip(state), state), type(scheduler)
+        assert_same(round_trip(state), state, type(scheduler).__name__)
 
 
 def test_random_states():

@@ -19,6 +19,7 @@ from casnap import StateDict, Store
 from casnap.errors import StateError, UnsupportedTypeError
 from casnap.state.tensors import TENSOR_DTYPES
 from tests.support.bitwise import assert_same, noise, raw
+from tests.support.examples import FEW
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.quantize", "ignore:Sparse invariant checks", "ignore:ComplexHalf"
@@ -346,7 +347,7 @@ states = st.recursive(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=FEW)
 @given(st.dictionaries(keys, states, max_size=5))
 def test_any_nesting_with_any_keys(state):
     store = Store("memory://any-nesting", chunk_size=64 << 10)

@@ -93,8 +93,8 @@ def test_namedtuples_whose_class_is_gone(store, monkeypatch):
     assert (type(again).__name__, type(again)._fields) == ("renamed", ("x", "_1", "_2"))
     snapshot = store.take({"s": StateDict(g=Gone((1, 2)))}, "gone")
     assert type(snapshot.read_object("s/g")) is Gone
-    monkeypatch.delattr("test_state_odd.Gone")
-    with pytest.raises(UnsupportedTypeError, match="import test_state_odd first"):
+    monkeypatch.delattr(f"{__name__}.Gone")
+    with pytest.raises(UnsupportedTypeError, match=f"import {__name__} first"):
         snapshot.read_object("s/g")
 
 

@@ -46,7 +46,7 @@ def random_of(dtype, shape=(2, 3, 4)):
 
 
 def carried(leaf):
-    """Return a leaf whose content went through bytes into a fresh carrier, as in a store."""
+    """Return a leaf with its content passed through bytes into a fresh carrier, as in a store."""
     fresh = allocate(leaf.entry)
     assert (fresh.shape, fresh.dtype) == (leaf.content.shape, leaf.content.dtype)
     assert fresh.nbytes == leaf.entry.data.nbytes == leaf.content.nbytes

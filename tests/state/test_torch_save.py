@@ -1,4 +1,4 @@
-"""What torch.save wrote: read back whole, and refused where it would take much more than it is."""
+"""Files of torch.save are read back whole; a file that would expand hugely is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that make one store at once: whoever comes between any two steps, all get the store."""
+"""Processes that make one store at once: all of them get the same store."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from casnap import Store
+from casnap.opened import find
 from tests.support.faults import stop, system_faults, while_stopped
 
 LOOKS = ["stat", "listdir", "link"]
@@ -16,7 +17,7 @@ LOOKS = ["stat", "listdir", "link"]
 
 @pytest.mark.parametrize(
     "make",
-    [Store, lambda folder: Store._for_snapshot(folder / "step", create=True)[0]],
+    [Store, lambda folder: find(folder / "step", None, None, create=True)[0].store],
     ids=["named", "unasked"],
 )
 def test_another_process_makes_the_store_at_any_moment(

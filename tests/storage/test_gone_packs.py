@@ -1,4 +1,4 @@
-"""Packs that others wrote are gone, cut off or damaged: no take relies on them in silence."""
+"""No take relies on a pack that is gone, cut off or damaged without saying so."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from unittest import mock
 import pytest
 import torch
 
+import casnap.storage.index
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, DamagedError, ExhaustedError, FencedError
 from casnap.format.digest import digest_of
 from casnap.format.records import PackId, id_from_name, pack_key, segment_key
 from casnap.runtime.threads import Crew
+from casnap.storage.cache import MemoryFacts
 from casnap.storage.commit import Transaction
 from casnap.storage.pack_set import PackSet
 from casnap.storage.roots import succeed
-from casnap.testing import Call, Fault, FaultyBackend, open_store
-from tests.robustness.test_damage import flip
-from tests.support.checks import change, record_of
+from casnap.testing import Call, Fault, FaultyBackend
+from tests.support.damaged import change, flip, record_of
 from tests.support.faults import CHUNK, app_state, assert_holds, content, files, in_child, take
 
 FROZEN = content(0)["frozen"][: CHUNK // 4]
@@ -101,14 +102,14 @@ def after_the_first_look(path: Path, harm: Callable[[Path], object]) -> FaultyBa
 @pytest.mark.parametrize("harm", HARM)
 def test_a_pack_that_is_harmed_during_a_take(path: Path, harm: str) -> None:
     backend = after_the_first_look(path, HARM[harm])
-    take(open_store(backend), 2)
+    take(Store(backend), 2)
     assert backend.faults[0].struck
     whole_elsewhere(path, 2)
 
 
 @pytest.mark.parametrize("harm", HARM)
 def test_a_pack_that_is_harmed_during_an_async_take(path: Path, harm: str) -> None:
-    store = open_store(after_the_first_look(path, HARM[harm]))
+    store = Store(after_the_first_look(path, HARM[harm]))
     pending = store.async_take(app_state(2), "step_2")
     with pytest.raises(FencedError, match="gone or cut off"):
         pending.wait()
@@ -127,7 +128,7 @@ def test_copies_elsewhere_are_relied_on(path: Path) -> None:
         # What comes first, the take relies on.
         if pack_key(record_of(path, FROZEN)[1].pack) == key:
             backend = after_the_first_look(path, Path.unlink)
-            stored = open_store(backend).async_take(app_state(3), "step_3").wait().stats
+            stored = Store(backend).async_take(app_state(3), "step_3").wait().stats
             assert stored.new_bytes < 120_000
     whole_elsewhere(path, 3)
 
@@ -145,13 +146,13 @@ def test_a_pack_that_cannot_be_looked_at_is_not_taken_for_gone(path: Path, numbe
         raise ExhaustedError("too many open files")
 
     with pytest.raises(BackendError, match="too many"):
-        take(open_store(FaultyBackend(LocalBackend(path), Fault(act, "size", times=None))), 2)
+        take(Store(FaultyBackend(LocalBackend(path), Fault(act, "size", times=None))), 2)
     assert files(path) == before
 
 
 @pytest.mark.parametrize("harm", HARM)
 def test_a_segment_that_is_harmed_is_not_built_on(path: Path, harm: str) -> None:
-    """Who has cached it would not notice, and nobody else could read what comes after it."""
+    """A process that has it in its cache would not notice; others could not read what follows."""
     (ref, *_) = Store(path).objects.newest().segments
     before = files(path, "roots")
     HARM[harm](path / segment_key(ref.id))
@@ -244,7 +245,9 @@ def test_damage_that_was_repaired_is_forgotten(path: Path) -> None:
     assert_noted(path, 1)
 
 
-def test_threads_that_find_damage_at_once(path: Path) -> None:
+def test_threads_that_find_damage_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One in a file would wait half a minute for its own lock.
+    monkeypatch.setattr(casnap.storage.index, "facts_for", lambda _: MemoryFacts())
     objects = Store(path).objects
     view = objects.view()
     digest, place = record_of(path, FROZEN)
@@ -269,7 +272,7 @@ def test_what_cannot_be_read_is_no_damage(path: Path, error: type[BackendError])
     key = str(pack_of(path).relative_to(path))
     backend = FaultyBackend(LocalBackend(path), Fault(act, "read_into", key, times=None))
     with pytest.raises(BackendError, match="too many open files"):
-        open_store(backend)["step_0"].restore({"state": StateDict(content(1))})
+        Store(backend)["step_0"].restore({"state": StateDict(content(1))})
     take(path, 2)
     assert places(path) == 1
 
@@ -286,7 +289,7 @@ def test_damage_is_told_though_commits_come_with_every_look(path: Path) -> None:
         return call.go()
 
     fault = Fault(act, "read_into", str(pack.relative_to(path)), times=most)
-    snapshot = open_store(FaultyBackend(LocalBackend(path), fault))["step_0"]
+    snapshot = Store(FaultyBackend(LocalBackend(path), fault))["step_0"]
     with pytest.raises(DamagedError, match="differ"):
         snapshot.restore({"state": StateDict(content(1))})
     assert 0 < fault.struck < most
@@ -319,6 +322,6 @@ def test_what_moves_with_every_look_is_read(path: Path) -> None:
 
     looks: list[bytes] = []
     fault = Fault(act, "read_into", "packs/*", times=None)
-    snapshot = open_store(FaultyBackend(LocalBackend(path), fault))["alone"]
+    snapshot = Store(FaultyBackend(LocalBackend(path), fault))["alone"]
     assert torch.equal(snapshot.read_object("s/alone"), ALONE)
     assert len(looks) == moves + 1

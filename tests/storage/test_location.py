@@ -23,6 +23,7 @@ from casnap.errors import (
     StoreError,
     UntrustedStoreError,
 )
+from casnap.opened import find
 from tests.support.faults import files
 from tests.support.mounts import NOBODY, as_nobody, needs_root, tmpfs
 
@@ -56,9 +57,25 @@ def test_the_parent_becomes_a_store(tmp_path: Path) -> None:
     assert names(Store(tmp_path / "run", create=False)) == ["step_1", "step_2"]
 
 
+def test_a_snapshot_knows_its_store(tmp_path: Path) -> None:
+    class Mine(Store):
+        """A store of the user's own kind."""
+
+    store = Mine(tmp_path / "run")
+    taken = store.take(LARGE, "step_1")
+    pending = store.async_take(LARGE, "step_2")
+    given = Snapshot("step_1", store=store)
+    for snapshot in (taken, pending.wait(), given, store["step_1"], *store.snapshots()):
+        assert snapshot.store is store
+    opened = Snapshot(tmp_path / "run/step_1")
+    assert type(opened.store) is Store
+    assert opened.store is opened.store["step_2"].store
+    assert opened.store.uri == store.uri
+
+
 def test_the_nearest_store_above_is_used(tmp_path: Path) -> None:
     outer = Store(tmp_path)
-    inner = Store._for_snapshot(tmp_path / "x/y/step", create=True)[0]
+    inner = find(tmp_path / "x/y/step", None, None, create=True)[0].store
     assert inner.id == outer.id
     for run in ("a/b/c", "a", "d"):
         snapshot = Snapshot.take(tmp_path / run / "step", LARGE)
@@ -429,7 +446,7 @@ def paths_below(folder: Path) -> list[Path]:
 def test_modes_and_group_follow_the_folder_of_the_store(
     tmp_path: Path, mode: int, umask: int
 ) -> None:
-    """Where nobody else may write to the folder, the umask counts too."""
+    """If no other user may write to the folder, the umask counts too."""
     folder = tmp_path / "store"
     folder.mkdir()
     group = NOBODY if os.geteuid() == 0 else folder.stat().st_gid

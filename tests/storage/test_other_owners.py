@@ -126,7 +126,7 @@ def test_roots_that_lead_elsewhere(tmp_path: Path, shared: Path) -> None:
 
 
 def test_a_moved_record_in_a_folder_of_everybody(tmp_path: Path, shared: Path) -> None:
-    """Whoever may write to a store of ours can move record and roots, which then are ours."""
+    """A user who may write to a store of ours can move its record and roots, which we own."""
     place = tmp_path / "scratch"
     place.mkdir()
     for name in ("casnap.json", "roots"):
@@ -141,7 +141,7 @@ def test_what_is_shared_is_found_by_walking_up(tmp_path: Path, shared: Path) -> 
     # Killed while it made the store: the record has a second name.
     os.link(shared / "casnap.json", shared / "tmp" / ("a" * 24))
     assert Snapshot.take(shared / "run/step_3", STATE).store.uri == str(shared)
-    # As in a container, whose user is not the owner of a folder from outside.
+    # As in a container: its user does not own a folder from outside.
     os.chown(shared, NOBODY, NOBODY)
     shared.chmod(0o755)
     assert Snapshot.take(shared / "run/step_4", STATE).store.uri == str(shared)
@@ -163,7 +163,7 @@ def test_roots_in_a_temp_folder_stop_nobody(
 
 
 def test_roots_of_ours_that_others_moved_stop_nobody(tmp_path: Path, shared: Path) -> None:
-    """Whoever may write to a store of ours can move its roots to where everybody may write."""
+    """A user who may write to a store of ours can move its roots to a place open to all."""
     place = tmp_path / "scratch"
     (place / "roots").mkdir(parents=True)
     (shared / "roots/0").rename(place / "roots/0")

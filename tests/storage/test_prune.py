@@ -17,9 +17,7 @@ from casnap.backends import LocalBackend
 from casnap.cli.durations import duration, duration_or_none
 from casnap.errors import BackendError, FencedError, SnapshotNotFoundError
 from casnap.format.records import Row
-from tests.cli.test_cli import Terminal
-from tests.cli.test_cli_errors import publish
-from tests.support.cli_calls import document, failure, fill, invoke
+from tests.support.cli_calls import Terminal, document, failure, fill, invoke
 from tests.support.faults import (
     CHUNK,
     app_state,
@@ -30,6 +28,7 @@ from tests.support.faults import (
     files,
     take,
 )
+from tests.support.written import publish
 
 TINY = {"s": StateDict(x=1)}
 

@@ -1,4 +1,4 @@
-"""A store in a sticky folder: each user deletes only what is theirs, and nobody is in the way."""
+"""A store in a sticky folder: users delete only their own files, and the work goes on."""
 
 from __future__ import annotations
 

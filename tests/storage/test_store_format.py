@@ -278,7 +278,7 @@ def test_a_feature_that_comes_while_a_take_runs(tmp_path: Path) -> None:
     store = Store(tmp_path / "s")
     done = []
 
-    def progress(_done: int, _total: int) -> None:
+    def progress(_what: str, _done: int, _total: int) -> None:
         if not done:
             done.append(with_root(Store(tmp_path / "s"), write_features=["holograms"]))
 

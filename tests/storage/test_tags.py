@@ -17,10 +17,9 @@ from casnap.errors import (
     SnapshotNotFoundError,
 )
 from casnap.format.records import Row
-from tests.cli.test_cli import Terminal
-from tests.cli.test_cli_errors import publish
-from tests.support.cli_calls import document, failure, invoke
+from tests.support.cli_calls import Terminal, document, failure, invoke
 from tests.support.faults import assert_holds, elsewhere, faults, files, take
+from tests.support.written import publish
 
 TINY = {"s": StateDict(x=1)}
 

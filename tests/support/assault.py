@@ -1,4 +1,4 @@
-"""All there is to do to a store that was written to do harm, with little memory and time."""
+"""Every operation on a hostile store, with little memory and time."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def digests_in(folder: Path) -> set[bytes]:
 
 
 class Assault:
-    """Does all there is to do to a hostile store, and watches.
+    """Calls every operation on a hostile store, and checks what it does.
 
     Args:
         folder: The store; what lies beside it must stay as it is.
@@ -131,7 +131,7 @@ class Assault:
             self._attempt(name, work)
             assert self._look_beside() == self._beside, name
             if name == "repair":
-                # What could not be read may be so now, and what is left over then may go.
+                # A repair may make the snapshot readable; the rest may then be deleted.
                 self._readable = self._readable or self._attempt("good", good_is_whole)
             if self._readable:
                 good_is_whole(Store(self.folder, create=False))
@@ -140,7 +140,7 @@ class Assault:
 
 
 def assail(folder: Path, forge: Forge, *, readable: bool | None = None) -> None:
-    """Forge a store, and do all there is to do, with little memory and time.
+    """Forge a store, and call every operation with little memory and time.
 
     Args:
         folder: Where.

@@ -1,15 +1,17 @@
-"""Equality to the last bit, for whatever a state may hold."""
+"""Equality of states to the last bit."""
 
 from __future__ import annotations
 
 import struct
 from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 
-def raw(tensor):
+def raw(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a tensor's elements, row-major."""
     tensor = tensor.detach()
     if tensor.is_quantized:
@@ -18,7 +20,7 @@ def raw(tensor):
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def noise(dtype, shape):
+def noise(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """Return random bits, NaNs with payloads among them, as a tensor."""
     if dtype is torch.bool:
         return torch.randint(0, 2, shape).bool()
@@ -26,7 +28,7 @@ def noise(dtype, shape):
     return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def assert_same(a, b, where="state"):
+def assert_same(a: Any, b: Any, where: str = "state") -> None:
     """Check that two values are of one type and equal bit for bit, in the same order."""
     assert type(a) is type(b), where
     if isinstance(a, torch.Tensor):
@@ -50,7 +52,7 @@ def assert_same(a, b, where="state"):
         assert _bits(a) == _bits(b), where
 
 
-def _assert_same_tensors(a, b, where):
+def _assert_same_tensors(a: torch.Tensor, b: torch.Tensor, where: str) -> None:
     for what in ("dtype", "shape", "layout", "requires_grad", "is_quantized"):
         assert getattr(a, what) == getattr(b, what), f"{where}: {what}"
     if a.layout is torch.sparse_coo:
@@ -69,11 +71,13 @@ def _assert_same_tensors(a, b, where):
             assert a.qscheme() == b.qscheme(), where
 
 
-def _bits(value):
+def _bits(value: Any) -> tuple[Any, ...]:
     if isinstance(value, float):
         return float, struct.pack("<d", value)
     if isinstance(value, complex):
         return complex, struct.pack("<dd", value.real, value.imag)
-    if isinstance(value, tuple | frozenset):
+    if isinstance(value, tuple):
         return type(value), *map(_bits, value)
+    if isinstance(value, frozenset):
+        return type(value), *sorted(map(_bits, value), key=repr)
     return type(value), value

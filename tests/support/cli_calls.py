@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 import torch
 from click.testing import CliRunner, Result
 
-from casnap import RNGState, StateDict, Store
+from casnap import RNGState, StateDict, Stateful, Store
 from casnap.cli import cli
 
 CHUNK = 64 << 10
@@ -24,7 +27,7 @@ def fill(folder: Path) -> Path:
     weight = torch.arange(6 * CHUNK // 4, dtype=torch.float32)
     for step in range(3):
         weight[0] += 1
-        state = {
+        state: dict[str, Stateful] = {
             "model": StateDict(weight=weight, bias=torch.zeros(4, dtype=torch.bfloat16)),
             "progress": StateDict(
                 step=step, name="é" * 50, many=[1.5, None, True], data=b"\0\1", odd={"a/b": 1}
@@ -64,7 +67,36 @@ def process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[s
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
         stdin=subprocess.DEVNULL,
         **options,
     )
+
+
+class Terminal:
+    """A command with a terminal of its own."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [*COMMAND, *map(str, arguments)], stdin=slave, stdout=slave, stderr=slave
+        )
+        os.close(slave)
+
+    def read_until(self, text: str) -> str:
+        seen = ""
+        while text not in seen:
+            assert select.select([self.master], [], [], 300)[0], seen
+            seen += os.read(self.master, 4096).decode()
+        return seen
+
+    def rest(self) -> tuple[int, str]:
+        """Return its exit status and what else it prints."""
+        seen = b""
+        try:
+            while chunk := os.read(self.master, 4096):
+                seen += chunk
+        except OSError:  # Linux says EIO where the other end is closed
+            pass
+        os.close(self.master)
+        return self.process.wait(300), seen.decode()

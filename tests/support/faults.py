@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 import casnap.restore.restore
-import casnap.take.take  # noqa: F401 - imported before any fork, whose user may not read the sources
+import casnap.take.take  # noqa: F401 - before any fork: another user may not read the sources
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.format.records import pack_key, segment_key
@@ -95,8 +95,13 @@ def assert_store(path: Path | str, steps: set[int], maybe: int | None = None) ->
 
 def files(folder: Path | str, under: str = "") -> set[str]:
     """Return the files of a store, as keys."""
-    top = Path(folder)
-    return {str(p.relative_to(top)) for p in (top / under).rglob("*") if p.is_file()}
+    top = f"{folder}/"
+    # A walk by pathlib takes three times as long.
+    return {
+        f"{place}/{name}".replace("//", "/")[len(top) :]
+        for place, _, names in os.walk(top + under)
+        for name in names
+    }
 
 
 def assert_no_orphans(path: Path | str) -> None:
@@ -308,8 +313,8 @@ def system_faults(
 def littered_store(path: Path) -> Path:
     """Make a store of steps 3 and 4 with garbage of every kind, and return its path.
 
-    It has packs that were condemned and wait, one that is mostly dead, some that nobody needs any
-    more; and of takes that were killed, packs and a segment without a root, and a temporary file.
+    It has condemned packs, a pack that is mostly dead, and packs that no snapshot needs. Takes that
+    were killed have left packs, a segment without a root, and a temporary file.
     """
     store = Store(path, chunk_size=CHUNK)
     for step in range(5):

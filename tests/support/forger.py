@@ -1,4 +1,4 @@
-"""Writes stores that lie: sealed as they should be, and nothing in them is true."""
+"""Writes hostile stores: all seals are right, and the content is not true."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import resource
 import signal
 import struct
 from collections.abc import Callable
+from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.errors import CasnapError
-from casnap.format.digest import Digest, digest_of
+from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.records import (
     PackId,
     Place,
@@ -27,14 +28,16 @@ from casnap.format.records import (
     seal,
     segment_key,
 )
-from tests.support.faults import CHUNK, in_child
+from tests.support.faults import CHUNK, files, in_child, memory_folder
 
 MEMORY = 512 << 20
 SECONDS = 20
+ABSENT = bytes(DIGEST_SIZE)
+HUGE = 1 << 62
 
 
 class Forger:
-    """Writes one more commit into a store, of whatever it is told.
+    """Writes one more commit into a store, with the content that it is given.
 
     Attributes:
         row: Fields of the snapshot's row to replace.
@@ -45,12 +48,14 @@ class Forger:
         table: The digest of a table to give instead.
         body: Changes the body of the segment before it is sealed.
         footer: Changes the footer of the pack.
-        count: The number of records that the root claims of the segment, where that is a lie.
+        count: The number of records that the root claims of the segment, if that is not true.
     """
 
     def __init__(self, folder: Path) -> None:
-        store = Store(folder, chunk_size=CHUNK)
-        store.take({"good": StateDict(x=torch.arange(100_000))}, "good")
+        for key, content in _good_store().items():
+            (folder / key).parent.mkdir(parents=True, exist_ok=True)
+            (folder / key).write_bytes(content)
+        store = Store(folder)
         self.folder = folder
         self.pack = PackId(b"\0" * 5 + b"\1" + os.urandom(10))
         self.row: dict[str, Any] = {}
@@ -79,12 +84,12 @@ class Forger:
 
     @property
     def good_packs(self) -> list[bytes]:
-        """The ids of the packs of the snapshot that is no lie."""
+        """The ids of the packs of the honest snapshot."""
         names = (path.name for path in (self.folder / "packs").rglob("?" * 32))
         return [bytes.fromhex(name) for name in names]
 
     def keep_good(self) -> None:
-        """Keep the snapshot that is no lie in the table."""
+        """Keep the honest snapshot in the table."""
         self.rows["good"] = self._good
 
     def tree(self, *items: Any) -> bytes:
@@ -137,6 +142,15 @@ class Forger:
         path.write_bytes(content)
 
 
+@lru_cache
+def _good_store() -> dict[str, bytes]:
+    """Return the files of a store of one honest snapshot."""
+    with memory_folder() as folder:
+        store = Store(folder / "store", chunk_size=CHUNK)
+        store.take({"good": StateDict(x=torch.arange(100_000))}, "good")
+        return {key: (folder / "store" / key).read_bytes() for key in files(folder / "store")}
+
+
 def limit_memory() -> None:
     """Let this process take :data:`MEMORY` more than it has, from now on.
 
@@ -149,7 +163,7 @@ def limit_memory() -> None:
 
 
 def assert_refused(folder: Path, *, readable: bool = False) -> None:
-    """Do all there is to do, with little memory and time: typed errors, and the restore fails.
+    """Call every operation with little memory and time: each error is typed, the restore fails.
 
     Args:
         folder: The store.
@@ -161,7 +175,7 @@ def assert_refused(folder: Path, *, readable: bool = False) -> None:
         # Of processor time, since the machine may be busy; what hangs meets the time-out.
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         state = StateDict()
-        results = {
+        results: dict[str, Callable[[Store], object]] = {
             "restore": lambda s: s["evil"].restore({"s": state}),
             "read": lambda s: s["evil"].read_object("s"),
             "entry": lambda s: s["evil"].read_object("s/x"),
@@ -185,3 +199,40 @@ def assert_refused(folder: Path, *, readable: bool = False) -> None:
         assert refused >= {"restore", "absent"} | (set() if readable else {"read"}), refused
 
     assert in_child(work) == 0
+
+
+# --- entries and trees ------------------------------------------------------------------------
+
+
+def tensor(
+    shape: list[int],
+    payload: list[Any],
+    dtype: str = "float32",
+    kind: str = "tensor",
+    quantization: Any = None,
+) -> list[Any]:
+    return ["t", dtype, shape, payload, kind, False, quantization]
+
+
+def value(kind: str, data: bytes) -> list[Any]:
+    return ["v", kind, [len(data), data, b"", 0]]
+
+
+def container(kind: str, count: int, spec: bytes = b"") -> list[Any]:
+    return ["c", kind, count, [len(spec), spec, b"", 0]]
+
+
+def inline(data: bytes) -> list[Any]:
+    return [len(data), data, b"", 0]
+
+
+def chunks(nbytes: int, digests: bytes, depth: int = 0) -> list[Any]:
+    return [nbytes, b"", digests, depth]
+
+
+GOOD = tensor([4], inline(bytes(16)))
+STATE = ["", container("dict", 1, encode([["x"], None, None]))]
+
+
+def branch(forger: Forger, *children: Any) -> bytes:
+    return forger.add(encode(["b", list(children)]))

@@ -1,4 +1,4 @@
-"""What lies in a store whose garbage is collected."""
+"""Checks of a store after its garbage was collected."""
 
 from __future__ import annotations
 

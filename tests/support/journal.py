@@ -58,8 +58,8 @@ class Expected:
     Attributes:
         attempts: The takes under each name that may have been committed, in order, from the last
             that was told to be; and that it was.
-        maybe_gone: What somebody wanted to delete, and may have.
-        gone: What somebody was told is deleted.
+        maybe_gone: Snapshots that a process began to delete, and may have deleted.
+        gone: Snapshots that a process was told are deleted.
     """
 
     def __init__(self, events: list[Event]) -> None:
@@ -98,7 +98,7 @@ class Expected:
         else:
             self.attempts[name].remove(taken)
             if end == "SnapshotExistsError" and name not in self._tag_tried:
-                self.problems.append(f"{taken} was refused, though nobody had tagged it")
+                self.problems.append(f"{taken} was refused, though it had no tag")
 
     def _delete(self, end: str, taken: Taken, _event: Event) -> None:
         if end == "begun":
@@ -137,7 +137,7 @@ class Expected:
         if end == "SnapshotNotFoundError" and not (
             taken in self.maybe_gone or overwritten or pruned
         ):
-            self.problems.append(f"a reader was told that {taken} is gone; nobody deleted it")
+            self.problems.append(f"a reader was told that {taken} is gone; no process deleted it")
 
     def problems_with(self, found: dict[str, int]) -> list[str]:
         """Return what is wrong with what a store holds: names and steps."""
@@ -146,9 +146,11 @@ class Expected:
             if (name, step) not in self.attempts.get(name, ()):
                 problems.append(f"{name} holds step {step}, which was not taken, or replaced")
             if (name, step) in self.gone:
-                problems.append(f"{name} of step {step} is there, but somebody was told it is not")
+                problems.append(
+                    f"{name} of step {step} is there, but a process was told that it is not"
+                )
         for name, attempts in self.attempts.items():
             sure = any(t in self.done for t in attempts)
             if name not in found and sure and self.maybe_gone.isdisjoint(attempts):
-                problems.append(f"{name} is gone, and nobody deleted it: {attempts}")
+                problems.append(f"{name} is gone, and no process deleted it: {attempts}")
         return problems

@@ -1,4 +1,4 @@
-"""What only root can set up: small file systems, and children that are somebody else."""
+"""What only root can set up: small file systems, and children that run as another user."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tmpfs(folder: Path, size: str) -> Iterator[Path]:
 
 def let_others_in(folder: Path) -> None:
     """Let other users look into a test's folder, and change nothing where they may already."""
-    for place in (folder, *folder.parents[:2]):
+    for place in (folder, *folder.parents[:3]):  # as many as pytest makes, at most
         place.chmod(stat.S_IMODE(place.stat().st_mode) | 0o055)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from casnap import RNGState, Snapshot, StateDict, Stateful, Store
 from casnap.backends import LocalBackend
 from casnap.ranks.comm import Group
-from casnap.testing import Call, Fault, FaultyBackend, after, before, fail, open_store
+from casnap.testing import Call, Fault, FaultyBackend, after, before, fail
 from tests.support.faults import kill
 from tests.support.yard import OnPurposeError, Seen, Yard, talk, watch
 
@@ -42,9 +42,9 @@ class Acting(StateDict):
         self._reading()
         return super().state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loading()
-        super().load_state_dict(state)
+        super().load_state_dict(state_dict)
 
 
 def nothing() -> None:
@@ -223,12 +223,13 @@ class _Arms:
             leave(group)
 
         with ExitStack() as patches:
-            for name, new in [
+            calls: list[tuple[str, Callable[..., Any]]] = [
                 ("enter_phase", noting),
                 ("all_to_all", calling),
                 ("_transfer", carrying),
                 ("leave", leaving),
-            ]:
+            ]
+            for name, new in calls:
                 patches.enter_context(mock.patch.object(Group, name, new))
             if self._faults is not None:
                 backend, faults = self._faults
@@ -241,11 +242,11 @@ def suffer(folder: str, case: Case, timeout: float) -> Outcome:
     path, rank = f"{folder}/store", dist.get_rank()
     yard, hurt = Yard(f"{folder}/yard"), rank == case.rank
     arms = _Arms(case, yard)
-    plain = open_store(LocalBackend(Path(path)))
-    store = open_store(arms.backend(path)) if hurt else plain
+    plain = Store(LocalBackend(Path(path)))
+    store = Store(arms.backend(path)) if hurt else plain
     state = app_state(1, *((arms.at("reading"), arms.at("loading")) if hurt else ()))
     progress = arms.at("progress") if hurt else nothing
-    talk(60)  # in a first operation nobody could tell a rank that died from one that is late
+    talk(60)  # in a first operation, a rank that died looks like one that is late
     with arms.up() if hurt else nullcontext():
         seen = watch(lambda: do(store, case.verb, "new", state, timeout, progress))
     if hurt:
@@ -268,7 +269,7 @@ def do(
 ) -> str:
     """Take a snapshot, or restore the one that is there; return its commit id."""
 
-    def report(done: int, total: int) -> None:
+    def report(what: str, done: int, total: int) -> None:
         progress()
 
     if verb == "restore":

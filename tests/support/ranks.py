@@ -6,7 +6,7 @@
     outcomes = world(2).run(work, expect_errors=True)    # results and exceptions, by rank
 
 The processes are forked, on first use, from a server that has imported torch and has one thread;
-they serve all worlds of a session. Whoever dies or hangs in a test is replaced for the next.
+they serve all worlds of a session. A process that dies or hangs in a test is replaced for the next.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PRELOADED = (
     "hypothesis",
     "pytest",
 )
-"""What ranks import: once, in the server that they are forked from, and not in each of them."""
+"""Modules that the server imports once, so that no rank has to."""
 
 _QUIET = {
     "OMP_NUM_THREADS": "1",
@@ -52,7 +52,7 @@ _QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "GLOO_LOG_LEVEL": "ERROR",
 }
-"""Set in every rank: one thread each, and nothing said but errors."""
+"""Set in every rank: one thread each, and only errors are printed."""
 
 
 class RankDied(Exception):  # noqa: N818 - it is an outcome as well
@@ -114,7 +114,7 @@ class _Call(NamedTuple):
 
 def _serve(calls: Connection, log: str) -> None:
     """Answer calls until the parent hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, who then ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends this
     threading.Thread(target=_end_with_parent, daemon=True).start()
     said = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(said, 1)
@@ -130,7 +130,7 @@ def _serve(calls: Connection, log: str) -> None:
         try:
             call: _Call = pickle.loads(calls.recv_bytes())
         except (EOFError, OSError):
-            os._exit(0)  # no destructor of a broken group gets a say
+            os._exit(0)  # the destructor of a broken group might hang
         faulthandler.dump_traceback_later(call.timeout)
         answer = _answer(call, current)
         faulthandler.cancel_dump_traceback_later()
@@ -141,9 +141,9 @@ def _serve(calls: Connection, log: str) -> None:
 def _host_store(line: Connection) -> None:
     """Host what groups are made through, as the agent of torchrun does, until the pool ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     line.send(store.port)
     with suppress(EOFError):
         line.recv()
@@ -170,6 +170,7 @@ def _answer(call: _Call, current: _Group | None) -> bytes:
 
 def _join(group: _Group, current: _Group | None) -> None:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     if group == current and dist.is_initialized():
         return
@@ -177,15 +178,15 @@ def _join(group: _Group, current: _Group | None) -> None:
         dist.destroy_process_group()
         _forget_meshes()
     timeout = timedelta(seconds=group.seconds)
-    server = dist.TCPStore("127.0.0.1", group.port, is_master=False, timeout=timeout)
-    store = dist.PrefixStore(group.prefix, server)
+    server = TCPStore("127.0.0.1", group.port, is_master=False, timeout=timeout)
+    store = PrefixStore(group.prefix, server)
     dist.init_process_group(
         "gloo", store=store, rank=group.rank, world_size=group.size, timeout=timeout
     )
 
 
 def _forget_meshes() -> None:
-    """Empty torch's caches of operators on DTensors: they keep meshes, whose groups are gone."""
+    """Empty torch's caches of operators on DTensors: they keep meshes of groups that are gone."""
     import torch
 
     module: Any = sys.modules.get("torch.distributed.tensor")
@@ -232,7 +233,7 @@ class _Rank:
         self.calls.send_bytes(pickle.dumps(call))
 
     def said(self) -> str:
-        """Return what the rank has written to stdout and stderr in its last call."""
+        """Return what the rank wrote to stdout and stderr in its last call."""
         return self._log.read_bytes()[self._heard :].decode(errors="replace")[-8000:]
 
     def answer(self) -> tuple[Any, bool]:
@@ -267,7 +268,7 @@ class World:
         work: Callable[..., Any],
         *args: Any,
         expect_errors: bool = False,
-        timeout: float = 60.0,
+        timeout: float = 300.0,
         group_timeout: float | None = None,
     ) -> list[Any]:
         """Run ``work(*args)`` on every rank, in a default process group of gloo.

@@ -32,7 +32,7 @@ from tests.support.journal import Expected, Journal, read_journal
 TAG = "kept"
 EACH = ("take", "delete", "prune", "tag", "collect", "restore", "killed", "stopped")
 _TICK = 0.02
-_LONGEST_WAIT = 60
+_LONGEST_WAIT = 300
 _STEPS_EACH = 100_000
 _MOST_FAILURES = 10
 # Beyond this a taker waits: where deletes are slow, a soak would end up in listing snapshots.
@@ -173,7 +173,7 @@ class Soak:
 
     Args:
         folder: Where the store, the caches and the journal are to be.
-        roles: How many of each there are: of those that take, delete, collect and read.
+        roles: How many processes take, delete, collect and read.
         seed: Of all that is random but the timing.
         kill_every: Seconds between two kills or stops, on the average.
     """
@@ -191,7 +191,7 @@ class Soak:
         self._processes: list[Process] = []
 
     def run(self, seconds: float, tell: Callable[[str], object] | None = None) -> None:
-        """Let them run, on a slow machine longer, and kill them all."""
+        """Let the processes run, longer on a slow machine, and kill them all."""
         began = time.monotonic()
         next_kill, next_tell = began + self._kill_every, began + 10
         try:
@@ -217,7 +217,7 @@ class Soak:
                 time.sleep(_TICK)
 
     def _is_early(self, passed: float) -> bool:
-        """Whether some of what is to be soaked was not done at all yet."""
+        """Whether one of the operations has not ended once yet."""
         return passed < _LONGEST_WAIT and not {*EACH} <= self.counted().keys()
 
     def counted(self) -> Counter[str]:

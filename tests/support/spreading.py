@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -52,7 +52,7 @@ class OnMesh(NamedTuple):
 
 
 class InRows(NamedTuple):
-    """A ShardedTensor: whose the rows are up to each cut."""
+    """A ShardedTensor: which rank holds the rows up to each cut."""
 
     cuts: tuple[int, ...]
     owners: tuple[int, ...]
@@ -61,7 +61,7 @@ class InRows(NamedTuple):
 Way = OnMesh | InRows | None
 """How a tensor is spread; None: all ranks hold all of it."""
 
-_MESHES = {
+_MESHES: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
     1: [((0,), (1,))],
     2: [((0, 1), (2,)), ((1,), (1,)), ((0, 1), (1, 2))],
     3: [((0, 1, 2), (3,)), ((0, 2), (2,)), ((1, 2), (2, 1))],
@@ -179,4 +179,4 @@ def is_right(value: torch.Tensor, whole: torch.Tensor) -> bool:
         and not hasattr(value.to_local(), "local_offsets")
     )
     # Not `and`: what is wrong on one rank alone would leave the others waiting.
-    return (raw(value.full_tensor()) == raw(whole) if gathers else True) & right
+    return (raw(cast(DTensor, value).full_tensor()) == raw(whole) if gathers else True) & right

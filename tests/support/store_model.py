@@ -87,7 +87,8 @@ def _kept_of_run(run: list[tuple[str, Held]], retention: Retention) -> set[str]:
         stay |= {name for name, _ in run[-retention.keep_last :]}
     if retention.keep_every:
         stay |= {name for name, held in run if held.step % retention.keep_every == 0}
-    for _, count, mode in retention.keep_best:
+    best: Any = retention.keep_best
+    for _, count, mode in best:
         sign = -1 if mode == "max" else 1
         ranked = [(sign * h.loss, -h.order, n) for n, h in run if h.loss is not None]
         stay |= {n for *_, n in sorted(ranked)[:count]} if ranked else {n for n, _ in run}

@@ -1,8 +1,10 @@
-"""Snapshots of many ranks, written entry by entry in one process: in boxes, in two scopes."""
+"""Stores written past the take: snapshots of many ranks, rows and settings as they are given."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +21,13 @@ from casnap.format.entries import (
     with_payload,
 )
 from casnap.format.grid import Cells, grid_of
-from casnap.format.records import INLINE_BYTES, INLINE_DIGESTS, Row, Stats, encode
+from casnap.format.records import CONFIG_KEY, INLINE_BYTES, INLINE_DIGESTS, Row, Stats, encode
 from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
 from casnap.runtime.buffers import bytes_at
 from casnap.runtime.threads import Crew
 from casnap.state.flatten import Leaf, flatten
+from casnap.state.sharded import Shards
 from casnap.state.tensors import itemsize_of
 from casnap.storage.commit import Transaction
 from casnap.storage.table import setting
@@ -99,8 +102,9 @@ class _Writer:
         entry, content = leaf.entry, leaf.content
         if leaf.path in self._boxes:
             assert isinstance(entry, TensorEntry)
-            fields = (getattr(entry, field) for field in TensorEntry.__struct_fields__)
-            entry = BoxedTensorEntry(*fields, self._boxes[leaf.path])
+            fields = {field: getattr(entry, field) for field in TensorEntry.__struct_fields__}
+            entry = BoxedTensorEntry(**fields, boxes=self._boxes[leaf.path])
+        assert not isinstance(content, Shards)
         raw = content if isinstance(content, bytes) else _bytes_of(content)
         self.nbytes += len(raw)
         self.entries += 1
@@ -126,3 +130,18 @@ class _Writer:
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     tensor = tensor.contiguous()
     return bytes_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
+
+
+def publish(store: Store, rows: dict[str, Row]) -> None:
+    """Put rows into the table as they are."""
+    with Crew() as crew:
+        transaction = Transaction(store.objects, crew)
+        try:
+            transaction.publish(lambda _table, _seq: dict(rows))
+        finally:
+            transaction.close()
+
+
+def configure(path: Path, **changes: Any) -> None:
+    config = json.loads((path / CONFIG_KEY).read_text())
+    (path / CONFIG_KEY).write_text(json.dumps(config | changes))

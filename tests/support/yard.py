@@ -1,4 +1,4 @@
-"""What ranks say to each other in a test, how something ends on each, and how they stand still."""
+"""Ranks that talk in a test, that stand still, and how a call ends on each of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from casnap.ranks.comm import Comm, join
 
-SOON = 5.0
-"""Seconds that a busy machine may add to what is awaited."""
+SOON = 30.0
+"""Seconds that a busy machine may add to a wait. A rank that hangs waits for longer."""
 
 
 class OnPurposeError(Exception):
@@ -28,7 +28,7 @@ class Seen(NamedTuple):
     Attributes:
         error: The type of what was raised; empty if nothing was.
         text: What it says.
-        ranks: Whom it blames.
+        ranks: The ranks that it blames.
         seconds: How long that took.
         value: What was returned.
     """
@@ -62,7 +62,7 @@ def nothing_hangs() -> None:
     """Check that no thread still waits for the store of the process group."""
     for thread in threading.enumerate():
         if thread.name == "casnap-link":
-            thread.join(5)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -70,7 +70,7 @@ def nothing_hangs() -> None:
 
 
 class Yard:
-    """A folder where ranks leave word for each other, whatever becomes of their connections."""
+    """A folder where ranks leave messages for each other, also after their connections broke."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -83,10 +83,10 @@ class Yard:
 
     def wait(self, *words: str) -> str:
         """Wait for one of some words that other processes leave."""
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         while not (left := [word for word in words if (self.folder / word).exists()]):
             if time.monotonic() > until:
-                raise TimeoutError(f"nobody left any of {words}")
+                raise TimeoutError(f"no process left any of {words}")
             time.sleep(0.005)  # there is no event between processes that may be killed
         return left[0]
 

@@ -1,9 +1,7 @@
-"""Taking in the background: the moment of the call, and no error lost."""
+"""Taking in the background: the snapshot is that of the call, and no error is lost."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from casnap import RNGState, Snapshot, StateDict, Store, release_memory
 from casnap.errors import BackendError, CasnapError, SnapshotExistsError
 from casnap.runtime.buffers import _all_pools
 from tests.support.bitwise import assert_same
+from tests.support.warm import run_python
 
 
 @pytest.fixture
@@ -106,7 +105,7 @@ def test_later_changes_do_not_show(store, monkeypatch, max_staging_bytes):
 
 
 def test_more_than_the_staging_memory_holds(store):
-    """The call then blocks until enough has been stored; every byte is still of its moment."""
+    """The call then blocks until enough is stored; no later change shows in the snapshot."""
     big = torch.arange(80_000_000, dtype=torch.int32)  # 320 MB, and two cores hold 256 MiB at least
     live = StateDict(a=big, b=torch.arange(100))
     pending = store.async_take({"s": live}, "step", max_staging_bytes=64 << 20)
@@ -119,7 +118,7 @@ def test_more_than_the_staging_memory_holds(store):
 
 
 def test_a_training_loop_goes_on(store):
-    """Each snapshot shows the step that it was taken at, though the next one has begun."""
+    """Each snapshot holds the step it was taken at, though the next step has begun."""
     model = torch.nn.Linear(400, 300)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     progress = StateDict(step=0)
@@ -137,7 +136,7 @@ def test_a_training_loop_goes_on(store):
 
 
 def test_the_state_is_let_go_of(store):
-    """What is staged is a copy; nobody keeps the tensors themselves alive once it is stored."""
+    """The staged bytes are a copy: once they are stored, nothing keeps the tensors alive."""
     import gc
     import weakref
 
@@ -254,7 +253,7 @@ def test_an_error_does_not_keep_the_next_take_from_its_turn(store, monkeypatch, 
 # --- exit -------------------------------------------------------------------------------------
 
 SCRIPT = """
-import sys, threading, time
+import sys, threading
 import torch
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import StorageFullError
@@ -263,8 +262,10 @@ store = Store(sys.argv[1])
 backend = store.objects.backend
 through = backend.write
 
-def slow(key, content):
-    time.sleep(0.3)
+ending = threading.Event()
+
+def late(key, content):
+    assert not first.done() or ending.wait(60)
     return through(key, content)
 
 def full(key, content):
@@ -272,27 +273,22 @@ def full(key, content):
 """
 
 
-def script(store, code, **kwargs):
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT + code, store.uri],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        **kwargs,
-    )
+def script(store, code):
+    return run_python(SCRIPT + code, store.uri)
 
 
 def test_the_interpreter_waits_for_what_is_pending(store):
-    """Also when it ends by an exception: the last steps are those that one wants then."""
+    """It also waits after an exception, when the last steps matter most."""
     done = script(
         store,
         """
-backend.write = slow
 x = torch.arange(300_000)
-store.async_take({"s": StateDict(x=x)}, "step_1")
+first = store.async_take({"s": StateDict(x=x)}, "step_1")
+backend.write = late
 x.zero_()
 pending = store.async_take({"s": StateDict(x=x)}, "step_2")
 assert not pending.done()
+threading.Timer(0.3, ending.set).start()
 raise SystemExit(3)
 """,
     )
@@ -373,10 +369,10 @@ class Drawing(StateDict):
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_what_others_draw_during_a_take_is_not_drawn_again(store, draws):
-    """The random state is set back once the states are read, and only if to read them drew."""
+    """The random state is reset after the states are read, and only if reading drew from it."""
     drawn = []
 
-    def progress(done, total):
+    def progress(what, done, total):
         drawn.append(torch.rand(3))
 
     state = {"rng": RNGState(), "s": (Drawing if draws else StateDict)(x=torch.randn(100_000))}

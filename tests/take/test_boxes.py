@@ -20,13 +20,10 @@ from casnap.format.region import Region
 from casnap.maintenance.diff import Change
 from casnap.restore.loading import Loading
 from casnap.state.tensors import Leaf
-from tests.format.test_grid import regions
-from tests.format.test_tiling import tilings
-from tests.robustness.test_damage import flip
 from tests.support.bitwise import assert_same, noise, raw
-from tests.support.checks import change, record_of
+from tests.support.boxes import regions, tilings
 from tests.support.cli_calls import document, invoke
-from tests.support.damaged import repair, safetensors
+from tests.support.damaged import change, flip, record_of, repair, safetensors
 from tests.support.faults import CHUNK
 from tests.support.written import write
 
@@ -122,7 +119,7 @@ def test_parts_are_filled_and_nothing_else_is_read(store, data, case):
     assert sorted(want.digest for want in wanted) == sorted(pairs)
     if wanted:
         nbytes = sum(region.numel for region, _ in parts) * tensor.itemsize
-        assert told[-1] == (nbytes, nbytes)
+        assert told[-1] == ("reading", nbytes, nbytes)
 
 
 def test_shards_of_rows_are_copied_as_bytes(store, monkeypatch):
@@ -276,7 +273,7 @@ def test_the_manifest_has_every_rank(world):
 
 
 def test_own_entries_win(store):
-    """Where an entry stands in both scopes, as after an error of somebody's, it is read as told."""
+    """A faulty writer may put an entry into both scopes; a rank's own entry then wins."""
     snapshot = write(store, "twice", [{"m": {"x": 0}}, {"m": {"x": 1}}], own=["m/x"])
     both = {**snapshot.contents.manifest.shared}
     contents = snapshot.contents

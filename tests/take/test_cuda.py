@@ -141,7 +141,7 @@ def test_read_object_waits_for_the_stream_of_its_caller(
 
 
 def test_a_restore_waits_for_the_streams_of_its_threads(tmp_path: Path) -> None:
-    """They write what is cast or strided by kernels that the caller's stream knows nothing of."""
+    """Threads cast and copy on streams that the caller's stream does not wait for by itself."""
     expected = torch.randn(4000, 4000)
     snapshot = Snapshot.take(tmp_path / "run" / "step", {"s": StateDict(x=expected)})
     live = StateDict(x=torch.zeros(4000, 4000, device="cuda", dtype=torch.float64).t())

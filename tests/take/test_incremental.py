@@ -1,16 +1,15 @@
-"""What the store holds already is neither copied nor written, whoever put it there."""
+"""What the store holds already is neither copied nor written, no matter which take stored it."""
 
 from __future__ import annotations
 
-import multiprocessing
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from casnap import Snapshot, StateDict, Store
 from tests.support.bitwise import assert_same
+from tests.support.warm import run_python
 
 CHUNK = 64 << 10
 TREE = 16 << 10
@@ -110,7 +109,7 @@ def test_what_returns_to_an_earlier_value_costs_nothing(store):
 
 
 def test_equal_bytes_under_other_names_cost_nothing(store):
-    """Whatever the key, the path, the kind, the container, or the dtype that one sees them as."""
+    """Key, path, kind, container and dtype do not matter, only the bytes."""
     state = frozen_and_trained()
     store.take(state, "step_0")
     w = state["backbone"]["w"]
@@ -138,7 +137,7 @@ def test_across_runs_names_and_stores_opened_anew(tmp_path):
 
 
 def test_after_a_snapshot_was_deleted_or_overwritten(store):
-    """Bytes of a deleted snapshot may still serve, and what is left is whole in any case."""
+    """A take may reuse bytes of a deleted snapshot; other snapshots stay whole."""
     state = frozen_and_trained()
     store.take(state, "step_0")
     state["adapter"]["b"] += 1
@@ -163,9 +162,8 @@ w = torch.randn(64, 16384)
 w[3] = 0
 print(Store(sys.argv[1]).take({"m": StateDict(w=w)}, "step_1").stats.new_bytes)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, store.uri], capture_output=True, text=True, check=True
-    )
+    done = run_python(code, store.uri)
+    assert done.returncode == 0, done.stderr
     assert CHUNK <= int(done.stdout) < CHUNK + TREE
     taken = store["step_1"].read_object("m/w")
     assert not taken[3].any()
@@ -174,7 +172,7 @@ print(Store(sys.argv[1]).take({"m": StateDict(w=w)}, "step_1").stats.new_bytes)
 
 
 def test_compressed_stores(tmp_path):
-    """Identity is that of the raw bytes; casts and odd strides read compressed chunks as well."""
+    """Chunks are equal if their raw bytes are; casts and odd strides read compressed chunks too."""
     plain = Store(tmp_path / "store", chunk_size=CHUNK)
     packed = Store(tmp_path / "store", compress=True)
     x = torch.arange(100_000, dtype=torch.float64).reshape(100, 1000)
@@ -197,16 +195,15 @@ STEPS = 6
 
 
 def weights(writer, step):
-    """Return what both writers share, what changes with the step, and what is one's own."""
+    """Return the state of a writer: a part both share, a part by step, and a part of its own."""
     shared = torch.arange(16 * 16384, dtype=torch.float32).reshape(16, 16384)
     shared[step % 16] = step
     own = torch.full((2, 16384), 100.0 * writer + step)
     return {"m": StateDict(shared=shared, own=own, step=step)}
 
 
-def write(uri, writer, ready):
+def write(uri, writer):
     store = Store(uri)
-    ready.wait(60)
     for step in range(STEPS):
         state = weights(writer, step)
         if step % 2:
@@ -215,15 +212,24 @@ def write(uri, writer, ready):
             store.async_take(state, f"run_{writer}/step_{step}", metadata={"writer": writer})
 
 
-def test_two_processes_take_into_one_store_at_once(store):
-    context = multiprocessing.get_context("spawn")
-    ready = context.Barrier(2)
-    writers = [context.Process(target=write, args=(store.uri, i, ready)) for i in range(2)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(100)
-        assert writer.exitcode == 0
+WRITER = """
+import os, sys, time
+from tests.take.test_incremental import write
+
+uri, writer, ready = sys.argv[1:]
+open(f"{ready}/{writer}", "w").close()
+while len(os.listdir(ready)) < 2:
+    time.sleep(0.001)
+write(uri, int(writer))
+"""
+
+
+def test_two_processes_take_into_one_store_at_once(store, tmp_path):
+    ready = tmp_path / "ready"
+    ready.mkdir()
+    with ThreadPoolExecutor(2) as threads:
+        for done in threads.map(lambda i: run_python(WRITER, store.uri, i, ready), range(2)):
+            assert done.returncode == 0, done.stderr
     snapshots = Store(store.uri).snapshots()
     assert len(snapshots) == 2 * STEPS
     assert len({s.seq for s in snapshots}) == 2 * STEPS

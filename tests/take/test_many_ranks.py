@@ -1,4 +1,4 @@
-"""Takes by several ranks: one snapshot, each byte stored once, and whose each entry is."""
+"""Takes by several ranks: one snapshot, each byte stored once, entries shared or per rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.errors import DamagedError, SnapshotExistsError, StateError
 from casnap.format.codec import Codec
 from casnap.runtime import buffers
-from tests.robustness.test_damage import damage_everywhere
+from tests.support.damaged import damage_everywhere
 
 MIB = 1 << 20
 
@@ -226,7 +226,7 @@ def take_with_small_slots(path: str, cores: int) -> None:
 
 @pytest.mark.parametrize("cores", [2, 5, 16])
 def test_more_cores_than_buffers(world, tmp_path, cores):
-    """Threads that wait for other ranks must not keep all buffers from those who have work."""
+    """Threads that wait for other ranks must leave buffers to the threads that have work."""
     Store(tmp_path / "store", chunk_size=1 << 16)
     world(2).run(take_with_small_slots, str(tmp_path / "store"), cores)
     assert Store(tmp_path / "store").check(data=True).ok

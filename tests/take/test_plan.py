@@ -1,4 +1,4 @@
-"""Who hashes which cells: plans carried out on numbered elements, by ranks that hold boxes."""
+"""Which rank hashes which cells: plans, carried out on numbered elements."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def meshes(draw, shape):
 
 @st.composite
 def held_tensors(draw, *, overlapping=False):
-    """A shape, and who holds which boxes of it: replicated, several a rank, in any order."""
+    """A shape, and the boxes that each rank holds: replicated, several a rank, in any order."""
     shape = draw(shapes)
     boxes = draw(tilings(shape) | meshes(shape))
     if overlapping:
@@ -91,7 +91,7 @@ class Ranks:
         return held[region.within(box)].tobytes()
 
     def carried_out(self, plan):
-        """Return the cells that each rank hashes, by number, and what came to pass on the way."""
+        """Return the cells that each rank hashes, by number, and what was passed between ranks."""
         cells = defaultdict(list)
         mail = {
             (send.cell, send.to, rank, send.start, send.stop)
@@ -249,7 +249,7 @@ def test_turns_spread_boxes_of_replicas():
 
 
 def test_sends_of_replicas_are_spread():
-    # Each cell of 4 rows is cut in 3 + 1; three ranks have what the others lack.
+    # Each cell of 4 rows is cut in 3 + 1; three ranks hold rows that the other ranks lack.
     holders = [(0, Region((4 * i, 0), (3, 4))) for i in range(30)]
     holders += [(r, Region((4 * i + 3, 0), (1, 4))) for i in range(30) for r in (1, 2, 3)]
     plan = plan_tensor((120, 4), 4, 64, holders)

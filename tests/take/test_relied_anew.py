@@ -1,4 +1,4 @@
-"""What a writer relied on is collected while it works, but was copied before: it relies on that."""
+"""A pack that a writer relies on is collected, but was copied before: the writer uses the copy."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_is_nowhere_any_more(store: Store) -> None:
 
 
 def test_a_look_that_fails_forgets_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is repeated, on a newer root; what was relied on is still to be looked for then."""
+    """The commit is repeated on a newer root; the pack relied on must be looked for again."""
     find = Index.find
     with writer(store) as (transaction, _):
         for name in ("full", "kept"):

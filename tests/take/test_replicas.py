@@ -1,4 +1,4 @@
-"""What is said to be the same on all ranks, and is not: nothing becomes a mixture in silence."""
+"""Values declared equal on all ranks that are not: no snapshot silently mixes ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def wrapped(**options: Any) -> DistributedDataParallel:
 
 
 def through_ddp(folder: str, what: str, options: dict[str, Any]) -> tuple[dict[str, Any], int, str]:
-    """Let something of a module differ; return what a rank gets back, and what was warned of."""
+    """Make one part of a module differ; return what a rank restores, and the warnings."""
     rank, said = dist.get_rank(), list[str]()
     module = wrapped(**options)
     with torch.no_grad():
@@ -259,7 +259,7 @@ def test_a_quarter_of_a_chunk_that_differs_is_always_found(seed: int, at: int, m
 
 
 def test_scattered_differences_are_found() -> None:
-    """One element of a thousand, as rows of an embedding that one rank alone has trained."""
+    """One element of a thousand differs, as in an embedding row that one rank trained."""
     one = torch.zeros(16, 1 << 18)
     for seed in range(20):
         other = one.clone()

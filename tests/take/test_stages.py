@@ -34,7 +34,7 @@ def stage_of(size: int, stages: int) -> tuple[int, DeviceMesh]:
 
 
 class Stage(nn.Module):
-    """Some layers of a model, by the names that they have in the whole; spread by FSDP2."""
+    """Some layers of a model, under their names in the whole model; sharded by FSDP2."""
 
     def __init__(self, stages: int, value: float) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def restore_as_before(path: str, stages: int) -> int:
     """Restore all; return the bytes that came."""
     model, train, seen = Stage(stages, 9.0), training(stages, 9.0), [0]
     state = {"model": model, "train": train}
-    report = Snapshot(path).restore(state, progress=lambda _, total: seen.append(total))
+    report = Snapshot(path).restore(state, progress=lambda _what, _done, total: seen.append(total))
     assert not report
     assert values_of(model.state_dict()) == values_of(Stage(stages, 1.0).state_dict())
     assert values_of(train.state_dict()) == values_of(training(stages, 1.0).state_dict())
@@ -149,7 +149,7 @@ def test_two_tensors_of_one_path_are_refused(world: Worlds, tmp_path: Path) -> N
 
 
 def take_replicas(path: str) -> None:
-    """Take what is spread over pairs of ranks, each pair for itself."""
+    """Take a tensor that each pair of ranks shards for itself."""
     _, mesh = stage_of(4, 2)
     whole = torch.arange(50_000.0)
     Snapshot.take(path, {"state": StateDict(x=distribute_tensor(whole, mesh, [Shard(0)]))})

@@ -1,10 +1,10 @@
-"""A take that is begun within another call of the same thread: said at once, or done."""
+"""A take within another call of the same thread is refused at once, or works."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,12 @@ from tests.support.faults import CHUNK, app_state, assert_store, backend_faults,
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
+HANDLED = threading.Event()
+"""Set by a handler of SIGTERM when it begins."""
+
+
 class Last:
-    """A handler of SIGTERM that takes; what came of it is noted, and the call goes on."""
+    """A handler of SIGTERM that takes, and notes the result."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -32,6 +36,7 @@ class Last:
         signal.signal(signal.SIGTERM, self)
 
     def __call__(self, *_: object) -> None:
+        HANDLED.set()
         step = 100 + len(self.taken)
         try:
             self.taken.append(take(self._store, step))
@@ -40,12 +45,14 @@ class Last:
 
 
 def terminate() -> None:
+    """Send this process a SIGTERM, and wait until the main thread is in its handler."""
+    HANDLED.clear()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.05)  # on another thread: the main thread gets it meanwhile
+    HANDLED.wait(30)
 
 
 class Terminated(StateDict):
-    """A state whose reading is met by a SIGTERM."""
+    """A state that gets a SIGTERM while it is read."""
 
     def state_dict(self) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -53,7 +60,7 @@ class Terminated(StateDict):
 
 
 def within(tmp_path: Path, work: Callable[[Store], object]) -> None:
-    """Do some work in a child that a SIGTERM meets there; a take by its handler is refused."""
+    """Work in a child that gets a SIGTERM meanwhile; a take in the handler must be refused."""
 
     def child() -> None:
         store = Store(tmp_path / "store", chunk_size=CHUNK)
@@ -91,7 +98,7 @@ def test_while_chunks_are_written(tmp_path: Path) -> None:
 
 
 def test_while_a_state_is_copied(tmp_path: Path) -> None:
-    """More than the staging memory holds: the call waits for what is stored meanwhile."""
+    """The state exceeds the staging memory, so the call waits while parts are stored."""
 
     def work(store: Store) -> None:
         staging._BLOCK_BYTES = staging._kept.slot_bytes = staging.PIECE_BYTES
@@ -99,7 +106,7 @@ def test_while_a_state_is_copied(tmp_path: Path) -> None:
         big = {"state": StateDict(x=torch.ones(blocks * staging.PIECE_BYTES, dtype=torch.uint8))}
         told: list[int] = []
 
-        def progress(done: int, total: int) -> None:
+        def progress(_what: str, done: int, _total: int) -> None:
             told.append(done)
             if len(told) == 1:
                 terminate()
@@ -140,10 +147,10 @@ def test_while_memory_is_given_back(tmp_path: Path) -> None:
 
 
 def test_from_progress(tmp_path: Path) -> None:
-    """That is called on a thread that works for the take."""
+    """``progress`` runs on a thread that works for the take."""
     store = Store(tmp_path / "store", chunk_size=CHUNK)
 
-    def progress(done: int, total: int) -> None:
+    def progress(_what: str, done: int, _total: int) -> None:
         take(store, 100)
 
     with pytest.raises(NestedTakeError, match="within take"):
@@ -184,7 +191,7 @@ def test_a_state_may_be_read_from_another_snapshot(tmp_path: Path) -> None:
 
 
 def test_while_a_pending_take_is_waited_for(tmp_path: Path) -> None:
-    """A wait has nothing in its hands: the take of the handler comes after the pending one."""
+    """``wait()`` holds nothing, so the handler's take works and comes after the pending one."""
 
     def child() -> None:
         store = Store(tmp_path / "store", chunk_size=CHUNK)
@@ -199,12 +206,17 @@ def test_while_a_pending_take_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_flag_is_looked_at_in_the_loop(tmp_path: Path) -> None:
-    """What the message advises."""
+    """A handler that only sets a flag, as the error message advises."""
 
     def child() -> None:
         store = Store(tmp_path / "store", chunk_size=CHUNK)
         stop: list[int] = []
-        signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+
+        def note(*_: object) -> None:
+            HANDLED.set()
+            stop.append(1)
+
+        signal.signal(signal.SIGTERM, note)
         step = 0
         while not stop:
             step += 1

@@ -83,7 +83,7 @@ def _take(path: str, kind: str, nbytes: int) -> tuple[float, int, int]:
     state = {"model": StateDict(**_state(kind, nbytes))}
     hashed = [0]
 
-    def progress(done: int, _total: int) -> None:
+    def progress(_what: str, done: int, _total: int) -> None:
         hashed[0] = done
 
     replicated = ["**"] if kind == "declared" else None

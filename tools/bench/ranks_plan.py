@@ -17,7 +17,7 @@ import msgspec
 from casnap.format.entries import Payload, TensorEntry
 from casnap.format.grid import grid_of
 from casnap.format.records import encode
-from casnap.restore.shared_reads import Units, deal_out, window_for
+from casnap.restore.shared_reads import Units, schedule_reads, window_for
 from casnap.runtime.buffers import SLOT_BYTES
 from casnap.runtime.threads import collector_paused
 from casnap.take import path_owner, rounds
@@ -201,7 +201,7 @@ def _wanted(unit: int, first: int, stop: int) -> bytes:
 def _dealt(ranks: int, said: list[tuple[list[int], bytes]], share: int) -> _Cost:
     def work() -> bytes:
         wanted = [(some, msgspec.msgpack.decode(text, type=Units)) for some, text in said]
-        return encode(deal_out(wanted, ranks, share, window_for(ranks)))
+        return encode(schedule_reads(wanted, ranks, share, window_for(ranks)))
 
     # Of so many objects, tracing each would take minutes.
     with PeakMemory() as memory:

@@ -23,7 +23,7 @@ def open_store(store: str | None) -> Store:
     return Store(store or ".", create=False)
 
 
-def open_whole(store: str | None) -> Store:
+def open_whole_store(store: str | None) -> Store:
     """Return the store at or above a folder, for a command that is about all of it.
 
     Raises:
@@ -78,7 +78,7 @@ def second_snapshot(path: str, first: Snapshot) -> Snapshot:
     return first.store[beside]
 
 
-def place_of(store: Store) -> dict[str, Any]:
+def store_fields(store: Store) -> dict[str, Any]:
     """Return, for JSON, where a listing comes from."""
     return {"store": store.objects.backend.uri, "prefix": store.prefix}
 
@@ -91,7 +91,7 @@ def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:
         return None
 
 
-def facts_of(snapshot: Snapshot) -> dict[str, Any]:
+def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
     """Return, for JSON, what is known of a snapshot beside its tree."""
     return {
         "name": snapshot.name,

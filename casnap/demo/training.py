@@ -2,7 +2,7 @@
 
 A byte-level GPT is first trained on sources of the standard library and taken as ``base``. It
 is then fine-tuned on the prose behind ``help()``: adapters on a frozen backbone, then all
-weights. What happens is told on stdout, one JSON object a line, for the demo to show.
+weights. The process reports each event on stdout, as one JSON object a line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 
 from casnap import RNGState, Snapshot, StateDict, Store
-from casnap.cli.demo import Plan
+from casnap.demo.plan import Plan
 
 VOCABULARY = 256
 HEAD_WIDTH = 32
@@ -43,7 +43,7 @@ def tell(event: str, **fields: Any) -> None:
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer that can carry a low-rank adapter (LoRA)."""
+    """A linear layer that can have a low-rank adapter (LoRA)."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)
@@ -53,7 +53,7 @@ class AdaptedLinear(nn.Linear):
         self.register_parameter("up", None)
 
     def add_adapter(self, rank: int) -> None:
-        """Add the adapter; the layer's result is the same until it is trained."""
+        """Add the adapter. Until it is trained, the layer computes the same as before."""
         self.down = nn.Parameter(torch.randn(rank, self.in_features) / math.sqrt(rank))
         self.up = nn.Parameter(torch.zeros(self.out_features, rank))
 
@@ -103,7 +103,7 @@ class GPT(nn.Module):
         nn.init.zeros_(self.positions.weight)
 
     def add_adapters(self) -> None:
-        """Put an adapter on every layer that can carry one."""
+        """Add an adapter to every layer that can have one."""
         for module in self.modules():
             if isinstance(module, AdaptedLinear):
                 module.add_adapter(ADAPTER_RANK)
@@ -141,7 +141,7 @@ def tuning_text() -> bytes:
 
 
 class Sampler:
-    """Cuts a text into windows and deals them in a shuffled order, from wherever it stands."""
+    """Cuts a text into windows, and yields batches of them in a shuffled order."""
 
     def __init__(self, text: bytes, length: int, seed: int) -> None:
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -163,11 +163,11 @@ class Sampler:
         return self.windows[chosen].long()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the sampler stands."""
+        """Return the position of the sampler."""
         return {"seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where another sampler of the same text stood."""
+        """Go to the position of another sampler of the same text."""
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
         self._shuffle()
 
@@ -176,7 +176,7 @@ class Sampler:
 
 
 class Training:
-    """Everything that must come back for a run to go on as if nothing had happened."""
+    """The state of a training. To continue exactly, a run must restore all of it."""
 
     def __init__(self, plan: Plan) -> None:
         torch.set_num_threads(plan.threads)
@@ -189,7 +189,7 @@ class Training:
         self.enter("base")
 
     def enter(self, phase: str) -> None:
-        """Choose what is trained, with a fresh optimizer for it."""
+        """Choose the parameters to train, and make a new optimizer for them."""
         self.phase = phase
         for parameter in self.model.parameters():
             parameter.requires_grad_(phase != "adapters")
@@ -199,14 +199,14 @@ class Training:
         self.optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE[phase], betas=(0.9, 0.95))
 
     def begin_tuning(self) -> None:
-        """Put adapters on the base model and turn to the other text."""
+        """Put adapters on the base model, and switch to the other text."""
         torch.manual_seed(self.plan.seed + 1)
         self.model.add_adapters()
         self.sampler = Sampler(tuning_text(), self.plan.context + 1, self.plan.seed)
         self.enter("adapters")
 
     def app_state(self) -> dict[str, Any]:
-        """Return everything that a snapshot is to hold."""
+        """Return the app state for a snapshot."""
         return {
             "model": self.model,
             "optim": self.optimizer,
@@ -245,7 +245,7 @@ def train_base(training: Training) -> float:
 
 
 def resume(training: Training, snapshot: Snapshot) -> None:
-    """Bring back the state of ``snapshot``, or the base model of it."""
+    """Restore the state of ``snapshot``; of the base snapshot, only the model."""
     started = time.perf_counter()
     user = snapshot.metadata.user
     if user["phase"] == "base":
@@ -263,8 +263,8 @@ def take(training: Training, store: Store, name: str, loss: float) -> None:
     """Take a snapshot, and save the same state by ``torch.save`` for the comparison.
 
     Args:
-        training: What is taken.
-        store: Where to.
+        training: The training to take.
+        store: The store.
         name: The name of the snapshot.
         loss: The mean loss since the take before.
     """
@@ -304,7 +304,7 @@ def torch_save(app_state: dict[str, Any], path: Path) -> tuple[int, float]:
 
 
 def tune(training: Training, store: Store | None) -> None:
-    """Fine-tune to the end, with a take every few steps where a store is given."""
+    """Fine-tune to the end; if a store is given, take a snapshot every few steps."""
     plan, progress = training.plan, training.progress
     for step in range(progress["step"], plan.steps):
         phase = "adapters" if step < plan.adapter_steps else "all"
@@ -320,7 +320,7 @@ def tune(training: Training, store: Store | None) -> None:
 
 
 def main(plan: Plan) -> None:
-    """Train as ``plan`` says: from the newest snapshot of its run, if there is one."""
+    """Train as ``plan`` says, from the newest snapshot of the run if there is one."""
     training = Training(plan)
     parameters = sum(p.numel() for p in training.model.parameters())
     tell("model", parameters=parameters)

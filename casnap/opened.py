@@ -1,0 +1,209 @@
+"""An open store: the base of :class:`casnap.Store` and :class:`casnap.Snapshot`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+
+import msgspec
+
+from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError, nearest
+from casnap.format.codec import Codec
+from casnap.format.names import check_name
+from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
+from casnap.runtime import calls
+from casnap.storage.location import Location, create_store, locate_snapshot
+from casnap.storage.objects import Objects
+from casnap.storage.table import Table
+
+if TYPE_CHECKING:
+    from casnap.ranks.comm import Comm
+    from casnap.state.stateful import Stateful
+    from casnap.store import Store
+    from casnap.take.options import TakeOptions
+    from casnap.take.pending import PendingTake
+
+V = TypeVar("V")
+
+
+class Found(NamedTuple):
+    """A snapshot that was looked up, or has just been taken.
+
+    Attributes:
+        opened: The store that holds the snapshot.
+        name: The snapshot's name in ``opened``.
+        row: The snapshot's row in the store's table.
+    """
+
+    opened: OpenStore
+    name: str
+    row: Row
+
+
+class OpenStore:
+    """An open store, or a view of the snapshots below a prefix.
+
+    Args:
+        found: The place of the store, and the prefix.
+        create: Make the store if there is none.
+        asked: Whether the user named this very place as a store.
+        chunk_size: For a new store, in bytes.
+        codec: The codec for new chunks.
+
+    Attributes:
+        objects: The objects of the store.
+        prefix: The beginning of the full names of all snapshots; empty for the whole store.
+        codec: The codec for new chunks.
+
+    Raises:
+        NotAStoreError: There is no store, and ``create`` is False.
+        UnsupportedFormatError: A newer casnap made the store, or this machine is big-endian.
+        StoreError: A store cannot be made at this place.
+    """
+
+    store_class: ClassVar[type[Store]]
+    """:class:`casnap.Store`. Its module sets this, since it stands above this one."""
+
+    def __init__(
+        self,
+        found: Location,
+        *,
+        create: bool,
+        asked: bool = True,
+        chunk_size: int = DEFAULT_CHUNK_SIZE,
+        codec: Codec = Codec.RAW,
+    ) -> None:
+        if sys.byteorder != "little":
+            raise UnsupportedFormatError(
+                f"{found.backend.uri} cannot be used on this machine: the bytes of tensors are "
+                "little-endian, and this casnap does not swap them for a big-endian one"
+            )
+        if create and not found.name:
+            # If the store exists, this finishes a creation that was interrupted.
+            create_store(found.backend, chunk_size=chunk_size, asked=asked)
+        elif not found.exists:
+            raise NotAStoreError(
+                f"{found.backend.uri} is not a casnap store, nor is any folder above it; make one "
+                f"with `casnap init {found.backend.uri}`, or check the path"
+            )
+        self.objects = Objects(found.backend)
+        self.prefix = found.name
+        self.codec = codec
+
+    @cached_property
+    def store(self) -> Store:
+        """The Store that opened this; if a Snapshot opened this, a new one."""
+        return OpenStore.store_class(self)
+
+    # --- names ---
+
+    @property
+    def uri(self) -> str:
+        """The URI of the store, and the prefix."""
+        root = self.objects.backend.uri
+        return f"{root}/{self.prefix}" if self.prefix else root
+
+    def full_name(self, name: str) -> str:
+        """Return the full name of a snapshot: the prefix, then the name.
+
+        Raises:
+            InvalidNameError: The name cannot be used.
+        """
+        return check_name(self.outer_name(check_name(name)))
+
+    def outer_name(self, name: str) -> str:
+        """Return the full name for a name that is known to be valid."""
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    def inner_name(self, full: str) -> str:
+        """Return a full name without the prefix that it begins with."""
+        return full[len(self.prefix) + 1 :] if self.prefix else full
+
+    # --- snapshots ---
+
+    def read(self, look: Callable[[Table], V]) -> V:
+        """Call a function with the newest table, and return its result."""
+        objects = self.objects
+        return objects.current(lambda root: look(objects.table(root)))
+
+    @calls.named("a look at the snapshots")
+    def row(self, name: str) -> Row:
+        """Return the row that the table has for a snapshot.
+
+        Raises:
+            SnapshotNotFoundError: There is no snapshot of this name.
+        """
+        full = self.full_name(name)
+
+        def found(table: Table) -> Row:
+            row = table.get(full)
+            if row is None:
+                hint = nearest(full, (name for name, _ in table.items()))
+                raise SnapshotNotFoundError(
+                    f"{self.objects.backend.uri} holds no snapshot {full!r}{hint}"
+                )
+            return row
+
+        return self.read(found)
+
+    def take(
+        self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
+    ) -> Found:
+        """Take a snapshot with the other ranks of ``comm``; at the end, leave it."""
+        from casnap.take.take import take
+
+        with comm:
+            options = replace(options, codec=self.codec)
+            row = take(self.objects, self.full_name(name), app_state, options, comm)
+        return Found(self, check_name(name), row)
+
+    def async_take(
+        self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
+    ) -> PendingTake:
+        """Begin a take with the other ranks of ``comm``; at its end, it leaves that."""
+        from casnap.take.take import async_take
+
+        options = replace(options, codec=self.codec)
+        return async_take(self.objects, self.full_name(name), app_state, options, comm)
+
+
+def find(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    store: Store | str | os.PathLike[str] | None,
+    *,
+    create: bool,
+) -> tuple[OpenStore, str]:
+    """Return the store, and the name in it, that the arguments of a Snapshot name."""
+    if storage_options:
+        raise NotImplementedError("storage_options are not supported in this version")
+    if store is None:
+        found = locate_snapshot(path)
+        return OpenStore(found._replace(name=""), create=create, asked=False), found.name
+    if isinstance(store, str | os.PathLike):
+        store = OpenStore.store_class(store, create=create)
+    return store.opened, os.fspath(path)
+
+
+def find_together(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    store: Store | str | os.PathLike[str] | None,
+    comm: Comm,
+) -> tuple[OpenStore, str]:
+    """Return the store and the name that rank 0 finds. Rank 0 makes the store if there is none."""
+    with comm.reporting_errors():
+        if comm.rank == 0:
+            opened, name = find(path, storage_options, store, create=True)
+            if comm.size > 1:
+                place = opened.objects.backend.uri
+                said = [os.fspath(path), place, opened.outer_name(name)]
+                comm.broadcast(msgspec.msgpack.encode(said))
+            return opened, name
+        there, uri, full = msgspec.msgpack.decode(comm.broadcast(), type=tuple[str, str, str])
+        comm.check_same("the path", os.fspath(path), there)
+        return OpenStore.store_class(uri, create=False).opened, full

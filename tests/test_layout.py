@@ -1,0 +1,109 @@
+"""The house: files that one can read, no circle of imports, few levels."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted(
+    path
+    for folder in ("casnap", "tests", "tools")
+    for path in (ROOT / folder).rglob("*.py")
+    if "__pycache__" not in path.parts
+)
+MOST_LINES, MOST_LINES_OF_FUNCTION, MOST_LEVELS = 499, 50, 10
+
+
+def module_of(path: Path) -> str:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in SOURCES if path.is_relative_to(ROOT / "casnap")}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Yield the modules of casnap that a module imports, at its top or within a function."""
+    typing_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if name in MODULES or node.module in MODULES:
+                    yield name if name in MODULES else node.module
+
+
+def graph() -> dict[str, set[str]]:
+    """Return what each module imports; the package itself, which all import, is left out."""
+    return {
+        module: set(imported(ast.parse(path.read_text()))) - {"casnap", module}
+        for module, path in MODULES.items()
+    }
+
+
+def levels(edges: dict[str, set[str]]) -> dict[str, int]:
+    """Return how many imports lie below each node; raises ``CycleError`` for a circle."""
+    found: dict[str, int] = {}
+    for node in TopologicalSorter(edges).static_order():
+        found[node] = 1 + max((found[below] for below in edges.get(node, ())), default=0)
+    return found
+
+
+def test_files_and_functions_are_short() -> None:
+    long = []
+    for path in SOURCES:
+        source = path.read_text()
+        name = path.relative_to(ROOT)
+        if (lines := source.count("\n")) > MOST_LINES:
+            long.append(f"{name}: {lines} lines")
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if (lines := _lines(node)) > MOST_LINES_OF_FUNCTION:
+                long.append(f"{name}: {node.name} has {lines} lines")
+    assert long == []
+
+
+def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the lines of a function's code: its signature and docstring are read as docs."""
+    first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+    end = node.end_lineno
+    assert end is not None
+    return end - first.lineno + 1
+
+
+def test_modules_import_in_no_circle() -> None:
+    levels(graph())
+
+
+def test_folders_import_in_no_circle_and_few_levels() -> None:
+    def room(module: str) -> str:
+        return ".".join(module.split(".")[:2])
+
+    edges: dict[str, set[str]] = {}
+    for module, below in graph().items():
+        edges.setdefault(room(module), set()).update(map(room, below))
+    for name, below in edges.items():
+        below.discard(name)
+    assert max(levels(edges).values()) <= MOST_LEVELS
+
+
+def test_no_test_imports_from_another() -> None:
+    """What tests share stands in tests/support."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+                names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+                assert not any(name.startswith("test_") for name in names), path
