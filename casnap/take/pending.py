@@ -1,4 +1,4 @@
-"""Takes that go on in the background, one at a time in a process."""
+"""Takes in the background, one at a time in a process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from casnap.errors import StateError
 from casnap.format.records import Row
 from casnap.runtime.threads import NO_THREADS, Worker
 
-# One take at a time in a process: pending ones keep their order, and share their buffers.
-# A lock around what a caller does, and the take that goes on after that: an interrupt could lose
-# a lock that one thread hands to another.
+# One take at a time in a process: so pending takes keep their order, and share their buffers.
+# The lock covers what the caller's thread does; the rest is known by ``_last``. One lock for both
+# would pass from thread to thread, and an interrupt could lose it.
 turn = threading.Lock()
 _last: PendingTake | None = None
 
@@ -26,7 +26,7 @@ def _free_turn_after_fork() -> None:
 
 
 def wait_for_last() -> None:
-    """Wait for the end, good or bad, of the take that goes on."""
+    """Wait for the end, good or bad, of the take in the background."""
     if _last is not None:
         _last.wait_for_end()
 
@@ -35,11 +35,11 @@ os.register_at_fork(after_in_child=_free_turn_after_fork)
 
 
 class PendingTake:
-    """A take that goes on in a thread, which the interpreter waits for before it exits.
+    """A take in a background thread; the interpreter waits for it before it exits.
 
     Args:
-        name: The snapshot's name.
-        finish: What is left to do.
+        name: The name of the snapshot.
+        finish: Does the rest of the take.
     """
 
     def __init__(self, name: str, finish: Callable[[], Row]) -> None:
@@ -53,11 +53,11 @@ class PendingTake:
 
     @property
     def started(self) -> bool:
-        """Whether the thread was started."""
+        """Whether the thread has been started."""
         return self._thread is not None
 
     def start(self) -> None:
-        """Start the thread, unless it was; other takes wait for its end.
+        """Start the thread, unless it has been started; other takes then wait for its end.
 
         Raises:
             StateError: No thread can be started.
@@ -74,8 +74,8 @@ class PendingTake:
                 _pending.add(self)
                 thread.start()
             except BaseException as e:
-                # An interrupt does not say whether the thread will run: unless it does by now, it
-                # must not any more.
+                # After an interrupt the thread may run or not. If it does not run yet, it must not
+                # run at all.
                 if fate.acquire(blocking=False):
                     _last, self._thread = before, None
                     _pending.discard(self)
@@ -84,7 +84,7 @@ class PendingTake:
                 raise
 
     def _run(self, fate: threading.Lock) -> None:
-        """Do it, unless whoever acquired ``fate`` before has called it off."""
+        """Do the rest of the take, unless :meth:`start` was interrupted and got ``fate`` first."""
         if not fate.acquire(blocking=False):
             return
         try:
@@ -94,11 +94,11 @@ class PendingTake:
         except BaseException as e:  # noqa: BLE001 - raised by wait
             self._error = e
         finally:
-            # It holds the state's description, which would live as long as this.
+            # This refers to the state's description, which need not live as long as this object.
             self._finish = None
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the take has ended, well or not."""
         return self._thread is not None and self._thread.ended
 
     def wait_for_end(self) -> None:
@@ -107,7 +107,7 @@ class PendingTake:
         self._thread.wait()
 
     def wait(self) -> Row:
-        """Wait for the end; return the row or raise what went wrong."""
+        """Wait for the end; return the row, or raise the error."""
         self.wait_for_end()
         if self._error is not None:
             self.error_seen = True

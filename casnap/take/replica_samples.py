@@ -1,9 +1,9 @@
-"""A few bytes of everything: what ranks compare, to see whether replicas are replicas.
+"""Samples of tensors, by which ranks check that their replicas are equal.
 
-Up to 64 KiB are compared whole. Of a larger tensor each eighth of a chunk gives 64 bytes, at a
-place that nobody can foresee: where training makes replicas differ, it changes nearly all elements.
-So every run of a quarter of a chunk that differs throughout is found, and a single element mostly
-is not. That reads about a two-thousandth of the bytes.
+A tensor of up to 64 KiB is compared as a whole. A larger one gives 64 bytes for each eighth of a
+chunk, at random places. When training makes replicas differ, it changes nearly all elements. So a
+run of a quarter of a chunk that differs throughout is always found; a single element mostly is not.
+This reads about a two-thousandth of the bytes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _WHOLE_BYTES = 64 << 10
 _LINE_BYTES = 64
 _LINES_A_CHUNK = 8
 _SAMPLE_BYTES = 16
-# What any tensor is looked at as, by its item size; floats would have several NaNs.
+# The dtype that tensors are compared as, by item size; as floats, equal NaNs would differ.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Sampler:
-    """Takes samples that can be compared over ranks.
+    """Takes samples that ranks can compare.
 
     Args:
-        seed: Chooses the places; the same on all ranks, another one at each take.
+        seed: Chooses the places; the same on all ranks, and new for each take.
         chunk_size: The store's, in bytes.
     """
 
@@ -38,7 +38,7 @@ class Sampler:
         self._places: dict[tuple[int, int], torch.Tensor] = {}
 
     def samples(self, contents: Sequence[torch.Tensor | bytes]) -> list[bytes]:
-        """Return, of each, what is the same of equal ones, and else most likely is not."""
+        """Return a sample of each tensor or value: equal for equal ones, else most likely not."""
         found = [b""] * len(contents)
         elsewhere: defaultdict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
         for i, content in enumerate(contents):
@@ -51,7 +51,7 @@ class Sampler:
             else:
                 elsewhere[words.device].append((i, words.reshape(-1).view(torch.uint8)))
         for drawn in elsewhere.values():
-            # One copy from each device, not one a tensor.
+            # One copy from each device, not one for each tensor.
             joined = torch.cat([words for _, words in drawn]).cpu()
             each = torch.split(joined, [len(words) for _, words in drawn])
             for (i, _), words in zip(drawn, each, strict=True):
@@ -62,11 +62,11 @@ class Sampler:
         if content.nbytes <= _WHOLE_BYTES:
             return _as_words(content).contiguous()
         words = _as_words(content)
-        # This takes the elements in their order in any layout, and copies no others.
+        # This works for any layout, in the order of the elements, and copies only these.
         return torch.take(words, self._where(words.numel(), words.itemsize).to(words.device))
 
     def _where(self, count: int, itemsize: int) -> torch.Tensor:
-        """Return which of so many elements are looked at."""
+        """Return the indices of the elements to sample."""
         where = self._places.get((count, itemsize))
         if where is None:
             stride, line = self._stride // itemsize, _LINE_BYTES // itemsize

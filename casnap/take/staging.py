@@ -1,6 +1,6 @@
-"""Tensors as runs of host bytes: where they lie, or in reused buffers.
+"""Tensors as runs of host bytes: in their own memory, or in reused buffers.
 
-A contiguous tensor on the CPU is read where it lies. Anything else goes through a buffer, block
+A contiguous CPU tensor is read from its own memory. Any other tensor goes through a buffer, block
 by block; a CUDA tensor through pinned memory, by a copy on a side stream.
 """
 
@@ -29,12 +29,12 @@ _SMALL_BYTES = 16 << 10
 
 
 class CellPart(NamedTuple):
-    """A piece of a cell that shard edges cut.
+    """A part of a cell that shard edges cut.
 
     Attributes:
-        to_rank: Whom it goes to.
-        start: At which of the cell's bytes it begins.
-        region: Which box of the tensor it is.
+        to_rank: The rank that puts the cell together.
+        start: The byte of the cell at which the part begins.
+        region: The box of the tensor that the part is.
     """
 
     to_rank: int
@@ -43,17 +43,17 @@ class CellPart(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A run of chunks of one leaf, or a part of one.
+    """The bytes of a run of chunks of one leaf, or of a part of one chunk.
 
     Attributes:
         leaf: The number of the leaf.
         first: The number of the first chunk.
         sizes: The bytes of each chunk.
-        view: Their bytes, one behind the other.
-        owner: Keeps the bytes alive.
-        ready: Waits until the bytes are there; None where they are.
-        done: Gives the memory back; None where there is nothing to give.
-        part: Which part of the first chunk this is; None where chunks are whole.
+        view: The bytes of all chunks, one after the other.
+        owner: Keeps the memory alive.
+        ready: Waits until the bytes are there; None if they are.
+        done: Gives the memory back; None if there is nothing to give back.
+        part: The part of the first chunk that this is; None if the chunks are whole.
     """
 
     leaf: int
@@ -66,7 +66,7 @@ class Piece(NamedTuple):
     part: CellPart | None = None
 
     def give_back(self) -> None:
-        """Give the memory back, once nobody writes to it any more."""
+        """Give the memory back, once no copy into it is running."""
         if self.done is not None:
             try:
                 if self.ready is not None:
@@ -76,14 +76,14 @@ class Piece(NamedTuple):
 
 
 def give_back(pieces: Iterable[Piece]) -> None:
-    """Give the memory of all pieces back, whatever goes wrong with one of them."""
+    """Give the memory of all pieces back, even if an error is raised for one of them."""
     with ExitStack() as stack:
         for piece in pieces:
             stack.callback(piece.give_back)
 
 
 class Source(NamedTuple):
-    """Elements of a leaf that are here: a box of it, and what is in that box."""
+    """Elements of a leaf that this rank holds: a box of it, and the content of the box."""
 
     region: Region
     content: torch.Tensor | bytes
@@ -123,7 +123,7 @@ def _runs(number: int, grid: Grid | Tiling, view: memoryview, owner: object) -> 
 def pieces_between(
     number: int, source: Source, grid: Grid | Tiling, first: int, stop: int
 ) -> Iterator[Piece]:
-    """Yield the bytes of some cells, all of them inside of the source, in runs of about 8 MiB."""
+    """Yield the bytes of some cells, which all lie in the source, in runs of about 8 MiB."""
     if isinstance(source.content, bytes):
         start = sum(grid.cell_bytes(i) for i in range(first))
         for i in range(first, stop):
@@ -138,7 +138,7 @@ def pieces_between(
 def piece_of_part(number: int, source: Source, cell: int, part: CellPart) -> Piece:
     """Return the bytes of a part of a cell."""
     assert isinstance(source.content, torch.Tensor)
-    # At once, also from a GPU: parts are small, and many wait to be sent.
+    # Copied at once, also from a GPU: parts are small, and many wait to be sent.
     block = source.content[part.region.within(source.region)].contiguous().cpu()
     view = view_at(block.data_ptr(), block.nbytes)
     return Piece(number, cell, [block.nbytes], view, block, part=part)
@@ -155,7 +155,7 @@ def _piece(number: int, first: int, sizes: list[int], source: Source, region: Re
 
 
 def _blocks(grid: Grid | Tiling, first: int, stop: int) -> Iterator[tuple[int, list[int], Region]]:
-    """Yield runs of cells that form a box together: first cell, bytes of each, that box."""
+    """Yield runs of cells that form a box: the first cell, the bytes of each, and the box."""
     begin, sizes, box = first, list[int](), Region((), ())
     for i in range(first, stop):
         region, nbytes = grid.region(i), grid.cell_bytes(i)
@@ -172,7 +172,7 @@ def _blocks(grid: Grid | Tiling, first: int, stop: int) -> Iterator[tuple[int, l
 
 
 def _joined(box: Region, following: Region) -> Region | None:
-    """Return both as one box, if its bytes are those of the one and then those of the other."""
+    """Return two boxes as one, if its bytes are those of the first and then of the second."""
     for axis, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if following.offsets[axis] != start:
             sizes = (*box.sizes[:axis], size + following.sizes[axis], *box.sizes[axis + 1 :])
@@ -183,12 +183,12 @@ def _joined(box: Region, following: Region) -> Region | None:
             )
             return Region(box.offsets, sizes) if adjacent and rest else None
         if size != 1 or following.sizes[axis] != 1:
-            # Rows of the one would stand between rows of the other.
+            # The rows of the two boxes would alternate.
             return None
     return None
 
 
-# Not the pool that packs are written from: whoever holds a piece may have to wait for that one.
+# Not the pool that packs are written from: a thread that holds a piece may wait for that pool.
 _pinned = Pool(MAX_CHUNK_SIZE, 4)
 
 
@@ -214,12 +214,12 @@ def _from_cuda(number: int, first: int, sizes: list[int], block: torch.Tensor) -
 
 
 def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
-    """Group pieces, so that each batch of about so many bytes is worth a thread's while."""
+    """Group pieces into batches of about so many bytes, worth the switch to a thread."""
     batch, total = list[Piece](), 0
     for piece in pieces:
         batch.append(piece)
         total += len(piece.view)
-        # A piece in a bounded buffer is handed on at once: to hold it back could block its maker.
+        # A piece in a bounded buffer is handed on at once, or its maker might wait for the buffer.
         if total >= nbytes or len(batch) == _BATCH or piece.done is not None:
             yield batch
             batch, total = [], 0
@@ -234,7 +234,7 @@ _kept = Pool(_BLOCK_BYTES, None)
 
 
 class _Block:
-    """A slot that several copies share; given back when all of them are done."""
+    """A slot that several copies share; it is given back when all of them are done."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
@@ -262,10 +262,10 @@ class _Block:
 
 
 class StagedCopies:
-    """Copies of pieces in kept memory, to be read while the originals change.
+    """Copies of pieces in memory that is kept between takes; the originals may change.
 
     Args:
-        max_bytes: The most memory to take, at least a few blocks of 64 MiB; None for no bound.
+        max_bytes: The most memory to use, at least a few blocks of 64 MiB; None for no bound.
     """
 
     def __init__(self, max_bytes: int | None) -> None:
@@ -281,7 +281,7 @@ class StagedCopies:
 
         Args:
             pieces: What to copy.
-            when_full: Called when all memory is in use, to have somebody draw the copies.
+            when_full: Called when all memory is in use; starts the thread that reads the copies.
         """
         self._when_full = when_full
         try:
@@ -331,7 +331,7 @@ class StagedCopies:
         return slot
 
     def batches(self, nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
-        """Yield the copies as they are made, about so many bytes at a time, until all were."""
+        """Yield all copies as they are made, in batches of about so many bytes."""
         while True:
             with self._changed:
                 while not self._copies and not self._complete:
@@ -347,7 +347,7 @@ class StagedCopies:
             raise self._error
 
     def release(self) -> None:
-        """Give back what nobody drew, so that the next take finds the memory."""
+        """Give back the memory of copies that were not read, for the next take."""
         with suppress(BaseException):
             for batch in self.batches():
                 with suppress(BaseException):
