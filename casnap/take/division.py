@@ -108,19 +108,16 @@ def divide(
     own_paths = {keys[i]: capture.leaves[i].path for i in claimed[comm.rank]}
     check_declared(claims, replicas, own_paths, declared)
     heard = comm.exchange_messages(replies(claims, plans, replicas), Reply)
-    assigned: dict[int, Assignment] = {}
-    different = []
-    for leaves, reply in zip(claimed, heard, strict=True):
-        tensor_plans, found = iter(reply.sharded), iter(reply.replicated)
-        for i in leaves:
-            if scopes[i] is Scope.SHARDED:
-                assigned[i] = _sharded(capture, i, next(tensor_plans), comm.rank, chunk_size)
-            elif (replica := next(found)) != Replica.EQUAL:
-                # It is treated as if it were not declared, as TorchSnapshot does.
-                scopes[i] = Scope.UNDECIDED
-                different += [capture.leaves[i].path] if replica == Replica.DIFFERENT else []
-    if comm.rank == 0:
-        _warn_of_different(comm, different)
+    own_plans, different = _take_in(heard, claimed, scopes)
+    if different and comm.rank == 0:
+        _log.warning(
+            "%s: DDP does not keep %s equal on all ranks; each rank's own is stored",
+            comm.operation,
+            few_paths([capture.leaves[i].path for i in different]),
+        )
+    assigned = {
+        i: _sharded(capture, i, plan, comm.rank, chunk_size) for i, plan in own_plans.items()
+    }
     assigned |= _replicated(capture, scopes, comm, chunk_size)
     return Division(scopes, keys, owned, assigned)
 
@@ -150,15 +147,6 @@ def _keys(capture: Capture) -> list[bytes]:
                 groups[holders] = digest_of(encode(holders))[:_GROUP_BYTES]
             keys[-1] += groups[holders]
     return keys
-
-
-def _warn_of_different(comm: Comm, paths: Sequence[str]) -> None:
-    if paths:
-        _log.warning(
-            "%s: DDP does not keep %s equal on all ranks; each rank's own is stored",
-            comm.operation,
-            few_paths(paths),
-        )
 
 
 # --- what this rank tells the owners ----------------------------------------------------------
@@ -200,6 +188,29 @@ def _claims(
             claims.replicated.append((keys[i], digest_of(description)[:KEY_BYTES]))
             claims.samples += samples.get(i, [b""])
     return claims
+
+
+def _take_in(
+    heard: list[Reply], claimed: list[list[int]], scopes: list[Scope]
+) -> tuple[dict[int, RankPlan], list[int]]:
+    """Take in the replies of the owners.
+
+    A leaf that is not equal on all ranks is treated as if it were not declared, as TorchSnapshot
+    does: its scope becomes UNDECIDED.
+
+    Returns:
+        Leaf → plan, of sharded leaves; and the leaves whose replicas have different bytes.
+    """
+    plans, different = dict[int, RankPlan](), list[int]()
+    for leaves, reply in zip(claimed, heard, strict=True):
+        sharded, replicated = iter(reply.sharded), iter(reply.replicated)
+        for i in leaves:
+            if scopes[i] is Scope.SHARDED:
+                plans[i] = next(sharded)
+            elif (replica := next(replicated)) != Replica.EQUAL:
+                scopes[i] = Scope.UNDECIDED
+                different += [i] if replica == Replica.DIFFERENT else []
+    return plans, different
 
 
 # --- what this rank hashes --------------------------------------------------------------------

@@ -258,7 +258,7 @@ def _check_shard_replicas(
                 )
     if sum(box.numel for box in first) > prod(shape):
         raise StateError(
-            f"{path}: its shards overlap without being the same, so that nobody can tell whose "
+            f"{path}: its shards overlap without being the same, so it is not determined whose "
             "elements count; make it anew with shards that do not"
         )
 

@@ -1,35 +1,35 @@
-"""Who hashes which cells of what several ranks hold: arithmetic on shapes, boxes and ranks.
+"""Plans which rank hashes which cells: arithmetic on shapes, boxes and ranks.
 
-There are two plans. What all ranks are known to hold whole is shared out by bytes, and each rank
-works out its share by itself (:func:`replicated_runs`). A sharded tensor is planned by one rank,
-which is told who holds which boxes, and tells each holder its part (:func:`plan_tensor`).
+There are two kinds of plans. Tensors that all ranks hold are shared out by bytes; each rank
+computes its own share (:func:`replicated_runs`). A sharded tensor is planned by one rank, from the
+boxes that each rank holds (:func:`plan_tensor`).
 
-A cell that shard edges cut is put together by one rank. As long as no edge lies on an axis behind
-the grid's, every box is a few runs of the tensor's bytes, and every part of a cell one run of the
-cell's bytes; so plans speak of bytes.
+A cell that shard edges cut is put together by one rank. If no edge lies on an axis after that of
+the grid, every box is a few runs of the tensor's bytes, and every part of a cell is one run of the
+cell's bytes. So plans are made in bytes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise, product
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct, field
 
-from casnap.errors import StateError
 from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region
+from casnap.take.boxes import disjoint_boxes, distinct_boxes, missing_box_error
 
 CoveredRun: TypeAlias = tuple[int, int, tuple[int, ...]]
-"""A run from one number to another, and who covers it."""
+"""A run from one number to another, and the boxes that cover it."""
 
 
 class SentPart(Struct, frozen=True, array_like=True, gc=False):
-    """A part of a cell for another rank: bytes ``start`` to ``stop`` of the cell."""
+    """A part of a cell that goes to another rank: bytes ``start`` to ``stop`` of the cell."""
 
     cell: int
     to: int
@@ -38,7 +38,7 @@ class SentPart(Struct, frozen=True, array_like=True, gc=False):
 
 
 class PartSource(Struct, frozen=True, array_like=True, gc=False):
-    """Where bytes ``start`` to ``stop`` of a cell come from."""
+    """The rank that bytes ``start`` to ``stop`` of a cell come from."""
 
     source: int
     start: int
@@ -46,7 +46,7 @@ class PartSource(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Assembly(Struct, frozen=True, array_like=True):
-    """A cell to be put together from parts, own ones included."""
+    """A cell that a rank puts together from parts, its own included."""
 
     cell: int
     parts: tuple[PartSource, ...]
@@ -57,7 +57,7 @@ class StoredBox(Struct, frozen=True, array_like=True):
 
     Attributes:
         first: The number of its first cell among all cells of the tensor.
-        offsets: Where it lies.
+        offsets: Its offsets in the tensor.
         sizes: Its sizes.
     """
 
@@ -70,10 +70,10 @@ class RankPlan(Struct, array_like=True):
     """What one rank does for one tensor. Cells are numbered over the whole tensor.
 
     Attributes:
-        boxes: Where the tensor is stored as boxes, those that ``runs`` lie in, in order.
+        boxes: The boxes that ``runs`` lie in, in order, if the tensor is stored as boxes.
         runs: Whole cells to hash, from one number to another, in order; each run lies in a single
             box that the rank holds.
-        sends: What other ranks need, in the order of cells.
+        sends: The parts that other ranks need, in the order of cells.
         assemblies: The cells that it puts together and hashes, in order.
     """
 
@@ -84,11 +84,11 @@ class RankPlan(Struct, array_like=True):
 
 
 class TensorPlan(NamedTuple):
-    """How a sharded tensor is stored, and by whom.
+    """How a sharded tensor is stored, and what each rank does for that.
 
     Attributes:
-        boxes: The boxes that are gridded each, sorted by offsets; none where the tensor is.
-        ranks: What to do, for each rank that has something to do.
+        boxes: The boxes that have a grid each, sorted by offsets; none if the tensor has one grid.
+        ranks: The plan of each rank that has something to do.
     """
 
     boxes: tuple[Region, ...]
@@ -106,7 +106,7 @@ def replicated_runs(grids: Sequence[Grid], rank: int, world: int) -> list[tuple[
         world: The number of ranks.
 
     Returns:
-        Runs of cells, each as number of the tensor, first cell, and the cell behind the last.
+        Runs of cells: for each the number of the tensor, the first cell, and one past the last.
     """
     return _CellRuns([(_CellBytes(grid), 0, grid.count) for grid in grids]).share(rank, world)
 
@@ -133,33 +133,33 @@ def plan_tensor(
     turn: int = 0,
     loads: defaultdict[int, int] | None = None,
 ) -> TensorPlan:
-    """Plan who hashes which cells of one sharded tensor.
+    """Plan which rank hashes which cells of one sharded tensor.
 
     Args:
         shape: The global shape.
         itemsize: Bytes per element.
-        chunk_size: The store's chunk size in bytes.
-        holders: Ranks, each with a box that it holds: several a rank, equal ones, overlapping
-            and empty ones as they come.
-        name: What it is called, for messages.
-        turn: Any number, such as a hash of the name: of ranks that could do the same equally
-            well, it says who is first. With 0 that is the lowest.
-        loads: The bytes that each rank has been given to hash so far, by other plans; this one's
-            are added. A cell goes to that holder of it who was given least; of equals, to the
-            one that holds its largest piece.
+        chunk_size: The store's, in bytes.
+        holders: Pairs of a rank and a box that it holds. A rank may hold several boxes; boxes may
+            be equal, overlap, or be empty.
+        name: The name of the tensor, for messages.
+        turn: Any number, such as a hash of the name. It chooses among ranks that could do the same
+            equally well; 0 chooses the lowest.
+        loads: The bytes that each rank has been given to hash by other plans; those of this plan
+            are added. A cell goes to its holder with the lowest load; of equal ones, to the holder
+            of the largest part.
 
     Raises:
-        StateError: A box is held by nobody, or lies outside.
+        StateError: No rank holds some box, or a box lies outside the tensor.
     """
     loads = defaultdict(int) if loads is None else loads
     grid = grid_of(shape, itemsize, chunk_size)
     if not grid.count:
         return TensorPlan((), {})
-    held = _distinct(shape, holders, name)
+    held = distinct_boxes(shape, holders, name)
     behind = range(grid.axis + 1, len(shape))
     if all(box.sizes[axis] == shape[axis] for box in held for axis in behind):
         return TensorPlan((), dict(_GridPlan(grid, held, name, turn, loads).ranks))
-    tiles = _tiles(shape, held, name)
+    tiles = disjoint_boxes(shape, held, name)
     if tiles[0][0] == Region.whole(shape):
         return TensorPlan((), dict(_GridPlan(grid, dict(tiles), name, turn, loads).ranks))
     return TensorPlan(
@@ -186,27 +186,27 @@ class _CellBytes:
         self.rows = grid.rows or 1
 
     def run(self, cell: int) -> tuple[int, int]:
-        """Return at which byte a cell begins, and at which it ends."""
+        """Return the bytes at which a cell begins and ends."""
         lead, row = divmod(cell, self.rows)
         start = lead * self.lead + row * self.cell
         return start, min(start + self.cell, (lead + 1) * self.lead)
 
     def at(self, byte: int) -> int:
-        """Return which cell a byte lies in."""
+        """Return the cell in which a byte lies."""
         lead, rest = divmod(byte, self.lead)
         return lead * self.rows + rest // self.cell
 
     def since(self, byte: int) -> int:
-        """Return the first cell that begins at a byte or behind it."""
+        """Return the first cell that begins at a byte or after it."""
         lead, rest = divmod(byte, self.lead)
         return lead * self.rows - (-rest // self.cell)
 
 
 class _CellRuns:
-    """Runs of cells, one behind the other, to be shared out by bytes.
+    """Runs of cells, one after the other, to be shared out by bytes.
 
     Args:
-        runs: Each as cells, number of the first, and of the one behind the last.
+        runs: For each the cells that it is of, the first cell, and one past the last.
     """
 
     def __init__(self, runs: Sequence[tuple[_CellBytes, int, int]]) -> None:
@@ -218,7 +218,8 @@ class _CellRuns:
         """Return the cells that begin in one of several equal parts of the bytes.
 
         Returns:
-            Runs, each as number of the run that it is of, first cell, and the cell behind the last.
+            Runs: for each the number of the run that it is a part of, the first cell, and one past
+            the last.
         """
         total = self._starts[-1]
         low, high = (-(-n * total // parts) for n in (part, part + 1))
@@ -232,96 +233,13 @@ class _CellRuns:
         return found
 
 
-# --- boxes ------------------------------------------------------------------------------------
-
-
-def _distinct(
-    shape: tuple[int, ...], holders: Iterable[tuple[int, Region]], name: str
-) -> dict[Region, list[int]]:
-    """Return the boxes that hold something, each with its ranks in order."""
-    held: dict[Region, set[int]] = {}
-    for rank, box in holders:
-        if 0 not in box.sizes:
-            held.setdefault(box, set()).add(rank)
-    for box, ranks in held.items():
-        ends = [o + n for o, n in zip(box.offsets, box.sizes, strict=True)]
-        if len(ends) != len(shape) or any(
-            o < 0 or end > size for o, end, size in zip(box.offsets, ends, shape, strict=True)
-        ):
-            raise StateError(
-                f"{name}: rank {min(ranks)} says that it holds offsets {box.offsets}, sizes "
-                f"{box.sizes}, which is no part of shape {shape}; give all ranks one and the same "
-                "global shape"
-            )
-    return {box: sorted(ranks) for box, ranks in held.items()}
-
-
-def _tiles(
-    shape: tuple[int, ...], held: dict[Region, list[int]], name: str
-) -> list[tuple[Region, list[int]]]:
-    """Return boxes without overlap that cover the tensor, sorted, each with who holds it."""
-    tiles = list(held.items())
-    if not _cover_once(shape, held):
-        # No sharding of torch's comes here, so it may take its time: boxes overlap, or one is
-        # missing. The largest boxes stay whole.
-        tiles, before = [], list[Region]()
-        for box, ranks in sorted(held.items(), key=lambda h: (-h[0].numel, h[0].offsets)):
-            tiles += [(rest, ranks) for rest in _without([box], before)]
-            before.append(box)
-        if sum(box.numel for box, _ in tiles) != prod(shape):
-            raise _missing(shape, held, name)
-    return sorted(tiles, key=lambda tile: tile[0].offsets)
-
-
-def _cover_once(shape: tuple[int, ...], boxes: Collection[Region]) -> bool:
-    """Whether boxes cover a tensor without overlap.
-
-    A sum of boxes is known by its signed corners; so they must be those of the whole.
-    """
-    axes = [i for i, size in enumerate(shape) if any(box.sizes[i] != size for box in boxes)]
-    corners: defaultdict[tuple[int, ...], int] = defaultdict(int)
-    for box, weight in [(Region.whole(shape), -1), *((box, 1) for box in boxes)]:
-        ends = [((box.offsets[i], 1), (box.offsets[i] + box.sizes[i], -1)) for i in axes]
-        for corner in product(*ends):
-            corners[tuple(at for at, _ in corner)] += weight * prod(sign for _, sign in corner)
-    return not any(corners.values())
-
-
-def _without(boxes: list[Region], others: Iterable[Region]) -> list[Region]:
-    """Return boxes that hold what none of the others does."""
-    for other in others:
-        boxes = [rest for box in boxes for rest in _subtracted(box, other)]
-    return boxes
-
-
-def _subtracted(box: Region, other: Region) -> Iterator[Region]:
-    common = box.intersect(other)
-    if common is None:
-        yield box
-        return
-    offsets, sizes = list(box.offsets), list(box.sizes)
-    for axis, (o, n) in enumerate(zip(common.offsets, common.sizes, strict=True)):
-        for start, stop in ((offsets[axis], o), (o + n, offsets[axis] + sizes[axis])):
-            if start < stop:
-                yield Region(
-                    (*offsets[:axis], start, *offsets[axis + 1 :]),
-                    (*sizes[:axis], stop - start, *sizes[axis + 1 :]),
-                )
-        offsets[axis], sizes[axis] = o, n
-
-
-def _missing(shape: tuple[int, ...], held: Iterable[Region], name: str) -> StateError:
-    box = _without([Region.whole(shape)], held)[0]
-    return StateError(
-        f"{name}: of shape {shape}, nobody holds the box at offsets {box.offsets} of sizes "
-        f"{box.sizes}; all ranks of its mesh must take part, each with all that it holds"
-    )
+# --- boxes that are gridded each ---------------------------------------------------------------
 
 
 def _planned_boxes(
     tiles: list[tuple[Region, list[int]]], itemsize: int, chunk_size: int, turn: int
 ) -> dict[int, RankPlan]:
-    """Share out the cells of boxes that are gridded each: all are whole in a rank's memory."""
+    """Share out the cells of boxes that have a grid each; each cell lies whole in one box."""
     plans: defaultdict[int, RankPlan] = defaultdict(RankPlan)
     first = 0
     for number, (box, ranks) in enumerate(tiles):
@@ -344,10 +262,10 @@ def _rotated(ranks: Sequence[int], turn: int) -> list[int]:
 
 
 class _GridPlan:
-    """The plan of a tensor of which all boxes are runs of bytes.
+    """The plan of a tensor with one grid, all of whose boxes are runs of its bytes.
 
     Attributes:
-        ranks: What each has to do.
+        ranks: The plan of each rank.
     """
 
     def __init__(
@@ -372,7 +290,7 @@ class _GridPlan:
         stops = [0, *(stop for _, stop, _ in self._spans)]
         starts = [*(start for start, _, _ in self._spans), grid.itemsize * prod(grid.shape)]
         if starts != stops:
-            raise _missing(grid.shape, held, name)
+            raise missing_box_error(grid.shape, held, name)
         inner = ((cells.since(start), cells.at(stop), i) for start, stop, i in runs)
         whole = _spans(sorted(run for run in inner if run[0] < run[1]))
         self._share_out(whole)
@@ -384,7 +302,7 @@ class _GridPlan:
         return sorted({rank for i in boxes for rank in self._holders[i]})
 
     def _share_out(self, whole: list[CoveredRun]) -> None:
-        """Share out the cells that lie whole in a box, among those who hold that box."""
+        """Share out the cells that lie whole in a box among the ranks that hold the box."""
         groups: defaultdict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
         for first, stop, boxes in whole:
             groups[boxes].append((first, stop))
@@ -403,7 +321,7 @@ class _GridPlan:
             self._loads[rank] += sum(run(stop)[0] - run(first)[0] for first, stop in plan.runs)
 
     def _plan_assemblies(self, whole: list[CoveredRun]) -> None:
-        """Say for each other cell who puts it together, from whose parts."""
+        """Plan for each other cell which rank puts it together, from which parts."""
         spans = self._spans
         at = behind = 0
         for first, stop, _ in [*whole, (self._count, self._count, ())]:
@@ -442,7 +360,12 @@ class _GridPlan:
         self.ranks[owner].assemblies.append(Assembly(cell, tuple(chosen)))
 
     def _assembler(self, held: dict[int, int], nbytes: int) -> int:
-        """Return who puts a cell of so many bytes together, of those who hold some of them."""
+        """Choose the rank that puts a cell together.
+
+        Args:
+            held: Rank → how many bytes of the cell it holds.
+            nbytes: The bytes of the cell.
+        """
         best = min((self._loads[rank], -n) for rank, n in held.items())
         equal = [rank for rank in sorted(held) if (self._loads[rank], -held[rank]) == best]
         chosen = _rotated(equal, self._turn)[0]
@@ -451,7 +374,7 @@ class _GridPlan:
 
 
 def _byte_runs(grid: Grid, box: Region) -> Iterator[tuple[int, int]]:
-    """Yield the runs of a tensor's bytes that a box is, in order."""
+    """Yield the runs of a tensor's bytes that make up a box, in order."""
     shape, nbytes = grid.shape, grid.itemsize
     axis = len(shape) - 1
     while axis >= 0 and box.sizes[axis] == shape[axis]:
@@ -470,10 +393,10 @@ def _byte_runs(grid: Grid, box: Region) -> Iterator[tuple[int, int]]:
 
 
 def _spans(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
-    """Return runs without overlap that cover the same, each with all that cover it.
+    """Return disjoint runs that cover the same, each with the numbers of the runs that cover it.
 
     Args:
-        runs: Sorted, each with its number.
+        runs: Sorted: first byte, one past the last, and number.
     """
     if all(a[1] <= b[0] for a, b in pairwise(runs)):
         return [(start, stop, (i,)) for start, stop, i in runs]

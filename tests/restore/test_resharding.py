@@ -412,7 +412,7 @@ def refused(path: str, what: str) -> tuple[str, str]:
         ("partial", "redistribute it first"),
         ("plain on one", "is sharded, but not on rank 1"),
         ("another shape", "all ranks must hold pieces of one tensor"),
-        ("not held", r"nobody holds the box at offsets \(2, 0\)"),
+        ("not held", r"no rank holds the box at offsets \(2, 0\)"),
     ],
 )
 def test_what_makes_no_sense_is_refused_on_all_ranks(
