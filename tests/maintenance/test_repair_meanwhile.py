@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import count
 from pathlib import Path
 
@@ -15,14 +16,16 @@ from tests.support.damaged import change, flip, record_of, repair
 from tests.support.faults import CHUNK, assert_store, content, elsewhere, memory_folder, take
 
 
-def damaged_store(path: Path) -> FaultyBackend:
-    """Make a store with segments to merge, and a damaged chunk that no snapshot needs."""
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store with segments to merge and a damaged chunk; do not change it."""
+    path = tmp_path_factory.mktemp("damaged") / "store"
     store = Store(path, chunk_size=CHUNK)
     for step in range(4):
         take(store, step)
     place = record_of(path, content(3)["weight"][: CHUNK // 4])[1]
     change(path / pack_key(place.pack), flip(place.offset + 11))
-    return FaultyBackend(LocalBackend(path))
+    return path
 
 
 def churn(path: Path) -> None:
@@ -34,11 +37,11 @@ def churn(path: Path) -> None:
 
 
 @pytest.mark.parametrize("calls", ["read", "size", "read_into", "write", "put_if_absent"])
-def test_repair_beside_a_collector_without_grace(calls: str) -> None:
+def test_repair_beside_a_collector_without_grace(damaged: Path, calls: str) -> None:
     for number in count(0, 1 if calls == "read" else 8):
         with memory_folder() as folder:
-            path = folder / "store"
-            backend = damaged_store(path)
+            path = shutil.copytree(damaged, folder / "store")
+            backend = FaultyBackend(LocalBackend(path))
 
             def act(call: Call, path: Path = path) -> object:
                 elsewhere(churn)(path)

@@ -20,6 +20,12 @@ def store(tmp_path):
     return Store(tmp_path / "store", chunk_size=64 << 10)
 
 
+@pytest.fixture
+def coarse_store(tmp_path):
+    """Return a store for hundreds of megabytes, with large chunks since these take less time."""
+    return Store(tmp_path / "coarse", chunk_size=4 << 20)
+
+
 class Gate:
     """Holds a store's writes back until it is opened, or makes them fail."""
 
@@ -104,11 +110,11 @@ def test_later_changes_do_not_show(store, monkeypatch, max_staging_bytes):
     check(Store(store.uri)["step"], expected)
 
 
-def test_more_than_the_staging_memory_holds(store):
+def test_more_than_the_staging_memory_holds(coarse_store):
     """The call then blocks until enough is stored; no later change shows in the snapshot."""
     big = torch.arange(80_000_000, dtype=torch.int32)  # 320 MB, and two cores hold 256 MiB at least
     live = StateDict(a=big, b=torch.arange(100))
-    pending = store.async_take({"s": live}, "step", max_staging_bytes=64 << 20)
+    pending = coarse_store.async_take({"s": live}, "step", max_staging_bytes=64 << 20)
     big.zero_()
     live["b"].zero_()
     snapshot = pending.wait()
@@ -327,12 +333,12 @@ def anonymous():
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux")
-def test_buffers_are_used_again(store):
+def test_buffers_are_used_again(coarse_store):
     x = torch.randint(0, 255, (96 << 20,), dtype=torch.uint8)
     sizes = []
     for i in range(6):
         x[:100] = i
-        store.async_take({"s": StateDict(x=x)}, "step", overwrite=True).wait()
+        coarse_store.async_take({"s": StateDict(x=x)}, "step", overwrite=True).wait()
         sizes.append(anonymous())
     assert max(sizes[2:]) - sizes[1] < 16 << 20, [s >> 20 for s in sizes]
 
@@ -341,16 +347,16 @@ def kept():
     return sum(pool._made * pool.slot_bytes for pool in _all_pools)
 
 
-def test_memory_can_be_given_back(store, monkeypatch):
-    store.async_take({"s": StateDict(x=torch.randn(20 << 20))}, "step").wait()
+def test_memory_can_be_given_back(coarse_store, monkeypatch):
+    coarse_store.async_take({"s": StateDict(x=torch.randn(20 << 20))}, "step").wait()
     before = kept()
     assert release_memory() == before > 64 << 20
     assert kept() == release_memory() == 0
     # What a pending take has in use stays, and its bytes with it.
-    gate = Gate(monkeypatch, store)
+    gate = Gate(monkeypatch, coarse_store)
     x = torch.randn(20 << 20)
     expected = x.clone()
-    pending = store.async_take({"s": StateDict(x=x)}, "later")
+    pending = coarse_store.async_take({"s": StateDict(x=x)}, "later")
     x.zero_()
     release_memory()
     assert kept() >= x.nbytes
