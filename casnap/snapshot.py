@@ -16,7 +16,7 @@ from casnap.storage.contents import Contents
 
 if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
-    from casnap.restore.restore import RestoreReport
+    from casnap.restore.report import RestoreReport
     from casnap.restore.selection import Index
     from casnap.state.stateful import Stateful
     from casnap.storage.retention import Retention

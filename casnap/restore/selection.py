@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from types import EllipsisType
 from typing import TypeAlias
 
@@ -31,9 +32,18 @@ class Selection:
         return tuple(len(axis) for axis in self.axes)
 
     @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.sizes)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the result."""
         return tuple(n for i, n in enumerate(self.sizes) if i not in self.dropped)
+
+    def within(self, _whole: Region) -> tuple[slice, ...]:
+        """Return the slices that take the elements out of the whole tensor."""
+        return tuple(slice(axis.start, axis.stop, axis.step) for axis in self.axes)
 
     def cells(self, grid: Cells) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
         """Yield the cells that hold selected elements, with the slices that move them.

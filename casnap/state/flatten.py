@@ -16,6 +16,7 @@ import torch
 from casnap.errors import CasnapError, DamagedError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Payload, TensorEntry, ValueEntry
 from casnap.format.records import encode
+from casnap.format.region import Region
 from casnap.state.containers import (
     Build,
     Opened,
@@ -29,7 +30,7 @@ from casnap.state.sharded import Shards, shards_of
 from casnap.state.tensors import Leaf, NoValuesError, assemble, describe, is_fillable
 from casnap.state.values import DECODE_ERRORS, decode_value, encode_value
 
-__all__ = ["Leaf", "flatten", "inflate", "segment_of", "shard_targets", "tensor_targets"]
+__all__ = ["Leaf", "fill_targets", "flatten", "inflate", "segment_of"]
 
 MAX_NESTING = 1000
 
@@ -122,39 +123,29 @@ def _array_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:
     return _value_leaf(path, value, allow_pickle)
 
 
-def tensor_targets(value: Any, path: str) -> dict[str, torch.Tensor]:
+def fill_targets(value: Any, path: str) -> dict[str, Shards]:
     """Return the tensors of a live state that can be filled in place, by path.
 
-    Those that are quantized, sparse, expanded, on the meta device, views with a pending
-    conjugation or negation, or of a subclass are left out, and so is all that is no tensor.
+    An ordinary tensor is one shard. Tensors that are quantized, sparse, expanded, on the meta
+    device, views with a pending conjugation or negation, or of other subclasses are left out.
 
     Raises:
-        UnsupportedTypeError: A container refers to itself.
+        UnsupportedTypeError: A container refers to itself, or the placements of a sharded tensor
+            do not determine which elements this rank holds.
     """
-    return {
-        where: child
-        for where, child, node in _walk(value, path, sparse=False)
-        if node is None and type(child) in _TENSORS and is_fillable(child)
-    }
-
-
-def shard_targets(value: Any, path: str) -> dict[str, Shards]:
-    """Return the sharded tensors of a live state whose parts can be filled in place, by path.
-
-    Raises:
-        UnsupportedTypeError: A container refers to itself, or nobody can tell which elements of a
-            sharded tensor this rank holds.
-    """
-    found = (
-        (where, shards_of(where, child))
-        for where, child, node in _walk(value, path, sparse=False)
-        if node is None and isinstance(child, torch.Tensor) and type(child) not in _TENSORS
-    )
-    return {
-        where: shards
-        for where, shards in found
-        if shards is not None and all(map(_is_fillable_part, shards.tensors))
-    }
+    targets: dict[str, Shards] = {}
+    for where, child, node in _walk(value, path, sparse=False):
+        if node is not None or not isinstance(child, torch.Tensor):
+            continue
+        if type(child) in _TENSORS:
+            if is_fillable(child):
+                shape = tuple(child.shape)
+                targets[where] = Shards(shape, (Region.whole(shape),), (child,), child)
+        else:
+            shards = shards_of(where, child)
+            if shards is not None and all(map(_is_fillable_part, shards.tensors)):
+                targets[where] = shards
+    return targets
 
 
 def _is_fillable_part(part: torch.Tensor) -> bool:

@@ -21,19 +21,24 @@ from casnap.format.region import Region
 
 
 class Shards(NamedTuple):
-    """What this rank holds of a sharded tensor.
+    """What this rank holds of a tensor.
 
     Attributes:
         shape: The global shape.
-        boxes: Where in the global tensor the parts lie; none is empty.
-        tensors: The parts, one a box: views of the live memory, detached.
-        value: The sharded tensor itself.
+        boxes: Where in the global tensor the shards lie; none of a sharded tensor is empty.
+        tensors: The shards, one a box: views of the live memory.
+        value: The tensor itself.
     """
 
     shape: tuple[int, ...]
     boxes: tuple[Region, ...]
     tensors: tuple[torch.Tensor, ...]
     value: torch.Tensor
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the tensor is a DTensor or ShardedTensor."""
+        return type(self.value) not in (torch.Tensor, torch.nn.Parameter)
 
 
 _Run: TypeAlias = tuple[int, int]  # from, to

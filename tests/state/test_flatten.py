@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 from casnap.errors import DamagedError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Payload, TensorEntry, ValueEntry
-from casnap.state.flatten import Leaf, flatten, inflate, segment_of, tensor_targets
+from casnap.state.flatten import Leaf, fill_targets, flatten, inflate, segment_of
 from tests.support.leaves import leaves_of, round_trip, same
 
 pytestmark = pytest.mark.filterwarnings(
@@ -309,7 +309,7 @@ def test_sparse_tensors(name):
     assert leaves["m/s"].entry.kind == str(value.layout).removeprefix("torch.")
     assert "m/s/values" in leaves
     assert same(round_trip(value), value)
-    assert tensor_targets({"s": value}, "m") == {}
+    assert fill_targets({"s": value}, "m") == {}
 
 
 def test_sparse_parts_are_checked():
@@ -344,7 +344,7 @@ def test_targets():
         "odd": defaultdict(lambda: 0),
         object(): 1,
     }
-    targets = tensor_targets(state, "m")
+    targets = fill_targets(state, "m")
     assert list(targets) == ["m/a", "m/again", "m/t", "m/p", "m/list/1/0"]
-    assert targets["m/a"] is shared
-    assert targets["m/p"] is model.weight
+    assert targets["m/a"].value is shared
+    assert targets["m/p"].value is model.weight

@@ -1,0 +1,129 @@
+"""One key of an app state that is restored: its entries, as this rank sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from casnap.format.entries import ContainerEntry, Entry
+from casnap.restore.loading import Loading
+from casnap.restore.report import RestoreReport
+from casnap.state.containers import container_builder, segment_of
+from casnap.state.flatten import flatten
+from casnap.state.stateful import Stateful
+from casnap.state.tensors import Leaf
+from casnap.storage.contents import Contents, rank_names
+
+
+@dataclass
+class KeyState:
+    """One key of the app state to be restored.
+
+    Attributes:
+        segment: What the paths of the key begin with.
+        stateful: The value.
+        current: The state that the value has now.
+        entries: What the snapshot has of it for this rank, by path.
+        given: Leaves that are not read.
+        rewritten: Prefixes of paths whose names or values a module may change when it loads them.
+        unchecked: Prefixes of paths of which only the module knows whether the names fit.
+        skipped: Paths that must not be loaded into the module.
+    """
+
+    segment: str
+    stateful: Stateful
+    current: Any
+    entries: dict[str, Entry]
+    given: dict[str, Leaf] = field(default_factory=dict)
+    rewritten: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
+    skipped: set[str] = field(default_factory=set)
+
+
+def key_state(
+    contents: Contents, key: str, stateful: Stateful, report: RestoreReport, rank: int
+) -> KeyState | None:
+    """Read the state of a value, and return it with what the snapshot has for it.
+
+    Returns:
+        None where the snapshot has nothing for this rank; the report says what is missing.
+    """
+    segment = segment_of(key)
+    seen = contents.trees(rank).get(segment)
+    entries = {} if seen is None else {segment + inner: e for inner, e in seen.items()}
+    # All ranks read the state, since that may be a collective of their own.
+    current = stateful.state_dict()
+    state = KeyState(segment, stateful, current, entries)
+    if isinstance(stateful, torch.nn.Module) and _select_submodules(contents, state):
+        return state
+    kept = _kept_for_others(contents, segment, rank, entries)
+    if not kept and seen is not None:
+        state.entries = _reached(contents, segment, rank, entries)
+        return state
+    report.missing += kept or [key]
+    return None
+
+
+def _select_submodules(contents: Contents, state: KeyState) -> bool:
+    """Take what a module has, if the ranks had modules of different names; return whether it can.
+
+    So do the stages of a pipeline; this one may have been cut elsewhere.
+    """
+    shared = contents.manifest.shared.get(state.segment)
+    if shared is None or contents.tree(shared).get("") is not None:
+        return False
+    names = {segment_of(name) for name in state.current}
+    if not names or not state.entries.keys() >= {f"{state.segment}/{name}" for name in names}:
+        return False
+    state.entries = {
+        p: e for p, e in state.entries.items() if "/" in p and p.split("/")[1] in names
+    }
+    state.given[state.segment] = next(flatten(state.current, state.segment))
+    return True
+
+
+def _reached(
+    contents: Contents, segment: str, rank: int, entries: dict[str, Entry]
+) -> dict[str, Entry]:
+    """Leave out what is everyone's, but in containers of other ranks alone."""
+    digest = contents.manifest.ranks.get(str(rank), {}).get(segment)
+    own = {} if digest is None else dict(contents.tree(digest).items())
+    loading = Loading(contents)
+    for inner, entry in own.items():
+        if isinstance(entry, ContainerEntry):
+            loading.add(segment + inner, entry)
+    elements = {
+        path: set(container_builder(path, leaf.entry, leaf.content)[0])
+        for path, leaf in loading.load().items()
+        if isinstance(leaf.entry, ContainerEntry) and isinstance(leaf.content, bytes)
+    }
+    if not elements:
+        return entries
+    reached = dict[str, Entry]()
+    for path, entry in entries.items():  # each comes behind what it is in
+        above, _, name = path.rpartition("/")
+        if not above or (above in reached and name in elements.get(above, (name,))):
+            reached[path] = entry
+    return reached
+
+
+def _kept_for_others(
+    contents: Contents, segment: str, rank: int, entries: Mapping[str, Entry]
+) -> list[str]:
+    """Return what stands in the way of a rank that the snapshot knows nothing of."""
+    if rank < contents.row.world_size:
+        return []
+    holders: dict[str, list[int]] = {}
+    for other in contents.ranks():
+        digest = contents.manifest.ranks[str(other)].get(segment)
+        if digest is not None:
+            for path in [segment + inner for inner, _ in contents.tree(digest).items()]:
+                holders.setdefault(path, []).append(other)
+    return [
+        f"{path} is kept for {rank_names(ranks)} alone; rank {rank} is new"
+        for path, ranks in holders.items()
+        if path not in entries
+    ]
