@@ -18,6 +18,7 @@ from casnap.format.entries import (
     ValueEntry,
     payload_of,
 )
+from casnap.format.plain_values import PLAIN_CODECS, decode_text
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Want
 
@@ -53,19 +54,10 @@ def entry_fields(entry: Entry) -> dict[str, Any]:
     return {"type": "value", **facts}
 
 
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")
-
-
-_READERS: dict[str, Callable[[bytes], Any]] = {
-    "none": lambda _: None,
-    "bool": lambda data: data != b"\0",
-    "int": lambda data: int.from_bytes(data, "little", signed=True),
-    "float": lambda data: struct.unpack("<d", data)[0],
-    "complex": lambda data: complex(*struct.unpack("<dd", data)),
-    "bytes": bytes,
-    **dict.fromkeys(("str", "path", "date", "datetime"), _text),
-    **dict.fromkeys(("device", "dtype", "layout", "memory_format", "qscheme"), _text),
+_TEXTS = ("path", "date", "datetime", "device", "dtype", "layout", "memory_format", "qscheme")
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    **{codec.kind: codec.decode for codec in PLAIN_CODECS},
+    **dict.fromkeys(_TEXTS, decode_text),
 }
 
 
@@ -75,7 +67,7 @@ def small_value(contents: Contents, path: str, entry: ValueEntry) -> tuple[bool,
     Raises:
         DamagedError: Its bytes are missing, or are none of its kind.
     """
-    read = _READERS.get(entry.kind)
+    read = _DECODERS.get(entry.kind)
     if read is None or entry.data.nbytes > SMALL:
         return False, None
     try:

@@ -127,19 +127,16 @@ class Opened(NamedTuple):
 _Opener: TypeAlias = Callable[[str, Any], Opened | None]
 
 
-def _open_dict(path: str, value: Any) -> Opened:
+def _open_mapping(path: str, value: Any) -> Opened:
+    kind = type(value).__name__
     keys, children = list(value), list(value.values())
-    return Opened("dict", _segments(path, keys), children, lambda: _Keys(_encode_keys(path, keys)))
 
+    def spec() -> _Keys:
+        factory = _factory_name(path, value.default_factory) if kind == "defaultdict" else None
+        metadata = _metadata_of(value) if kind == "OrderedDict" else None
+        return _Keys(_encode_keys(path, keys), factory, metadata)
 
-def _open_ordered(path: str, value: Any) -> Opened:
-    keys, children = list(value), list(value.values())
-    return Opened(
-        "OrderedDict",
-        _segments(path, keys),
-        children,
-        lambda: _Keys(_encode_keys(path, keys), metadata=_metadata_of(value)),
-    )
+    return Opened(kind, _segments(path, keys), children, spec)
 
 
 def _metadata_of(value: Any) -> dict[str, Any] | None:
@@ -171,16 +168,6 @@ def _named_as_keys(metadata: dict[str, Any], keys: Iterable[Any]) -> dict[str, A
     return dict(inner)
 
 
-def _open_default(path: str, value: Any) -> Opened:
-    keys, children = list(value), list(value.values())
-    return Opened(
-        "defaultdict",
-        _segments(path, keys),
-        children,
-        lambda: _Keys(_encode_keys(path, keys), _factory_name(path, value.default_factory)),
-    )
-
-
 def _factory_name(path: str, factory: object) -> str | None:
     name = None if factory is None else getattr(factory, "__name__", "")
     if name is not None and _FACTORIES.get(name) is not factory:
@@ -191,24 +178,15 @@ def _factory_name(path: str, factory: object) -> str | None:
     return name
 
 
-def _open_counter(path: str, value: Any) -> Opened:
-    return _open_dict(path, value)._replace(kind="Counter")
-
-
-def _open_sequence(path: str, value: Any) -> Opened | None:
+def _open_collection(path: str, value: Any) -> Opened | None:
     if is_packable(value):
         return None
-    return Opened(type(value).__name__, map(str, range(len(value))), list(value))
+    children = stable_order(value) if isinstance(value, set | frozenset) else list(value)
+    return Opened(type(value).__name__, map(str, range(len(value))), children)
 
 
 def _open_size(path: str, value: Any) -> Opened:
     return Opened("size", map(str, range(len(value))), list(value))
-
-
-def _open_set(path: str, value: Any) -> Opened | None:
-    if is_packable(value):
-        return None
-    return Opened(type(value).__name__, map(str, range(len(value))), stable_order(value))
 
 
 def _open_deque(path: str, value: Any) -> Opened:
@@ -242,14 +220,8 @@ def open_sparse(path: str, value: torch.Tensor) -> Opened | None:
 
 
 _OPENERS: dict[type, _Opener] = {
-    dict: _open_dict,
-    OrderedDict: _open_ordered,
-    defaultdict: _open_default,
-    Counter: _open_counter,
-    list: _open_sequence,
-    tuple: _open_sequence,
-    set: _open_set,
-    frozenset: _open_set,
+    **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), _open_mapping),
+    **dict.fromkeys((list, tuple, set, frozenset), _open_collection),
     deque: _open_deque,
     torch.Size: _open_size,
 }

@@ -14,13 +14,14 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from msgspec import Struct
 from torch.torch_version import TorchVersion
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
+from casnap.format.plain_values import PLAIN_CODECS, ValueCodec, decode_text, encode_text
 from casnap.format.records import decode, encode
 from casnap.state.pickles import RefusedError
 from casnap.state.torch_save import bounded_archive
@@ -107,27 +108,6 @@ def _is_utf8(text: Any) -> bool:
 # --- values with an encoding of their own -----------------------------------------------------
 
 
-class _Codec(NamedTuple):
-    kind: str
-    type: type
-    encode: Callable[[Any], bytes | None]
-    """Gives None where this value has something that the encoding would lose."""
-    decode: Callable[[bytes], object]
-
-
-def _int_to_bytes(value: int) -> bytes:
-    return value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
-
-
-def _bool_from_bytes(data: bytes) -> bool:
-    return {b"\0": False, b"\1": True}[data]
-
-
-def _none_from_bytes(data: bytes) -> None:
-    if data:
-        raise ValueError("None has no bytes")
-
-
 def _integers(values: Sequence[object]) -> bytes | None:
     if any(type(v) not in (int, type(None)) for v in values):
         return None
@@ -155,10 +135,10 @@ def _torch_names(kind: type) -> dict[str, Any]:
     return {str(v).removeprefix("torch."): v for v in constants}
 
 
-def _torch_constant(kind: type) -> _Codec:
+def _torch_constant(kind: type) -> ValueCodec:
     names = _torch_names(kind)
     name = kind.__name__
-    return _Codec(
+    return ValueCodec(
         name,
         kind,
         lambda value: str(value).removeprefix("torch.").encode(),
@@ -208,8 +188,8 @@ def _plain(data: bytes) -> list[Any]:
     return values
 
 
-def _packed(kind: type, arrange: Callable[[Any], list[Any]]) -> _Codec:
-    return _Codec(
+def _packed(kind: type, arrange: Callable[[Any], list[Any]]) -> ValueCodec:
+    return ValueCodec(
         f"packed_{kind.__name__}",
         kind,
         lambda values: encode(arrange(values)),
@@ -218,52 +198,44 @@ def _packed(kind: type, arrange: Callable[[Any], list[Any]]) -> _Codec:
 
 
 _CODECS = (
-    _Codec("none", type(None), lambda _: b"", _none_from_bytes),
-    _Codec("bool", bool, lambda v: b"\1" if v else b"\0", _bool_from_bytes),
-    _Codec("int", int, _int_to_bytes, lambda b: int.from_bytes(b, "little", signed=True)),
-    _Codec("float", float, struct.Struct("<d").pack, lambda b: struct.unpack("<d", b)[0]),
-    _Codec(
-        "complex",
-        complex,
-        lambda v: struct.pack("<dd", v.real, v.imag),
-        lambda b: complex(*struct.unpack("<dd", b)),
+    *PLAIN_CODECS,
+    ValueCodec("bytearray", bytearray, bytes, bytearray),
+    ValueCodec(
+        "range", range, lambda v: _integers((v.start, v.stop, v.step)), _from_integers(range)
     ),
-    _Codec(
-        "str",
-        str,
-        lambda v: v.encode("utf-8", "surrogatepass"),
-        lambda b: b.decode("utf-8", "surrogatepass"),
+    ValueCodec(
+        "slice", slice, lambda v: _integers((v.start, v.stop, v.step)), _from_integers(slice)
     ),
-    _Codec("bytes", bytes, bytes, bytes),
-    _Codec("bytearray", bytearray, bytes, bytearray),
-    _Codec("range", range, lambda v: _integers((v.start, v.stop, v.step)), _from_integers(range)),
-    _Codec("slice", slice, lambda v: _integers((v.start, v.stop, v.step)), _from_integers(slice)),
-    _Codec(
+    ValueCodec(
         "timedelta",
         datetime.timedelta,
         lambda v: _integers((v.days, v.seconds, v.microseconds)),
         _from_integers(datetime.timedelta),
     ),
-    _Codec(
+    ValueCodec(
         "date",
         datetime.date,
         lambda v: v.isoformat().encode(),
         lambda b: datetime.date.fromisoformat(b.decode()),
     ),
-    _Codec(
+    ValueCodec(
         "datetime",
         datetime.datetime,
         _datetime_to_bytes,
         lambda b: datetime.datetime.fromisoformat(b.decode()),
     ),
-    _Codec(
+    ValueCodec(
         "path",
         type(pathlib.Path()),
-        lambda v: str(v).encode("utf-8", "surrogatepass"),
-        lambda b: pathlib.Path(b.decode("utf-8", "surrogatepass")),
+        lambda v: encode_text(str(v)),
+        lambda b: pathlib.Path(decode_text(b)),
     ),
-    _Codec("device", torch.device, lambda v: str(v).encode(), lambda b: torch.device(b.decode())),
-    _Codec("torch_version", TorchVersion, lambda v: v.encode(), lambda b: TorchVersion(b.decode())),
+    ValueCodec(
+        "device", torch.device, lambda v: str(v).encode(), lambda b: torch.device(b.decode())
+    ),
+    ValueCodec(
+        "torch_version", TorchVersion, lambda v: v.encode(), lambda b: TorchVersion(b.decode())
+    ),
     *map(_torch_constant, (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)),
     _packed(list, list),
     _packed(tuple, list),
