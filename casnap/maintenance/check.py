@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from casnap.backends import Backend
 from casnap.errors import CasnapError, DamagedError, ExhaustedError
 from casnap.format.records import CONFIG_KEY, pack_key, root_key, segment_key
-from casnap.maintenance.damage import ALL, Damage, Hurt, damaged_roots, listed_roots, roots_damaged
+from casnap.maintenance.damage import (
+    ALL,
+    Damage,
+    Hurt,
+    damages_of_roots,
+    listed_roots,
+    root_damages,
+)
 from casnap.maintenance.files import StoredFiles
 from casnap.maintenance.marks import Progress
 from casnap.maintenance.survey import Survey
@@ -96,10 +103,10 @@ def check(
     except DamagedError as e:
         newest = listed_roots(backend)[-1]
         unreadable = Damage("unreadable", root_key(newest), str(e), hurts={ALL: None})
-        return CheckReport([*damages, unreadable], damaged_roots(backend, range(newest)))
+        return CheckReport([*damages, unreadable], damages_of_roots(backend, range(newest)))
     share = (1.0 if data else None) if sample is None else sample
     survey.run(share=share, seed=seed)
-    stood_in_for, history = roots_damaged(backend, survey.root.seq)
+    stood_in_for, history = root_damages(backend, survey.root.seq)
     report = CheckReport(
         damages=[*damages, *stood_in_for, *survey.damages],
         history=history,

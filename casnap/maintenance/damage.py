@@ -76,15 +76,15 @@ def kind_and_message(error: Exception, what: str) -> tuple[str, str]:
     return "unreadable" if isinstance(error, BackendError) else "changed", str(error)
 
 
-def roots_damaged(backend: Backend, newest: int) -> tuple[list[Damage], list[Damage]]:
+def root_damages(backend: Backend, newest: int) -> tuple[list[Damage], list[Damage]]:
     """Return what is wrong with the newest root, which its copy stands in for, and with others.
 
     Those are history, which nobody needs.
     """
-    stood_in_for = damaged_roots(backend, [newest])
+    stood_in_for = damages_of_roots(backend, [newest])
     for damage in stood_in_for:
         damage.message += "; its copy stands in for it until a repair puts another one"
-    return stood_in_for, damaged_roots(backend, range(newest))
+    return stood_in_for, damages_of_roots(backend, range(newest))
 
 
 def listed_roots(backend: Backend) -> list[int]:
@@ -97,7 +97,7 @@ def listed_roots(backend: Backend) -> list[int]:
     )
 
 
-def damaged_roots(backend: Backend, numbers: Iterable[int]) -> list[Damage]:
+def damages_of_roots(backend: Backend, numbers: Iterable[int]) -> list[Damage]:
     """Return what is wrong with some roots."""
     damages = []
     for seq in numbers:

@@ -34,7 +34,8 @@ from casnap.format.records import (
     SegmentRef,
     pack_key,
 )
-from casnap.maintenance.damage import Damage, roots_damaged
+from casnap.maintenance.damage import Damage, root_damages
+from casnap.maintenance.file_survey import FileSurvey
 from casnap.maintenance.files import StoredFiles
 from casnap.maintenance.marks import Progress
 from casnap.maintenance.places import bad_records, can_lie_at, read_footer
@@ -183,7 +184,7 @@ class _Repair:
         self._objects.check_writable("repair")
         survey.run(share=1.0)
         self._refuse_unreadable()
-        stood_in_for, history = roots_damaged(self._objects.backend, survey.root.seq)
+        stood_in_for, history = root_damages(self._objects.backend, survey.root.seq)
         self.report.found = [*history, *stood_in_for, *survey.damages]
         self._followed = {survey.root.seq} if stood_in_for else set()
         try:
@@ -374,8 +375,8 @@ class _Repair:
     def _foresee(self, lost: set[Digest]) -> None:
         """Say what would remain: what is lost, or may be, where it is not known what is needed."""
         survey = self._survey
-        damages = [d for digest in survey.lost & lost for d in survey.trouble(digest)]
-        if survey.hidden:
+        damages = [d for digest in survey.lost & lost for d in survey.damages_of(digest)]
+        if survey.trees_incomplete:
             packs = [d for d in survey.damages if d.object.startswith("packs/")]
             damages += [d for d in packs if d.digest or d.kind in ("missing", "cut off")]
         self.report.remaining = list(dict.fromkeys(damages))
@@ -391,7 +392,7 @@ class _Repair:
     def _lost(self) -> set[Digest]:
         survey = self._survey
         lost = set(survey.lost)
-        if survey.hidden:
+        if survey.trees_incomplete:
             # What is below a lost node is not known: it stays lost until it is found.
             lost.update(d for d in survey.known_lost if not survey.whole_places(d))
         return lost
@@ -460,7 +461,7 @@ class _Repair:
         self._healed.add(digest)
 
     def _heal_from_store(self, other: Objects) -> None:
-        places = Survey(other).places
+        places = FileSurvey(other).places
         found: list[tuple[Place, list[Want]]] = []
         for digest in self._missing():
             want = Want(digest, -1, partial(self._heal_one, digest), "")
