@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from casnap.cli.arguments import open_whole_store
+from casnap.cli.option_types import positive_share
 from casnap.cli.output import counted, emit, json_option, phases, safe, size
-from casnap.cli.shares import positive_share
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.check import check as check_store
 from casnap.maintenance.damage import ALL, Damage

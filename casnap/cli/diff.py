@@ -8,7 +8,7 @@ import click
 
 from casnap.cli.arguments import second_snapshot
 from casnap.cli.entries import entry_fields, type_text
-from casnap.cli.output import counted, emit, json_option, safe, size, table
+from casnap.cli.output import emit, json_option, print_rest, safe, size, table
 from casnap.maintenance.diff import Change, Diff
 from casnap.maintenance.diff import diff as compare
 from casnap.snapshot import Snapshot
@@ -52,8 +52,7 @@ def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
     ]
     header = ("", "PATH", "TYPE", "CHANGED", "OF")
     table(header, rows, numbers={"CHANGED", "OF"})
-    if len(shown) < len(ordered):
-        click.echo(f"… and {counted(len(ordered) - len(shown), 'entry')} more (--limit)")
+    print_rest(len(ordered) - len(shown), "entry")
 
 
 def _summary(found: Diff) -> str:

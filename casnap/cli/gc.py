@@ -7,9 +7,8 @@ from dataclasses import asdict
 import click
 
 from casnap.cli.arguments import open_whole_store, store_fields
-from casnap.cli.durations import duration_or_none
+from casnap.cli.option_types import duration_or_none, share
 from casnap.cli.output import counted, emit, json_option, phases, safe, size
-from casnap.cli.shares import share
 from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.store import Store
 

@@ -116,6 +116,31 @@ def _width() -> int:
         return 0
 
 
+def print_rest(count: int, thing: str) -> None:
+    """Say how many things were not printed, if any, because of ``--limit``."""
+    if count > 0:
+        click.echo(f"… and {counted(count, thing)} more (--limit)")
+
+
+# --- questions --------------------------------------------------------------------------------
+
+
+def check_can_ask(instead: str) -> None:
+    """Check that there is a terminal to ask on.
+
+    Raises:
+        click.UsageError: There is none; names what to pass instead.
+    """
+    if not sys.stdin.isatty():
+        raise click.UsageError(f"there is no terminal to ask on; pass {instead}")
+
+
+def confirm(question: str) -> None:
+    """Ask a question, and end the command with status 1 unless the answer is yes."""
+    if not click.confirm(question, err=True):
+        raise click.exceptions.Exit(1)
+
+
 # --- JSON -------------------------------------------------------------------------------------
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import asdict, replace
 
 import click
 from click.core import ParameterSource
 
 from casnap.cli.arguments import open_store, snapshots_of, store_fields
-from casnap.cli.durations import duration
 from casnap.cli.gc import collected, exclusive_option, grace_option, show
+from casnap.cli.option_types import duration
 from casnap.cli.output import (
     Failure,
+    check_can_ask,
+    confirm,
     counted,
     described,
     emit,
@@ -126,8 +127,8 @@ def _check_usage(*, collect: bool, may_ask: bool) -> None:
     for name in ("grace", "exclusive"):
         if not collect and source(name) is not ParameterSource.DEFAULT:
             raise click.UsageError(f"--{name} is for collecting garbage; it needs --gc")
-    if may_ask and not sys.stdin.isatty():
-        raise click.UsageError("there is no terminal to ask on; pass --yes, or --dry-run to look")
+    if may_ask:
+        check_can_ask("--yes, or --dry-run to look")
 
 
 def _collected_after(report: PruneReport, place: Store, options: GcOptions) -> GcReport:
@@ -148,8 +149,8 @@ def _ask(plan: PruneReport) -> None:
         described_row = described(verdict.row.metadata, verdict.row.tags)
         click.echo(f"{safe(verdict.name)}  {described_row}".rstrip(), err=True)
     count = len(plan.forgotten)
-    if count and not click.confirm(f"Forget {counted(count, 'snapshot')}?", err=True):
-        raise click.exceptions.Exit(1)
+    if count:
+        confirm(f"Forget {counted(count, 'snapshot')}?")
 
 
 def _facts_of(report: PruneReport) -> dict[str, object]:

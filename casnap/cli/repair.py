@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import click
 
 from casnap.cli.arguments import open_whole_store
 from casnap.cli.check import document_of, print_damages
-from casnap.cli.output import emit, json_option, phases, quoted, safe
+from casnap.cli.output import check_can_ask, confirm, emit, json_option, phases, quoted, safe
 from casnap.maintenance.repair import RepairReport
 
 
@@ -47,10 +46,8 @@ def repair(
     place = open_whole_store(store)
     uri = place.objects.backend.uri
     if not yes and not dry_run:
-        if not sys.stdin.isatty():
-            raise click.UsageError("there is no terminal to ask on; pass --yes to repair")
-        if not click.confirm(f"Repair {safe(uri)}?", err=True):
-            raise click.exceptions.Exit(1)
+        check_can_ask("--yes to repair")
+        confirm(f"Repair {safe(uri)}?")
     with phases() as report:
         done = place.repair(sources=sources, progress=report, dry_run=dry_run)
     if as_json:

@@ -15,6 +15,7 @@ from casnap.cli.output import (
     emit,
     json_option,
     moment,
+    print_rest,
     progress,
     safe,
     size,
@@ -172,5 +173,4 @@ def _print_children(children: list[Facts], limit: int) -> None:
         for c in children[:limit]
     ]
     table(("PATH", "TYPE", "ENTRIES", "BYTES"), rows, numbers={"ENTRIES", "BYTES"})
-    if len(children) > limit:
-        click.echo(f"… and {counted(len(children) - limit, 'element')} more (--limit)")
+    print_rest(len(children) - limit, "element")

@@ -14,7 +14,7 @@ import pytest
 
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.cli.durations import duration, duration_or_none
+from casnap.cli.option_types import duration, duration_or_none
 from casnap.errors import BackendError, FencedError, SnapshotNotFoundError
 from casnap.format.records import Row
 from tests.cli.test_cli import Terminal
