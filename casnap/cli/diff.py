@@ -22,11 +22,11 @@ SIGNS = {"changed": "~", "added": "+", "removed": "-"}
 @click.option("--limit", type=click.IntRange(min=1), help="The most entries to print [50; all].")
 @json_option
 def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
-    """Show what differs between two snapshots: entries of B that A has not, or has otherwise.
+    """Show the differences between two snapshots: added, removed and changed entries.
 
-    The second one may be the bare name of a snapshot beside the first, or in its store. The
-    entries with the most changed bytes come first. CHANGED counts the chunks of an entry that
-    differ from those at the same place in A.
+    B may be the bare name of a snapshot beside A or in its store. The entries with the most
+    changed bytes come first. CHANGED counts the bytes in those chunks of an entry that differ from
+    the chunks at the same position in A.
     """
     first = Snapshot(a)
     second = second_snapshot(b, first)

@@ -1,6 +1,6 @@
-"""Entries in words, and small values as they were: what commands show of a snapshot's tree.
+"""How commands show the entries of a snapshot: types in words, and small values.
 
-Only kinds that mean the same without torch are decoded here.
+Only values that mean the same without torch are decoded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SMALL = 1 << 10
 
 
 def type_text(entry: Entry) -> str:
-    """Return what an entry is, in a word or two: ``float32 [4, 8]``, ``int``, ``dict of 3``."""
+    """Return the type of an entry in a word or two: ``float32 [4, 8]``, ``int``, ``dict of 3``."""
     if isinstance(entry, TensorEntry):
         return f"{entry.dtype} {list(entry.shape)}"
     if isinstance(entry, ContainerEntry):
@@ -35,7 +35,7 @@ def type_text(entry: Entry) -> str:
 
 
 def entry_fields(entry: Entry) -> dict[str, Any]:
-    """Return, for JSON, what an entry is."""
+    """Return the description of an entry, for JSON."""
     facts: dict[str, Any] = {"kind": entry.kind, "nbytes": payload_of(entry).nbytes}
     if isinstance(entry, TensorEntry):
         scheme = entry.quantization.scheme if entry.quantization is not None else None
@@ -65,7 +65,7 @@ def small_value(contents: Contents, path: str, entry: ValueEntry) -> tuple[bool,
     """Return whether a value can be shown, and the value.
 
     Raises:
-        DamagedError: Its bytes are missing, or are none of its kind.
+        DamagedError: Its bytes are missing or malformed.
     """
     read = _DECODERS.get(entry.kind)
     if read is None or entry.data.nbytes > SMALL:
@@ -73,7 +73,9 @@ def small_value(contents: Contents, path: str, entry: ValueEntry) -> tuple[bool,
     try:
         return True, read(_bytes_of(contents, path, entry))
     except (ValueError, struct.error) as e:
-        raise DamagedError(f"{contents.where}: {path} is no {entry.kind}: {e}", (path,)) from e
+        raise DamagedError(
+            f"{contents.where}: {path} is not a valid {entry.kind}: {e}", (path,)
+        ) from e
 
 
 def _bytes_of(contents: Contents, path: str, entry: ValueEntry) -> bytes:

@@ -15,10 +15,10 @@ _SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)(%?)")
 
 
 def duration(text: str) -> float:
-    """Return the seconds of a duration, more than none; the ``type`` of an option.
+    """Return the seconds of a duration above 0; the ``type`` of an option.
 
     Raises:
-        click.BadParameter: It is none; says what can be written.
+        click.BadParameter: The text is not such a duration.
     """
     seconds = _seconds(text)
     if not seconds:
@@ -30,7 +30,7 @@ def duration_or_none(text: str) -> float:
     """Return the seconds of a duration, which may be ``0``; the ``type`` of an option.
 
     Raises:
-        click.BadParameter: It is none; says what can be written.
+        click.BadParameter: The text is not a duration.
     """
     seconds = 0.0 if text == "0" else _seconds(text)
     if seconds is None:
@@ -47,7 +47,7 @@ def share(text: str) -> float:
     """Return a share from 0 to 1; the ``type`` of an option.
 
     Raises:
-        click.BadParameter: It is none; says what can be written.
+        click.BadParameter: The text is not a share.
     """
     found = _SHARE.fullmatch(text)
     value = float(found[1]) / (100 if found[2] else 1) if found else 2
@@ -60,7 +60,7 @@ def positive_share(text: str) -> float:
     """Return a share above 0; the ``type`` of an option.
 
     Raises:
-        click.BadParameter: It is none, or nothing.
+        click.BadParameter: The text is not such a share.
     """
     value = share(text)
     if not value:

@@ -1,7 +1,7 @@
-"""What commands print: tables for people, one JSON document for programs, progress on terminals.
+"""Output of commands: tables for people, JSON for programs, progress bars on terminals.
 
-What comes from a store (names, paths, metadata) is printed escaped: it could hold what commands
-a terminal.
+Names, paths and metadata come from a store and could hold control sequences of the terminal, so
+they are printed escaped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Failure(click.ClickException):
 
 
 def safe(text: str) -> str:
-    """Return a text with everything escaped that does not print."""
+    """Return a text with all unprintable characters escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else _escaped(c) for c in text)
@@ -45,12 +45,12 @@ def _escaped(char: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text in quotes, escaped, as an argument that can be read."""
+    """Return a text escaped and in quotes."""
     return f"'{safe(text)}'"
 
 
 def size(nbytes: float) -> str:
-    """Return a number of bytes in the decimal units that disks are sold in."""
+    """Return a number of bytes in decimal units: kB, MB, GB, TB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if nbytes < 999.95 or unit == "TB":
             break
@@ -67,14 +67,14 @@ def moment(seconds: float) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """Return a number and a noun, in the plural if need be."""
+    """Return a number and a noun, in the plural unless the number is 1."""
     if count != 1:
         thing = f"{thing[:-1]}ies" if thing.endswith("ry") else f"{thing}s"
     return f"{count:,} {thing}"
 
 
 def described(metadata: dict[str, Any] | None, tags: Sequence[str] = ()) -> str:
-    """Return metadata (None: they are damaged) and tags in one line."""
+    """Return tags and metadata (None if they are damaged) in one line."""
     words = [f"#{tag}" for tag in tags]
     if metadata is None:
         words.append("(metadata damaged)")
@@ -89,8 +89,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: set[str
 
     Args:
         header: The titles of the columns.
-        rows: Their cells, escaped.
-        numbers: The titles of the columns that are flush right.
+        rows: The cells, escaped.
+        numbers: The titles of the columns to align right.
     """
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     right = [title in numbers for title in header]
@@ -109,7 +109,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: set[str
 
 
 def _width() -> int:
-    """Return the columns of the terminal that stdout is, 0 where it is none."""
+    """Return the width of the terminal on stdout; 0 if stdout is not a terminal."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns
     except (OSError, ValueError):
@@ -129,7 +129,7 @@ def check_can_ask(instead: str) -> None:
     """Check that there is a terminal to ask on.
 
     Raises:
-        click.UsageError: There is none; names what to pass instead.
+        click.UsageError: There is no terminal; the message says what to pass instead.
     """
     if not sys.stdin.isatty():
         raise click.UsageError(f"there is no terminal to ask on; pass {instead}")
@@ -145,7 +145,7 @@ def confirm(question: str) -> None:
 
 
 def emit(document: dict[str, Any]) -> None:
-    """Print one JSON document: ASCII, so that nothing in it reaches a terminal as a command."""
+    """Print one JSON document, in ASCII, so that it holds no control sequences."""
     import json
 
     import msgspec
@@ -155,7 +155,7 @@ def emit(document: dict[str, Any]) -> None:
 
 
 def plain(value: Any, *, json: bool = True) -> Any:
-    """Return a value as JSON can hold it, whatever a store has put there; or as print can."""
+    """Return a value from a store in types that JSON, or else print, can show."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -172,9 +172,9 @@ def plain(value: Any, *, json: bool = True) -> Any:
 
 @contextmanager
 def progress(what: str, *, of_bytes: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """Give what long work reports to: a bar on stderr if that is a terminal, else None.
+    """Yield the callback of long work: a progress bar if stderr is a terminal, else None.
 
-    The bar appears only where the work is not done within :data:`PATIENCE`.
+    The bar appears only if the work takes longer than :data:`PATIENCE`.
     """
     if not sys.stderr.isatty():
         yield None
@@ -188,7 +188,7 @@ def progress(what: str, *, of_bytes: bool = False) -> Iterator[Callable[[int, in
 
 @contextmanager
 def phases() -> Iterator[Callable[[str, int, int], None] | None]:
-    """Give what work of several phases reports to: a bar for each, named by its phase."""
+    """Yield the callback of work in phases, with a progress bar for each phase."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -211,7 +211,7 @@ def phases() -> Iterator[Callable[[str, int, int], None] | None]:
 
 
 class _Bar:
-    """A progress bar that appears late."""
+    """A progress bar that appears after :data:`PATIENCE`."""
 
     def __init__(self, what: str, *, of_bytes: bool) -> None:
         self._what = what
@@ -250,6 +250,6 @@ class _Bar:
         self._bar.start()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()

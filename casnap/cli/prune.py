@@ -42,13 +42,13 @@ _BEST = re.compile(r"(.+):([0-9]{1,9})(?::(min|max))?", re.DOTALL)
 def _best_rule(text: str) -> tuple[str, int, str]:
     found = _BEST.fullmatch(text)
     if found is None:
-        raise click.BadParameter(f"{quoted(text)} is no rule; write loss:3 or accuracy:3:max")
+        raise click.BadParameter(f"{quoted(text)} is not a rule; write loss:3 or accuracy:3:max")
     return found[1], int(found[2]), found[3] or "min"
 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("store", required=False)
-@click.option("--prefix", metavar="FOLDER", help="Only the runs in and below this folder.")
+@click.option("--prefix", metavar="FOLDER", help="Only runs in and below this folder.")
 @click.option("--keep-last", type=int, metavar="N", help="Keep the last N of each run.")
 @click.option("--keep-every", type=int, metavar="K", help="Keep steps that are multiples of K.")
 @click.option("--keep-within", type=duration, metavar="TIME", help="Keep the last 24h, 7d, 2w, ….")
@@ -57,7 +57,7 @@ def _best_rule(text: str) -> tuple[str, int, str]:
     type=_best_rule,
     multiple=True,
     metavar="METRIC:N[:max]",
-    help="Keep the N lowest by a metric of the metadata, or the highest. May be repeated.",
+    help="Keep the N snapshots with the lowest (or highest) metric. May be repeated.",
 )
 @click.option("--gc", "collect", is_flag=True, help="Then collect garbage, as `casnap gc` does.")
 @grace_option
@@ -81,9 +81,9 @@ def prune(
 ) -> None:
     """Forget the snapshots that no rule keeps.
 
-    Rules add up: what any of them keeps is kept, and so is what has a tag. Each run, that is each
-    folder of snapshots, is judged on its own. What only the forgotten snapshots hold stays on
-    disk until the store's garbage is collected, which --gc does.
+    A snapshot is kept if any rule keeps it, or if it has a tag. The rules apply to each run, that
+    is each folder of snapshots, on its own. The bytes of forgotten snapshots stay on disk until
+    garbage is collected; --gc does that at once.
     """
     try:
         retention = Retention(
@@ -112,7 +112,7 @@ def prune(
     try:
         garbage = _collected_after(report, place, options) if collect else None
     except (CasnapError, OSError, KeyboardInterrupt) as e:
-        # What was forgotten is, and whoever reads JSON is to know as well.
+        # The snapshots are forgotten already, so print that in JSON too.
         if as_json:
             emit({**document, "error": str(e) or "interrupted"})
         raise

@@ -28,7 +28,7 @@ def _source(text: str) -> str:
     type=_source,
     multiple=True,
     metavar="PATH",
-    help="Where to look for what is lost. May be repeated.",
+    help="Where to look for lost chunks. May be repeated.",
 )
 @click.option("--dry-run", is_flag=True, help="Change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
@@ -36,12 +36,12 @@ def _source(text: str) -> str:
 def repair(
     store: str | None, sources: tuple[str, ...], dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Save what can be saved of a damaged store; exit with status 1 if anything stays lost.
+    """Repair a damaged store as far as possible; exit with status 1 if anything stays lost.
 
-    Every byte is read. Lost parts of the index are made anew from the packs, and what is whole
-    in damaged packs is copied out of them. What is nowhere whole is looked for in --from: other
-    casnap stores, and files or folders of .safetensors, .pt, .pth, .bin, .ckpt and .npy. Nothing
-    is deleted: `casnap gc` does that later.
+    Reads every byte. Rebuilds lost parts of the index from the packs, and copies what is whole
+    out of damaged packs. Looks for lost chunks in --from: other casnap stores, and files or
+    folders of .safetensors, .pt, .pth, .bin, .ckpt and .npy. Nothing is deleted: `casnap gc` does
+    that later.
     """
     place = open_whole_store(store)
     uri = place.objects.backend.uri
@@ -71,7 +71,7 @@ def _print(uri: str, done: RepairReport) -> None:
         click.echo(f"skipped: {safe(why)}", err=True)
     steps = {
         "unreadable index segments replaced": done.dropped_segments,
-        "packs entered in the index again": done.adopted_packs,
+        "packs listed in the index again": done.adopted_packs,
         "damaged packs replaced": done.replaced_packs,
         "chunks saved from damaged packs": done.saved_chunks,
         "lost chunks found elsewhere": done.healed_chunks,
@@ -81,11 +81,11 @@ def _print(uri: str, done: RepairReport) -> None:
         if count:
             click.echo(f"{what}: {count:,}")
     if any(damage.object.startswith("roots/") for damage in done.found):
-        click.echo("roots are damaged or lost (see `casnap check`): nobody needs them any more")
+        click.echo("roots are damaged or lost (see `casnap check`): no snapshot needs them")
     if done.ok:
         click.echo("nothing would stay lost" if done.dry_run else "everything is whole")
         return
     click.echo("what may stay lost:" if done.dry_run else "what stays lost:")
     print_damages(done.remaining)
-    click.echo("a take of the same bytes, or --from with a copy of them, heals what is lost;")
-    click.echo("`casnap rm` of the snapshots that are hurt gives it up")
+    click.echo("a take of the same bytes, or --from with a copy of them, restores what is lost;")
+    click.echo("`casnap rm` of the hurt snapshots gives it up")

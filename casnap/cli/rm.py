@@ -24,8 +24,8 @@ from casnap.snapshot import Snapshot
 def rm(snapshots: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Delete snapshots.
 
-    Nothing is deleted unless all of them are found; tags do not protect them. What they alone
-    hold stays on disk until the store's garbage is collected.
+    Nothing is deleted unless all of them are found. Tags do not protect them. Their bytes stay on
+    disk until garbage is collected.
     """
     found = list({(s.store.uri, s.name): s for s in map(Snapshot, snapshots)}.values())
     if not yes:

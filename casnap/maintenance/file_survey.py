@@ -1,4 +1,4 @@
-"""Which objects of a store are whole: its segments, its packs, and if asked every byte."""
+"""Surveying the files of a store: segments, packs and, on request, every byte."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _ROOT_ADVICE = (
 
 
 class FileSurvey:
-    """A look at the files that the newest root of a store names.
+    """A survey of the files that the newest root of a store names.
 
     Args:
         objects: The store.
-        progress: Told what is being looked at; of what is read, bytes.
+        progress: Called with the current phase, how much of it is done, and the total.
 
     Raises:
         DamagedError: The newest root cannot be read.
@@ -44,11 +44,11 @@ class FileSurvey:
     Attributes:
         root: The root.
         places: The places that its readable segments list.
-        unreadable: Its other segments.
+        unreadable: Its segments that cannot be read.
         damages: What is wrong.
-        hurt_packs: Packs of which anything is wrong.
-        bad: The places that were read and are not whole, whatever the root.
-        blame: The damages because of which a digest has lost a place.
+        hurt_packs: Packs with any damage.
+        bad: Places that were read and are not whole; this stays true for newer roots.
+        blame: The damages that cost a digest one of its places.
         read_bytes: How many bytes were read and verified.
     """
 
@@ -66,7 +66,7 @@ class FileSurvey:
         self.look(root)
 
     def look(self, root: Root) -> None:
-        """Begin to look at a root: read its segments."""
+        """Start over with a root: read its segments."""
         self.root = root
         self.damages: list[Damage] = []
         self.hurt_packs: set[PackId] = set()
@@ -77,17 +77,17 @@ class FileSurvey:
         self.places = Places(self._segments())
 
     def whole_places(self, digest: Digest) -> list[Place]:
-        """Return the places of a digest that are not known as bad."""
+        """Return the places of a digest that are not known to be bad."""
         places = self.places.of(digest)
         return [place for place in places if self.is_whole(digest, place)]
 
     def is_whole(self, digest: Digest, place: Place) -> bool:
-        """Whether nothing bad is known of a place."""
+        """Whether a place is not known to be bad."""
         record = (digest, place)
         return place.pack not in self._gone and record not in self._cut and record not in self.bad
 
     def note_bad(self, digest: Digest, place: Place, why: Why) -> None:
-        """Note that the bytes at a place are not what they were."""
+        """Record that the bytes at a place are not what was written."""
         self.bad[digest, place] = why
         pack = PackId(place.pack)
         damage = self.add_damage(
@@ -97,7 +97,7 @@ class FileSurvey:
         self.blame.setdefault(digest, []).append(damage)
 
     def add_damage(self, kind: str, key: str, message: str, digest: bytes = b"") -> Damage:
-        """Note a damage, and return it."""
+        """Record a damage, and return it."""
         damage = Damage(kind, key, message, digest.hex())
         self.damages.append(damage)
         return damage
@@ -114,7 +114,7 @@ class FileSurvey:
             except READ_ERRORS as e:
                 kind, why = kind_and_message(e, "an index segment")
                 damage = self.unreadable[ref] = self.add_damage(kind, key, why)
-                # Until it is replaced no index can be read, though what it lists may be whole.
+                # The index cannot be read until the segment is replaced. Its chunks may be whole.
                 damage.hurts[ALL] = None
 
     def _read_segment(self, ref: SegmentRef, key: str) -> bytes:
@@ -126,7 +126,7 @@ class FileSurvey:
     # --- packs ---
 
     def look_at_packs(self) -> None:
-        """Compare the size and the footer of each pack with what the index says of it."""
+        """Compare the size and the footer of each pack with the index."""
         packs = self.places.packs
         for done, pack in enumerate(packs):
             self.progress("looking at packs", done, len(packs))

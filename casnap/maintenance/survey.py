@@ -1,6 +1,6 @@
-"""What is wrong in a store: every object looked at, and every damage with the tensors it hurts.
+"""Surveying a whole store: every object is read, and every damage named with what it hurts.
 
-Nothing is believed but the store itself: neither what is remembered on this host nor a hint.
+The survey trusts only the store itself, neither the cache of this host nor hints to places.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOOKS = 5
 
 
 class _UncachedObjects(Objects):
-    """A store whose nodes are read from its packs alone, at places that are not known as bad."""
+    """A store whose nodes are read from packs only, at places that are not known to be bad."""
 
     def __init__(self, survey: Survey) -> None:
         super().__init__(survey.objects.backend, survey.objects)
@@ -40,11 +40,11 @@ class _UncachedObjects(Objects):
         self.asked: list[Digest] = []
 
     def node(self, digest: Digest, hint: Place | None = None) -> bytes:
-        """Return a node, verified, and note that it was needed."""
+        """Return a node, verified, and record that it is needed."""
         self.asked.append(digest)
         self._survey.needed[digest] = -1
         found: list[bytes] = []
-        # At all of them, for each is there in case that another fails.
+        # Read all places: each is there in case that another fails.
         for place in self._survey.whole_places(digest):
             want = Want(digest, -1, lambda raw: found.append(bytes(raw)), "")
             for unread in self.read_places([(place, [want])]):
@@ -58,16 +58,16 @@ class Survey(FileSurvey):
     """Everything that is wrong in a store, with the tensors that it hurts.
 
     Attributes:
-        needed: What snapshots and the table need, and its length if it is a chunk, else -1.
-        lost: What of that is nowhere whole.
-        known_lost: What the root says is lost.
-        rescued: Condemned packs that hold what is needed and is in no live pack.
+        needed: The digests that snapshots and the table need: the length of a chunk, -1 of a node.
+        lost: Needed digests without a whole place.
+        known_lost: Digests that the root says are lost.
+        rescued: Condemned packs that hold a needed digest which no live pack holds.
         snapshots: How many snapshots there are.
         cuts: Shape → the boxes that hurt tensors of that shape are cut into.
     """
 
     def look(self, root: Root) -> None:
-        """Begin to look at a root."""
+        """Start over with a root."""
         self.needed: dict[Digest, int] = {}
         self.lost: set[Digest] = set()
         self.rescued: set[PackId] = set()
@@ -75,7 +75,7 @@ class Survey(FileSurvey):
         self.cuts: dict[tuple[int, ...], set[Boxes]] = {}
         self.known_lost = frozenset(split_digests(root.lost))
         self._damages_of: dict[Digest, list[Damage]] = {}
-        self._of_pack: dict[PackId, Damage] = {}
+        self._condemned_damage: dict[PackId, Damage] = {}
         self._below: dict[bytes, list[tuple[str, Damage]]] = {}
         self._lists: dict[tuple[object, ...], list[Damage]] = {}
         self._commits: dict[str, bytes] = {}
@@ -83,25 +83,25 @@ class Survey(FileSurvey):
         super().look(root)
 
     def run(self, *, share: float | None = None, seed: int | None = None) -> None:
-        """Look at everything.
+        """Survey everything.
 
         Args:
-            share: The share of all chunks and nodes to read and verify; None for none of them.
-            seed: What the choice follows from, if less than all are read.
+            share: The share of all chunks and nodes to read and verify; None to read none.
+            seed: Chooses which, if the share is less than 1.
         """
         self.look_at_packs()
         if share is not None:
             self.read_share(share, random.Random(seed))
         self._snapshots()
-        # What is missing may have been collected, or merged, since we began: look again.
+        # What is missing may have been collected or merged since the survey began.
         for _ in range(_LOOKS):
             if not self.damages or self.objects.newest() == self.root:
                 return
             self.again()
-        self._pass_over_what_went()
+        self._drop_outdated()
 
     def again(self) -> None:
-        """Look at the newest root, in the light of what was read before."""
+        """Survey the newest root, and keep the bad places that were found before."""
         self.look(self.objects.newest())
         for (digest, place), why in list(self.bad.items()):
             if place in self.places.of(digest):
@@ -109,8 +109,8 @@ class Survey(FileSurvey):
         self.look_at_packs()
         self._snapshots()
 
-    def _pass_over_what_went(self) -> None:
-        """Keep only the damages of what the newest root, which is younger than the look, has."""
+    def _drop_outdated(self) -> None:
+        """Drop the damages of objects that the newest root no longer names."""
         try:
             view = self.objects.view()
             commits = {n: r.commit for n, r in self.objects.table(view.root).items()}
@@ -119,8 +119,8 @@ class Survey(FileSurvey):
         keys = {pack_key(pack) for pack in view.packs}
         keys |= {segment_key(ref.id) for ref in view.root.segments}
 
-        def went(hurt: Hurt) -> bool:
-            # The table as a whole can be read now, but of a part of it nothing is known.
+        def is_gone(hurt: Hurt) -> bool:
+            # The newest table can be read as a whole, so damages of all snapshots are outdated.
             before = self._commits.get(hurt.snapshot)
             return hurt == ALL or (before is not None and commits.get(hurt.snapshot) != before)
 
@@ -129,16 +129,16 @@ class Survey(FileSurvey):
                 damage
                 for damage in self.damages
                 if damage.object in keys
-                or (not damage.object and not (damage.hurts and all(map(went, damage.hurts))))
+                or (not damage.object and not (damage.hurts and all(map(is_gone, damage.hurts))))
             ]
 
     @property
     def trees_incomplete(self) -> bool:
-        """Whether parts of the trees cannot be read, so that what they need is not known."""
+        """Whether parts of the trees cannot be read, so that their needs are not known."""
         return bool(self.unreadable) or any(self.needed[digest] < 0 for digest in self.lost)
 
     def note_bad(self, digest: Digest, place: Place, why: Why) -> None:
-        """Note that the bytes at a place are not what they were."""
+        """Record that the bytes at a place are not what was written."""
         super().note_bad(digest, place, why)
         self._damages_of.pop(digest, None)
 
@@ -154,16 +154,16 @@ class Survey(FileSurvey):
                     damage.message += "; nothing needs it"
 
     def _walk(self) -> None:
-        table, damages = self._asking(partial(self._uncached.table, self.root), "the table")
+        table, damages = self._reading(partial(self._uncached.table, self.root), "the table")
         self._hurt(damages, ALL.snapshot, "")
         if table is None:
             return
         self._rows(table, table.children, len(table))
 
     def _rows(self, table: Tree[Row], children: list[Child], total: int) -> None:
-        """Look at all snapshots below some nodes of the table."""
+        """Survey all snapshots below some nodes of the table."""
         for first, digest, count in children:
-            node, damages = self._asking(partial(table.node, Digest(digest)), "the table")
+            node, damages = self._reading(partial(table.node, Digest(digest)), "the table")
             self._hurt(damages, _first_of(first, count), "")
             if isinstance(node, Branch):
                 self._rows(table, node.children, total)
@@ -175,9 +175,9 @@ class Survey(FileSurvey):
         self.snapshots += 1
         self._commits[name] = row.commit
         contents = Contents(self._uncached, name, row)
-        manifest, damages = self._asking(lambda: contents.manifest, name)
+        manifest, damages = self._reading(lambda: contents.manifest, name)
         self._hurt(damages, name, "")
-        self._hurt(self._asking(lambda: contents.metadata, name)[1], name, "")
+        self._hurt(self._reading(lambda: contents.metadata, name)[1], name, "")
         if manifest is None:
             return
         groups = [("", manifest.shared), *((f"{r}/", k) for r, k in manifest.ranks.items())]
@@ -191,12 +191,12 @@ class Survey(FileSurvey):
             damage.hurts[Hurt(snapshot, path)] = None
 
     def _subtree(self, contents: Contents, key: str, top: bytes) -> list[tuple[str, Damage]]:
-        """Return what is hurt below a key, by path; a subtree that was seen is not read again."""
+        """Return the damages below a key, by path. A known subtree is not read again."""
         if top in self._below:
             return self._below[top]
         what = f"{contents.name}: {key}"
         load = self._uncached.node
-        tree, damages = self._asking(partial(Tree[Entry], Digest(top), load, Entry), what)
+        tree, damages = self._reading(partial(Tree[Entry], Digest(top), load, Entry), what)
         found = [("", damage) for damage in damages]
         children = tree.children if tree is not None else []
         for first, leaf, count in children:
@@ -211,21 +211,21 @@ class Survey(FileSurvey):
         self, contents: Contents, key: str, tree: Tree[Entry], leaf: bytes, entries: str
     ) -> list[tuple[str, Damage]]:
         what = f"{contents.name}: {key}"
-        items, damages = self._asking(partial(tree.leaf, Digest(leaf)), what)
+        items, damages = self._reading(partial(tree.leaf, Digest(leaf)), what)
         found = [(entries, damage) for damage in damages]
         for inner, entry in items or ():
             found += [(inner, damage) for damage in self._entry(contents, key + inner, entry)]
         return found
 
     def _entry(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:
-        """Return what hurts an entry; lists of chunks that were seen are not looked at again."""
+        """Return the damages that hurt an entry. A known list of chunks is not read again."""
         payload = payload_of(entry)
         boxes = entry.boxes if isinstance(entry, BoxedTensorEntry) else ()
         form = (entry.shape, boxes) if isinstance(entry, TensorEntry) else ()
         same = (payload.digests, payload.depth, payload.nbytes, form)
         if payload.depth and same in self._lists:
             return self._lists[same]
-        chunks, damages = self._asking(partial(contents.chunks, path, entry), path)
+        chunks, damages = self._reading(partial(contents.chunks, path, entry), path)
         for digest, nbytes in chunks or ():
             if self.needed.get(digest) != nbytes or digest in self._damages_of:
                 damages += self._chunk(digest, nbytes)
@@ -245,21 +245,21 @@ class Survey(FileSurvey):
             return [self.add_damage("malformed", "", message, digest)]
         return self.damages_of(digest, places)
 
-    def _asking(self, ask: Callable[[], T], what: str) -> tuple[T | None, list[Damage]]:
-        """Return what somebody reads of the trees, and the damages that were met on the way."""
+    def _reading(self, read: Callable[[], T], what: str) -> tuple[T | None, list[Damage]]:
+        """Return the result of reading from the trees, and the damages that this met."""
         self._uncached.asked = []
-        answer, error = None, None
+        result, error = None, None
         try:
-            answer = ask()
+            result = read()
         except DamagedError as e:
             error = e
         damages = [d for digest in self._uncached.asked for d in self.damages_of(digest)]
         if error is not None and not damages:
             damages = [self.add_damage("malformed", "", f"{what}: {error}")]
-        return answer, damages
+        return result, damages
 
     def damages_of(self, digest: Digest, places: list[Place] | None = None) -> list[Damage]:
-        """Return the damages because of which a needed digest is not safe."""
+        """Return the damages that make a needed digest lost, or about to be deleted."""
         if digest in self._damages_of:
             return self._damages_of[digest]
         places = self.whole_places(digest) if places is None else places
@@ -273,10 +273,10 @@ class Survey(FileSurvey):
     def _condemned(self, places: list[Place]) -> list[Damage]:
         pack = PackId(places[0].pack)
         self.rescued.add(pack)
-        if pack not in self._of_pack:
+        if pack not in self._condemned_damage:
             why = "the pack is needed, but condemned: a garbage collector will delete it"
-            self._of_pack[pack] = self.add_damage("condemned", pack_key(pack), why)
-        return [self._of_pack[pack]]
+            self._condemned_damage[pack] = self.add_damage("condemned", pack_key(pack), why)
+        return [self._condemned_damage[pack]]
 
     def _why_lost(self, digest: Digest) -> list[Damage]:
         if digest in self.blame:

@@ -1,4 +1,4 @@
-"""One key of an app state that is restored: its entries, as this rank sees them."""
+"""One key of an app state to restore, and the entries that this rank gets for it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from casnap.storage.contents import Contents, rank_names
 
 @dataclass
 class KeyState:
-    """One key of the app state to be restored.
+    """One key of the app state to restore.
 
     Attributes:
-        segment: What the paths of the key begin with.
-        stateful: The value.
-        current: The state that the value has now.
-        entries: What the snapshot has of it for this rank, by path.
-        given: Leaves that are not read.
-        rewritten: Prefixes of paths whose names or values a module may change when it loads them.
-        unchecked: Prefixes of paths of which only the module knows whether the names fit.
+        segment: The first component of the key's paths.
+        stateful: The value in the app state.
+        current: Its state now.
+        entries: The entries in the snapshot for this rank, by path.
+        given: Leaves that are known and need not be read.
+        rewritten: Prefixes of paths whose names or values the module may change while it loads.
+        unchecked: Prefixes of paths whose names only the module itself can check.
         skipped: Paths that must not be loaded into the module.
     """
 
@@ -46,15 +46,15 @@ class KeyState:
 def key_state(
     contents: Contents, key: str, stateful: Stateful, report: RestoreReport, rank: int
 ) -> KeyState | None:
-    """Read the state of a value, and return it with what the snapshot has for it.
+    """Return a key with its current state and its entries.
 
     Returns:
-        None where the snapshot has nothing for this rank; the report says what is missing.
+        None if the snapshot has nothing of the key for this rank; the report says what is missing.
     """
     segment = segment_of(key)
     seen = contents.trees(rank).get(segment)
     entries = {} if seen is None else {segment + inner: e for inner, e in seen.items()}
-    # All ranks read the state, since that may be a collective of their own.
+    # All ranks call state_dict(), which may itself be a collective.
     current = stateful.state_dict()
     state = KeyState(segment, stateful, current, entries)
     if isinstance(stateful, torch.nn.Module) and _select_submodules(contents, state):
@@ -68,9 +68,10 @@ def key_state(
 
 
 def _select_submodules(contents: Contents, state: KeyState) -> bool:
-    """Take what a module has, if the ranks had modules of different names; return whether it can.
+    """Keep only the entries of this module's own submodules, and return whether that is possible.
 
-    So do the stages of a pipeline; this one may have been cut elsewhere.
+    It is, if each rank took other submodules, as the stages of a pipeline do. The pipeline may be
+    cut at other places now.
     """
     shared = contents.manifest.shared.get(state.segment)
     if shared is None or contents.tree(shared).get("") is not None:
@@ -88,7 +89,7 @@ def _select_submodules(contents: Contents, state: KeyState) -> bool:
 def _reached(
     contents: Contents, segment: str, rank: int, entries: dict[str, Entry]
 ) -> dict[str, Entry]:
-    """Leave out what is everyone's, but in containers of other ranks alone."""
+    """Leave out global entries that stand only in containers of other ranks."""
     digest = contents.manifest.ranks.get(str(rank), {}).get(segment)
     own = {} if digest is None else dict(contents.tree(digest).items())
     loading = Loading(contents)
@@ -103,7 +104,7 @@ def _reached(
     if not elements:
         return entries
     reached = dict[str, Entry]()
-    for path, entry in entries.items():  # each comes behind what it is in
+    for path, entry in entries.items():  # a container comes before its elements
         above, _, name = path.rpartition("/")
         if not above or (above in reached and name in elements.get(above, (name,))):
             reached[path] = entry
@@ -113,7 +114,7 @@ def _reached(
 def _kept_for_others(
     contents: Contents, segment: str, rank: int, entries: Mapping[str, Entry]
 ) -> list[str]:
-    """Return what stands in the way of a rank that the snapshot knows nothing of."""
+    """Return why a rank that did not take part in the take cannot restore a key."""
     if rank < contents.row.world_size:
         return []
     holders: dict[str, list[int]] = {}

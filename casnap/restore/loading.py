@@ -1,4 +1,4 @@
-"""Entries on their way from the store into memory: which chunks to read, and where each goes."""
+"""Loading entries into memory: which chunks to read, and where their bytes go."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from casnap.storage.objects import ReadOptions, Want
 Progress = Callable[[int, int], None]
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]
-"""Does what :meth:`casnap.storage.objects.Objects.fetch` does."""
+"""Has the contract of :meth:`casnap.storage.objects.Objects.fetch`."""
 Target: TypeAlias = tuple[Region | Selection, torch.Tensor]
 """Which elements of an entry to read, and the tensor to fill with them."""
 
@@ -51,8 +51,8 @@ class _Item(NamedTuple):
     Attributes:
         path: Its path.
         entry: The entry.
-        content: What its leaf will hold; None for no leaf.
-        targets: Of a tensor, what is filled.
+        content: The content of its leaf; None for no leaf.
+        targets: What to fill, of a tensor.
     """
 
     path: str
@@ -62,7 +62,7 @@ class _Item(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """What happens with a cell: its number, its bytes, those of them that are kept, and how."""
+    """How a cell is used: its number, its bytes, how many of them are kept, and the sink."""
 
     number: int
     nbytes: int
@@ -71,11 +71,11 @@ class _Move(NamedTuple):
 
 
 class Loading:
-    """Entries on their way from the store into memory: what to read, and where it goes.
+    """Some entries to load, and where their bytes go.
 
     Args:
         contents: The snapshot.
-        progress: Told the bytes done and in all.
+        progress: Called with the bytes done, and the total.
     """
 
     def __init__(self, contents: Contents, progress: Progress | None = None) -> None:
@@ -93,22 +93,22 @@ class Loading:
         targets: Iterable[Target] | None = None,
         content: torch.Tensor | None = None,
     ) -> None:
-        """Ask for an entry, or for parts of a tensor: only the cells that they need are read.
+        """Add an entry, or parts of a tensor: only the cells that these need are read.
 
         Args:
             path: The entry's path.
             entry: The entry.
-            targets: Boxes of the tensor, or selections, and what is filled with each: tensors of
-                that shape, of any dtype, device and strides. The boxes may overlap, the tensors
+            targets: Boxes or selections of the tensor, each with the tensor to fill: of the same
+                shape, of any dtype, device and strides. The boxes may overlap, the tensors to fill
                 may not. None for new memory.
-            content: What the leaf holds that :meth:`load` returns; without it there is none.
+            content: The content of the leaf that :meth:`load` returns; None for no leaf.
 
         Raises:
             DamagedError: The entry contradicts itself.
-            StateError: There is not so much memory.
+            StateError: There is not enough memory.
         """
         if not isinstance(entry, TensorEntry):
-            # Memory is taken only once it is known that there are chunks for it.
+            # Memory is taken later, once it is known that there are chunks for it.
             self._total += payload_of(entry).nbytes
             self._items.append(_Item(path, entry, bytearray()))
             return
@@ -126,10 +126,10 @@ class Loading:
 
         Args:
             budget: The most bytes of buffers to read with.
-            fetch: What reads; by default the store, for this process alone.
+            fetch: How to read; by default from the store, for this process alone.
 
         Raises:
-            DamagedError: Something is missing or damaged; all else was read.
+            DamagedError: Some chunks are missing or damaged. All others were read.
         """
         fetch = fetch or self._contents.objects.fetch
         with collector_paused():
@@ -145,10 +145,10 @@ class Loading:
         return (tensor for item in self._items for _, tensor in item.targets)
 
     def wants(self) -> Iterator[Want]:
-        """Yield the chunks to read; what stands in an entry itself is filled in on the way.
+        """Yield the chunks to read; fill in the values that stand in the entries themselves.
 
         Raises:
-            DamagedError: An entry and its digests do not fit each other.
+            DamagedError: An entry and its digests contradict each other.
         """
         for item in self._items:
             path, entry, content, _ = item
@@ -193,16 +193,16 @@ class Loading:
 
 
 def _preparation(filled: Iterable[torch.Tensor]) -> Callable[[Slot], None] | None:
-    """Return what is done with buffers, once each, that tensors are filled from."""
+    """Return what to do once with each buffer that tensors are filled from."""
     device = next((tensor.device for tensor in filled if tensor.is_cuda), None)
     return None if device is None else partial(pin, device=device)
 
 
 def check_entry(entry: TensorEntry, chunk_size: int) -> None:
-    """Check shape, length and boxes of an entry from a store, before memory is taken for it.
+    """Check the shape, length and boxes of an entry, before memory is taken for it.
 
     Raises:
-        DamagedError: They do not fit each other.
+        DamagedError: They contradict each other.
         UnsupportedTypeError: This torch does not know the dtype.
     """
     check_shape(entry)
@@ -212,7 +212,7 @@ def check_entry(entry: TensorEntry, chunk_size: int) -> None:
 
 @contextmanager
 def naming(contents: Contents, path: str) -> Iterator[None]:
-    """Say, where an entry cannot be given memory, which one it is."""
+    """Add the snapshot and the path to errors about an entry."""
     try:
         yield
     except DamagedError as e:
@@ -222,17 +222,17 @@ def naming(contents: Contents, path: str) -> Iterator[None]:
 
 
 def with_item_axis(entry: TensorEntry, carrier: torch.Tensor) -> torch.Tensor:
-    """Return a carrier in the shape of its entry; numpy has one more axis: the bytes of an item."""
+    """Return a carrier in the shape of its entry. numpy's has one more axis: bytes of an item."""
     if is_numpy(entry):
         return carrier.reshape(*entry.shape, itemsize_of(entry))
     return as_copyable(carrier)
 
 
 def elements_of(entry: TensorEntry, raw: memoryview, region: Region) -> torch.Tensor:
-    """Return the bytes of a box of an entry as a tensor, see :func:`with_item_axis`."""
+    """Return the bytes of a box of an entry as a tensor, as in :func:`with_item_axis`."""
     dtype = carrier_dtype(entry)
-    # Small chunks lie anywhere in a pack, and torch crashes on elements that are not aligned;
-    # of bytes that are read-only, as decompressed ones are, it warns.
+    # Small chunks lie anywhere in a pack, and torch crashes on unaligned elements. It warns of
+    # read-only bytes, as decompressed ones are.
     if raw.readonly or address_of(raw) % dtype.itemsize:
         raw = memoryview(bytearray(raw))
     shape = (*region.sizes, itemsize_of(entry)) if is_numpy(entry) else region.sizes
@@ -240,7 +240,7 @@ def elements_of(entry: TensorEntry, raw: memoryview, region: Region) -> torch.Te
 
 
 def _copies(cells: Cells, target: memoryview) -> Iterator[_Move]:
-    """Yield how the cells fill memory one behind the other."""
+    """Yield moves that fill memory with all cells, one behind the other."""
     start = 0
     for number, nbytes in enumerate(cells.sizes()):
         yield _Move(number, nbytes, nbytes, _copy_to(target[start : start + nbytes]))
@@ -257,7 +257,7 @@ def _copy_to(target: memoryview, first: int = 0) -> Sink:
 def _moves(
     entry: TensorEntry, cells: Cells, region: Region | Selection, target: torch.Tensor
 ) -> Iterator[_Move]:
-    """Yield how cells fill a tensor with elements of an entry; only those that it takes."""
+    """Yield moves that fill a tensor with elements of an entry, for the cells that hold some."""
     itemsize = itemsize_of(entry)
     if isinstance(region, Selection):
         for number, taken, place in region.cells(cells):
@@ -278,15 +278,17 @@ def _moves(
         kept = common.numel * itemsize
         copy = None
         if flat is not None:
-            copy = _run(flat, common.start_in(region), common.start_in(cell), itemsize, kept)
+            copy = _copy_of_run(
+                flat, common.start_in(region), common.start_in(cell), itemsize, kept
+            )
         sink = copy or _elements_to(entry, target[common.within(region)], cell, common.within(cell))
         yield _Move(number, cell.numel * itemsize, kept, sink)
 
 
-def _run(
+def _copy_of_run(
     flat: memoryview, start: int | None, first: int | None, itemsize: int, nbytes: int
 ) -> Sink | None:
-    """Return a copy of bytes, where elements are a run of consecutive ones on both sides."""
+    """Return a sink that copies bytes, if the elements are consecutive on both sides."""
     if start is None or first is None:
         return None
     return _copy_to(flat[start * itemsize : start * itemsize + nbytes], first * itemsize)

@@ -1,4 +1,4 @@
-"""Reading one entry, everything below a container, or a part of one tensor."""
+"""Reading one entry, everything below a container, or part of a tensor."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def read_object(
     *,
     allow_pickle: bool = False,
 ) -> Any:
-    """Read one entry, everything below a container, or a part of a tensor.
+    """Read one entry, everything below a container, or part of a tensor.
 
     Raises:
         EntryNotFoundError: There is no such path.
-        MismatchError: ``obj_out`` has another shape than what is read.
+        MismatchError: ``obj_out`` does not have the shape of what is read.
         DamagedError: A chunk is missing or damaged.
     """
     full, entry, entries = contents.entry(path)

@@ -1,4 +1,4 @@
-"""What a restore left alone."""
+"""The report of a restore: what was left alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ class RestoreReport:
     """What a restore left alone.
 
     Attributes:
-        missing: Paths of the state that the snapshot lacks, or keeps for other ranks alone.
+        missing: Paths of the state that the snapshot lacks, or keeps only for other ranks.
         unexpected: Paths of the snapshot that the state lacks.
         mismatched: Paths whose shapes differ.
-        left_behind: Keys, with their ranks, of ranks that this world does not have. That is no
-            error.
+        left_behind: Keys of ranks that this world does not have, with the ranks. This is no error.
     """
 
     missing: list[str] = field(default_factory=list)

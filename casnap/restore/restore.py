@@ -1,4 +1,4 @@
-"""Giving whole app states back, in place where it can be, by one process or many ranks."""
+"""Restoring an app state, in place where possible, by one process or many ranks."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class RestoreOptions:
 def restore(
     contents: Contents, app_state: Mapping[str, Stateful], options: RestoreOptions, comm: Comm
 ) -> RestoreReport:
-    """Restore an app state, or some keys of it; all ranks call this.
+    """Restore an app state, or some of its keys. All ranks call this.
 
     Raises:
-        MismatchError: Under ``strict``, the snapshot lacks a key, or a module differs from it;
-            all that differs is listed, and nothing was written on any rank.
-        DamagedError: Something could not be read whole; no ``load_state_dict`` was called, but
-            tensors that are restored in place may hold new values already.
+        MismatchError: With ``strict``, the snapshot lacks a key, or a module differs from it. The
+            message lists every difference, and no rank has written anything.
+        DamagedError: Something is damaged. No ``load_state_dict`` was called, but tensors that
+            are restored in place may already hold new values.
         RankError: Another rank failed, died or hangs.
     """
     comm.at("beginning a restore")
@@ -69,10 +69,10 @@ def restore(
     leaves = _load(contents, entries, targets, options, comm)
     for state in states:
         leaves |= state.given
-    # No rank changes its state before all of them have read theirs.
+    # No rank changes its state before all of them have read of_rank.
     comm.all_gather(b"")
     comm.at("loading states")
-    # The random state last: to load the others may draw from it.
+    # The random state comes last, since loading the others may draw random numbers.
     for state in sorted(states, key=lambda s: isinstance(s.stateful, RNGState)):
         with plain():
             value = inflate(state.segment, leaves, allow_pickle=options.allow_pickle)
@@ -87,16 +87,16 @@ def restore(
 def _agreed_keys(
     contents: Contents, app_state: Mapping[str, Stateful], options: RestoreOptions, comm: Comm
 ) -> list[str]:
-    """Return the keys in an order that is the same on all ranks, though some may lack some.
+    """Return this rank's keys, in an order that all ranks share.
 
-    To read and load states may be a collective of their own.
+    Reading and loading a state may itself be a collective, so the order must be the same.
     """
     keys = random_states_first(app_state)
-    heard = comm.gather(encode(keys))
-    everyone = [msgspec.msgpack.decode(said, type=list[str]) for said in heard]
-    order = list(dict.fromkeys(key for theirs in everyone for key in theirs))
-    said = comm.broadcast(encode((contents.row.commit, options.read_once, order)))
-    commit, once, order = msgspec.msgpack.decode(said, type=tuple[bytes, bool, list[str]])
+    gathered = comm.gather(encode(keys))
+    everyone = [msgspec.msgpack.decode(keys, type=list[str]) for keys in gathered]
+    order = list(dict.fromkeys(key for of_rank in everyone for key in of_rank))
+    agreed = comm.broadcast(encode((contents.row.commit, options.read_once, order)))
+    commit, once, order = msgspec.msgpack.decode(agreed, type=tuple[bytes, bool, list[str]])
     comm.check_same(f"the commit of {contents.where}", contents.row.commit.hex(), commit.hex())
     comm.check_same("the option read_once=", options.read_once, once)
     return [key for key in order if key in app_state]
@@ -115,11 +115,11 @@ def _load(
     options: RestoreOptions,
     comm: Comm,
 ) -> dict[str, Leaf]:
-    """Read all entries, those that have a target into it."""
+    """Read all entries, into their targets if they have some."""
     loading = Loading(contents, options.progress)
     memory = memory_of(targets)
-    # Each could overwrite a part of the other, so these are read apart at first.
-    groups = conflicting_groups(memory, lambda part: _meaning(entries[part[0]]))
+    # Filling one could overwrite a part of another, so these are read into new memory first.
+    groups = conflicting_groups(memory, lambda part: _value_of(entries[part[0]]))
     apart = {path for group in groups for path, _ in group}
     for path in sorted(path for path in apart if targets[path].is_sharded):
         raise MismatchError(
@@ -135,7 +135,7 @@ def _load(
         else:
             filled = zip(shards.boxes, shards.tensors, strict=True)
             loading.add(path, entry, filled, shards.value)
-    # From here on tensors are written: no rank may find then that something does not fit.
+    # From here on tensors are written, so every rank must have finished its checks.
     comm.all_gather(b"")
     together = comm.size > 1 and options.read_once
     leaves = loading.load(fetch=partial(fetch_shared, comm, contents.objects) if together else None)
@@ -145,7 +145,7 @@ def _load(
     return leaves
 
 
-def _meaning(entry: Entry) -> object:
-    """Return what tells apart the values of tensors of one shape: equal bytes may mean others."""
+def _value_of(entry: Entry) -> object:
+    """Return what the values of a tensor depend on, besides its shape."""
     assert isinstance(entry, TensorEntry)
     return entry.dtype, getattr(entry, "boxes", None), entry.data

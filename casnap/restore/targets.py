@@ -1,4 +1,4 @@
-"""Which tensors of a live state are filled in place, and the memory that they lie in."""
+"""Which tensors of a live state can be filled in place, and their memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def targets_of(state: KeyState) -> dict[str, Shards]:
     return {
         path: shards
         for path, shards in found.items()
-        # Filled in place, what is renamed on its way could be overwritten before it is read.
+        # A module that renames while it loads could overwrite such a tensor before reading it.
         if path in state.entries
         and not path.startswith(state.rewritten)
         and _fits(state.entries[path], shards.value)
@@ -32,7 +32,7 @@ def targets_of(state: KeyState) -> dict[str, Shards]:
 def _moments(
     optimizer: torch.optim.Optimizer, segment: str, entries: Mapping[str, Entry]
 ) -> dict[str, Shards]:
-    """Return new moments, sharded as their parameters are, for an optimizer that has none yet."""
+    """Return new moments, sharded like their parameters, for an optimizer that has none yet."""
     made = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for path, entry in entries.items():
@@ -53,7 +53,7 @@ def _moments(
 
 
 def _fits(entry: Entry, current: torch.Tensor) -> bool:
-    """Whether a tensor of the state can be filled with an entry and lose nothing."""
+    """Whether a tensor of the state can be filled with an entry without loss."""
     with without_torch_function():
         return (
             isinstance(entry, TensorEntry)
@@ -66,7 +66,7 @@ def _fits(entry: Entry, current: torch.Tensor) -> bool:
 
 
 def memory_of(targets: Mapping[str, Shards]) -> dict[tuple[str, int], torch.Tensor]:
-    """Return everything that is filled, by path and number of the shard."""
+    """Return the memory of all targets, by path and number of the shard."""
     return {
         (path, i): tensor
         for path, shards in targets.items()
@@ -77,7 +77,7 @@ def memory_of(targets: Mapping[str, Shards]) -> dict[tuple[str, int], torch.Tens
 
 
 def _extents(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the memory that parts of one tensor lie in; where they take turns there, all as one."""
+    """Yield the memory of the parts of one tensor; parts in one storage are one span."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for part in parts:
         by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(part)

@@ -1,8 +1,8 @@
-"""A state as leaves with paths, and back.
+"""Flattening a state into leaves with paths, and building it again.
 
 A container becomes a :class:`~casnap.format.entries.ContainerEntry`, whose spec holds the keys in
-their order, and below its path the leaves of its elements. Both ways walk with a stack of their
-own, so depth costs no recursion.
+order. The leaves of its elements follow, below its path. Both directions keep their own stack, so
+deep states do not hit the recursion limit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _walk(value: Any, path: str, *, sparse: bool) -> Iterator[tuple[str, Any, Opened | None]]:
-    """Yield everything in a state in preorder; containers with what they hold."""
+    """Yield everything in a state in preorder; containers opened."""
     stack: list[tuple[int, Iterator[tuple[str, Any]]]] = [(0, iter(((path, value),)))]
     above: set[int] = set()
     strided = torch.strided
@@ -77,11 +77,11 @@ def _check_nesting(path: str, value: object, above: set[int]) -> None:
 
 
 def flatten(value: Any, path: str, *, allow_pickle: bool = False) -> Iterator[Leaf]:
-    """Yield the leaves of a state: each container, then what it holds.
+    """Yield the leaves of a state: each container, then its elements.
 
     Args:
         value: Tensors, numpy arrays, plain values and containers of those.
-        path: Where it stands; the paths of all leaves begin with it.
+        path: Its path; the paths of all leaves begin with it.
         allow_pickle: Whether to pickle values that have no safe encoding.
 
     Raises:
@@ -168,14 +168,14 @@ def inflate(path: str, leaves: Mapping[str, Leaf], *, allow_pickle: bool = False
     """Return the state that was flattened.
 
     Args:
-        path: Its root.
-        leaves: By path; what is not below the root does not matter.
-        allow_pickle: Whether to unpickle what was pickled. Only for a trusted store.
+        path: The path of the state.
+        leaves: The leaves by path; other paths are ignored.
+        allow_pickle: Whether to unpickle pickled values. Only for a trusted store.
 
     Raises:
         DamagedError: Leaves are missing or contradict each other.
-        UnsupportedTypeError: A value needs a class, or a permission, that is not there.
-        UnsupportedFormatError: A kind of entry that a newer version wrote.
+        UnsupportedTypeError: A value needs a class that is not imported, or ``allow_pickle``.
+        UnsupportedFormatError: An entry is of a kind that a newer version wrote.
     """
     stack = [_Frame(path, lambda children: children[0], iter((path,)), [])]
     while True:

@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     NumpyDtype = np.dtype[Any]
 
 KINDS = ("ndarray", "numpy_scalar")
-"""The kinds of tensor entries that are numpy's."""
+"""The kinds of tensor entries for numpy arrays and scalars."""
 
 _TYPESTR = re.compile(r"[<>|]([biufcmMSUV])([1-9][0-9]{0,4})(\[[0-9A-Za-z/]{1,24}\])?")
 _MAX_ITEMSIZE = 64 << 10  # the smallest chunk size: an element is never cut
 
 
 def is_numpy(entry: TensorEntry) -> bool:
-    """Whether an entry is of numpy's: its carrier is flat bytes."""
+    """Whether an entry is a numpy array or scalar, so that its carrier is flat bytes."""
     return entry.kind in KINDS
 
 
 def numpy_itemsize(entry: TensorEntry) -> int:
-    """Return the bytes of one element of an entry of numpy's.
+    """Return the bytes of one element of a numpy entry.
 
     Raises:
-        DamagedError: The entry's dtype is none.
+        DamagedError: The entry's dtype does not exist.
     """
     match = _TYPESTR.fullmatch(entry.dtype)
     size = int(match[2]) * (4 if match[1] == "U" else 1) if match else 0
     if not 0 < size <= _MAX_ITEMSIZE:
-        raise DamagedError(f"an entry has the dtype {entry.dtype[:40]!r}, which is none")
+        raise DamagedError(f"an entry has the unknown dtype {entry.dtype[:40]!r}")
     return size
 
 
@@ -49,7 +49,7 @@ def describe_numpy(path: str, value: Any) -> tuple[TensorEntry, torch.Tensor]:
     """
     np = sys.modules["numpy"]
     if type(value) in (np.str_, np.bytes_):
-        # Characters are the elements: numpy would drop the NULs at the end of one long item.
+        # An element is one character: of a single long item numpy would drop the NULs at the end.
         text = value.encode("utf-32-le", "surrogatepass") if type(value) is np.str_ else value
         dtype = "<U1" if type(value) is np.str_ else "|S1"
         entry = TensorEntry(dtype, (len(value),), Payload(len(text)), "numpy_scalar")
@@ -75,7 +75,7 @@ def _checked_typestr(path: str, dtype: NumpyDtype) -> str:
             f"{path}: numpy arrays of {what} cannot be stored; store plain arrays or lists"
         )
     match = _TYPESTR.fullmatch(dtype.str)
-    # Types that others add to numpy have a typestr that means something else.
+    # Types that other packages add to numpy have a typestr that means something else.
     if match is None or np.dtype(dtype.str) != dtype or dtype.itemsize > _MAX_ITEMSIZE:
         raise UnsupportedTypeError(
             f"{path}: numpy's {dtype!r} ({dtype.itemsize} bytes an item) cannot be stored; "
@@ -85,7 +85,7 @@ def _checked_typestr(path: str, dtype: NumpyDtype) -> str:
 
 
 def _carrier_of(value: Any) -> torch.Tensor:
-    """Return the bytes of a buffer or numpy array, without a copy where that is possible."""
+    """Return the bytes of a buffer or numpy array, without a copy if possible."""
     if isinstance(value, bytes):
         return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else _no_bytes()
     np = sys.modules["numpy"]
@@ -105,7 +105,7 @@ def assemble_numpy(path: str, entry: TensorEntry, content: torch.Tensor) -> obje
 
     Raises:
         UnsupportedTypeError: numpy is not installed.
-        DamagedError: The entry's dtype is none.
+        DamagedError: The entry's dtype does not exist.
     """
     try:
         import numpy as np

@@ -52,7 +52,7 @@ def quantized(q: Quantization, content: torch.Tensor) -> torch.Tensor:
         (scale,), (zero_point,) = struct.unpack("<d", q.scales), struct.unpack("<q", q.zero_points)
         return torch._make_per_tensor_quantized_tensor(content, scale, zero_point)
     if q.scheme not in _PER_CHANNEL:
-        raise ValueError(f"the quantization scheme {q.scheme[:40]!r} is none")
+        raise ValueError(f"the quantization scheme {q.scheme[:40]!r} is unknown")
     channels = content.shape[q.axis]
     (scale_code, scale_dtype), (zero_code, zero_dtype) = _PER_CHANNEL[q.scheme]
     scales = struct.unpack(f"<{channels}{scale_code}", q.scales)

@@ -1,9 +1,9 @@
 """Tensors, numpy arrays and numpy scalars as an entry and a carrier of their bytes.
 
-The carrier is a plain strided tensor whose row-major elements are the entry's bytes: the very
-tensor for ordinary ones, the integers of a quantized one, the bytes of anything of numpy's. So
-whoever hashes, stages and fills carriers knows one kind of thing only. Of a sharded tensor the
-entry is the whole, and the carriers are the parts that this rank holds.
+The carrier is a plain strided tensor whose row-major elements are the entry's bytes: an ordinary
+tensor itself, the integers of a quantized tensor, the bytes of a numpy array. So code that hashes,
+stages and fills carriers handles one kind of tensor. The entry of a sharded tensor describes the
+whole; its carriers are the parts that this rank holds.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: The logical path.
-        entry: Its description; the payload says the length alone until it is stored.
-        content: The carrier of a tensor entry, or those of the parts of a sharded one that this
-            rank holds; the bytes of any other.
+        entry: Its entry. Until it is stored, the payload has only the length.
+        content: The carrier of a tensor; the carriers of a sharded tensor's parts that this rank
+            holds; the bytes of any other entry.
     """
 
     path: str
@@ -38,7 +38,7 @@ class Leaf(NamedTuple):
     content: torch.Tensor | bytes | Shards
 
 
-# Whole bytes an element; float4_e2m1fn_x2 is one byte that holds two numbers.
+# Elements of whole bytes; an element of float4_e2m1fn_x2 is one byte that holds two numbers.
 # fmt: off
 _ORDINARY = (
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
@@ -74,7 +74,7 @@ def describe(path: str, value: Any) -> Leaf:
 
     Args:
         path: Its logical path.
-        value: Anything but a sparse tensor (that is a container, see ``flatten.py``).
+        value: Anything but a sparse tensor, which is a container (see ``flatten.py``).
 
     Raises:
         UnsupportedTypeError: It cannot be stored, or it holds no values.
@@ -106,12 +106,12 @@ def describe(path: str, value: Any) -> Leaf:
 
 
 def as_copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as what torch can copy elements of: pairs of 4-bit numbers as bytes."""
+    """Return a tensor whose elements torch can copy: pairs of 4-bit numbers as bytes."""
     return tensor.view(torch.uint8) if is_float4(tensor) else tensor
 
 
 def is_fillable(value: torch.Tensor) -> bool:
-    """Tell whether an ordinary strided tensor can be written in place, element by element."""
+    """Whether a tensor is ordinary, strided, and can be written in place."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout is torch.strided
@@ -133,19 +133,19 @@ def _storage_bytes(value: torch.Tensor) -> int:
 
 
 def holds_no_values(value: torch.Tensor) -> bool:
-    """Whether a tensor holds no values, by its kind: it only knows its shape and dtype."""
+    """Whether a tensor has only a shape and a dtype: a meta tensor or a FakeTensor."""
     return value.is_meta or type(value).__name__ == "FakeTensor"
 
 
 class NoValuesError(UnsupportedTypeError):
-    """A tensor holds no values, so there is nothing to store, not even by pickle."""
+    """A tensor holds no values, so nothing can be stored, not even by pickle."""
 
 
 def _no_values(path: str, value: torch.Tensor) -> NoValuesError:
     if value.is_meta:
         return NoValuesError(
-            f"{path}: a tensor on the meta device holds no values; give it some first, "
-            "as with module.to_empty(device=...)"
+            f"{path}: a tensor on the meta device holds no values; give it memory and values "
+            "first, as with module.to_empty(device=...)"
         )
     return NoValuesError(
         f"{path}: the storage of this tensor has been freed (resized to 0, as FSDP does), or it "
@@ -231,31 +231,31 @@ def itemsize_of(entry: TensorEntry) -> int:
     """Return the bytes of one element.
 
     Raises:
-        DamagedError: The entry's dtype is none.
-        UnsupportedTypeError: This torch does not know it.
+        DamagedError: The entry's dtype does not exist.
+        UnsupportedTypeError: This torch does not know the dtype.
     """
     return numpy_itemsize(entry) if is_numpy(entry) else _torch_dtype(entry).itemsize
 
 
 def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return an empty carrier: what ``describe`` gave, with values yet to come.
+    """Return an empty carrier for an entry.
 
     Args:
-        entry: From a store, so every number in it is checked before memory is taken.
-        device: Where to; numpy's always live on the CPU.
+        entry: The entry. It comes from a store, so it is checked before memory is taken.
+        device: The device; carriers of numpy arrays are always on the CPU.
 
     Raises:
-        DamagedError: Shape, dtype and length do not fit each other.
+        DamagedError: Shape, dtype and length contradict each other.
         UnsupportedTypeError: This torch does not know the dtype.
-        StateError: There is not so much memory.
+        StateError: There is not enough memory.
     """
     check_shape(entry)
     try:
         if is_numpy(entry):
             return torch.empty(entry.data.nbytes, dtype=torch.uint8)
         dtype = _CARRIERS.get(entry.dtype) or TENSOR_DTYPES[entry.dtype]
-        # Made directly, the one is experimental, says torch, and the other cannot be made at all
-        # where algorithms have to be deterministic.
+        # torch warns that complex32 is experimental, and cannot create float4 at all if algorithms
+        # must be deterministic.
         if dtype in _MADE_AS:
             return torch.empty(entry.shape, dtype=_MADE_AS[dtype], device=device).view(dtype)
         return torch.empty(entry.shape, dtype=dtype, device=device)
@@ -266,15 +266,15 @@ def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Te
 
 
 def check_shape(entry: TensorEntry) -> None:
-    """Check that dtype, shape and length of an entry fit each other.
+    """Check that the dtype, shape and length of an entry agree.
 
     Raises:
-        DamagedError: They do not.
+        DamagedError: They contradict each other.
         UnsupportedTypeError: This torch does not know the dtype.
     """
     itemsize, payload = itemsize_of(entry), entry.data
     if not _is_shape(entry.shape) or prod(entry.shape) * itemsize >= _MAX_BYTES:
-        raise DamagedError(f"an entry has the shape {entry.shape[:64]}, which is none")
+        raise DamagedError(f"an entry has the impossible shape {entry.shape[:64]}")
     if itemsize * prod(entry.shape) != payload.nbytes:
         raise DamagedError(
             f"an entry says {payload.nbytes} bytes for {entry.dtype} of shape {entry.shape[:64]}"
@@ -282,20 +282,20 @@ def check_shape(entry: TensorEntry) -> None:
 
 
 def _is_shape(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor can have a shape: its sizes and strides are numbers of 64 bits."""
+    """Whether a tensor can have a shape: sizes and strides must fit into 64 bits."""
     return all(0 <= n < 1 << 63 for n in shape) and prod(n or 1 for n in shape[1:]) < 1 << 63
 
 
 def assemble(leaf: Leaf) -> object:
-    """Return what ``describe`` was given.
+    """Return the value that ``describe`` was given.
 
     Args:
-        leaf: A tensor entry with its filled carrier, or with a live tensor that was filled in its
-            place. For an ordinary tensor, and for a sharded one, that very object is returned.
+        leaf: A tensor entry with its filled carrier, or with the live tensor that was filled in
+            place. An ordinary or a sharded tensor is returned as the same object.
 
     Raises:
         DamagedError: The entry contradicts itself.
-        UnsupportedTypeError: numpy is needed and not there.
+        UnsupportedTypeError: numpy is needed and not installed.
         UnsupportedFormatError: The entry is of a kind that a newer version wrote.
     """
     entry, content = leaf.entry, leaf.content
@@ -330,7 +330,7 @@ def _torch_dtype(entry: TensorEntry) -> torch.dtype:
         raise UnsupportedTypeError(
             f"torch {torch.__version__} has no dtype {entry.dtype}; use a newer torch"
         )
-    raise DamagedError(f"an entry has the dtype {entry.dtype[:40]!r}, which is none")
+    raise DamagedError(f"an entry has the unknown dtype {entry.dtype[:40]!r}")
 
 
 def _wrap(entry: TensorEntry, content: torch.Tensor) -> torch.Tensor:
@@ -342,7 +342,7 @@ def _wrap(entry: TensorEntry, content: torch.Tensor) -> torch.Tensor:
         differentiable = content.is_floating_point() or content.is_complex()
         content = content.requires_grad_() if differentiable else content
     if entry.kind == "buffer" and not getattr(content, "_is_buffer", False):
-        # Older versions of torch have no Buffer: a plain tensor serves there.
+        # Older versions of torch have no Buffer; they use plain tensors.
         return getattr(torch.nn, "Buffer", lambda tensor: tensor)(content)  # type: ignore[no-any-return]
     return content
 
@@ -356,6 +356,6 @@ def carrier_dtype(entry: TensorEntry) -> torch.dtype:
 
 
 def is_float4(what: TensorEntry | torch.Tensor) -> bool:
-    """Whether elements are pairs of 4-bit numbers, which torch casts to and from nothing."""
+    """Whether the elements are pairs of 4-bit numbers, which torch cannot cast."""
     dtype = what.dtype if isinstance(what, torch.Tensor) else TENSOR_DTYPES.get(what.dtype)
     return dtype is not None and dtype is _FLOAT4
