@@ -109,39 +109,21 @@ def _entries(
     new = None if right is None else b.tree(right)
     # A leaf that both trees list holds the same items in both.
     shared = _leaves(old) & _leaves(new)
-    for (key, was), (_, now) in _joined(_items(old, shared), _items(new, shared)):
-        if was != now:
-            yield prefix + key, was, now
+    was, now = dict(_items(old, shared)), dict(_items(new, shared))
+    for key in was.keys() | now.keys():
+        if was.get(key) != now.get(key):
+            yield prefix + key, was.get(key), now.get(key)
 
 
 def _leaves(tree: Tree[Entry] | None) -> set[bytes]:
     return set() if tree is None else {digest for _, digest, _ in tree.children}
 
 
-_Item = tuple[str, Entry | None]
-
-
-def _items(tree: Tree[Entry] | None, without: set[bytes]) -> Iterator[_Item]:
+def _items(tree: Tree[Entry] | None, without: set[bytes]) -> Iterator[tuple[str, Entry]]:
     if tree is not None:
         for _, digest, _ in tree.children:
             if digest not in without:
                 yield from tree.leaf(Digest(digest))
-
-
-def _joined(a: Iterator[_Item], b: Iterator[_Item]) -> Iterator[tuple[_Item, _Item]]:
-    """Yield the items of two sorted sequences side by side; an item that one lacks is None."""
-    left, right = next(a, None), next(b, None)
-    while left is not None or right is not None:
-        if right is None or (left is not None and left[0] < right[0]):
-            assert left is not None
-            yield left, (left[0], None)
-            left = next(a, None)
-        elif left is None or right[0] < left[0]:
-            yield (right[0], None), right
-            right = next(b, None)
-        else:
-            yield left, right
-            left, right = next(a, None), next(b, None)
 
 
 def _change(a: Contents, b: Contents, path: str, old: Entry | None, new: Entry | None) -> Change:

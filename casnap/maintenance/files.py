@@ -53,13 +53,7 @@ class StoredFiles:
 
     def size_of(self, keys: Iterable[str]) -> int:
         """Return the bytes of some files; a file that is gone counts as 0."""
-        return sum(map(self._size, keys))
-
-    def _size(self, key: str) -> int:
-        try:
-            return self._backend.size(key)
-        except FileNotFoundError:
-            return 0
+        return sum(self._backend.size_if_there(key) or 0 for key in keys)
 
     def delete(
         self, files: dict[str, bytes], progress: Callable[[str, int, int], None]
@@ -77,7 +71,7 @@ class StoredFiles:
 
         def work() -> None:
             for key in source:
-                size = self._size(key)
+                size = self._backend.size_if_there(key) or 0
                 why = _delete(self._backend, key)
                 with lock:
                     if why is None:

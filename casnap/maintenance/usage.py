@@ -77,13 +77,8 @@ def usage(
 
 def stored_bytes(objects: Objects) -> int:
     """Return the bytes of all live packs: nearly all that the store takes up."""
-    total = 0
-    for pack in objects.view().live:
-        try:
-            total += objects.backend.size(pack_key(pack))
-        except FileNotFoundError:
-            continue
-    return total
+    keys = map(pack_key, objects.view().live)
+    return sum(objects.backend.size_if_there(key) or 0 for key in keys)
 
 
 def shared_bytes(

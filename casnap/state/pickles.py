@@ -143,7 +143,10 @@ class PickleMachine:
         self.spend(nbytes)
         self._stack.append(value)
 
-    def _pop_mark(self) -> list[Any]:
+    def _pop(self, count: int | None) -> list[Any]:
+        """Take some values off the stack, or all since the last mark."""
+        if count is not None:
+            return [self._stack.pop() for _ in range(count)][::-1]
         items = self._stack
         self._stack = self._marks.pop()
         return items
@@ -186,10 +189,7 @@ class PickleMachine:
         self._push(Term(kind), 160)
 
     def _do_tuple_of(self, count: int | None) -> None:
-        if count is None:
-            parts = self._pop_mark()
-        else:
-            parts = [self._stack.pop() for _ in range(count)][::-1]
+        parts = self._pop(count)
         term = Term("tuple", parts=parts)
         term.weight = 1 + sum(map(_weight_of, parts))
         term.depth = 1 + max((p.depth for p in parts if isinstance(p, Term)), default=0)
@@ -198,18 +198,11 @@ class PickleMachine:
         term.size = 56 + 8 * term.weight
         self._push(term, term.size + 100)
 
-    def _do_append(self) -> None:
-        self._add([self._stack.pop()], ("list",), 1)
+    def _do_append(self, count: int | None) -> None:
+        self._add(self._pop(count), ("list",), 1)
 
-    def _do_appends(self) -> None:
-        self._add(self._pop_mark(), ("list",), 1)
-
-    def _do_set_item(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._add([key, value], ("dict", "call"), 2)
-
-    def _do_set_items(self) -> None:
-        self._add(self._pop_mark(), ("dict", "call"), 2)
+    def _do_set_items(self, count: int | None) -> None:
+        self._add(self._pop(count), ("dict", "call"), 2)
 
     def _add(self, items: list[Any], kinds: tuple[str, ...], width: int) -> None:
         target = self._stack[-1]
@@ -283,10 +276,10 @@ _STEPS: dict[bytes, Callable[[PickleMachine], None]] = {
     b"\x86": partial(PickleMachine._do_tuple_of, count=2),
     b"\x87": partial(PickleMachine._do_tuple_of, count=3),
     b"t": partial(PickleMachine._do_tuple_of, count=None),
-    b"a": PickleMachine._do_append,
-    b"e": PickleMachine._do_appends,
-    b"s": PickleMachine._do_set_item,
-    b"u": PickleMachine._do_set_items,
+    b"a": partial(PickleMachine._do_append, count=1),
+    b"e": partial(PickleMachine._do_append, count=None),
+    b"s": partial(PickleMachine._do_set_items, count=2),
+    b"u": partial(PickleMachine._do_set_items, count=None),
     b"c": PickleMachine._do_find_global,
     b"Q": PickleMachine._do_storage,
     b"R": partial(PickleMachine._do_call, verb="call"),
