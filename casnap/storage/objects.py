@@ -67,7 +67,7 @@ class ReadOptions(NamedTuple):
             but that of the pool.
         prepare: Called with each buffer from the pool before it is used.
         readers: The most threads, each with a buffer of the pool. Lower it if the sinks take
-            buffers too.
+            buffers too. 0: the calling thread reads, into a buffer of its own.
     """
 
     budget: int | None = None
@@ -76,6 +76,8 @@ class ReadOptions(NamedTuple):
 
 
 DEFAULT_READ = ReadOptions()
+# For one chunk: the caller may hold buffers of the pool, and must not wait for another one.
+_WITHOUT_POOL = ReadOptions(readers=0)
 
 
 class Reason(Enum):
@@ -204,7 +206,7 @@ class Objects:
             return cached
         found: list[bytes] = []
         want = Want(digest, -1, lambda raw: found.append(bytes(raw)), "")
-        if hint is not None and self.read_places([(hint, [want])]):
+        if hint is not None and self.read_places([(hint, [want])], _WITHOUT_POOL):
             _log.debug("the hint to node %s is stale", digest.hex())
         if not found:
             self.fetch([want])
@@ -301,15 +303,15 @@ class Objects:
         bad = self.read_places(found, how)
         self._trust_again(view, found, bad)
         for unread in bad:
-            failed += self._fetch_elsewhere(view, unread, how)
+            failed += self._fetch_elsewhere(view, unread)
         return failed
 
-    def _fetch_elsewhere(self, view: View, unread: Unread, how: ReadOptions) -> list[_Failed]:
+    def _fetch_elsewhere(self, view: View, unread: Unread) -> list[_Failed]:
         """Read a chunk at its other places until one is whole."""
         tried = [unread]
         for place in self.index.find_all(view, unread.wants[0].digest):
             if place != unread.place:
-                bad = self.read_places([(place, unread.wants)], how)
+                bad = self.read_places([(place, unread.wants)], _WITHOUT_POOL)
                 if not bad:
                     return []
                 tried += bad
@@ -340,7 +342,7 @@ class Objects:
         unit = min(_READ_BYTES, share, _READ_BYTES if how.budget is None else how.budget)
         reads = list(coalesced(found, max(largest + 2 * PAGE, unit)))
         most = max((read.stop - read.start for read in reads), default=0) + PAGE
-        if total <= _SMALL_BYTES:
+        if total <= _SMALL_BYTES or how.readers == 0:
             buffer = memoryview(bytearray(most))
             return failed + [bad for read in reads for bad in self._read_run(read, buffer)]
         affordable = SLOTS if how.budget is None else max(1, how.budget // most)
@@ -385,7 +387,8 @@ class Objects:
 
     def holds(self, place: Place, digest: Digest) -> bool:
         """Whether a chunk or node can be read and verified at this place."""
-        return not self.read_places([(place, [Want(digest, -1, lambda raw: None, "")])])
+        want = Want(digest, -1, lambda raw: None, "")
+        return not self.read_places([(place, [want])], _WITHOUT_POOL)
 
 
 def _keep_copy(found: dict[Digest, bytes], digest: Digest, raw: memoryview) -> None:
