@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, replace
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -85,16 +86,9 @@ def prune(
     is each folder of snapshots, on its own. The bytes of forgotten snapshots stay on disk until
     garbage is collected; --gc does that at once.
     """
-    try:
-        retention = Retention(
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_within=keep_within,
-            keep_best=keep_best,
-        )
-    except ValueError as e:
-        said = re.sub("keep_([a-z]+)", r"--keep-\1", str(e))
-        raise click.UsageError(safe(said)) from e
+    retention = _retention(
+        keep_last=keep_last, keep_every=keep_every, keep_within=keep_within, keep_best=keep_best
+    )
     options = GcOptions(grace, dry_run=dry_run, exclusive=exclusive)
     _check_usage(collect=collect, may_ask=not (dry_run or yes))
     place = open_store(store)
@@ -120,6 +114,14 @@ def prune(
         emit(document if garbage is None else {**document, "gc": asdict(garbage)})
     elif garbage is not None:
         show(place, garbage)
+
+
+def _retention(**rules: Any) -> Retention:
+    try:
+        return Retention(**rules)
+    except ValueError as e:
+        message = re.sub("keep_([a-z]+)", r"--keep-\1", str(e))
+        raise click.UsageError(safe(message)) from e
 
 
 def _check_usage(*, collect: bool, may_ask: bool) -> None:

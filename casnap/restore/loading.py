@@ -118,7 +118,8 @@ class Loading:
                 content = allocate(entry)
                 targets = ((Region.whole(entry.shape), with_item_axis(entry, content)),)
         wanted = [(box, as_copyable(tensor.detach())) for box, tensor in targets if box.numel]
-        self._total += sum(box.numel for box, _ in wanted) * itemsize_of(entry)
+        if self._progress is not None:
+            self._total += sum(box.numel for box, _ in wanted) * itemsize_of(entry)
         self._items.append(_Item(path, entry, content, wanted))
 
     def load(self, budget: int | None = None, fetch: Fetch | None = None) -> dict[str, Leaf]:
@@ -258,8 +259,8 @@ def _moves(
     entry: TensorEntry, cells: Cells, region: Region | Selection, target: torch.Tensor
 ) -> Iterator[_Move]:
     """Yield moves that fill a tensor with elements of an entry, for the cells that hold some."""
-    itemsize = itemsize_of(entry)
     if isinstance(region, Selection):
+        itemsize = itemsize_of(entry)
         for number, taken, place in region.cells(cells):
             cell = cells.region(number)
             kept = prod(axis.stop - axis.start for axis in place) * itemsize
@@ -271,6 +272,7 @@ def _moves(
     if flat is not None and isinstance(cells, Grid) and region.sizes == cells.shape:
         yield from _copies(cells, flat)
         return
+    itemsize = itemsize_of(entry)
     for number in cells.covering(region):
         cell = cells.region(number)
         common = cell.intersect(region)
