@@ -89,7 +89,7 @@ def _print_advice(uri: str, found: CheckReport) -> None:
     if "lost" in kinds:
         click.echo(f"`casnap repair {uri} --from COPY` heals what is lost, where a copy has it")
     if kinds & BEYOND_REPAIR and ALL not in found.hurts:
-        click.echo("`casnap rm` the hurt snapshots to give up what cannot be repaired")
+        click.echo("`casnap rm` of the hurt snapshots gives up what cannot be repaired")
 
 
 def _print_counts(uri: str, found: CheckReport) -> None:
