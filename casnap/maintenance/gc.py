@@ -166,8 +166,8 @@ def _advice(objects: Objects, report: GcReport) -> str:
     uri = objects.backend.uri
     return (
         f"{done}. `casnap check {uri}` says what is hurt, `casnap repair {uri}` saves what can be "
-        "saved; if something stays lost, `casnap rm` the snapshots that they name, or run "
-        "`casnap repair --from` with a copy, then run gc again"
+        "saved; if something stays lost, `casnap rm` of the snapshots that they name, or "
+        "`casnap repair --from` with a copy, lets gc continue"
     )
 
 
