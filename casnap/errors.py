@@ -6,7 +6,7 @@
     ├── StoreError                  a store cannot be used
     │   ├── NotAStoreError          nothing (or something else) is at this place
     │   ├── UnsupportedFormatError  written by a newer casnap
-    │   ├── UntrustedStoreError     found by walking up, owned by somebody else
+    │   ├── UntrustedStoreError     found by walking up, owned by another user
     │   └── BackendError            the place where objects live failed (OSError and the like)
     │       ├── StorageFullError    no space, or a quota, left
     │       └── ExhaustedError      this process or host is out of open files, or of memory
@@ -22,7 +22,7 @@
     ├── NestedTakeError             (RuntimeError) a take within another call of the same thread
     ├── DamagedError                stored bytes are missing or not what was written
     ├── RankError                   another rank of a take or restore failed, died or hangs
-    └── FencedError                 a garbage collector went past a take that stood still too long
+    └── FencedError                 a collector deleted what a take that paused too long relied on
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class NotAStoreError(StoreError):
 
 
 class UnsupportedFormatError(StoreError):
-    """The store uses a format or a feature that this version does not know."""
+    """The store uses a format or feature that this version does not know."""
 
 
 class UntrustedStoreError(StoreError):
-    """A store that was found by walking up belongs to another user."""
+    """A store found by walking up from a path belongs to another user."""
 
 
 class BackendError(StoreError):
@@ -62,11 +62,11 @@ class BackendError(StoreError):
 
 
 class StorageFullError(BackendError):
-    """No space, or no quota, is left where the store lives."""
+    """No space, or no quota, is left at the store's place."""
 
 
 class ExhaustedError(BackendError):
-    """This process or host may open no more files, or has no memory left to read them."""
+    """This process or host has no open files, or no memory, left."""
 
 
 class SnapshotError(CasnapError):
@@ -113,7 +113,7 @@ class DamagedError(CasnapError):
     """Stored bytes are missing or differ from what was written.
 
     Attributes:
-        paths: The paths inside the snapshot that are known to be hurt.
+        paths: The hurt paths inside the snapshot, as far as they are known.
         what: What is damaged: the message without the advice.
     """
 
@@ -124,14 +124,14 @@ class DamagedError(CasnapError):
 
 
 class FencedError(CasnapError):
-    """What a take relied on was collected before the take could commit."""
+    """A garbage collector deleted what a take relied on before the take could commit."""
 
 
 class RankError(CasnapError):
-    """Another rank failed, died, or was not heard of within the deadline.
+    """Another rank failed, died, or did not answer within the deadline.
 
     Attributes:
-        ranks: The ranks that are known to be at fault.
+        ranks: The ranks at fault, as far as they are known.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
@@ -140,9 +140,9 @@ class RankError(CasnapError):
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the end of a message: which names are like one that is not there, if any are.
+    """Return the end of a message: the names that are most like one that does not exist.
 
-    To compare two names takes long; so of many only those are compared that begin and end alike.
+    Comparing names is slow, so of many names only those that begin and end alike are compared.
     """
     from difflib import get_close_matches
 

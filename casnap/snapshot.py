@@ -16,7 +16,7 @@ from casnap.storage.contents import Contents
 from casnap.version import __version__
 
 if TYPE_CHECKING:
-    from casnap.restore.restore import RestoreReport
+    from casnap.restore.report import RestoreReport
     from casnap.restore.selection import Index
     from casnap.state.stateful import Stateful
     from casnap.storage.retention import Retention

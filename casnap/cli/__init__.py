@@ -1,6 +1,6 @@
-"""The command ``casnap``: looks at stores and snapshots, without importing torch.
+"""The command ``casnap``: lists, checks and cleans stores. Never imports torch.
 
-Each command is a module of its own, imported when it is called.
+Each subcommand is a module that is imported when it is called.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ try:
     from casnap.cli.output import Failure, quoted, safe
     from casnap.errors import CasnapError
 except KeyboardInterrupt:
-    # Nobody can catch it yet, and these imports take most of a short command's time.
+    # These imports take most of a short command's time, and main() cannot catch it yet.
     sys.stderr.write("casnap: interrupted\n")
     sys.exit(130)
 
@@ -28,16 +28,16 @@ __all__ = ["cli", "main"]
 COMMANDS = {
     "init": ("casnap.cli.init", "Make a store."),
     "ls": ("casnap.cli.ls", "List the snapshots of a store, the newest last."),
-    "show": ("casnap.cli.show", "Show what a snapshot holds, or one tensor or value of it."),
-    "diff": ("casnap.cli.diff", "Show what differs between two snapshots."),
-    "du": ("casnap.cli.du", "Show what snapshots take up: logical, stored and unique bytes."),
+    "show": ("casnap.cli.show", "Show the contents of a snapshot, or one tensor or value."),
+    "diff": ("casnap.cli.diff", "Show the differences between two snapshots."),
+    "du": ("casnap.cli.du", "Show disk usage of snapshots: logical, stored and unique bytes."),
     "rm": ("casnap.cli.rm", "Delete snapshots."),
-    "tag": ("casnap.cli.tag", "Give a snapshot tags, which protect it, or take them away."),
+    "tag": ("casnap.cli.tag", "Add tags, which protect a snapshot, or remove them."),
     "prune": ("casnap.cli.prune", "Forget the snapshots that no rule keeps."),
     "gc": ("casnap.cli.gc", "Collect garbage: delete what no snapshot needs."),
     "check": ("casnap.cli.check", "Check that a store is whole."),
-    "repair": ("casnap.cli.repair", "Save what can be saved of a damaged store."),
-    "upgrade": ("casnap.cli.upgrade", "Bring a store to the newest format."),
+    "repair": ("casnap.cli.repair", "Repair a damaged store as far as possible."),
+    "upgrade": ("casnap.cli.upgrade", "Upgrade a store to the newest format."),
     "trust": ("casnap.cli.trust", "Let another user's store be found by walking up from a path."),
     "demo": ("casnap.cli.demo", "Train a small GPT, kill it, and resume it, on this machine."),
 }
@@ -47,17 +47,17 @@ EXAMPLES = """\
 Examples:
   casnap init /ckpts                       all runs below /ckpts share one store
   casnap ls /ckpts run1                    the snapshots of one run
-  casnap show /ckpts/run1/step_100         what a snapshot holds
+  casnap show /ckpts/run1/step_100         the contents of a snapshot
   casnap show /ckpts/run1/step_100 0/model/layer.weight
   casnap diff /ckpts/run1/step_100 step_200
   casnap du /ckpts --json                  for scripts: one JSON document
   casnap tag /ckpts/run1/step_100 best     neither pruned nor overwritten
   casnap prune /ckpts --keep-last 3 --dry-run
-  casnap gc /ckpts --grace 1h              free what nobody needs, while runs go on
+  casnap gc /ckpts --grace 1h              free unreferenced data, while runs go on
 
 \b
-A snapshot is named STORE/NAME, as in Python; STORE is the store at or above
-the current folder where it is left out. `casnap COMMAND --help` says more.
+A snapshot is named STORE/NAME, as in Python. Without STORE, a command uses the
+store at or above the current folder. `casnap COMMAND --help` says more.
 """
 
 
@@ -77,12 +77,12 @@ class Commands(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one line a command, without importing any."""
+        """Write one line for each command, without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run a command; what is wrong becomes one message."""
+        """Run a command; an error of casnap or the system becomes one message."""
         try:
             return super().invoke(ctx)
         except CasnapError as e:
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command line and return its status: 0, 1 for an error, 2 for wrong usage, 130."""
+    """Run the command line and return its status: 0, 1 (error), 2 (usage) or 130 (interrupt)."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -120,7 +120,7 @@ def run(arguments: Sequence[str]) -> int:
         click.echo("casnap: interrupted", err=True)
         return 130
     except BrokenPipeError:
-        # Nobody reads any more: what is still buffered must not fail again at exit.
+        # The reader is gone. Drop the rest of the buffer, so that exit does not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as e:

@@ -1,4 +1,4 @@
-"""Which store and which snapshots the arguments of a command mean."""
+"""The stores and snapshots that the arguments of a command name."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def open_store(store: str | None) -> Store:
     """Return the store at, or above, a folder; by default the current one.
 
     Raises:
-        StoreError: There is none, or it cannot be used.
+        StoreError: There is no store, or it cannot be used.
     """
     return Store(store or ".", create=False)
 
 
 def open_whole_store(store: str | None) -> Store:
-    """Return the store at or above a folder, for a command that is about all of it.
+    """Return the store at or above a folder, for a command that works on the whole store.
 
     Raises:
-        StoreError: There is none, or it cannot be used.
-        Failure: The folder was named, but is not there.
+        StoreError: There is no store, or it cannot be used.
+        Failure: The folder was named, but does not exist.
     """
     place = open_store(store)
     if store and place.prefix and not Path(store.removeprefix("file://")).exists():
         uri = place.objects.backend.uri
-        raise Failure(f"{store} does not exist; if you mean all of the store above, name {uri}")
+        raise Failure(f"{store} does not exist; if you mean the whole store above it, name {uri}")
     return place
 
 
@@ -41,7 +41,7 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
     """Return the snapshots below a prefix, or the one of that name, in the order of commits.
 
     Raises:
-        Failure: The store has snapshots, but none there.
+        Failure: The store has snapshots, but none of them matches.
     """
     found = store.snapshots(prefix)
     outer = "/".join(part for part in (store.prefix, (prefix or "").strip("/")) if part)
@@ -58,10 +58,10 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
 
 
 def second_snapshot(path: str, first: Snapshot) -> Snapshot:
-    """Return the snapshot of a path, or of a name beside another snapshot, or in its store.
+    """Return the snapshot at a path, or of a name beside the first snapshot or in its store.
 
     Raises:
-        CasnapError: There is none.
+        CasnapError: There is no such snapshot.
     """
     try:
         return Snapshot(path)
@@ -79,12 +79,12 @@ def second_snapshot(path: str, first: Snapshot) -> Snapshot:
 
 
 def store_fields(store: Store) -> dict[str, Any]:
-    """Return, for JSON, where a listing comes from."""
+    """Return the store and the prefix, for JSON."""
     return {"store": store.objects.backend.uri, "prefix": store.prefix}
 
 
 def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:
-    """Return the user's metadata, or None where they are damaged."""
+    """Return the user's metadata, or None if they are damaged."""
     try:
         return snapshot.metadata.user
     except DamagedError:
@@ -92,7 +92,7 @@ def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:
 
 
 def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
-    """Return, for JSON, what is known of a snapshot beside its tree."""
+    """Return the row of a snapshot, for JSON."""
     return {
         "name": snapshot.name,
         "path": snapshot.path,

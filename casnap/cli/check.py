@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from casnap.cli.arguments import open_whole_store
+from casnap.cli.option_types import positive_share
 from casnap.cli.output import counted, emit, json_option, phases, safe, size
-from casnap.cli.shares import positive_share
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.check import check as check_store
 from casnap.maintenance.damage import ALL, Damage
@@ -17,7 +17,7 @@ from casnap.maintenance.damage import ALL, Damage
 MOST_DAMAGES = 20
 _MOST_HURT = 5
 BEYOND_REPAIR = {"lost", "malformed"}
-"""What a repair has found, and could not mend without a copy of it."""
+"""Kinds of damage that a repair cannot mend without a copy of the data."""
 
 
 @click.command()
@@ -26,15 +26,15 @@ BEYOND_REPAIR = {"lost", "malformed"}
 @click.option(
     "--sample", type=positive_share, metavar="SHARE", help="Read a random share, like 5%."
 )
-@click.option("--seed", type=int, help="Choose the share as an earlier check did.")
+@click.option("--seed", type=int, help="Choose the same share as an earlier check.")
 @json_option
 def check(
     store: str | None, data: bool, sample: float | None, seed: int | None, as_json: bool
 ) -> None:
     """Check that a store is whole; exit with status 1 if anything is damaged.
 
-    Every root, index segment and tree is read, and every pack is looked up. --data also reads
-    every chunk, at each of its places. Nothing is changed, and takes may go on meanwhile.
+    Reads every root, index segment and tree, and looks up every pack. --data also reads every
+    chunk, at each of its places. Nothing is changed, and takes may run meanwhile.
     """
     if sample is None and seed is not None:
         raise click.UsageError("--seed chooses what --sample reads; give both")
@@ -61,7 +61,7 @@ def _document(uri: str, found: CheckReport) -> dict[str, Any]:
 
 
 def document_of(damage: Damage) -> dict[str, Any]:
-    """Return a damage as JSON has it."""
+    """Return a damage for JSON."""
     return {**vars(damage), "hurts": [vars(hurt) for hurt in damage.hurts]}
 
 
@@ -71,7 +71,7 @@ def _print(uri: str, found: CheckReport) -> None:
         _print_counts(uri, found)
     if found.history:
         older = counted(len(found.history), "older root")
-        click.echo(f"{older} damaged or lost (--json): that hurts nobody")
+        click.echo(f"{older} damaged or lost (--json): no snapshot needs them")
     if found.ok:
         click.echo("no damage found")
         return
@@ -89,11 +89,11 @@ def _print_advice(uri: str, found: CheckReport) -> None:
     if "lost" in kinds:
         click.echo(f"`casnap repair {uri} --from COPY` heals what is lost, where a copy has it")
     if kinds & BEYOND_REPAIR and ALL not in found.hurts:
-        click.echo("`casnap rm` of the hurt snapshots gives up what nothing can save")
+        click.echo("`casnap rm` of the hurt snapshots gives up what cannot be repaired")
 
 
 def _print_counts(uri: str, found: CheckReport) -> None:
-    # Where the table cannot be read, nobody knows how many there are.
+    # Without the table the number of snapshots is not known.
     known = found.snapshots or ALL not in found.hurts
     snapshots = f"{counted(found.snapshots, 'snapshot')}, " if known else ""
     click.echo(
@@ -116,7 +116,7 @@ def _print_counts(uri: str, found: CheckReport) -> None:
 
 
 def print_damages(damages: list[Damage]) -> None:
-    """Print damages, one a line, with some of what each hurts; not more than a screen."""
+    """Print damages, one on a line, with some of what each hurts; at most a screen of them."""
     for damage in damages[:MOST_DAMAGES]:
         where = " ".join(filter(None, (damage.object, damage.digest and f"chunk {damage.digest}")))
         click.echo(safe(f"{damage.kind}: {where}: {damage.message}" if where else damage.message))

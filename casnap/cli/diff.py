@@ -8,7 +8,7 @@ import click
 
 from casnap.cli.arguments import second_snapshot
 from casnap.cli.entries import entry_fields, type_text
-from casnap.cli.output import counted, emit, json_option, safe, size, table
+from casnap.cli.output import emit, json_option, print_rest, safe, size, table
 from casnap.maintenance.diff import Change, Diff
 from casnap.maintenance.diff import diff as compare
 from casnap.snapshot import Snapshot
@@ -22,11 +22,11 @@ SIGNS = {"changed": "~", "added": "+", "removed": "-"}
 @click.option("--limit", type=click.IntRange(min=1), help="The most entries to print [50; all].")
 @json_option
 def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
-    """Show what differs between two snapshots: entries of B that A has not, or has otherwise.
+    """Show the differences between two snapshots: added, removed and changed entries.
 
-    The second one may be the bare name of a snapshot beside the first, or in its store. The
-    entries with the most changed bytes come first. CHANGED counts the chunks of an entry that
-    differ from those at the same place in A.
+    B may be the bare name of a snapshot beside A or in its store. The entries with the most
+    changed bytes come first. CHANGED counts the bytes in those chunks of an entry that differ from
+    the chunks at the same position in A.
     """
     first = Snapshot(a)
     second = second_snapshot(b, first)
@@ -52,8 +52,7 @@ def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
     ]
     header = ("", "PATH", "TYPE", "CHANGED", "OF")
     table(header, rows, numbers={"CHANGED", "OF"})
-    if len(shown) < len(ordered):
-        click.echo(f"… and {counted(len(ordered) - len(shown), 'entry')} more (--limit)")
+    print_rest(len(ordered) - len(shown), "entry")
 
 
 def _summary(found: Diff) -> str:

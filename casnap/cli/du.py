@@ -16,10 +16,10 @@ from casnap.maintenance.usage import stored_bytes, usage
 @click.argument("prefix", required=False)
 @json_option
 def du(store: str | None, prefix: str | None, as_json: bool) -> None:
-    """Show what snapshots take up: logical, stored and unique bytes.
+    """Show the disk usage of snapshots: logical, stored and unique bytes.
 
-    LOGICAL is the state that a snapshot holds, STORED all that it refers to in the store, UNIQUE
-    the part of that which no other snapshot of the store refers to: what deleting it would free.
+    LOGICAL is the size of the state. STORED is everything in the store that the snapshot refers
+    to. UNIQUE is the part of it that no other snapshot refers to: what deleting it would free.
     """
     place = open_store(store)
     found = snapshots_of(place, prefix)

@@ -1,6 +1,6 @@
-"""Entries in words, and small values as they were: what commands show of a snapshot's tree.
+"""How commands show the entries of a snapshot: types in words, and small values.
 
-Only kinds that mean the same without torch are decoded here.
+Only values that mean the same without torch are decoded.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from casnap.format.entries import (
     ValueEntry,
     payload_of,
 )
+from casnap.format.plain_values import PLAIN_CODECS, decode_text
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Want
 
@@ -25,7 +26,7 @@ SMALL = 1 << 10
 
 
 def type_text(entry: Entry) -> str:
-    """Return what an entry is, in a word or two: ``float32 [4, 8]``, ``int``, ``dict of 3``."""
+    """Return the type of an entry in a word or two: ``float32 [4, 8]``, ``int``, ``dict of 3``."""
     if isinstance(entry, TensorEntry):
         return f"{entry.dtype} {list(entry.shape)}"
     if isinstance(entry, ContainerEntry):
@@ -34,7 +35,7 @@ def type_text(entry: Entry) -> str:
 
 
 def entry_fields(entry: Entry) -> dict[str, Any]:
-    """Return, for JSON, what an entry is."""
+    """Return the description of an entry, for JSON."""
     facts: dict[str, Any] = {"kind": entry.kind, "nbytes": payload_of(entry).nbytes}
     if isinstance(entry, TensorEntry):
         scheme = entry.quantization.scheme if entry.quantization is not None else None
@@ -53,19 +54,10 @@ def entry_fields(entry: Entry) -> dict[str, Any]:
     return {"type": "value", **facts}
 
 
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogatepass")
-
-
-_READERS: dict[str, Callable[[bytes], Any]] = {
-    "none": lambda _: None,
-    "bool": lambda data: data != b"\0",
-    "int": lambda data: int.from_bytes(data, "little", signed=True),
-    "float": lambda data: struct.unpack("<d", data)[0],
-    "complex": lambda data: complex(*struct.unpack("<dd", data)),
-    "bytes": bytes,
-    **dict.fromkeys(("str", "path", "date", "datetime"), _text),
-    **dict.fromkeys(("device", "dtype", "layout", "memory_format", "qscheme"), _text),
+_TEXTS = ("path", "date", "datetime", "device", "dtype", "layout", "memory_format", "qscheme")
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    **{codec.kind: codec.decode for codec in PLAIN_CODECS},
+    **dict.fromkeys(_TEXTS, decode_text),
 }
 
 
@@ -73,15 +65,17 @@ def small_value(contents: Contents, path: str, entry: ValueEntry) -> tuple[bool,
     """Return whether a value can be shown, and the value.
 
     Raises:
-        DamagedError: Its bytes are missing, or are none of its kind.
+        DamagedError: Its bytes are missing or malformed.
     """
-    read = _READERS.get(entry.kind)
+    read = _DECODERS.get(entry.kind)
     if read is None or entry.data.nbytes > SMALL:
         return False, None
     try:
         return True, read(_bytes_of(contents, path, entry))
     except (ValueError, struct.error) as e:
-        raise DamagedError(f"{contents.where}: {path} is no {entry.kind}: {e}", (path,)) from e
+        raise DamagedError(
+            f"{contents.where}: {path} is not a valid {entry.kind}: {e}", (path,)
+        ) from e
 
 
 def _bytes_of(contents: Contents, path: str, entry: ValueEntry) -> bytes:

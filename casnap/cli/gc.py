@@ -7,9 +7,8 @@ from dataclasses import asdict
 import click
 
 from casnap.cli.arguments import open_whole_store, store_fields
-from casnap.cli.durations import duration_or_none
+from casnap.cli.option_types import duration_or_none, share
 from casnap.cli.output import counted, emit, json_option, phases, safe, size
-from casnap.cli.shares import share
 from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.store import Store
 
@@ -18,7 +17,7 @@ EXAMPLES = """\
 Examples:
   casnap gc /ckpts --dry-run
   casnap gc /ckpts --grace 1h
-  casnap gc /ckpts --grace 0      free it all at once; takes that rely on it begin again
+  casnap gc /ckpts --grace 0      free it all now; takes that rely on it start again
 """
 
 grace_option = click.option(
@@ -27,12 +26,12 @@ grace_option = click.option(
     default="24h",
     show_default=True,
     metavar="TIME",
-    help="Keep for so long what nobody needs any more; 0 for not at all.",
+    help="How long to keep unreferenced data (0: delete it now).",
 )
 exclusive_option = click.option(
     "--exclusive",
     is_flag=True,
-    help="Nobody else writes to the store: for places that cannot keep writers apart.",
+    help="No other process writes to the store: for places that cannot tell writers apart.",
 )
 
 
@@ -45,7 +44,7 @@ exclusive_option = click.option(
     default="50%",
     show_default=True,
     metavar="SHARE",
-    help="Copy what is needed out of packs of which less than this is; 0 for never.",
+    help="Repack packs of which less than this share is needed (0: never).",
 )
 @click.option("--dry-run", is_flag=True, help="Only show what would be done.")
 @exclusive_option
@@ -60,9 +59,9 @@ def gc(
 ) -> None:
     """Collect garbage: delete what no snapshot of a store needs.
 
-    Safe while runs take snapshots, and beside other collectors. What nobody needs is condemned
-    first, and deleted by the first gc after the grace, so that whoever still reads it can end; so
-    run it regularly. After an interruption, run it again.
+    Safe while runs take snapshots, and beside other collectors. A run condemns unreferenced packs,
+    and the first run after the grace deletes them, so that readers can finish. So run it
+    regularly. After an interruption, run it again.
     """
     place = open_whole_store(store)
     report = collected(place, GcOptions(grace, repack, dry_run, exclusive))
@@ -90,7 +89,7 @@ def show(place: Store, report: GcReport) -> None:
         packs = counted(r.repacked_packs, "pack")
         click.echo(f"{packs} {would}repacked: {size(r.copied_bytes)} copied")
     if r.rescued_packs:
-        click.echo(f"{counted(r.rescued_packs, 'condemned pack')} {would}taken back")
+        click.echo(f"{counted(r.rescued_packs, 'condemned pack')} {would}rescued")
     if r.condemned_packs:
         packs = counted(r.condemned_packs, "pack")
         click.echo(f"{packs} of {size(r.condemned_bytes)} {would}condemned")
@@ -103,7 +102,7 @@ def show(place: Store, report: GcReport) -> None:
     if r.refused:
         files, first = counted(len(r.refused), "file"), min(r.refused)
         click.echo(
-            f"{files} that nobody needs may be deleted by their owners alone, who run gc for that; "
+            f"{files} could not be deleted: only their owners may do that, by running gc; "
             f"such as {safe(r.refused[first])}"
         )
     if r.waiting_packs:

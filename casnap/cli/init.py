@@ -20,7 +20,7 @@ def _chunk_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
     match = re.fullmatch(r"(\d{1,10})\s*([km]?)i?b?", text.strip().lower())
     nbytes = int(match[1]) * _UNITS[match[2]] if match else 0
     if not MIN_CHUNK_SIZE <= nbytes <= MAX_CHUNK_SIZE or nbytes & (nbytes - 1):
-        raise click.BadParameter(f"{quoted(text)} is no power of two from 64KiB to 64MiB")
+        raise click.BadParameter(f"{quoted(text)} is not a power of two from 64KiB to 64MiB")
     return nbytes
 
 
@@ -30,15 +30,14 @@ def _chunk_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
     "--chunk-size",
     callback=_chunk_size,
     metavar="SIZE",
-    help="The largest chunk, for ever: a power of two from 64KiB to 64MiB [1MiB].",
+    help="The chunk size, which cannot be changed later: a power of two, 64KiB to 64MiB [1MiB].",
 )
 @json_option
 def init(store: str, chunk_size: int | None, as_json: bool) -> None:
     """Make a store.
 
-    STORE is a folder, the current one by default. All snapshots that are taken below it, by
-    whatever run, are then kept in it and share what is equal. A store that exists already is
-    left as it is.
+    STORE is a folder, the current one by default. All runs that take snapshots below it then use
+    this store and share equal chunks. An existing store is left as it is.
     """
     found = locate_store(store)
     if found.name:
@@ -67,5 +66,5 @@ def init(store: str, chunk_size: int | None, as_json: bool) -> None:
 
 
 def binary(nbytes: int) -> str:
-    """Return a chunk size in the unit that it is a whole number of."""
+    """Return a chunk size in MiB if it is a whole number of them, else in KiB."""
     return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"

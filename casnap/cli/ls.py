@@ -21,8 +21,8 @@ from casnap.cli.output import described, emit, json_option, moment, safe, size, 
 def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
     """List the snapshots of a store, the newest last.
 
-    Without STORE: those of the store at or above the current folder. With PREFIX: those below
-    it, as of one run. LOGICAL is what a snapshot holds, NEW what it added to the store.
+    Without STORE, lists the store at or above the current folder. PREFIX limits the list to one
+    run. LOGICAL is the size of the state, NEW how much the snapshot added to the store.
     """
     place = open_store(store)
     found = snapshots_of(place, prefix)

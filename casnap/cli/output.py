@@ -1,7 +1,7 @@
-"""What commands print: tables for people, one JSON document for programs, progress on terminals.
+"""Output of commands: tables for people, JSON for programs, progress bars on terminals.
 
-What comes from a store (names, paths, metadata) is printed escaped: it could hold what commands
-a terminal.
+Names, paths and metadata come from a store and could hold control sequences of the terminal, so
+they are printed escaped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Failure(click.ClickException):
 
 
 def safe(text: str) -> str:
-    """Return a text with everything escaped that does not print."""
+    """Return a text with all unprintable characters escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else _escaped(c) for c in text)
@@ -48,7 +48,7 @@ def _escaped(char: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text in quotes, escaped, as an argument that can be read."""
+    """Return a text escaped and in quotes."""
     return f"'{safe(text)}'"
 
 
@@ -61,14 +61,14 @@ def moment(seconds: float) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """Return a number and a noun, in the plural if need be."""
+    """Return a number and a noun, in the plural unless the number is 1."""
     if count != 1:
         thing = f"{thing[:-1]}ies" if thing.endswith("ry") else f"{thing}s"
     return f"{count:,} {thing}"
 
 
 def described(metadata: dict[str, Any] | None, tags: Sequence[str] = ()) -> str:
-    """Return metadata (None: they are damaged) and tags in one line."""
+    """Return tags and metadata (None if they are damaged) in one line."""
     words = [f"#{tag}" for tag in tags]
     if metadata is None:
         words.append("(metadata damaged)")
@@ -83,8 +83,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: set[str
 
     Args:
         header: The titles of the columns.
-        rows: Their cells, escaped.
-        numbers: The titles of the columns that are flush right.
+        rows: The cells, escaped.
+        numbers: The titles of the columns to align right.
     """
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     right = [title in numbers for title in header]
@@ -103,18 +103,43 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: set[str
 
 
 def _width() -> int:
-    """Return the columns of the terminal that stdout is, 0 where it is none."""
+    """Return the width of the terminal on stdout; 0 if stdout is not a terminal."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns
     except (OSError, ValueError):
         return 0
 
 
+def print_rest(count: int, thing: str) -> None:
+    """Say how many things were not printed, if any, because of ``--limit``."""
+    if count > 0:
+        click.echo(f"… and {counted(count, thing)} more (--limit)")
+
+
+# --- questions --------------------------------------------------------------------------------
+
+
+def check_can_ask(instead: str) -> None:
+    """Check that there is a terminal to ask on.
+
+    Raises:
+        click.UsageError: There is no terminal; the message says what to pass instead.
+    """
+    if not sys.stdin.isatty():
+        raise click.UsageError(f"there is no terminal to ask on; pass {instead}")
+
+
+def confirm(question: str) -> None:
+    """Ask a question, and end the command with status 1 unless the answer is yes."""
+    if not click.confirm(question, err=True):
+        raise click.exceptions.Exit(1)
+
+
 # --- JSON -------------------------------------------------------------------------------------
 
 
 def emit(document: dict[str, Any]) -> None:
-    """Print one JSON document: ASCII, so that nothing in it reaches a terminal as a command."""
+    """Print one JSON document, in ASCII, so that it holds no control sequences."""
     import json
 
     import msgspec
@@ -124,7 +149,7 @@ def emit(document: dict[str, Any]) -> None:
 
 
 def plain(value: Any, *, json: bool = True) -> Any:
-    """Return a value as JSON can hold it, whatever a store has put there; or as print can."""
+    """Return a value from a store in types that JSON, or else print, can show."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -167,7 +192,7 @@ def phases() -> Iterator[Progress | None]:
 
 
 class _Bar:
-    """A progress bar that appears late."""
+    """A progress bar that appears after :data:`PATIENCE`."""
 
     def __init__(self, what: str, *, of_bytes: bool) -> None:
         self._what = what
@@ -208,6 +233,6 @@ class _Bar:
         self._bar.start()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()

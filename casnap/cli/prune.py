@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import asdict, replace
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from casnap.cli.arguments import open_store, snapshots_of, store_fields
-from casnap.cli.durations import duration
 from casnap.cli.gc import collected, exclusive_option, grace_option, show
+from casnap.cli.option_types import duration
 from casnap.cli.output import (
     Failure,
+    check_can_ask,
+    confirm,
     counted,
     described,
     emit,
@@ -41,13 +43,13 @@ _BEST = re.compile(r"(.+):([0-9]{1,9})(?::(min|max))?", re.DOTALL)
 def _best_rule(text: str) -> tuple[str, int, str]:
     found = _BEST.fullmatch(text)
     if found is None:
-        raise click.BadParameter(f"{quoted(text)} is no rule; write loss:3 or accuracy:3:max")
+        raise click.BadParameter(f"{quoted(text)} is not a rule; write loss:3 or accuracy:3:max")
     return found[1], int(found[2]), found[3] or "min"
 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("store", required=False)
-@click.option("--prefix", metavar="FOLDER", help="Only the runs in and below this folder.")
+@click.option("--prefix", metavar="FOLDER", help="Only runs in and below this folder.")
 @click.option("--keep-last", type=int, metavar="N", help="Keep the last N of each run.")
 @click.option("--keep-every", type=int, metavar="K", help="Keep steps that are multiples of K.")
 @click.option("--keep-within", type=duration, metavar="TIME", help="Keep the last 24h, 7d, 2w, ….")
@@ -56,7 +58,7 @@ def _best_rule(text: str) -> tuple[str, int, str]:
     type=_best_rule,
     multiple=True,
     metavar="METRIC:N[:max]",
-    help="Keep the N lowest by a metric of the metadata, or the highest. May be repeated.",
+    help="Keep the N snapshots with the lowest (or highest) metric. May be repeated.",
 )
 @click.option("--gc", "collect", is_flag=True, help="Then collect garbage, as `casnap gc` does.")
 @grace_option
@@ -80,20 +82,13 @@ def prune(
 ) -> None:
     """Forget the snapshots that no rule keeps.
 
-    Rules add up: what any of them keeps is kept, and so is what has a tag. Each run, that is each
-    folder of snapshots, is judged on its own. What only the forgotten snapshots hold stays on
-    disk until the store's garbage is collected, which --gc does.
+    A snapshot is kept if any rule keeps it, or if it has a tag. The rules apply to each run, that
+    is each folder of snapshots, on its own. The bytes of forgotten snapshots stay on disk until
+    garbage is collected; --gc does that at once.
     """
-    try:
-        retention = Retention(
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_within=keep_within,
-            keep_best=keep_best,
-        )
-    except ValueError as e:
-        said = re.sub("keep_([a-z]+)", r"--keep-\1", str(e))
-        raise click.UsageError(safe(said)) from e
+    retention = _retention(
+        keep_last=keep_last, keep_every=keep_every, keep_within=keep_within, keep_best=keep_best
+    )
     options = GcOptions(grace, dry_run=dry_run, exclusive=exclusive)
     _check_usage(collect=collect, may_ask=not (dry_run or yes))
     place = open_store(store)
@@ -111,7 +106,7 @@ def prune(
     try:
         garbage = _collected_after(report, place, options) if collect else None
     except (CasnapError, OSError, KeyboardInterrupt) as e:
-        # What was forgotten is, and whoever reads JSON is to know as well.
+        # The snapshots are forgotten already, so print that in JSON too.
         if as_json:
             emit({**document, "error": str(e) or "interrupted"})
         raise
@@ -121,13 +116,21 @@ def prune(
         show(place, garbage)
 
 
+def _retention(**rules: Any) -> Retention:
+    try:
+        return Retention(**rules)
+    except ValueError as e:
+        message = re.sub("keep_([a-z]+)", r"--keep-\1", str(e))
+        raise click.UsageError(safe(message)) from e
+
+
 def _check_usage(*, collect: bool, may_ask: bool) -> None:
     source = click.get_current_context().get_parameter_source
     for name in ("grace", "exclusive"):
         if not collect and source(name) is not ParameterSource.DEFAULT:
             raise click.UsageError(f"--{name} is for collecting garbage; it needs --gc")
-    if may_ask and not sys.stdin.isatty():
-        raise click.UsageError("there is no terminal to ask on; pass --yes, or --dry-run to look")
+    if may_ask:
+        check_can_ask("--yes, or --dry-run to look")
 
 
 def _collected_after(report: PruneReport, place: Store, options: GcOptions) -> GcReport:
@@ -148,8 +151,8 @@ def _ask(plan: PruneReport) -> None:
         described_row = described(verdict.row.metadata, verdict.row.tags)
         click.echo(f"{safe(verdict.name)}  {described_row}".rstrip(), err=True)
     count = len(plan.forgotten)
-    if count and not click.confirm(f"Forget {counted(count, 'snapshot')}?", err=True):
-        raise click.exceptions.Exit(1)
+    if count:
+        confirm(f"Forget {counted(count, 'snapshot')}?")
 
 
 def _facts_of(report: PruneReport) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import click
 
 from casnap.cli.arguments import open_whole_store
 from casnap.cli.check import document_of, print_damages
-from casnap.cli.output import emit, json_option, phases, quoted, safe
+from casnap.cli.output import check_can_ask, confirm, emit, json_option, phases, quoted, safe
 from casnap.maintenance.repair import RepairReport
 
 
@@ -29,7 +28,7 @@ def _source(text: str) -> str:
     type=_source,
     multiple=True,
     metavar="PATH",
-    help="Where to look for what is lost. May be repeated.",
+    help="Where to look for lost chunks. May be repeated.",
 )
 @click.option("--dry-run", is_flag=True, help="Change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
@@ -37,20 +36,18 @@ def _source(text: str) -> str:
 def repair(
     store: str | None, sources: tuple[str, ...], dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Save what can be saved of a damaged store; exit with status 1 if anything stays lost.
+    """Repair a damaged store as far as possible; exit with status 1 if anything stays lost.
 
-    Every byte is read. Lost parts of the index are made anew from the packs, and what is whole
-    in damaged packs is copied out of them. What is nowhere whole is looked for in --from: other
-    casnap stores, and files or folders of .safetensors, .pt, .pth, .bin, .ckpt and .npy. Nothing
-    is deleted: `casnap gc` does that later.
+    Reads every byte. Rebuilds lost parts of the index from the packs, and copies what is whole
+    out of damaged packs. Looks for lost chunks in --from: other casnap stores, and files or
+    folders of .safetensors, .pt, .pth, .bin, .ckpt and .npy. Nothing is deleted: `casnap gc` does
+    that later.
     """
     place = open_whole_store(store)
     uri = place.objects.backend.uri
     if not yes and not dry_run:
-        if not sys.stdin.isatty():
-            raise click.UsageError("there is no terminal to ask on; pass --yes to repair")
-        if not click.confirm(f"Repair {safe(uri)}?", err=True):
-            raise click.exceptions.Exit(1)
+        check_can_ask("--yes to repair")
+        confirm(f"Repair {safe(uri)}?")
     with phases() as report:
         done = place.repair(sources=sources, progress=report, dry_run=dry_run)
     if as_json:
@@ -74,7 +71,7 @@ def _print(uri: str, done: RepairReport) -> None:
         click.echo(f"skipped: {safe(why)}", err=True)
     steps = {
         "unreadable index segments replaced": done.dropped_segments,
-        "packs entered in the index again": done.adopted_packs,
+        "packs listed in the index again": done.adopted_packs,
         "damaged packs replaced": done.replaced_packs,
         "chunks saved from damaged packs": done.saved_chunks,
         "lost chunks found elsewhere": done.healed_chunks,
@@ -84,11 +81,11 @@ def _print(uri: str, done: RepairReport) -> None:
         if count:
             click.echo(f"{what}: {count:,}")
     if any(damage.object.startswith("roots/") for damage in done.found):
-        click.echo("roots are damaged or lost (see `casnap check`): nobody needs them any more")
+        click.echo("roots are damaged or lost (see `casnap check`): no snapshot needs them")
     if done.ok:
         click.echo("nothing would stay lost" if done.dry_run else "everything is whole")
         return
     click.echo("what may stay lost:" if done.dry_run else "what stays lost:")
     print_damages(done.remaining)
-    click.echo("a take of the same bytes, or --from with a copy of them, heals what is lost;")
-    click.echo("`casnap rm` of the snapshots that are hurt gives it up")
+    click.echo("a take of the same bytes, or --from with a copy of them, restores what is lost;")
+    click.echo("`casnap rm` of the hurt snapshots gives it up")

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
-from casnap.cli.output import counted, described, emit, json_option, safe, size
+from casnap.cli.output import (
+    check_can_ask,
+    confirm,
+    counted,
+    described,
+    emit,
+    json_option,
+    safe,
+    size,
+)
 from casnap.snapshot import Snapshot
 
 
@@ -17,18 +24,16 @@ from casnap.snapshot import Snapshot
 def rm(snapshots: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Delete snapshots.
 
-    Nothing is deleted unless all of them are found; tags do not protect them. What they alone
-    hold stays on disk until the store's garbage is collected.
+    Nothing is deleted unless all of them are found. Tags do not protect them. Their bytes stay on
+    disk until garbage is collected.
     """
     found = list({(s.store.uri, s.name): s for s in map(Snapshot, snapshots)}.values())
     if not yes:
-        if not sys.stdin.isatty():
-            raise click.UsageError("there is no terminal to ask on; pass --yes to delete")
+        check_can_ask("--yes to delete")
         for snapshot in found:
             known = f"{size(snapshot.stats.logical_bytes)}  {described({}, snapshot.tags)}"
             click.echo(f"{safe(snapshot.path)}  {known.rstrip()}", err=True)
-        if not click.confirm(f"Delete {counted(len(found), 'snapshot')}?", err=True):
-            raise click.exceptions.Exit(1)
+        confirm(f"Delete {counted(len(found), 'snapshot')}?")
     for snapshot in found:
         snapshot.store.delete(snapshot.name, commit_id=snapshot.commit_id)
         if not as_json:

@@ -16,6 +16,7 @@ from casnap.cli.output import (
     json_option,
     moment,
     phases,
+    print_rest,
     safe,
     size,
     table,
@@ -34,11 +35,11 @@ Facts = dict[str, Any]
 @click.option("--limit", type=click.IntRange(min=1), help="The most children to print [50; all].")
 @json_option
 def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> None:
-    """Show what a snapshot holds, or one tensor or value of it.
+    """Show the contents of a snapshot, or one tensor or value.
 
-    PATH is a path inside the snapshot, as get_manifest() gives it, with or without the rank.
-    SHARED counts the chunks of a tensor that some earlier snapshot of the store refers to: they
-    cost nothing when this one was taken.
+    PATH is a path inside the snapshot, as in get_manifest(), with or without the rank. SHARED
+    counts the bytes of a tensor in chunks that an earlier snapshot of the store has as well: this
+    snapshot did not store them again.
     """
     found = Snapshot(snapshot)
     if path is None:
@@ -61,7 +62,7 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
 
 
 def _keys(contents: Contents) -> Iterator[Facts]:
-    """Yield what stands under each key of the app state: for all ranks, then for each."""
+    """Yield a summary of each key of the app state: global keys, then those of each rank."""
     manifest = contents.manifest
     ranks = sorted(manifest.ranks.items(), key=lambda item: (len(item[0]), item[0]))
     for rank, subtrees in ((None, manifest.shared), *ranks):
@@ -93,7 +94,7 @@ def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
 
 
 def _children(entries: Entries, inner: str, path: str) -> list[Facts]:
-    """Return the elements of a container, each with all that is below it."""
+    """Return the elements of a container, each with the totals of everything below it."""
     children: dict[str, Facts] = {}
     for where, entry in entries.below(f"{inner}/"):
         name = where[len(inner) + 1 :].partition("/")[0]
@@ -172,5 +173,4 @@ def _print_children(children: list[Facts], limit: int) -> None:
         for c in children[:limit]
     ]
     table(("PATH", "TYPE", "ENTRIES", "BYTES"), rows, numbers={"ENTRIES", "BYTES"})
-    if len(children) > limit:
-        click.echo(f"… and {counted(len(children) - limit, 'element')} more (--limit)")
+    print_rest(len(children) - limit, "element")

@@ -11,18 +11,18 @@ from casnap.snapshot import Snapshot
 @click.command()
 @click.argument("path", metavar="STORE/NAME")
 @click.argument("tags", metavar="TAG...", nargs=-1)
-@click.option("--remove", is_flag=True, help="Take these tags away.")
+@click.option("--remove", is_flag=True, help="Remove these tags.")
 @json_option
 def tag(path: str, tags: tuple[str, ...], remove: bool, as_json: bool) -> None:
-    """Give a snapshot tags, which protect it, or take them away.
+    """Add tags, which protect a snapshot, or remove them.
 
-    A snapshot that has a tag is neither pruned nor overwritten; `casnap rm` deletes it all the
-    same. Without TAG: list those that it has.
+    A snapshot with a tag is neither pruned nor overwritten, but `casnap rm` still deletes it.
+    Without TAG, lists the tags.
     """
     snapshot = Snapshot(path)
     store, name = snapshot.store, snapshot.name
     if remove and not tags:
-        raise click.UsageError("name the tags to take away")
+        raise click.UsageError("name the tags to remove")
     if tags:
         (store.untag if remove else store.tag)(name, *tags)
         snapshot = store[name]

@@ -16,13 +16,13 @@ from casnap.storage.location import trust as add_to_trusted
 def trust(store: str, as_json: bool) -> None:
     """Let another user's store be found by walking up from a path.
 
-    Snapshots whose path lies below STORE are then taken to it and read from it. Without this,
-    only a store of your own is found that way, or one that is named.
+    Snapshots with paths below STORE are then stored in it and read from it. Without trust, casnap
+    finds only your own stores by walking up, and uses another user's store only if you name it.
     """
     place = open_store(store)
     backend = place.objects.backend
     if place.prefix or not isinstance(backend, LocalBackend):
-        raise Failure(f"{quoted(store)} is no store itself; name {backend.uri}")
+        raise Failure(f"{quoted(store)} is not itself a store; name {backend.uri}")
     add_to_trusted(backend.folder)
     if as_json:
         emit({"store": place.uri, "trusted": True})

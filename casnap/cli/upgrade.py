@@ -12,11 +12,11 @@ from casnap.cli.output import emit, json_option, safe
 @click.argument("store", default=".")
 @json_option
 def upgrade(store: str, as_json: bool) -> None:
-    """Bring a store to the newest format.
+    """Upgrade a store to the newest format.
 
-    Takes then stay quick and small, however many snapshots STORE holds. Snapshots, chunks and
-    packs stay as they are. Versions of casnap that do not know the format refuse the store from
-    then on, so update all of its users first.
+    In the new format, takes stay fast and small however many snapshots the store holds. Snapshots,
+    chunks and packs do not change. Older versions of casnap then refuse the store, so update all
+    of its users first.
     """
     place = open_store(store)
     was = place.format

@@ -1,4 +1,4 @@
-"""Whether a store is whole: its structure, and if asked every byte of it."""
+"""Checking whether a store is whole: its structure and, on request, every byte."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from casnap.backends import Backend
 from casnap.errors import CasnapError, DamagedError, ExhaustedError
 from casnap.format.records import CONFIG_KEY, pack_key, root_key, segment_key
-from casnap.maintenance.damage import ALL, Damage, Hurt, damaged_roots, listed_roots, roots_damaged
+from casnap.maintenance.damage import (
+    ALL,
+    Damage,
+    Hurt,
+    damages_of_roots,
+    listed_roots,
+    root_damages,
+)
 from casnap.maintenance.files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
@@ -20,20 +27,21 @@ class CheckReport:
     """What a check found.
 
     Attributes:
-        damages: Everything that is wrong; nothing is if it is empty.
-        history: Older roots that are damaged or lost. Nobody needs them, and nothing mends them.
-        root: The number of the root that was looked at; -1 where the newest cannot be read.
+        damages: Everything that is wrong; empty if the store is whole.
+        history: Older roots that are damaged or lost. No snapshot needs them, and a repair does
+            not restore them.
+        root: The number of the root that was checked; -1 if the newest root cannot be read.
         snapshots: How many snapshots there are.
         packs: How many packs the index lists.
-        chunks: How many different chunks and nodes it lists.
-        stored_bytes: Bytes of these, at all their places.
-        read_bytes: Those of them that were read and verified.
-        sample: The share that was to be read; None where only the structure was checked.
-        seed: What the choice of the sample followed from.
+        chunks: How many different chunks and nodes the index lists.
+        stored_bytes: Their bytes, at all their places.
+        read_bytes: How many of these bytes were read and verified.
+        sample: The share that was to be read; None if only the structure was checked.
+        seed: The seed that chose the sample.
         orphans: Packs and segments that the newest root does not name: left over, or about to be
             committed.
         orphan_bytes: Their bytes.
-        temporary: Files that are, or were, being written.
+        temporary: Files that are being written, or were left over while being written.
         temporary_bytes: Their bytes.
     """
 
@@ -54,7 +62,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether the store is whole."""
         return not self.damages
 
     @property
@@ -73,17 +81,17 @@ def check(
     seed: int | None = None,
     progress: Progress | None = None,
 ) -> CheckReport:
-    """Check a store; takes and collectors may go on meanwhile.
+    """Check a store. Takes and collectors may run meanwhile.
 
     Args:
         objects: The store.
         data: Read and verify every chunk and node at each of its places.
         sample: Read and verify a random share of them, up to 1.
-        seed: Chooses the share; by default another one each time.
-        progress: Told what is being done, how much of it is done, and how much there is.
+        seed: Chooses the share; by default a different one each time.
+        progress: Called with the current phase, how much of it is done, and the total.
 
     Returns:
-        All that is wrong, and what it hurts.
+        Everything that is wrong, and what it hurts.
     """
     if sample is not None and not 0 < sample <= 1:
         raise ValueError(f"sample is a share, above 0 and up to 1; got {sample!r}")
@@ -96,10 +104,10 @@ def check(
     except DamagedError as e:
         newest = listed_roots(backend)[-1]
         unreadable = Damage("unreadable", root_key(newest), str(e), hurts={ALL: None})
-        return CheckReport([*damages, unreadable], damaged_roots(backend, range(newest)))
+        return CheckReport([*damages, unreadable], damages_of_roots(backend, range(newest)))
     share = (1.0 if data else None) if sample is None else sample
     survey.run(share=share, seed=seed)
-    stood_in_for, history = roots_damaged(backend, survey.root.seq)
+    stood_in_for, history = root_damages(backend, survey.root.seq)
     report = CheckReport(
         damages=[*damages, *stood_in_for, *survey.damages],
         history=history,
@@ -132,7 +140,7 @@ def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> Non
     inventory = StoredFiles(backend)
     named = {ref.id for ref in survey.root.segments}.union(survey.places.packs)
     keys = [segment_key(ident) for ident in inventory.segments - named]
-    # Unreadable segments do not say which packs they list: none is known to be left over then.
+    # An unreadable segment may list any pack, so no pack is known to be left over then.
     if not survey.unreadable:
         keys += [pack_key(ident) for ident in inventory.packs - named]
     report.orphans, report.orphan_bytes = len(keys), inventory.size_of(keys)

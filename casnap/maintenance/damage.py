@@ -1,4 +1,4 @@
-"""What is wrong in a store, and whom it hurts; and what is wrong with its roots."""
+"""Damage in a store: what is wrong, and which snapshots it hurts. Damaged roots."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Hurt:
     """A part of a snapshot that cannot be restored.
 
     Attributes:
-        snapshot: Its name in the store; ``*`` for all of them.
-        path: The tensor, value or subtree; empty for all of the snapshot.
+        snapshot: Its name in the store; ``*`` for all snapshots.
+        path: The tensor, value or subtree; empty for the whole snapshot.
     """
 
     snapshot: str
@@ -34,11 +34,12 @@ class Damage:
 
     Attributes:
         kind: ``missing``, ``cut off``, ``changed`` or ``unreadable`` (the storage refuses) for an
-            object or a chunk; ``condemned`` for what is needed, but on its way out; ``lost`` for
-            what a repair could not find; ``malformed`` for what was written wrongly.
-        object: The key of the damaged object; empty where a digest has no place at all.
+            object or a chunk; ``condemned`` for a pack that is needed and about to be deleted;
+            ``lost`` for a chunk that a repair could not find; ``malformed`` for a record that was
+            written wrongly.
+        object: The key of the damaged object; empty if a digest has no place at all.
         message: What is wrong, for people.
-        digest: The damaged chunk or node, in hex; empty where the object as a whole is damaged.
+        digest: The damaged chunk or node, in hex; empty if the whole object is damaged.
         hurts: Everything that cannot be restored because of it.
     """
 
@@ -76,19 +77,20 @@ def kind_and_message(error: Exception, what: str) -> tuple[str, str]:
     return "unreadable" if isinstance(error, BackendError) else "changed", str(error)
 
 
-def roots_damaged(backend: Backend, newest: int) -> tuple[list[Damage], list[Damage]]:
-    """Return what is wrong with the newest root, which its copy stands in for, and with others.
+def root_damages(backend: Backend, newest: int) -> tuple[list[Damage], list[Damage]]:
+    """Return the damages of the newest root, and those of older roots.
 
-    Those are history, which nobody needs.
+    If the newest root is damaged, its copy stands in for it. Older roots are history: no snapshot
+    needs them.
     """
-    stood_in_for = damaged_roots(backend, [newest])
+    stood_in_for = damages_of_roots(backend, [newest])
     for damage in stood_in_for:
         damage.message += "; its copy stands in for it until a repair puts another one"
-    return stood_in_for, damaged_roots(backend, range(newest))
+    return stood_in_for, damages_of_roots(backend, range(newest))
 
 
 def listed_roots(backend: Backend) -> list[int]:
-    """Return the numbers of all roots that are listed."""
+    """Return the numbers of all roots that the backend lists."""
     return sorted(
         int(name)
         for folder in backend.names("roots")
@@ -97,8 +99,8 @@ def listed_roots(backend: Backend) -> list[int]:
     )
 
 
-def damaged_roots(backend: Backend, numbers: Iterable[int]) -> list[Damage]:
-    """Return what is wrong with some roots."""
+def damages_of_roots(backend: Backend, numbers: Iterable[int]) -> list[Damage]:
+    """Return the damages of some roots."""
     damages = []
     for seq in numbers:
         try:

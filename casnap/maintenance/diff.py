@@ -1,4 +1,4 @@
-"""What differs between two snapshots, found by reading only the subtrees that do."""
+"""Comparing two snapshots: only the subtrees that differ are read."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class Change:
     """One entry that two snapshots do not share.
 
     Attributes:
-        path: ``<key>/<path>`` where it is global, ``<rank>/<key>/<path>`` where it is one rank's.
-        kind: What became of it.
-        old: The entry of the first snapshot; None where it was added.
-        new: The entry of the second one; None where it was removed.
-        changed_bytes: Bytes in those chunks of the new entry that differ from the old one's at
-            the same position (in the same box, where the two are cut differently); all of them
-            where it was added, none where it was removed.
-        total_bytes: All bytes of the new entry, or of the old one where it was removed.
+        path: ``<key>/<path>`` of a global entry, ``<rank>/<key>/<path>`` of one that a rank keeps
+            for itself.
+        kind: Whether it was added, removed or changed.
+        old: The entry of the first snapshot; None if it was added.
+        new: The entry of the second one; None if it was removed.
+        changed_bytes: Bytes in those chunks of the new entry that differ from the old chunk at
+            the same position (in the same box, if the two are cut differently). All bytes if the
+            entry was added, none if it was removed.
+        total_bytes: All bytes of the new entry, or of the old one if it was removed.
     """
 
     path: str
@@ -52,7 +53,7 @@ class Diff:
 
     @property
     def changed_bytes(self) -> int:
-        """Bytes of the second snapshot that the first one lacks at their place."""
+        """Bytes of the second snapshot that the first one does not have at the same position."""
         return sum(change.changed_bytes for change in self.changes)
 
     def of(self, kind: Kind) -> list[Change]:
@@ -67,12 +68,12 @@ class Diff:
 def diff(a: Contents, b: Contents) -> Diff:
     """Return what differs between two snapshots.
 
-    Equal subtrees are not read; of two trees those leaves alone that differ, and of two entries
-    the lists of chunks where those differ.
+    Equal subtrees are not read. Of two trees only the leaves that differ are read, and of two
+    entries only the lists of chunks that differ.
 
     Raises:
         DamagedError: A node is missing or damaged.
-        StoreError: The snapshots are of two stores with different chunk sizes.
+        StoreError: The snapshots are in two stores with different chunk sizes.
     """
     if a.objects.config.chunk_size != b.objects.config.chunk_size:
         raise StoreError(
@@ -89,7 +90,7 @@ def diff(a: Contents, b: Contents) -> Diff:
 
 
 def _subtrees(a: Contents, b: Contents) -> Iterator[tuple[str, bytes | None, bytes | None]]:
-    """Yield where a key stands, and the digest of its subtree in each snapshot."""
+    """Yield each key with its rank prefix, and the digest of its subtree in each snapshot."""
     left, right = a.manifest, b.manifest
     ranks = (
         (f"{rank}/", left.ranks.get(rank, {}), right.ranks.get(rank, {}))
@@ -103,44 +104,26 @@ def _subtrees(a: Contents, b: Contents) -> Iterator[tuple[str, bytes | None, byt
 def _entries(
     a: Contents, b: Contents, prefix: str, left: bytes | None, right: bytes | None
 ) -> Iterator[tuple[str, Entry | None, Entry | None]]:
-    """Yield path, old and new entry of what differs between two trees."""
+    """Yield path, old entry and new entry where two trees differ."""
     old = None if left is None else a.tree(left)
     new = None if right is None else b.tree(right)
     # A leaf that both trees list holds the same items in both.
     shared = _leaves(old) & _leaves(new)
-    for (key, was), (_, now) in _joined(_items(old, shared), _items(new, shared)):
-        if was != now:
-            yield prefix + key, was, now
+    was, now = dict(_items(old, shared)), dict(_items(new, shared))
+    for key in was.keys() | now.keys():
+        if was.get(key) != now.get(key):
+            yield prefix + key, was.get(key), now.get(key)
 
 
 def _leaves(tree: Tree[Entry] | None) -> set[bytes]:
     return set() if tree is None else {digest for _, digest, _ in tree.children}
 
 
-_Item = tuple[str, Entry | None]
-
-
-def _items(tree: Tree[Entry] | None, without: set[bytes]) -> Iterator[_Item]:
+def _items(tree: Tree[Entry] | None, without: set[bytes]) -> Iterator[tuple[str, Entry]]:
     if tree is not None:
         for _, digest, _ in tree.children:
             if digest not in without:
                 yield from tree.leaf(Digest(digest))
-
-
-def _joined(a: Iterator[_Item], b: Iterator[_Item]) -> Iterator[tuple[_Item, _Item]]:
-    """Yield the items of two sorted sequences side by side, None for the one that is lacking."""
-    left, right = next(a, None), next(b, None)
-    while left is not None or right is not None:
-        if right is None or (left is not None and left[0] < right[0]):
-            assert left is not None
-            yield left, (left[0], None)
-            left = next(a, None)
-        elif left is None or right[0] < left[0]:
-            yield (right[0], None), right
-            right = next(b, None)
-        else:
-            yield left, right
-            left, right = next(a, None), next(b, None)
 
 
 def _change(a: Contents, b: Contents, path: str, old: Entry | None, new: Entry | None) -> Change:

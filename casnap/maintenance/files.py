@@ -1,4 +1,4 @@
-"""The files that a store has, whether its newest root names them or not."""
+"""The packs and segments in a store, whether or not its newest root names them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def base_of(ident: bytes) -> int:
 
 
 class StoredFiles:
-    """The packs and segments that were there when it was made.
+    """The packs and segments that the store had when this object was created.
 
     Args:
         backend: Where the store lives.
@@ -40,7 +40,7 @@ class StoredFiles:
         for folder in backend.names("packs"):
             for name in backend.names(f"packs/{folder}"):
                 ident = id_from_name(name)
-                # Only what bears a name of ours is ever deleted.
+                # casnap deletes only files whose names match its own grammar.
                 if ident is not None and pack_key(ident) == f"packs/{folder}/{name}":
                     self.packs.add(ident)
         names = map(id_from_name, backend.names("index"))
@@ -48,19 +48,13 @@ class StoredFiles:
         self.time_of = cache(self._time_of)
 
     def unnamed(self, view: View) -> dict[str, bytes]:
-        """Return what the root of a view does not name: the keys, and the ids that they have."""
+        """Return the keys and ids of the files that the root of a view does not name."""
         packs = {pack_key(ident): ident for ident in view.packs.lacking(map(PackId, self.packs))}
         return packs | {segment_key(i): i for i in self.segments - view.segments.keys()}
 
     def size_of(self, keys: Iterable[str]) -> int:
-        """Return the bytes of some files; those that are gone take none."""
-        return sum(map(self._size, keys))
-
-    def _size(self, key: str) -> int:
-        try:
-            return self._backend.size(key)
-        except FileNotFoundError:
-            return 0
+        """Return the bytes of some files; a file that is gone counts as 0."""
+        return sum(self._backend.size_if_there(key) or 0 for key in keys)
 
     def delete(
         self, files: dict[str, bytes], progress: Progress
@@ -68,8 +62,8 @@ class StoredFiles:
         """Delete some files, several at a time.
 
         Returns:
-            The bytes of each that is gone; and why each that is not may not be deleted, which is
-            so of the files of others in a sticky folder.
+            The bytes of each deleted file; and the reason for each file that this user may not
+            delete, such as another user's file in a sticky folder.
         """
         todo = list(files)
         sizes: dict[str, int] = {}
@@ -78,8 +72,8 @@ class StoredFiles:
 
         def work() -> None:
             for key in source:
-                size = self._size(key)
-                why = _refusal(self._backend, key)
+                size = self._backend.size_if_there(key) or 0
+                why = _delete(self._backend, key)
                 with lock:
                     if why is None:
                         sizes[key] = size
@@ -90,7 +84,7 @@ class StoredFiles:
         with Crew() as crew:
             source = Shared(todo, crew)
             crew.run(work, min(_DELETERS, len(todo)))
-        # To try again what was refused is for the next collection.
+        # The next collection tries the refused files again.
         self.packs.difference_update(files.values())
         self.segments.difference_update(files.values())
         return sizes, refused
@@ -102,11 +96,11 @@ class StoredFiles:
             return None
 
     def age_of(self, seq: int, newest: Root) -> float:
-        """Return how long ago a root was put, in seconds, by its clock and ours.
+        """Return the age of a root in seconds: this host's time less the time in the root.
 
         Args:
-            seq: Its number. If it cannot be read, which is history and harms nothing, the next
-                one counts: that it seems younger costs patience alone.
+            seq: Its number. If that root cannot be read, the next one counts instead. The age is
+                then too low, so the collector only waits longer.
             newest: The newest root.
         """
         for number in range(seq, newest.seq):
@@ -116,8 +110,8 @@ class StoredFiles:
         return time.time() - newest.time
 
 
-def _refusal(backend: Backend, key: str) -> str | None:
-    """Delete a file, or return why that is not allowed."""
+def _delete(backend: Backend, key: str) -> str | None:
+    """Delete a file; return None, or why this user may not delete it."""
     try:
         backend.delete(key)
     except BackendError as e:

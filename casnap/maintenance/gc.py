@@ -1,10 +1,10 @@
 """Collecting garbage while takes go on.
 
-A pack that no snapshot needs is first *condemned*, by a root that says so. Takes that began before
-and rely on it take it back (*rescue* it) when they commit; others store anew what they need of it.
-When the grace is over, a *fence* is put: a root that names the pack no more, past which no take
-may commit that began before. Then the pack is deleted. The protocol, and why it is safe whatever
-the clocks say, are in ``docs/commit-protocol.md``.
+A root first *condemns* each pack that no snapshot needs. A take that began before and relies on
+such a pack *rescues* it when it commits; a later take stores its chunks anew. After the grace, the
+collector raises the *fence*: it puts a root that no longer names the pack, and no take that began
+before that root can commit any more. Then the pack is deleted. ``docs/commit-protocol.md`` has the
+protocol, and why it is safe whatever the clocks say.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class GcOptions:
     """How to collect; see :meth:`casnap.Store.gc`.
 
     Attributes:
-        grace: Seconds for which what nobody needs is kept.
-        repack: Packs of which less than this share is needed are copied without the rest.
-        dry_run: Only say what would be done.
-        exclusive: Nobody else writes to the store.
-        forgotten: For a dry run: full names of snapshots, as if they were deleted before.
+        grace: How many seconds to keep unreferenced data.
+        repack: Of packs with less than this share needed, copy the needed part to a new pack.
+        dry_run: Only report what would be done.
+        exclusive: No other process writes to the store.
+        forgotten: For a dry run: full names of snapshots to treat as deleted.
     """
 
     grace: float = DAY
@@ -66,7 +66,7 @@ class GcOptions:
     forgotten: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Check the numbers."""
         if not _is_number(self.grace) or not 0 <= self.grace < math.inf:
             raise ValueError(f"grace is a number of seconds from 0 on; got {self.grace!r}")
         if not _is_number(self.repack) or not 0 <= self.repack <= 1:
@@ -83,22 +83,22 @@ class GcReport:
         dry_run: Whether nothing was changed.
         snapshots: How many snapshots were marked.
         live_chunks: How many different chunks and tree nodes they need.
-        live_bytes: The bytes of these, as stored.
-        condemned_packs: Packs that nobody needs, condemned now.
+        live_bytes: The stored bytes of these.
+        condemned_packs: Packs that no snapshot needs, condemned now.
         condemned_bytes: Their bytes.
-        rescued_packs: Condemned packs that are needed, and were taken back.
-        repacked_packs: Packs that were mostly dead, and whose rest was copied.
-        copied_bytes: The bytes of that rest.
-        merged_segments: By how many segments the index became shorter.
-        fence: The root that the fence was raised to; None if it was left where it was.
+        rescued_packs: Condemned packs that are needed, and are no longer condemned.
+        repacked_packs: Mostly dead packs whose needed part was copied.
+        copied_bytes: The bytes that were copied.
+        merged_segments: How many segments fewer the index has.
+        fence: The root that the fence was raised to; None if it was not raised.
         deleted_packs: Packs that were deleted.
         deleted_segments: Segments of the index that were deleted.
-        freed_bytes: The bytes of all that was deleted.
+        freed_bytes: The bytes of everything that was deleted.
         waiting_packs: Condemned packs whose grace is not over.
         waiting_bytes: Their bytes.
         lost_chunks: Chunks that snapshots need and that are known to be lost.
-        refused: Files that nobody needs and that this user may not delete, and why: those of
-            others, in a sticky folder. Their owners' collections delete them.
+        refused: Unreferenced files that this user may not delete, and why: other users' files in
+            a sticky folder. Their owners' collections delete them.
         seconds: How long it took.
     """
 
@@ -129,11 +129,11 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
     Args:
         objects: The store.
         options: How.
-        progress: Told what is being done, how much of it is done, and how much there is.
+        progress: Called with the current phase, how much of it is done, and the total.
 
     Raises:
-        StoreError: The store cannot be written to, or not safely beside others.
-        DamagedError: Something could not be read; says what lets a collector go on.
+        StoreError: The store cannot be written to, or not safely beside other writers.
+        DamagedError: Something could not be read; the message says how to continue.
     """
     started = time.monotonic()
     check_allowed(objects, options)
@@ -141,7 +141,7 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
     def work(crew: Crew) -> GcReport:
         def tell(what: str, done: int, total: int) -> None:
             if crew.error is not None:
-                # Somebody interrupted us, and what is done so far will do.
+                # Interrupted: keep what was collected so far.
                 raise crew.error
             if progress is not None:
                 progress(what, done, total)
@@ -168,21 +168,21 @@ def _advice(objects: Objects, report: GcReport) -> str:
     return (
         f"{done}. `casnap check {uri}` says what is hurt, `casnap repair {uri}` saves what can be "
         "saved; if something stays lost, `casnap rm` of the snapshots that they name, or "
-        "`casnap repair --from` with a copy, lets gc go on"
+        "`casnap repair --from` with a copy, lets gc continue"
     )
 
 
 def check_allowed(objects: Objects, options: GcOptions) -> None:
-    """Check that a store may be collected.
+    """Check that the garbage of a store may be collected.
 
     Raises:
-        StoreError: It cannot be written to safely beside others.
+        StoreError: The store cannot be written to safely beside other writers.
     """
     if not objects.config.put_if_absent and not options.exclusive:
         raise StoreError(
             f"{objects.backend.uri} lies where two writers cannot be told apart (no "
-            "put-if-absent), so garbage may be collected only while nobody writes to it: stop all "
-            "takes, then pass --exclusive (exclusive=True)"
+            "put-if-absent), so garbage may be collected only while no other process writes to "
+            "it: stop all takes, then pass --exclusive (exclusive=True)"
         )
 
 
@@ -195,7 +195,7 @@ class _Collector:
         self._files: StoredFiles
         self._clean: Root | None = None
         self._rewriting: Rewriting | None = None
-        self._foreseen: set[PackId] = set()
+        self._would_condemn: set[PackId] = set()
         self._lacks_space = False
         self.report = GcReport(dry_run=options.dry_run)
 
@@ -203,13 +203,14 @@ class _Collector:
         self._objects.check_writable("collect the garbage of")
         self._collect()
         if self._lacks_space and self.report.freed_bytes:
-            # There may be space for the copies now.
+            # Something was deleted, so there may be space for the copies now.
             self._lacks_space = False
             self._collect()
         if self._lacks_space:
             _log.warning(
                 "%s: no space is left to copy what is needed out of mostly dead packs, so they "
-                "stay; free some space, or wait for the grace of others, and run gc again",
+                "stay; free some space, or wait until the grace of condemned packs is over, and "
+                "run gc again",
                 self._backend.uri,
             )
 
@@ -223,12 +224,12 @@ class _Collector:
                 # Another collector was faster, and deleted the copies of this one.
                 continue
         if self.report.copied_bytes:
-            # The copies came with segments of their own, which may be merged away again.
+            # The copies came with new segments, which may be merged away again.
             self._files = gently(lambda: StoredFiles(self._backend))
         while not self._objects.current(self._raise_fence):
             continue
         if not self._options.dry_run:
-            # Only now, that a root which does not name them is durable.
+            # A root that does not name them is durable now.
             view = self._objects.view()
             self._delete_orphans(view)
             self._note_waiting(view.root.condemned)
@@ -236,13 +237,13 @@ class _Collector:
     # --- condemn ---
 
     def _mark_and_condemn(self, root: Root) -> None:
-        """Find out what is needed; condemn the packs that hold nothing of it."""
+        """Mark what is needed; condemn the packs that hold none of it."""
         view = self._objects.index.view(root)
         if not self._options.forgotten and self._is_clean(root):
             if not self._options.dry_run:
                 self._delete_orphans(view)
             return
-        # Others go first; but not where a race for the next root is on.
+        # Marking has low priority. The race for the next root has not.
         forgotten = self._options.forgotten
         marks = gently(lambda: Marks(self._objects, root, self._progress, forgotten))
         self._check_missing(marks)
@@ -254,27 +255,28 @@ class _Collector:
         if self._options.dry_run:
             report.repacked_packs = len(sparse)
             report.copied_bytes = sum(marks.uses[pack].live for pack in sparse)
-            self._foreseen = doomed.union(sparse)
-            self._note_condemned(self._foreseen, marks.rescue)
+            self._would_condemn = doomed.union(sparse)
+            self._note_condemned(self._would_condemn, marks.rescue)
             return
-        # What an earlier run could not finish: that takes no space, and may give what is wanted.
+        # Left by an earlier run. Deleting takes no space, and may free enough for the copies.
         self._delete_orphans(view)
         proven: dict[bytes, PackId] = {}
         if sparse:
             total = sum(marks.uses[pack].live for pack in sparse)
-            copies = repack(self._objects, marks, view, sparse, self._counted(total))
+            copies = repack(self._objects, marks, view, sparse, self._copy_counter(total))
             try:
                 while (found := gently(lambda: next(copies, None))) is not None:
                     proven |= found
             except StorageFullError:
-                # What is wholly dead can go all the same.
+                # Packs that are wholly dead can still be condemned.
                 self._lacks_space = True
         self._condemn(marks, doomed, set(sparse), proven)
 
     def _is_clean(self, root: Root) -> bool:
-        """Whether a root was marked before, with the finding that nothing was to be condemned.
+        """Whether a root was marked before, and no pack had to be condemned.
 
-        That stays true of it, and if the note were wrong, garbage would only stay for longer.
+        A root never changes, so this stays true. If the note were wrong, garbage would only stay
+        longer.
         """
         note = self._objects.index.cache.note(self._note_of(root))
         try:
@@ -304,7 +306,7 @@ class _Collector:
                 f"such as {min(missing).hex()}"
             )
 
-    def _counted(self, total: int) -> Callable[[int], None]:
+    def _copy_counter(self, total: int) -> Callable[[int], None]:
         lock = threading.Lock()
 
         def count(nbytes: int) -> None:
@@ -317,13 +319,13 @@ class _Collector:
     def _condemn(
         self, marks: Marks, dead: set[PackId], sparse: set[PackId], proven: dict[bytes, PackId]
     ) -> None:
-        """Put a root that condemns packs that nobody has come to need meanwhile.
+        """Put a root that condemns packs, unless a newer root has come to need them.
 
         Args:
-            marks: What is needed; if the number of the root is lost, what has come since is added.
+            marks: What is needed. If another writer puts the next root, its needs are added.
             dead: Packs of which nothing is needed.
-            sparse: Packs of which something is.
-            proven: What is needed of those, and another pack that it was proven to be in.
+            sparse: Packs of which little is needed.
+            proven: The needed digests of the sparse packs, each with another pack that holds it.
         """
         marked_seq = marks.root.seq
         doomed = dead | sparse
@@ -341,18 +343,19 @@ class _Collector:
                 required = set(marks.needed_of(set(contents)))
             required |= fresh & contents.keys()
             for digest in required:
-                # A copy that another collector has condemned meanwhile is none.
+                # A copy that another collector has condemned meanwhile does not count.
                 elsewhere = proven.get(digest)
                 if elsewhere not in view.live or elsewhere in doomed:
                     doomed.difference_update(contents[digest])
             rescued = marks.rescue & root.condemned.keys()
             seq = root.seq + 1
-            condemned = {p: self._stamp(c, root) for p, c in root.condemned.items()}
+            condemned = {p: self._condemned_since(c, root) for p, c in root.condemned.items()}
             condemned = {p: c for p, c in condemned.items() if p not in rescued}
             condemned |= dict.fromkeys(doomed, seq)
             lost = b"".join(d for d in split_digests(root.lost) if d not in found_again)
             new: Root | None = root
-            # After a root of the future nothing would ever seem old: one of our time follows it.
+            # After a root with a time in the future nothing would ever seem old, so put one with
+            # the time of this host.
             if condemned != root.condemned or lost != root.lost or root.time > time.time() + _SKEW:
                 new = succeed(self._backend, root, condemned=condemned, lost=lost)
             if new is not None:
@@ -362,8 +365,8 @@ class _Collector:
                     self._note_clean(new)
                 return
 
-    def _stamp(self, condemned_at: int, root: Root) -> int:
-        """Return since when a pack is condemned: a root of the future counts as put now."""
+    def _condemned_since(self, condemned_at: int, root: Root) -> int:
+        """Return the root that condemned a pack; one with a time in the future counts as new."""
         age = self._files.age_of(condemned_at, root)
         return root.seq + 1 if age < -_SKEW else condemned_at
 
@@ -375,16 +378,16 @@ class _Collector:
     # --- free ---
 
     def _raise_fence(self, root: Root) -> bool:
-        """Put the next root, which lets go what may; return False where that was too late."""
+        """Put a root without the packs whose grace is over; return False if its number is taken."""
         view = self._objects.index.view(root)
         unnamed = self._files.unnamed(view)
         fence = self._fence(root, unnamed.values())
         going = frozenset(PackId(p) for p, seq in root.condemned.items() if seq <= fence)
         orphans = {key: i for key, i in unnamed.items() if base_of(i) < fence}
         if self._options.dry_run:
-            self._foresee(root, going, orphans)
+            self._report_dry_run(root, going, orphans)
             return True
-        # Ours no longer, until it is known that no root names what was written.
+        # Forget the rewriting until it is certain that no root names the segments it wrote.
         rewriting, self._rewriting = self._rewriting, None
         segments = None if rewriting is None else rewriting.applied(root, going)
         if segments is None:
@@ -414,9 +417,10 @@ class _Collector:
         return True
 
     def _fence(self, root: Root, unnamed: Iterable[bytes]) -> int:
-        """Return the greatest number that the grace lets the fence be raised to.
+        """Return the highest root number that the grace allows the fence to be raised to.
 
-        Times decide only how long is waited. If they are wrong, what is deleted is garbage still.
+        Times only decide how long the collector waits. If they are wrong, it still deletes only
+        garbage.
         """
         if self._options.grace == 0:
             return root.seq + 1
@@ -428,11 +432,11 @@ class _Collector:
         return seqs[old - 1] if old else root.fence
 
     def _delete_orphans(self, view: View) -> None:
-        """Delete what no root names, and none ever will: it was written before the fence."""
+        """Delete what no root names or ever will, since it was written before the fence."""
         unnamed = self._files.unnamed(view)
         orphans = {key: i for key, i in unnamed.items() if base_of(i) < view.root.fence}
         if orphans:
-            # Whoever has put it: what does not name them must not be lost any more.
+            # Another process may have put this root. It must be durable before the deletes.
             self._backend.sync(root_key(view.root.seq))
         sizes, refused = self._files.delete(orphans, self._progress)
         self._note_deleted(sizes)
@@ -450,11 +454,13 @@ class _Collector:
         self.report.waiting_packs = len(waiting)
         self.report.waiting_bytes = self._files.size_of(map(pack_key, waiting))
 
-    def _foresee(self, root: Root, going: frozenset[PackId], orphans: dict[str, bytes]) -> None:
-        """Note what would be freed."""
-        doomed = root.condemned.keys() | self._foreseen
+    def _report_dry_run(
+        self, root: Root, going: frozenset[PackId], orphans: dict[str, bytes]
+    ) -> None:
+        """Record what would be freed."""
+        doomed = root.condemned.keys() | self._would_condemn
         if self._options.grace == 0:
-            going = going.union(self._foreseen)
+            going = going.union(self._would_condemn)
         keys = [*orphans, *map(pack_key, going)]
         self._note_deleted(keys)
         self.report.freed_bytes = self._files.size_of(keys)

@@ -1,4 +1,4 @@
-"""Marking: what the snapshots of one root need, and how much of each pack that is."""
+"""Marking: what the snapshots of a root need, and how much of each pack is needed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from casnap.runtime.progress import Progress
 from casnap.storage.objects import Objects
 
 _PART = 2 << 20
-"""So many records are marked at a time, in some 700 MB."""
+"""How many records are marked at a time; this takes about 700 MB."""
 
 Placed = tuple[bytes, PackId, int]
-"""A digest, a pack that it lies in, and the bytes that it takes up there."""
+"""A digest, a pack that holds it, and its stored bytes there."""
 
 
 @dataclass(slots=True)
@@ -29,9 +29,9 @@ class PackUse:
     """How much of a pack is needed.
 
     Attributes:
-        stored: Bytes of all that lies in it.
+        stored: Bytes of all its chunks and nodes.
         needed: How many of its chunks and nodes some snapshot needs.
-        live: The bytes of those of them that lie in no newer pack.
+        live: The bytes of the needed ones that no newer pack holds.
     """
 
     stored: int = 0
@@ -45,16 +45,16 @@ class Marks:
     Args:
         objects: The store.
         root: Its newest root.
-        progress: Told how many snapshots were looked at.
-        forgotten: Names of snapshots to pass over, as if the root had none of them.
+        progress: Called with the current phase, how much of it is done, and the total.
+        forgotten: Names of snapshots to ignore, as if they were deleted.
 
     Attributes:
         root: The root.
         snapshots: How many snapshots it has.
         uses: How much is needed of each pack that it names.
         count: How many different chunks and nodes are needed.
-        rescue: Condemned packs that hold what is needed and lies in no live pack.
-        missing: What is needed and lies in no pack.
+        rescue: Condemned packs that hold a needed digest which no live pack holds.
+        missing: Needed digests that no pack holds.
 
     Raises:
         DamagedError: A tree node or a segment is missing or damaged.
@@ -78,14 +78,14 @@ class Marks:
         self.rescue: set[PackId] = set()
         self.missing: set[bytes] = set()
         self._forgotten = forgotten
-        # Memory is bounded: of a large index one part of the digests is looked at after the other.
+        # To bound memory, the digests of a large index are marked in parts, one after the other.
         self._parts = 1 + sum(ref.count for ref in root.segments) // _PART
         for part in range(self._parts):
             self._mark(part)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is needed and lies in live packs, as stored, of each the newest pack."""
+        """Stored bytes of everything needed in live packs; a digest counts in its newest pack."""
         condemned = self.root.condemned
         return sum(use.live for pack, use in self.uses.items() if pack not in condemned)
 
@@ -125,7 +125,7 @@ class Marks:
             yield node, below
 
     def _sweep(self, needed: dict[bytes, int], part: int) -> None:
-        """Look at all places of the index, and count those of what is needed."""
+        """Go through all places of the index, and count those of needed digests."""
         condemned = self.root.condemned
         in_several: set[bytes] = set()
         known_packs: dict[PackId, int] = {}
@@ -148,11 +148,11 @@ class Marks:
                         needed[digest] = number
                     elif number not in (0, first):
                         in_several.add(digest)
-        self._pass_over_older(in_several)
-        self._look_for({d for d, number in needed.items() if number == 0})
+        self._count_newest_only(in_several)
+        self._look_in_condemned({d for d, number in needed.items() if number == 0})
 
-    def _pass_over_older(self, several: Collection[bytes]) -> None:
-        """Of what lies in several packs, only what the newest holds counts as live."""
+    def _count_newest_only(self, several: Collection[bytes]) -> None:
+        """Count a digest that several packs hold as live only in the newest of them."""
         places = [p for p in self.places_of(several) if p[1] not in self.root.condemned]
         newest: dict[bytes, PackId] = {}
         for digest, pack, _ in places:
@@ -161,8 +161,8 @@ class Marks:
             if pack != newest[digest]:
                 self.uses[pack].live -= stored
 
-    def _look_for(self, nowhere: set[bytes]) -> None:
-        """Look for what lies in no live pack among the condemned."""
+    def _look_in_condemned(self, nowhere: set[bytes]) -> None:
+        """Look in condemned packs for the digests that no live pack holds."""
         for digest, pack, _ in self.places_of(frozenset(nowhere)):
             self.rescue.add(pack)
             nowhere.discard(digest)
@@ -175,7 +175,7 @@ class Marks:
             yield segment_records(*self._objects.index.sealed(ref))
 
     def places_of(self, digests: Collection[bytes]) -> Iterator[Placed]:
-        """Yield all places of some digests, as the segments of the root have them."""
+        """Yield all places of some digests that the segments of the root list."""
         if not digests:
             return
         for packs, records in self._segments():
@@ -184,7 +184,7 @@ class Marks:
                     yield digest, packs[n], stored
 
     def contents_of(self, packs: Collection[PackId]) -> Iterator[Placed]:
-        """Yield all that lies in some packs."""
+        """Yield the contents of some packs."""
         for listed, records in self._segments():
             if any(pack in packs for pack in listed):
                 for digest, n, _, stored, _, _ in records:
@@ -192,7 +192,7 @@ class Marks:
                         yield digest, listed[n], stored
 
     def needed_of(self, digests: set[bytes]) -> dict[bytes, bool]:
-        """Return which of some digests are needed, and whether they are nodes."""
+        """Return which of some digests are needed, and whether each is a node."""
         nodes = {digest_in(node) for node in self._seen}
         if self._parts == 1:
             return {d: d in nodes for d in digests if d in self._needed}
@@ -201,12 +201,12 @@ class Marks:
         return {d: d in nodes for d in chunks | (nodes & digests)}
 
     def advance(self, root: Root) -> set[bytes]:
-        """Go on to a newer root; return the digests of all that has come to be needed since.
+        """Move on to a newer root; return the digests that are needed since.
 
-        What is not needed any more stays marked: that is safe, and next time will do.
+        Digests that are no longer needed stay marked. That is safe: the next collection finds them.
 
         Raises:
-            DamagedError: A tree node is missing or damaged; what was marked is of no use any more.
+            DamagedError: A tree node is missing or damaged. These marks cannot be used any more.
         """
         self.root = root
         found: set[bytes] = set()

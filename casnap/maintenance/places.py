@@ -1,4 +1,4 @@
-"""Where everything lies in a store, by its segments and packs alone, and whether it is whole."""
+"""The places of all chunks and nodes, read from segments and packs, and which are whole."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _CODECS = frozenset(Codec)
 
 
 class Places:
-    """The places of all digests, as some segments list them.
+    """The places of all digests in some segments.
 
     Args:
         parts: The sealed bytes of the segments, and their names for messages.
 
     Attributes:
-        packs: The packs that they list.
-        distinct: How many different digests.
+        packs: The packs that the segments list.
+        distinct: How many different digests they list.
     """
 
     def __init__(self, parts: Iterable[tuple[bytes, str]]) -> None:
         content, self.packs, self._count = merged_segment(parts)
-        # Columns, since a record as a Python object would take several times its bytes.
+        # In columns: a Python object a record would take several times its bytes.
         digests = bytearray()
         self._numbers, self._offsets = array("I"), array("Q")
         self._stored, self._raw, self._codecs = array("I"), array("I"), array("B")
@@ -66,7 +66,7 @@ class Places:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of everything that is listed, as stored."""
+        """Stored bytes of all chunks and nodes, at all their places."""
         return sum(self._stored)
 
     def of(self, digest: Digest) -> list[Place]:
@@ -79,7 +79,7 @@ class Places:
         return found
 
     def of_pack(self, pack: PackId) -> list[Record]:
-        """Return what lies in a pack, in the order of offsets."""
+        """Return the contents of a pack, in the order of offsets."""
         order = sorted(self._of_pack[pack], key=self._offsets.__getitem__)
         return [(self._digest(i), self._place(i)) for i in order]
 
@@ -92,13 +92,13 @@ class Places:
 
 
 def read_footer(backend: Backend, pack: PackId, size: int, guess: int = 0) -> list[Record]:
-    """Return what a pack says that it holds.
+    """Return the records in the footer of a pack.
 
     Args:
         backend: Where the store lives.
         pack: The pack.
         size: Its length.
-        guess: How many records to expect: if right, one read is enough.
+        guess: How many records to expect; if that is right, one read is enough.
 
     Raises:
         DamagedError: The footer is not what was written.
@@ -120,12 +120,12 @@ def _tail(backend: Backend, pack: PackId, size: int, count: int) -> bytes:
 def bad_records(
     objects: Objects, records: Iterable[Record], told: Callable[[int], None]
 ) -> Iterator[tuple[Record, Why]]:
-    """Read chunks and nodes; yield those that cannot be proven, and why.
+    """Read chunks and nodes; yield those that are not whole, and why.
 
     Args:
         objects: The store.
-        records: What, and where.
-        told: Told how many bytes have been read since the last call.
+        records: The chunks and nodes, and their places.
+        told: Called with the number of bytes read since the last call.
     """
     window: list[tuple[Place, list[Want]]] = []
     nbytes = 0
@@ -144,17 +144,17 @@ def _bad_of(
     objects: Objects, window: list[tuple[Place, list[Want]]]
 ) -> Iterator[tuple[Record, Why]]:
     for place, wants, _ in objects.read_places(window):
-        # Alone, since what is unreadable beside it made all of a read fail.
+        # Each alone: one unreadable chunk makes a read with its neighbours fail.
         for unread in objects.read_places([(place, wants)]):
             yield (wants[0].digest, place), unread.why
 
 
 def _forget(_raw: memoryview) -> None:
-    """Take the bytes of a chunk that only had to be verified."""
+    """Drop the bytes of a chunk that only had to be verified."""
 
 
 def can_lie_at(place: Place) -> bool:
-    """Whether the index may give this place, before memory is taken for what lies there."""
+    """Whether a place from the index is possible. Checked before memory is taken for it."""
     if place.codec == Codec.RAW and place.raw != place.stored:
         return False
     return place.codec in _CODECS and is_possible(place)

@@ -1,6 +1,6 @@
-"""What refers to what: the walk from a table, or a snapshot, down to the digests of its chunks.
+"""References between tree nodes: the walk from a table or snapshot down to its chunks.
 
-A reference is the digest of a chunk, or one byte that says how to read a node, then its digest.
+A reference is the digest of a chunk; or a byte for the kind of a node, then the node's digest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOGETHER = 64
 
 
 def is_node(reference: bytes) -> bool:
-    """Whether a reference is one to a node, not to a chunk."""
+    """Whether a reference is to a node, not to a chunk."""
     return len(reference) > DIGEST_SIZE
 
 
@@ -31,14 +31,14 @@ def digest_in(reference: bytes) -> Digest:
 
 
 def references(load: Load, node: bytes) -> list[bytes]:
-    """Return what a node refers to.
+    """Return the references that a node holds.
 
     Args:
-        load: Gives the verified bytes of nodes.
+        load: Returns the verified bytes of a node.
         node: A reference to the node.
 
     Raises:
-        DamagedError: It is missing or damaged, or no such node.
+        DamagedError: The node is missing, damaged, or of another kind.
     """
     kind, digest = node[:1], digest_in(node)
     if kind == DATA:
@@ -72,13 +72,13 @@ def _below_table(load: Load, digest: Digest) -> list[bytes]:
 
 
 def references_of_row(row: Row) -> list[bytes]:
-    """Return what a row of the table refers to: its manifest, and metadata that stand apart."""
+    """Return the references of a table row: its manifest, and its metadata if they are a node."""
     data = [DATA + row.metadata_node] if row.metadata_node else []
     return [MANIFEST + row.manifest.digest, *data]
 
 
 def _children(tree: Tree[Any], kind: bytes, digest: Digest) -> list[bytes] | None:
-    """Return the leaves that a node lists, or None where it is a leaf itself."""
+    """Return the children that a node lists, or None if it is a leaf."""
     if [child for _, child, _ in tree.children] == [digest]:
         return None
     return [kind + child for _, child, _ in tree.children]
@@ -86,15 +86,15 @@ def _children(tree: Tree[Any], kind: bytes, digest: Digest) -> list[bytes] | Non
 
 def _checked(reference: bytes, node: Digest) -> bytes:
     if len(reference) != 1 + DIGEST_SIZE:
-        raise DamagedError(f"tree node {node.hex()} names a node by what is no digest")
+        raise DamagedError(f"tree node {node.hex()} names a node by something that is not a digest")
     return reference
 
 
 def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
-    """Return the references of a list of digests: of chunks, or of lists of one depth less."""
+    """Return the references in a list: to chunks, or to lists one level further down."""
     n, odd = divmod(len(digests), DIGEST_SIZE)
     if not 0 <= depth <= MAX_DEPTH or odd or n > LIST_DIGESTS:
-        raise DamagedError(f"tree node {node.hex()} holds a list of digests that is none")
+        raise DamagedError(f"tree node {node.hex()} holds a malformed list of digests")
     if depth == 0:
         return list[bytes](split_digests(digests))
     return [bytes([depth]) + digest for digest in split_digests(digests)]
@@ -103,12 +103,12 @@ def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
 def walk(
     objects: Objects, tops: Iterable[bytes], seen: set[bytes]
 ) -> Iterator[tuple[bytes, list[bytes]]]:
-    """Yield each node below some others, and what it refers to; pass over what was seen.
+    """Yield each node at and below some others, with its references.
 
     Args:
         objects: The store.
-        tops: References to nodes, where to begin.
-        seen: References to the nodes that were visited; what was is not read again.
+        tops: References to the nodes to begin with.
+        seen: References to visited nodes. They are not visited again; new ones are added.
 
     Raises:
         DamagedError: A node is missing or damaged.
@@ -116,7 +116,7 @@ def walk(
     pending = [top for top in dict.fromkeys(tops) if top not in seen]
     seen.update(pending)
     while pending:
-        # Some at once, so that what is not cached is read together.
+        # In groups, so that nodes that are not cached are read together.
         group = pending[-_TOGETHER:]
         del pending[-_TOGETHER:]
         objects.cache_nodes([digest_in(node) for node in group if node[:1] != DATA])

@@ -1,4 +1,4 @@
-"""Copying what is needed out of packs that hold little of it, so that they can go."""
+"""Repacking: copying what is needed out of mostly dead packs, so that they can be deleted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from casnap.storage.index import View
 from casnap.storage.objects import Objects, ReadOptions, Want
 
 _log = logging.getLogger("casnap")
-# Two readers: the other buffers of the pool are for what is written.
+# Two readers; writing takes the other buffers of the pool.
 _READ = ReadOptions(readers=2)
 _BATCH_BYTES = 1 << 30
 
@@ -29,20 +29,20 @@ _turn = PerProcess(threading.Lock)
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Read chunks into buffers of the pool, and copy them into others of it.
+    """Hold the turn to copy chunks from some buffers of the pool into others.
 
-    Of two in one process that do so, each could hold the buffers that the other waits for.
+    Two threads that did so at once could each hold the buffers that the other waits for.
     """
     with _turn.value:
         yield
 
 
 Report = Callable[[int], None]
-"""Told how many bytes have been copied since the last call, from any thread."""
+"""Called with the number of bytes copied since the last call, from any thread."""
 
 
 def sparse_packs(marks: Marks, view: View, share: float) -> list[PackId]:
-    """Return the live packs of which less than a share of the bytes is needed, but not nothing."""
+    """Return the live packs of which some bytes are needed, but less than this share."""
     return [
         pack
         for pack, use in marks.uses.items()
@@ -53,24 +53,25 @@ def sparse_packs(marks: Marks, view: View, share: float) -> list[PackId]:
 def repack(
     objects: Objects, marks: Marks, view: View, packs: list[PackId], report: Report
 ) -> Iterator[dict[bytes, PackId]]:
-    """Copy what is needed of some packs into new ones, and commit that, some packs at a time.
+    """Copy what is needed of some packs into new packs, and commit a batch of packs at a time.
 
-    No tree changes, since trees hold digests. The packs stay as they are: whoever condemns them
-    has to see to it that the copies are still live then. What is nowhere whole is left where it is.
+    Trees hold digests, so no tree changes. The old packs stay as they are: before condemning them,
+    the caller must check that the copies are still live. A chunk without a whole copy stays where
+    it is.
 
     Args:
         objects: The store.
         marks: What is needed.
-        view: A view that the marks are true of.
-        packs: Which packs.
-        report: Told how many bytes are copied.
+        view: The view that was marked.
+        packs: The packs to copy from.
+        report: Called with the number of bytes copied.
 
     Yields:
-        For what is needed of some of these packs, another pack where it was proven to be.
+        The needed digests of a batch, each with another pack that holds it whole.
 
     Raises:
         StorageFullError: There is no space for the copies.
-        FencedError: A collector went past this one.
+        FencedError: Another collector has deleted the copies before they were committed.
     """
     for batch in _batches(marks, packs):
         proven: dict[bytes, PackId] = {}
@@ -88,7 +89,7 @@ def repack(
 
 
 def _batches(marks: Marks, packs: list[PackId]) -> Iterator[frozenset[PackId]]:
-    """Cut the packs into runs that are copied, and committed, one after the other."""
+    """Yield the packs in batches, each to be copied and committed."""
     batch: list[PackId] = []
     nbytes = 0
     for pack in packs:
@@ -104,7 +105,7 @@ def _batches(marks: Marks, packs: list[PackId]) -> Iterator[frozenset[PackId]]:
 def _proven_elsewhere(
     objects: Objects, view: View, digest: Digest, packs: list[PackId]
 ) -> PackId | None:
-    """Return the newest live pack of a digest, if it is none of these and holds it whole."""
+    """Return the newest live pack of a digest, if it holds it whole and is not one of these."""
     places = [p for p in objects.index.find_all(view, digest) if p.pack in view.live]
     newest = max(places, key=lambda place: place.pack, default=None)
     if newest is None or newest.pack in packs or not objects.holds(newest, digest):
@@ -124,7 +125,7 @@ def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict
 
         wants = (Want(digest, -1, partial(sink, digest), "") for digest in to_copy)
         try:
-            _fetch_what_is_whole(objects, wants, transaction.base.root)
+            _fetch_whole(objects, wants, transaction.base.root)
             if copied:
                 transaction.publish(lambda table, seq: {})
             return transaction.placed()
@@ -135,18 +136,18 @@ def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict
             transaction.close()
 
 
-def _fetch_what_is_whole(objects: Objects, wants: Iterator[Want], root: Root) -> None:
+def _fetch_whole(objects: Objects, wants: Iterator[Want], root: Root) -> None:
     try:
         objects.fetch(wants, _READ)
     except DamagedError as e:
         if objects.newest() != root:
-            # Another collector has moved it, so it is to be marked again.
+            # Another collector has moved the chunks, so this one must mark again.
             raise
         _log.warning("some of what a pack holds cannot be copied out of it, so it stays: %s", e)
 
 
 def _codec(objects: Objects, digests: dict[Digest, bool]) -> Codec:
-    """Return the codec that chunks are stored by, if it is one for any of them."""
+    """Return zstd if any of these chunks is stored with it."""
     chunks = [digest for digest, is_node in digests.items() if not is_node]
     places = objects.index.find(objects.view(), chunks)
     codecs = {place.codec for place in places if place is not None}

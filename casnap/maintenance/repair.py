@@ -1,8 +1,8 @@
-"""Saving what can be saved of a damaged store.
+"""Repairing a damaged store: saving everything that is still whole.
 
-Nothing is changed in place, and nothing is deleted: a repair writes packs and segments of what is
-whole, and puts a root that names them in place of the damaged ones. So it may be killed at any
-moment, repeated, and run beside takes: one that relied on a damaged pack starts again.
+A repair changes nothing in place and deletes nothing. It writes packs and segments of what is
+whole, and puts a root that names them instead of the damaged ones. So it can be killed at any
+moment, repeated, and run beside takes. A take that relied on a damaged pack starts again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from casnap.format.records import (
     SegmentRef,
     pack_key,
 )
-from casnap.maintenance.damage import Damage, roots_damaged
+from casnap.maintenance.damage import Damage, root_damages
+from casnap.maintenance.file_survey import FileSurvey
 from casnap.maintenance.files import StoredFiles
 from casnap.maintenance.places import bad_records, can_lie_at, read_footer
 from casnap.maintenance.repack import one_at_a_time
@@ -51,7 +52,7 @@ from casnap.storage.segments import added, rewritten
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
 _READ = ReadOptions(readers=1)
-# So often a collector may go past what is about to be changed.
+# How often to start over because a collector has changed the store meanwhile.
 _LOOKS = 10
 
 
@@ -62,15 +63,15 @@ class RepairReport:
     Attributes:
         dry_run: Whether nothing was changed.
         found: What was wrong.
-        remaining: What could not be repaired, with all that it hurts; with ``dry_run`` also what
-            may turn out to be needed once the index and the trees can be read again.
+        remaining: What could not be repaired, with everything that it hurts. With ``dry_run`` also
+            what may turn out to be needed once the index and the trees can be read again.
         root: The number of the newest root.
         dropped_segments: Index segments that could not be read.
-        adopted_packs: Packs that no segment listed, and that were entered again.
+        adopted_packs: Packs that no segment listed, and that are listed again.
         replaced_packs: Damaged packs whose whole chunks were copied.
-        saved_chunks: How many chunks and nodes were copied out of these.
-        healed_chunks: How many that were lost were found in a source.
-        rescued_packs: Condemned packs that were needed, and were taken back.
+        saved_chunks: How many chunks and nodes were copied out of damaged packs.
+        healed_chunks: How many lost chunks and nodes were found in a source.
+        rescued_packs: Condemned packs that are needed, and are no longer condemned.
         skipped: Sources, and files in them, that could not be used, and why.
     """
 
@@ -99,17 +100,17 @@ def repair(
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> RepairReport:
-    """Repair a store; takes may go on meanwhile.
+    """Repair a store. Takes may run meanwhile.
 
     Args:
         objects: The store.
-        sources: Where else to look for what is lost: casnap stores, files or folders of tensors.
-        progress: Told what is being done, how much of it is done, and how much there is.
+        sources: Where to look for lost chunks: other stores, files or folders of tensors.
+        progress: Called with the current phase, how much of it is done, and the total.
         dry_run: Change nothing.
 
     Raises:
         DamagedError: The newest root cannot be read.
-        BackendError: Something can neither be read nor be called damaged.
+        BackendError: Something cannot be read now, but may be whole.
     """
     with one_at_a_time():
         return undisturbed(lambda crew: _Repair(objects, sources, dry_run, crew).run(progress))
@@ -172,9 +173,9 @@ class _Repair:
         self._salvage: _Salvage | None = None
         self._found: set[Digest] = set()
         self._healed: set[Digest] = set()
-        self._foreseen: set[Digest] = set()
-        # Roots that must not stay the newest one.
-        self._followed: set[int] = set()
+        self._would_adopt: set[Digest] = set()
+        # Damaged roots, which must not stay the newest.
+        self._must_replace: set[int] = set()
         self._looks = 0
         self.report = RepairReport(dry_run=dry_run)
 
@@ -183,9 +184,9 @@ class _Repair:
         self._objects.check_writable("repair")
         survey.run(share=1.0)
         self._refuse_unreadable()
-        stood_in_for, history = roots_damaged(self._objects.backend, survey.root.seq)
+        stood_in_for, history = root_damages(self._objects.backend, survey.root.seq)
         self.report.found = [*history, *stood_in_for, *survey.damages]
-        self._followed = {survey.root.seq} if stood_in_for else set()
+        self._must_replace = {survey.root.seq} if stood_in_for else set()
         try:
             if self.report.dry_run:
                 self._adopt()
@@ -199,12 +200,12 @@ class _Repair:
             self._crew.fail(e)
             raise
         finally:
-            self._let_go()
+            self._drop_salvage()
         self.report.root = survey.root.seq
         return self.report
 
     def _change(self) -> bool:
-        """Change something for the better; whether to look again."""
+        """Repair something; return whether to survey the store again."""
         try:
             return self._adopt() or self._mend()
         except DamagedError:
@@ -212,23 +213,23 @@ class _Repair:
             self._looks += 1
             if self._looks == _LOOKS or self._objects.newest() == self._survey.root:
                 raise
-            self._let_go()
+            self._drop_salvage()
             return True
 
     def _refuse_unreadable(self) -> None:
-        """Refuse to give up what may be readable again tomorrow."""
+        """Refuse to go on if an object cannot be read now: it may be whole."""
         for damage in self._survey.damages:
             if damage.kind == "unreadable":
                 raise self._unreadable(damage.object, damage.message)
 
     def _unreadable(self, key: str, why: str) -> BackendError:
         return BackendError(
-            f"{self._objects.backend.uri}/{key}: {why}; it is not given up for that. Make it "
-            "readable, then repair again; of a broken disk, put what can be read of it in its "
-            "place, or delete it"
+            f"{self._objects.backend.uri}/{key}: {why}; it may be whole, so it is not given up. "
+            "Make it readable, then repair again; of a broken disk, put what can be read of it in "
+            "its place, or delete it"
         )
 
-    def _let_go(self) -> None:
+    def _drop_salvage(self) -> None:
         if self._salvage is not None:
             self._salvage.close()
         self._salvage, self._found, self._healed = None, set(), set()
@@ -236,7 +237,7 @@ class _Repair:
     # --- packs that no segment lists ---
 
     def _adopt(self) -> bool:
-        """Enter packs again that no readable segment lists, where that is of use."""
+        """List packs again that no readable segment lists and that hold something lost."""
         survey = self._survey
         if not survey.unreadable and not survey.lost:
             return False
@@ -244,7 +245,7 @@ class _Repair:
         if not packs:
             return False
         if self.report.dry_run:
-            self._foreseen = {digest for records in packs.values() for digest, _ in records}
+            self._would_adopt = {digest for records in packs.values() for digest, _ in records}
         else:
             while not self._enter(packs):
                 pass
@@ -253,7 +254,7 @@ class _Repair:
         return True
 
     def _orphans(self) -> Iterator[tuple[PackId, list[Record]]]:
-        """Yield the packs to adopt, and what is whole in each."""
+        """Yield the packs to list again, and the whole records of each."""
         survey = self._survey
         seen: set[bytes] = set()
         for ident in sorted(StoredFiles(self._objects.backend).packs - set(survey.places.packs)):
@@ -292,7 +293,7 @@ class _Repair:
         return [(d, p) for d, p in footer if can_lie_at(p) and p.offset + p.stored <= size]
 
     def _enter(self, packs: dict[PackId, list[Record]]) -> bool:
-        """Put a root that lists these packs, under new names; whether its number was free."""
+        """Put a root that lists these packs under new names; return False if it came too late."""
         root = self._objects.newest()
         moved: dict[PackId, PackId] = {}
         for pack in packs:
@@ -316,7 +317,7 @@ class _Repair:
     # --- damaged packs, and what is lost ---
 
     def _mend(self) -> bool:
-        """Put a root of what is whole in place of what is damaged; whether to look again."""
+        """Put a root without what is damaged; return whether to survey the store again."""
         survey, root = self._survey, self._survey.root
         damaged = frozenset(survey.hurt_packs)
         if not self._save(damaged):
@@ -329,21 +330,21 @@ class _Repair:
             "lost": b"".join(sorted(lost)),
         }
         if self.report.dry_run:
-            self._foresee(lost - self._foreseen)
+            self._report_dry_run(lost - self._would_adopt)
             self._count(damaged)
             return False
-        news = self._salvage or damaged or survey.unreadable or root.seq in self._followed
+        news = self._salvage or damaged or survey.unreadable or root.seq in self._must_replace
         if not news and all(getattr(root, key) == value for key, value in changes.items()):
             return False
         while True:
             try:
                 segments = self._mended(root, damaged)
             except FileNotFoundError:
-                self._let_go()
+                self._drop_salvage()
                 return True
             if succeed(self._objects.backend, root, segments=segments, **changes) is not None:
                 self._count(damaged)
-                self._let_go()
+                self._drop_salvage()
                 return True
             newer = self._objects.newest()
             if not self._is_true_of(newer, root, damaged):
@@ -364,18 +365,18 @@ class _Repair:
         return added(self._objects, self._objects.index.view(rest), segment, root.seq)
 
     def _is_true_of(self, newer: Root, root: Root, damaged: frozenset[PackId]) -> bool:
-        """Whether what was found out about a root holds for a newer one, which takes have put."""
+        """Whether the survey of a root is also true of a newer root, which a take has put."""
         return (
             (newer.condemned, newer.lost) == (root.condemned, root.lost)
             and set(self._survey.unreadable) <= set(newer.segments)
             and self._readable(newer).packs.issuperset(damaged)
         )
 
-    def _foresee(self, lost: set[Digest]) -> None:
-        """Say what would remain: what is lost, or may be, where it is not known what is needed."""
+    def _report_dry_run(self, lost: set[Digest]) -> None:
+        """Report what would remain: what is lost, or may be, if not all needs are known."""
         survey = self._survey
-        damages = [d for digest in survey.lost & lost for d in survey.trouble(digest)]
-        if survey.hidden:
+        damages = [d for digest in survey.lost & lost for d in survey.damages_of(digest)]
+        if survey.trees_incomplete:
             packs = [d for d in survey.damages if d.object.startswith("packs/")]
             damages += [d for d in packs if d.digest or d.kind in ("missing", "cut off")]
         self.report.remaining = list(dict.fromkeys(damages))
@@ -391,16 +392,16 @@ class _Repair:
     def _lost(self) -> set[Digest]:
         survey = self._survey
         lost = set(survey.lost)
-        if survey.hidden:
-            # What is below a lost node is not known: it stays lost until it is found.
+        if survey.trees_incomplete:
+            # The digests below a lost node are not known, so those that were lost stay lost.
             lost.update(d for d in survey.known_lost if not survey.whole_places(d))
         return lost
 
     def _save(self, damaged: frozenset[PackId]) -> bool:
-        """Copy what is whole in damaged packs, unless it is whole in another one.
+        """Copy what is whole in damaged packs, unless another pack holds it whole.
 
         Returns:
-            Whether all of it was whole still.
+            Whether everything that was copied was still whole.
         """
         survey, whole = self._survey, True
         safe = set(survey.places.packs) - survey.root.condemned.keys() - damaged
@@ -419,7 +420,7 @@ class _Repair:
         return whole
 
     def _keep(self, digest: Digest, raw: memoryview) -> None:
-        """Write a chunk or node, which was verified, to a new pack; once."""
+        """Write a verified chunk or node to a new pack, once."""
         if digest in self._found:
             return
         self._found.add(digest)
@@ -437,7 +438,7 @@ class _Repair:
     # --- sources ---
 
     def _heal(self) -> None:
-        """Look for what is lost elsewhere."""
+        """Look for lost chunks and nodes in the cache and in the sources."""
         for digest in self._missing():
             node = self._objects.index.cache.node(digest)
             if node is not None:
@@ -453,14 +454,14 @@ class _Repair:
                 self._skip(f"{source}: {e}")
 
     def _missing(self) -> set[Digest]:
-        return self._lost() - self._found - self._foreseen
+        return self._lost() - self._found - self._would_adopt
 
     def _heal_one(self, digest: Digest, raw: memoryview) -> None:
         self._keep(digest, raw)
         self._healed.add(digest)
 
     def _heal_from_store(self, other: Objects) -> None:
-        places = Survey(other).places
+        places = FileSurvey(other).places
         found: list[tuple[Place, list[Want]]] = []
         for digest in self._missing():
             want = Want(digest, -1, partial(self._heal_one, digest), "")
@@ -472,7 +473,7 @@ class _Repair:
             self._skip(f"{path} does not exist")
         needed = self._survey.needed
         missing = {digest for digest in self._missing() if needed.get(digest) != -1}
-        # Of what stands below a lost node not even the length is known.
+        # Below a lost node, not even the lengths of the chunks are known.
         sizes = set() if missing - needed.keys() else {needed[digest] for digest in missing}
         if missing:
             chunk_size = self._objects.config.chunk_size

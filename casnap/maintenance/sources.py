@@ -1,4 +1,4 @@
-"""The tensors in files of other formats, as bytes: what is lost in a store may stand there."""
+"""Tensors in files of other formats: a source for chunks that a store has lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Cuts = Mapping[tuple[int, ...], Collection[Boxes]]
 
 
 class FileTensor(NamedTuple):
-    """A tensor of a file: its shape, the bytes of an element, and all its bytes, row-major."""
+    """A tensor in a file: its shape, the bytes of one element, and all its bytes, row-major."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -51,18 +51,18 @@ def chunks_in(
     cuts: Cuts,
     skipped: Callable[[str], None],
 ) -> Iterator[tuple[Digest, memoryview]]:
-    """Yield the chunks that the tensors of some files would have in a store.
+    """Yield the chunks that the tensors in some files would have in a store.
 
     Args:
-        path: A file, or a folder of them; others than tensors' are passed over.
-        chunk_size: That of the store.
-        sizes: Which lengths of chunks are of interest; empty for all.
+        path: A file or a folder; files of other formats are ignored.
+        chunk_size: The chunk size of the store.
+        sizes: The lengths of chunks to yield; empty for all.
         cuts: Shape → the boxes that tensors of that shape may be cut into.
-        skipped: Told of each file that cannot be read.
+        skipped: Called with a message for each file that cannot be read.
     """
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     if path.is_file() and path.suffix not in _READERS:
-        skipped(f"{path} is none of {', '.join(_READERS)}, nor a casnap store")
+        skipped(f"{path} is neither a file of {', '.join(_READERS)} nor a casnap store")
     for file in files:
         read = _READERS.get(file.suffix)
         if read is None or not file.is_file():
@@ -72,7 +72,7 @@ def chunks_in(
                 if found.itemsize <= chunk_size:
                     yield from _cut(found, chunk_size, sizes)
                     yield from _cut_boxes(found, chunk_size, sizes, cuts.get(found.shape, ()))
-        except Exception as e:  # noqa: BLE001 - any file may lie there, and others may help
+        except Exception as e:  # noqa: BLE001 - a file may hold anything, and other files may help
             skipped(f"{file} cannot be read: {' '.join(str(e).split()):.200}")
 
 
@@ -110,7 +110,7 @@ def _safetensors(file: Path) -> Iterator[FileTensor]:
 
 
 def _mapped(stream: BinaryIO) -> memoryview:
-    # Unmapped when the last view of it is gone. Nobody writes to it, but torch wants to.
+    # Unmapped when its last view is gone. Writable since torch wants that; it is never written.
     return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY))
 
 

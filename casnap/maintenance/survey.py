@@ -1,49 +1,38 @@
-"""What is wrong in a store: every object looked at, and every damage with the tensors it hurts.
+"""Surveying a whole store: every object is read, and every damage named with what it hurts.
 
-Nothing is believed but the store itself: neither what is remembered on this host nor a hint.
+The survey trusts only the store itself, neither the cache of this host nor hints to places.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from casnap.errors import BackendError, DamagedError, ExhaustedError
+from casnap.errors import DamagedError
 from casnap.format.digest import Digest, split_digests
 from casnap.format.entries import BoxedTensorEntry, Boxes, Entry, TensorEntry, payload_of
 from casnap.format.records import (
-    FOOTER_RECORD_SIZE,
-    PACK_TAIL_SIZE,
     PackId,
     Place,
-    Record,
     Root,
     Row,
-    SegmentId,
-    SegmentRef,
-    merged_segment,
     pack_key,
     segment_key,
 )
-from casnap.maintenance.damage import ALL, KINDS, READ_ERRORS, Damage, Hurt, kind_and_message
-from casnap.maintenance.places import Places, bad_records, can_lie_at, read_footer
-from casnap.runtime.progress import Progress
+from casnap.maintenance.damage import ALL, Damage, Hurt
+from casnap.maintenance.file_survey import FileSurvey
 from casnap.storage.contents import Contents
-from casnap.storage.objects import Objects, Reason, Want, Why
+from casnap.storage.objects import Objects, Want, Why
 from casnap.storage.tree import Branch, Child, Leaf, Tree
 
 T = TypeVar("T")
 _LOOKS = 5
-_ROOT_ADVICE = (
-    "It is the newest root, so nothing else can be looked at. Restore this file from a backup; "
-    "never delete it, since the root before it would be taken for the newest one"
-)
 
 
 class _UncachedObjects(Objects):
-    """A store whose nodes are read from its packs alone, at places that are not known as bad."""
+    """A store whose nodes are read from packs only, at places that are not known to be bad."""
 
     def __init__(self, survey: Survey) -> None:
         super().__init__(survey.objects.backend, survey.objects)
@@ -51,11 +40,11 @@ class _UncachedObjects(Objects):
         self.asked: list[Digest] = []
 
     def node(self, digest: Digest, hint: Place | None = None) -> bytes:
-        """Return a node, verified, and note that it was needed."""
+        """Return a node, verified, and record that it is needed."""
         self.asked.append(digest)
         self._survey.needed[digest] = -1
         found: list[bytes] = []
-        # At all of them, for each is there in case that another fails.
+        # Read all places: each is there in case that another fails.
         for place in self._survey.whole_places(digest):
             want = Want(digest, -1, lambda raw: found.append(bytes(raw)), "")
             for unread in self.read_places([(place, [want])]):
@@ -65,94 +54,63 @@ class _UncachedObjects(Objects):
         raise DamagedError(f"tree node {digest.hex()} is nowhere whole")
 
 
-class Survey:
-    """A look at a store as its newest root has it.
-
-    Args:
-        objects: The store.
-        progress: Told what is being looked at; of what is read, bytes.
-
-    Raises:
-        DamagedError: The newest root cannot be read.
+class Survey(FileSurvey):
+    """Everything that is wrong in a store, with the tensors that it hurts.
 
     Attributes:
-        root: The root.
-        listing: What its readable segments list.
-        unreadable: Its other segments.
-        damages: What is wrong.
-        hurt_packs: Packs of which anything is wrong.
-        needed: What snapshots and the table need, and its length if it is a chunk, else -1.
-        lost: What of that is nowhere whole.
-        known_lost: What the root says is lost.
-        rescued: Condemned packs that hold what is needed and is in no live pack.
+        needed: The digests that snapshots and the table need: the length of a chunk, -1 of a node.
+        lost: Needed digests without a whole place.
+        known_lost: Digests that the root says are lost.
+        rescued: Condemned packs that hold a needed digest which no live pack holds.
         snapshots: How many snapshots there are.
         cuts: Shape → the boxes that hurt tensors of that shape are cut into.
     """
 
-    root: Root
-
-    def __init__(self, objects: Objects, progress: Progress | None = None) -> None:
-        self.objects = objects
-        self._bad: dict[Record, Why] = {}
-        self.read_bytes = 0
-        self._tell = progress or (lambda what, done, total: None)
-        try:
-            root = objects.newest()
-        except DamagedError as e:
-            raise DamagedError(f"{e}. {_ROOT_ADVICE}") from e
-        self._look(root)
-
-    def _look(self, root: Root) -> None:
-        self.root = root
-        self.damages: list[Damage] = []
-        self.hurt_packs: set[PackId] = set()
-        self.unreadable: dict[SegmentRef, Damage] = {}
+    def look(self, root: Root) -> None:
+        """Start over with a root."""
         self.needed: dict[Digest, int] = {}
         self.lost: set[Digest] = set()
         self.rescued: set[PackId] = set()
         self.snapshots = 0
         self.cuts: dict[tuple[int, ...], set[Boxes]] = {}
         self.known_lost = frozenset(split_digests(root.lost))
-        self._gone: set[PackId] = set()
-        self._cut: set[Record] = set()
-        self._blame: dict[Digest, list[Damage]] = {}
-        self._troubles: dict[Digest, list[Damage]] = {}
-        self._of_pack: dict[PackId, Damage] = {}
+        self._damages_of: dict[Digest, list[Damage]] = {}
+        self._condemned_damage: dict[PackId, Damage] = {}
         self._below: dict[bytes, list[tuple[str, Damage]]] = {}
         self._lists: dict[tuple[object, ...], list[Damage]] = {}
         self._commits: dict[str, bytes] = {}
-        self._direct = _UncachedObjects(self)
-        self.places = Places(self._segments())
+        self._uncached = _UncachedObjects(self)
+        super().look(root)
 
     def run(self, *, share: float | None = None, seed: int | None = None) -> None:
-        """Look at everything.
+        """Survey everything.
 
         Args:
-            share: The share of all chunks and nodes to read and verify; None for none of them.
-            seed: What the choice follows from, if less than all are read.
+            share: The share of all chunks and nodes to read and verify; None to read none.
+            seed: Chooses which, if the share is less than 1.
         """
-        self._packs()
+        self.look_at_packs()
         if share is not None:
-            self._read(share, random.Random(seed))
+            self.read_share(share, random.Random(seed))
         self._snapshots()
-        # What is missing may have been collected, or merged, since we began: look again.
+        # What is missing may have been collected or merged since the survey began.
         for _ in range(_LOOKS):
             if not self.damages or self.objects.newest() == self.root:
                 return
             self.again()
-        self._pass_over_what_went()
+        self._drop_outdated()
 
     def again(self) -> None:
-        """Look at the newest root, in the light of what was read before."""
-        self._look(self.objects.newest())
-        for (digest, place), why in list(self._bad.items()):
+        """Survey the newest root, and keep the bad places that were found before."""
+        self.look(self.objects.newest())
+        for (digest, place), why in list(self.bad.items()):
             if place in self.places.of(digest):
                 self.note_bad(digest, place, why)
-        self._packs()
+        self.look_at_packs()
         self._snapshots()
 
-    def _pass_over_what_went(self) -> None:
-        """Keep only the damages of what the newest root, which is younger than the look, has."""
+    def _drop_outdated(self) -> None:
+        """Drop the damages of objects that the newest root no longer names."""
         try:
             view = self.objects.view()
             commits = {n: r.commit for n, r in self.objects.table(view.root).items()}
@@ -161,8 +119,8 @@ class Survey:
         keys = {pack_key(pack) for pack in view.packs}
         keys |= {segment_key(ref.id) for ref in view.root.segments}
 
-        def went(hurt: Hurt) -> bool:
-            # The table as a whole can be read now, but of a part of it nothing is known.
+        def is_gone(hurt: Hurt) -> bool:
+            # The newest table can be read as a whole, so damages of all snapshots are outdated.
             before = self._commits.get(hurt.snapshot)
             return hurt == ALL or (before is not None and commits.get(hurt.snapshot) != before)
 
@@ -171,139 +129,18 @@ class Survey:
                 damage
                 for damage in self.damages
                 if damage.object in keys
-                or (not damage.object and not (damage.hurts and all(map(went, damage.hurts))))
+                or (not damage.object and not (damage.hurts and all(map(is_gone, damage.hurts))))
             ]
 
     @property
-    def hidden(self) -> bool:
-        """Whether parts of the trees cannot be read, so that what they need is not known."""
+    def trees_incomplete(self) -> bool:
+        """Whether parts of the trees cannot be read, so that their needs are not known."""
         return bool(self.unreadable) or any(self.needed[digest] < 0 for digest in self.lost)
 
-    def whole_places(self, digest: Digest) -> list[Place]:
-        """Return the places of a digest that are not known as bad."""
-        places = self.places.of(digest)
-        return [place for place in places if self.is_whole(digest, place)]
-
-    def is_whole(self, digest: Digest, place: Place) -> bool:
-        """Whether nothing bad is known of a place."""
-        record = (digest, place)
-        return place.pack not in self._gone and record not in self._cut and record not in self._bad
-
     def note_bad(self, digest: Digest, place: Place, why: Why) -> None:
-        """Note that the bytes at a place are not what they were."""
-        self._bad[digest, place] = why
-        pack = PackId(place.pack)
-        damage = self._damage(
-            KINDS[why.reason], pack_key(pack), f"at byte {place.offset:,}: {why}", digest
-        )
-        self.hurt_packs.add(pack)
-        self._blame.setdefault(digest, []).append(damage)
-        self._troubles.pop(digest, None)
-
-    def _damage(self, kind: str, key: str, message: str, digest: bytes = b"") -> Damage:
-        damage = Damage(kind, key, message, digest.hex())
-        self.damages.append(damage)
-        return damage
-
-    # --- segments ---
-
-    def _segments(self) -> Iterator[tuple[bytes, str]]:
-        segments = self.root.segments
-        for done, ref in enumerate(segments):
-            self._tell("reading the index", done, len(segments))
-            key = segment_key(SegmentId(ref.id))
-            try:
-                yield self._read_segment(ref, key), key
-            except READ_ERRORS as e:
-                kind, why = kind_and_message(e, "an index segment")
-                damage = self.unreadable[ref] = self._damage(kind, key, why)
-                # Until it is replaced no index can be read, though what it lists may be whole.
-                damage.hurts[ALL] = None
-
-    def _read_segment(self, ref: SegmentRef, key: str) -> bytes:
-        content = self.objects.backend.read(key)
-        if merged_segment([(content, key)])[2] != ref.count:
-            raise DamagedError(f"{key} is another index segment than the root says")
-        return content
-
-    # --- packs ---
-
-    def _packs(self) -> None:
-        packs = self.places.packs
-        for done, pack in enumerate(packs):
-            self._tell("looking at packs", done, len(packs))
-            try:
-                self._pack(pack)
-            except FileNotFoundError:
-                self._lose_pack(pack, "missing", "the pack is missing")
-            except ExhaustedError:
-                raise
-            except BackendError as e:
-                self._lose_pack(pack, "unreadable", f"the pack cannot be read: {e}")
-
-    def _pack(self, pack: PackId) -> None:
-        records = self.places.of_pack(pack)
-        backend = self.objects.backend
-        size = backend.size(pack_key(pack))
-        end = max((place.offset + place.stored for _, place in records), default=0)
-        whole = end + len(records) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
-        if size < whole:
-            damage = self._hurt_pack(
-                pack,
-                "cut off",
-                f"the pack has {size:,} bytes, not the {whole:,} it was written with",
-            )
-            for digest, place in records:
-                if place.offset + place.stored > size:
-                    self._cut.add((digest, place))
-                    self._blame.setdefault(digest, []).append(damage)
-            return
-        for digest, place in records:
-            if (digest, place) not in self._bad and not can_lie_at(place):
-                self.note_bad(digest, place, Why(Reason.IMPOSSIBLE))
-        try:
-            footer = read_footer(backend, pack, size, len(records))
-        except (DamagedError, BackendError) as e:
-            if isinstance(e, ExhaustedError) or isinstance(e.__cause__, PermissionError):
-                raise
-            self._hurt_pack(pack, "changed", f"{e}; its chunks may be whole")
-            return
-        end = max((place.offset + place.stored for _, place in footer), default=0)
-        written = end + len(footer) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
-        if not set(footer).issuperset(records):
-            self._hurt_pack(pack, "changed", "the footer of the pack and the index disagree")
-        elif size != written:
-            why = f"the pack has {size:,} bytes, not the {written:,} it was written with"
-            self._hurt_pack(pack, "changed", why)
-
-    def _hurt_pack(self, pack: PackId, kind: str, message: str) -> Damage:
-        self.hurt_packs.add(pack)
-        return self._damage(kind, pack_key(pack), message)
-
-    def _lose_pack(self, pack: PackId, kind: str, message: str) -> None:
-        damage = self._hurt_pack(pack, kind, message)
-        self._gone.add(pack)
-        for digest, _ in self.places.of_pack(pack):
-            self._blame.setdefault(digest, []).append(damage)
-
-    # --- all bytes ---
-
-    def _read(self, share: float, chosen: random.Random) -> None:
-        total = int(self.places.stored_bytes * share)
-
-        def told(nbytes: int) -> None:
-            self.read_bytes += nbytes
-            self._tell("reading", min(self.read_bytes, total), total)
-
-        records = (r for r in self._to_read() if share >= 1 or chosen.random() < share)
-        for (digest, place), why in bad_records(self.objects, records, told):
-            self.note_bad(digest, place, why)
-
-    def _to_read(self) -> Iterator[Record]:
-        for pack in self.places.packs:
-            for digest, place in self.places.of_pack(pack):
-                if self.is_whole(digest, place):
-                    yield digest, place
+        """Record that the bytes at a place are not what was written."""
+        super().note_bad(digest, place, why)
+        self._damages_of.pop(digest, None)
 
     # --- snapshots ---
 
@@ -313,34 +150,34 @@ class Survey:
             if damage.digest and not damage.hurts:
                 if self.whole_places(Digest(bytes.fromhex(damage.digest))):
                     damage.message += "; another copy is whole"
-                elif not self.hidden:
+                elif not self.trees_incomplete:
                     damage.message += "; nothing needs it"
 
     def _walk(self) -> None:
-        table, damages = self._asking(partial(self._direct.table, self.root), "the table")
+        table, damages = self._reading(partial(self._uncached.table, self.root), "the table")
         self._hurt(damages, ALL.snapshot, "")
         if table is None:
             return
         self._rows(table, table.children, len(table))
 
     def _rows(self, table: Tree[Row], children: list[Child], total: int) -> None:
-        """Look at all snapshots below some nodes of the table."""
+        """Survey all snapshots below some nodes of the table."""
         for first, digest, count in children:
-            node, damages = self._asking(partial(table.node, Digest(digest)), "the table")
+            node, damages = self._reading(partial(table.node, Digest(digest)), "the table")
             self._hurt(damages, _first_of(first, count), "")
             if isinstance(node, Branch):
                 self._rows(table, node.children, total)
             for name, row in node.items if isinstance(node, Leaf) else ():
-                self._tell("looking at snapshots", self.snapshots, total)
+                self.progress("looking at snapshots", self.snapshots, total)
                 self._snapshot(name, row)
 
     def _snapshot(self, name: str, row: Row) -> None:
         self.snapshots += 1
         self._commits[name] = row.commit
-        contents = Contents(self._direct, name, row)
-        manifest, damages = self._asking(lambda: contents.manifest, name)
+        contents = Contents(self._uncached, name, row)
+        manifest, damages = self._reading(lambda: contents.manifest, name)
         self._hurt(damages, name, "")
-        self._hurt(self._asking(lambda: contents.metadata, name)[1], name, "")
+        self._hurt(self._reading(lambda: contents.metadata, name)[1], name, "")
         if manifest is None:
             return
         groups = [("", manifest.shared), *((f"{r}/", k) for r, k in manifest.ranks.items())]
@@ -354,12 +191,12 @@ class Survey:
             damage.hurts[Hurt(snapshot, path)] = None
 
     def _subtree(self, contents: Contents, key: str, top: bytes) -> list[tuple[str, Damage]]:
-        """Return what is hurt below a key, by path; a subtree that was seen is not read again."""
+        """Return the damages below a key, by path. A known subtree is not read again."""
         if top in self._below:
             return self._below[top]
         what = f"{contents.name}: {key}"
-        load = self._direct.node
-        tree, damages = self._asking(partial(Tree[Entry], Digest(top), load, Entry), what)
+        load = self._uncached.node
+        tree, damages = self._reading(partial(Tree[Entry], Digest(top), load, Entry), what)
         found = [("", damage) for damage in damages]
         children = tree.children if tree is not None else []
         for first, leaf, count in children:
@@ -374,23 +211,23 @@ class Survey:
         self, contents: Contents, key: str, tree: Tree[Entry], leaf: bytes, entries: str
     ) -> list[tuple[str, Damage]]:
         what = f"{contents.name}: {key}"
-        items, damages = self._asking(partial(tree.leaf, Digest(leaf)), what)
+        items, damages = self._reading(partial(tree.leaf, Digest(leaf)), what)
         found = [(entries, damage) for damage in damages]
         for inner, entry in items or ():
             found += [(inner, damage) for damage in self._entry(contents, key + inner, entry)]
         return found
 
     def _entry(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:
-        """Return what hurts an entry; lists of chunks that were seen are not looked at again."""
+        """Return the damages that hurt an entry. A known list of chunks is not read again."""
         payload = payload_of(entry)
         boxes = entry.boxes if isinstance(entry, BoxedTensorEntry) else ()
         form = (entry.shape, boxes) if isinstance(entry, TensorEntry) else ()
         same = (payload.digests, payload.depth, payload.nbytes, form)
         if payload.depth and same in self._lists:
             return self._lists[same]
-        chunks, damages = self._asking(partial(contents.chunks, path, entry), path)
+        chunks, damages = self._reading(partial(contents.chunks, path, entry), path)
         for digest, nbytes in chunks or ():
-            if self.needed.get(digest) != nbytes or digest in self._troubles:
+            if self.needed.get(digest) != nbytes or digest in self._damages_of:
                 damages += self._chunk(digest, nbytes)
         damages = list(dict.fromkeys(damages))
         if damages and chunks and isinstance(entry, BoxedTensorEntry):
@@ -405,51 +242,51 @@ class Survey:
         raw = {place.raw for place in places}
         if raw - {nbytes}:
             message = f"a tensor takes it for {nbytes:,} bytes, the index for {min(raw):,}"
-            return [self._damage("malformed", "", message, digest)]
-        return self.trouble(digest, places)
+            return [self.add_damage("malformed", "", message, digest)]
+        return self.damages_of(digest, places)
 
-    def _asking(self, ask: Callable[[], T], what: str) -> tuple[T | None, list[Damage]]:
-        """Return what somebody reads of the trees, and the damages that were met on the way."""
-        self._direct.asked = []
-        answer, error = None, None
+    def _reading(self, read: Callable[[], T], what: str) -> tuple[T | None, list[Damage]]:
+        """Return the result of reading from the trees, and the damages that this met."""
+        self._uncached.asked = []
+        result, error = None, None
         try:
-            answer = ask()
+            result = read()
         except DamagedError as e:
             error = e
-        damages = [d for digest in self._direct.asked for d in self.trouble(digest)]
+        damages = [d for digest in self._uncached.asked for d in self.damages_of(digest)]
         if error is not None and not damages:
-            damages = [self._damage("malformed", "", f"{what}: {error}")]
-        return answer, damages
+            damages = [self.add_damage("malformed", "", f"{what}: {error}")]
+        return result, damages
 
-    def trouble(self, digest: Digest, places: list[Place] | None = None) -> list[Damage]:
-        """Return the damages because of which a needed digest is not safe."""
-        if digest in self._troubles:
-            return self._troubles[digest]
+    def damages_of(self, digest: Digest, places: list[Place] | None = None) -> list[Damage]:
+        """Return the damages that make a needed digest lost, or about to be deleted."""
+        if digest in self._damages_of:
+            return self._damages_of[digest]
         places = self.whole_places(digest) if places is None else places
         if any(place.pack not in self.root.condemned for place in places):
             return []
         if not places:
             self.lost.add(digest)
-        self._troubles[digest] = self._condemned(places) if places else self._why_lost(digest)
-        return self._troubles[digest]
+        self._damages_of[digest] = self._condemned(places) if places else self._why_lost(digest)
+        return self._damages_of[digest]
 
     def _condemned(self, places: list[Place]) -> list[Damage]:
         pack = PackId(places[0].pack)
         self.rescued.add(pack)
-        if pack not in self._of_pack:
+        if pack not in self._condemned_damage:
             why = "the pack is needed, but condemned: a garbage collector will delete it"
-            self._of_pack[pack] = self._damage("condemned", pack_key(pack), why)
-        return [self._of_pack[pack]]
+            self._condemned_damage[pack] = self.add_damage("condemned", pack_key(pack), why)
+        return [self._condemned_damage[pack]]
 
     def _why_lost(self, digest: Digest) -> list[Damage]:
-        if digest in self._blame:
-            return self._blame[digest]
+        if digest in self.blame:
+            return self.blame[digest]
         if digest in self.known_lost:
             why = "known to be lost since an earlier repair"
-            return [self._damage("lost", "", why, digest)]
+            return [self.add_damage("lost", "", why, digest)]
         if self.unreadable:
             return list(self.unreadable.values())
-        return [self._damage("missing", "", "no pack of the index holds it", digest)]
+        return [self.add_damage("missing", "", "no pack of the index holds it", digest)]
 
 
 def _first_of(first: str, count: int) -> str:

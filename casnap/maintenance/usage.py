@@ -1,8 +1,8 @@
-"""What snapshots take up in their store, alone and together.
+"""How many bytes snapshots take up in their store, alone and together.
 
-Snapshots are nodes that refer to nodes that refer to chunks. They are entered one after the
-other, counting references, and each is left again when the next one has been entered: what two
-neighbours share is neither read nor counted again, so the work follows what differs.
+A snapshot is a tree of nodes that refer to chunks. The walk enters the snapshots one after the
+other and counts references. It leaves a snapshot only after entering the next one, so what two
+neighbours share is neither read nor counted again.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from casnap.storage.contents import Contents
 from casnap.storage.index import View
 from casnap.storage.objects import Objects
 
-_NOBODY, _SHARED = -1, -2
+_NO_OWNER, _SHARED = -1, -2
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one snapshot takes up.
+    """How many bytes one snapshot takes up.
 
     Attributes:
         name: Its name in the store, without the prefix of a view.
         logical_bytes: Bytes of its state.
-        stored_bytes: Bytes of all chunks and nodes that it refers to, as stored.
-        unique_bytes: Those of them that no other snapshot of the store refers to.
+        stored_bytes: Stored bytes of all chunks and nodes that it refers to.
+        unique_bytes: How many of these no other snapshot of the store refers to.
     """
 
     name: str
@@ -42,14 +42,14 @@ class Usage:
 def usage(
     snapshots: list[Contents], objects: Objects, progress: Progress | None = None
 ) -> list[Usage]:
-    """Return what each of some snapshots takes up.
+    """Return how many bytes each of some snapshots takes up.
 
-    All other snapshots of the store are looked at too, since they may share.
+    All other snapshots of the store are read too, since they may share chunks.
 
     Args:
-        snapshots: Which ones.
+        snapshots: The snapshots.
         objects: Their store.
-        progress: Told how many snapshots were looked at, and how many there are.
+        progress: Called with the number of snapshots that were read, and the total.
 
     Raises:
         DamagedError: A node is missing or damaged.
@@ -57,7 +57,7 @@ def usage(
     view = objects.view()
     found = {(c.name, c.row.commit): c for c in _snapshots(objects, view)}
     found.update({(c.name, c.row.commit): c for c in snapshots})
-    # Neighbours share most, and those of one run are neighbours.
+    # Neighbours share most, so put the snapshots of one run side by side.
     order = sorted(found.values(), key=lambda c: (c.name.rpartition("/")[0], c.row.seq))
     walk, stored = _Walk(objects, view), {}
     for done, contents in enumerate(order):
@@ -74,26 +74,21 @@ def usage(
 
 
 def stored_bytes(objects: Objects) -> int:
-    """Return the bytes of all live packs: what the store takes up, less its small records."""
-    total = 0
-    for pack in objects.view().live:
-        try:
-            total += objects.backend.size(pack_key(pack))
-        except FileNotFoundError:
-            continue
-    return total
+    """Return the bytes of all live packs: nearly all that the store takes up."""
+    keys = map(pack_key, objects.view().live)
+    return sum(objects.backend.size_if_there(key) or 0 for key in keys)
 
 
 def shared_bytes(
     contents: Contents, path: str, entry: Entry, progress: Progress | None = None
 ) -> int:
-    """Return how many bytes of an entry stand in chunks that an earlier snapshot refers to.
+    """Return how many bytes of an entry are in chunks that an earlier snapshot refers to.
 
     Args:
         contents: The snapshot.
         path: The entry's path, for messages.
         entry: The entry.
-        progress: Told how many earlier snapshots were looked at, and how many there are.
+        progress: Called with the number of earlier snapshots that were read, and the total.
 
     Raises:
         DamagedError: A node is missing or damaged.
@@ -123,11 +118,13 @@ def _snapshots(objects: Objects, view: View) -> list[Contents]:
 
 
 class _Walk:
-    """A walk over snapshots: at any time it counts the references of the one at hand.
+    """A walk over snapshots that counts the references of the current one.
+
+    Nodes and chunks have numbers. The owner of one is the only step that referred to it.
 
     Args:
         objects: The store.
-        view: Where everything lies.
+        view: The view that gives the places.
     """
 
     def __init__(self, objects: Objects, view: View) -> None:
@@ -139,14 +136,14 @@ class _Walk:
         self._owner = array("q")
         self._count = array("I")
         self._below: dict[int, array[int]] = {}
-        self._step = _NOBODY
+        self._step = _NO_OWNER
         self._top: int | None = None
         self._bytes = 0
 
     def step(self, row: Row) -> int:
-        """Go on to a snapshot; return the bytes of what it refers to."""
+        """Move on to a snapshot; return the bytes of all that it refers to."""
         self._step += 1
-        # The hint finds it without the index; from now on it is in the cache.
+        # The hint finds the node without the index. From now on it is cached.
         self._objects.node(Digest(row.manifest.digest), row.manifest.hint)
         left = self._top
         top = self._top = self._number([MANIFEST + row.manifest.digest])[0]
@@ -156,7 +153,7 @@ class _Walk:
         return self._bytes
 
     def unique(self, steps: int) -> list[int]:
-        """Return, for each step, the bytes that no other step referred to."""
+        """Return the bytes of each step that no other step referred to."""
         unique = [0] * steps
         for owner, stored in zip(self._owner, self._stored, strict=True):
             if owner >= 0:
@@ -164,7 +161,7 @@ class _Walk:
         return unique
 
     def _number(self, references: list[bytes]) -> array[int]:
-        """Return the numbers of things, giving new ones to those that are new."""
+        """Return the numbers of nodes and chunks; new ones get a number."""
         new = [r for r in dict.fromkeys(references) if r not in self._numbers]
         places = self._objects.index.find(self._view, [digest_in(r) for r in new])
         for reference, found in zip(new, places, strict=True):
@@ -172,12 +169,12 @@ class _Walk:
             if is_node(reference):
                 self._nodes[number] = reference
             self._stored.append(found.stored if found else 0)
-            self._owner.append(_NOBODY)
+            self._owner.append(_NO_OWNER)
             self._count.append(0)
         return array("I", [self._numbers[r] for r in references])
 
     def _enter(self, top: int) -> None:
-        """Count one more reference to a thing, and where it is the first, to all below."""
+        """Count a reference to a node or chunk; if it is the first, count all below it too."""
         pending = [top]
         while pending:
             number = pending.pop()
@@ -188,14 +185,14 @@ class _Walk:
                     self._share(number)
                 continue
             self._bytes += self._stored[number]
-            self._owner[number] = self._step if owner == _NOBODY else _SHARED
+            self._owner[number] = self._step if owner == _NO_OWNER else _SHARED
             if number in self._nodes:
                 below = self._number(references(self._objects.node, self._nodes[number]))
                 self._below[number] = below
                 pending += below
 
     def _leave(self, top: int) -> None:
-        """Count one reference less."""
+        """Take one reference away; if it was the last, do so for all below it too."""
         pending = [top]
         while pending:
             number = pending.pop()
@@ -205,7 +202,7 @@ class _Walk:
                 pending += self._below.pop(number, ())
 
     def _share(self, top: int) -> None:
-        """Note that a thing, and all below it, has more than one owner."""
+        """Record that a node or chunk, and all below it, has more than one owner."""
         pending = [top]
         while pending:
             number = pending.pop()

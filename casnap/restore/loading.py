@@ -1,4 +1,4 @@
-"""Entries on their way from the store into memory: which chunks to read, and where each goes."""
+"""Loading entries into memory: which chunks to read, and where their bytes go."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -18,19 +19,20 @@ from casnap.format.grid import Cells, Grid
 from casnap.format.records import INLINE_BYTES
 from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
+from casnap.restore.selection import Selection
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import fill
 from casnap.state.cuda import pin, synchronize_workers
+from casnap.state.numpy_values import is_numpy
 from casnap.state.tensors import (
     Leaf,
     allocate,
     as_copyable,
     carrier_dtype,
     check_shape,
-    is_numpy,
     itemsize_of,
 )
 from casnap.storage.contents import Contents
@@ -38,9 +40,9 @@ from casnap.storage.objects import ReadOptions, Want
 
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]
-"""Does what :meth:`casnap.storage.objects.Objects.fetch` does."""
-Part: TypeAlias = tuple[Region, torch.Tensor]
-"""A box of a tensor, and a tensor of the box's shape, to be filled with it."""
+"""Has the contract of :meth:`casnap.storage.objects.Objects.fetch`."""
+Target: TypeAlias = tuple[Region | Selection, torch.Tensor]
+"""Which elements of an entry to read, and the tensor to fill with them."""
 
 
 class _Item(NamedTuple):
@@ -49,27 +51,18 @@ class _Item(NamedTuple):
     Attributes:
         path: Its path.
         entry: The entry.
-        content: What its leaf will hold; None for no leaf.
-        given: The parts of a tensor that are filled; None for all of ``content``.
+        content: The content of its leaf; None for no leaf.
+        targets: What to fill, of a tensor.
     """
 
     path: str
     entry: Entry
     content: torch.Tensor | bytearray | None
-    given: Sequence[Part] | None = None
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        """What is filled of a tensor."""
-        if self.given is not None or not isinstance(self.content, torch.Tensor):
-            return self.given or ()
-        assert isinstance(self.entry, TensorEntry)
-        carrier = with_item_axis(self.entry, self.content.detach())
-        return ((Region.whole(self.entry.shape), carrier),)
+    targets: Sequence[Target] = ()
 
 
 class _Move(NamedTuple):
-    """What happens with a cell: its number, its bytes, those of them that are kept, and how."""
+    """How a cell is used: its number, its bytes, how many of them are kept, and the sink."""
 
     number: int
     nbytes: int
@@ -78,11 +71,11 @@ class _Move(NamedTuple):
 
 
 class Loading:
-    """Entries on their way from the store into memory: what to read, and where it goes.
+    """Some entries to load, and where their bytes go.
 
     Args:
         contents: The snapshot.
-        progress: Told the bytes read, and all that are to be.
+        progress: Called with the bytes done, and the total.
     """
 
     def __init__(self, contents: Contents, progress: Progress | None = None) -> None:
@@ -93,61 +86,55 @@ class Loading:
         self._total = 0
         self._items: list[_Item] = []
 
-    def add(self, path: str, entry: Entry, target: torch.Tensor | None = None) -> None:
-        """Ask for an entry: into ``target`` (same shape, any dtype), or into new memory.
-
-        Raises:
-            DamagedError: The entry contradicts itself.
-            StateError: There is not so much memory.
-        """
-        self._total += payload_of(entry).nbytes
-        if not isinstance(entry, TensorEntry):
-            # Memory is taken only once it is known that there are chunks for it.
-            self._items.append(_Item(path, entry, bytearray()))
-            return
-        with naming(self._contents, path):
-            check_entry(entry, self._contents.objects.config.chunk_size)
-            content = allocate(entry) if target is None else target
-        self._items.append(_Item(path, entry, content))
-
-    def add_parts(
+    def add(
         self,
         path: str,
-        entry: TensorEntry,
-        parts: Sequence[Part],
+        entry: Entry,
+        targets: Iterable[Target] | None = None,
         content: torch.Tensor | None = None,
     ) -> None:
-        """Ask for parts of a torch tensor; only the cells that share an element with one are read.
+        """Add an entry, or parts of a tensor: only the cells that these need are read.
 
         Args:
             path: The entry's path.
             entry: The entry.
-            parts: Boxes of the tensor, and what is filled with each, of any dtype, device and
-                strides. The boxes may overlap, what is filled may not.
-            content: What the leaf holds that :meth:`load` returns; without it there is none.
+            targets: Boxes or selections of the tensor, each with the tensor to fill: of the same
+                shape, of any dtype, device and strides. The boxes may overlap, the tensors to fill
+                may not. None for new memory.
+            content: The content of the leaf that :meth:`load` returns; None for no leaf.
 
         Raises:
             DamagedError: The entry contradicts itself.
+            StateError: There is not enough memory.
         """
+        if not isinstance(entry, TensorEntry):
+            # Memory is taken later, once it is known that there are chunks for it.
+            self._total += payload_of(entry).nbytes
+            self._items.append(_Item(path, entry, bytearray()))
+            return
         with naming(self._contents, path):
             check_entry(entry, self._contents.objects.config.chunk_size)
-            self._total += sum(region.numel for region, _ in parts) * itemsize_of(entry)
-        parts = [(region, as_copyable(tensor.detach())) for region, tensor in parts if region.numel]
-        self._items.append(_Item(path, entry, content, parts))
+            if targets is None:
+                content = allocate(entry)
+                targets = ((Region.whole(entry.shape), with_item_axis(entry, content)),)
+        wanted = [(box, as_copyable(tensor.detach())) for box, tensor in targets if box.numel]
+        if self._progress is not None:
+            self._total += sum(box.numel for box, _ in wanted) * itemsize_of(entry)
+        self._items.append(_Item(path, entry, content, wanted))
 
     def load(self, budget: int | None = None, fetch: Fetch | None = None) -> dict[str, Leaf]:
         """Read everything, verified, and return it by path.
 
         Args:
             budget: The most bytes of buffers to read with.
-            fetch: What reads; by default the store, for this process alone.
+            fetch: How to read; by default from the store, for this process alone.
 
         Raises:
-            DamagedError: Something is missing or damaged; all else was read.
+            DamagedError: Some chunks are missing or damaged. All others were read.
         """
         fetch = fetch or self._contents.objects.fetch
         with collector_paused():
-            fetch(self.wants(), ReadOptions(budget, preparation(self._filled())))
+            fetch(self.wants(), ReadOptions(budget, _preparation(self._filled())))
         synchronize_workers(self._filled())
         return {
             path: Leaf(path, entry, bytes(content) if isinstance(content, bytearray) else content)
@@ -156,17 +143,13 @@ class Loading:
         }
 
     def _filled(self) -> Iterator[torch.Tensor]:
-        for item in self._items:
-            if item.given is not None:
-                yield from (tensor for _, tensor in item.given)
-            elif isinstance(item.content, torch.Tensor):
-                yield item.content
+        return (tensor for item in self._items for _, tensor in item.targets)
 
     def wants(self) -> Iterator[Want]:
-        """Yield the chunks to read; what stands in an entry itself is filled in on the way.
+        """Yield the chunks to read; fill in the values that stand in the entries themselves.
 
         Raises:
-            DamagedError: An entry and its digests do not fit each other.
+            DamagedError: An entry and its digests contradict each other.
         """
         for item in self._items:
             path, entry, content, _ = item
@@ -181,22 +164,23 @@ class Loading:
                 moves = _copies(cells, memoryview(content))
             else:
                 assert isinstance(entry, TensorEntry)
-                each = (_moves(entry, cells, region, tensor) for region, tensor in item.parts)
+                each = (_moves(entry, cells, box, tensor) for box, tensor in item.targets)
                 moves = chain.from_iterable(each)
             for number, nbytes, kept, sink in moves:
                 counted = self._counted(sink, kept) if self._progress else sink
                 yield Want(digests[number], nbytes, counted, path)
 
     def _fill_inline(self, item: _Item, payload: Payload) -> None:
-        inline = inline_bytes(self._contents, item.path, payload)
+        inline, path = payload.inline, item.path
+        if len(inline) != payload.nbytes:
+            raise DamagedError(f"{self._contents.where}: {path} is cut off", (path,))
         if isinstance(item.content, bytearray):
             item.content.extend(inline)
-        for region, tensor in item.parts:
-            if tensor.numel():
-                assert isinstance(item.entry, TensorEntry)
-                whole = Region.whole(item.entry.shape)
-                elements = elements_of(item.entry, memoryview(bytearray(inline)), whole)
-                fill(tensor, elements if region == whole else elements[region.within(whole)])
+        for box, tensor in item.targets:
+            assert isinstance(item.entry, TensorEntry)
+            whole = Region.whole(item.entry.shape)
+            elements = elements_of(item.entry, memoryview(bytearray(inline)), whole)
+            fill(tensor, elements if box == whole else elements[box.within(whole)])
 
     def _counted(self, sink: Sink, kept: int) -> Sink:
         def counted(raw: memoryview) -> None:
@@ -209,17 +193,17 @@ class Loading:
         return counted
 
 
-def preparation(filled: Iterable[torch.Tensor]) -> Callable[[Slot], None] | None:
-    """Return what is done with buffers, once each, that tensors are filled from."""
+def _preparation(filled: Iterable[torch.Tensor]) -> Callable[[Slot], None] | None:
+    """Return what to do once with each buffer that tensors are filled from."""
     device = next((tensor.device for tensor in filled if tensor.is_cuda), None)
     return None if device is None else partial(pin, device=device)
 
 
 def check_entry(entry: TensorEntry, chunk_size: int) -> None:
-    """Check shape, length and boxes of an entry from a store, before memory is taken for it.
+    """Check the shape, length and boxes of an entry, before memory is taken for it.
 
     Raises:
-        DamagedError: They do not fit each other.
+        DamagedError: They contradict each other.
         UnsupportedTypeError: This torch does not know the dtype.
     """
     check_shape(entry)
@@ -229,7 +213,7 @@ def check_entry(entry: TensorEntry, chunk_size: int) -> None:
 
 @contextmanager
 def naming(contents: Contents, path: str) -> Iterator[None]:
-    """Say, where an entry cannot be given memory, which one it is."""
+    """Add the snapshot and the path to errors about an entry."""
     try:
         yield
     except DamagedError as e:
@@ -238,29 +222,18 @@ def naming(contents: Contents, path: str) -> Iterator[None]:
         raise type(e)(f"{contents.where}: {path}: {e}") from e
 
 
-def inline_bytes(contents: Contents, path: str, payload: Payload) -> bytes:
-    """Return the bytes that stand in a payload itself.
-
-    Raises:
-        DamagedError: They are not as many as it says.
-    """
-    if len(payload.inline) != payload.nbytes:
-        raise DamagedError(f"{contents.where}: {path} is cut off", (path,))
-    return payload.inline
-
-
 def with_item_axis(entry: TensorEntry, carrier: torch.Tensor) -> torch.Tensor:
-    """Return a carrier in the shape of its entry; numpy has one more axis: the bytes of an item."""
+    """Return a carrier in the shape of its entry. numpy's has one more axis: bytes of an item."""
     if is_numpy(entry):
         return carrier.reshape(*entry.shape, itemsize_of(entry))
     return as_copyable(carrier)
 
 
 def elements_of(entry: TensorEntry, raw: memoryview, region: Region) -> torch.Tensor:
-    """Return the bytes of a box of an entry as a tensor, see :func:`with_item_axis`."""
+    """Return the bytes of a box of an entry as a tensor, as in :func:`with_item_axis`."""
     dtype = carrier_dtype(entry)
-    # Small chunks lie anywhere in a pack, and torch crashes on elements that are not aligned;
-    # of bytes that are read-only, as decompressed ones are, it warns.
+    # Small chunks lie anywhere in a pack, and torch crashes on unaligned elements. It warns of
+    # read-only bytes, as decompressed ones are.
     if raw.readonly or address_of(raw) % dtype.itemsize:
         raw = memoryview(bytearray(raw))
     shape = (*region.sizes, itemsize_of(entry)) if is_numpy(entry) else region.sizes
@@ -268,7 +241,7 @@ def elements_of(entry: TensorEntry, raw: memoryview, region: Region) -> torch.Te
 
 
 def _copies(cells: Cells, target: memoryview) -> Iterator[_Move]:
-    """Yield how the cells fill memory one behind the other."""
+    """Yield moves that fill memory with all cells, one behind the other."""
     start = 0
     for number, nbytes in enumerate(cells.sizes()):
         yield _Move(number, nbytes, nbytes, _copy_to(target[start : start + nbytes]))
@@ -283,9 +256,17 @@ def _copy_to(target: memoryview, first: int = 0) -> Sink:
 
 
 def _moves(
-    entry: TensorEntry, cells: Cells, region: Region, target: torch.Tensor
+    entry: TensorEntry, cells: Cells, region: Region | Selection, target: torch.Tensor
 ) -> Iterator[_Move]:
-    """Yield how cells fill a tensor with a box of an entry; only those that it takes."""
+    """Yield moves that fill a tensor with elements of an entry, for the cells that hold some."""
+    if isinstance(region, Selection):
+        itemsize = itemsize_of(entry)
+        for number, taken, place in region.cells(cells):
+            cell = cells.region(number)
+            kept = prod(axis.stop - axis.start for axis in place) * itemsize
+            sink = _elements_to(entry, target[place], cell, taken)
+            yield _Move(number, cell.numel * itemsize, kept, sink)
+        return
     plain = target.device.type == "cpu" and target.dtype == carrier_dtype(entry)
     flat = view_at(target.data_ptr(), target.nbytes) if plain and target.is_contiguous() else None
     if flat is not None and isinstance(cells, Grid) and region.sizes == cells.shape:
@@ -297,19 +278,19 @@ def _moves(
         common = cell.intersect(region)
         assert common is not None
         kept = common.numel * itemsize
-        sink = None
+        copy = None
         if flat is not None:
-            sink = _run(flat, common.start_in(region), common.start_in(cell), itemsize, kept)
-        if sink is None:
-            box = target[common.within(region)]
-            sink = _elements_to(entry, box, cell, common.within(cell))
+            copy = _copy_of_run(
+                flat, common.start_in(region), common.start_in(cell), itemsize, kept
+            )
+        sink = copy or _elements_to(entry, target[common.within(region)], cell, common.within(cell))
         yield _Move(number, cell.numel * itemsize, kept, sink)
 
 
-def _run(
+def _copy_of_run(
     flat: memoryview, start: int | None, first: int | None, itemsize: int, nbytes: int
 ) -> Sink | None:
-    """Return a copy of bytes, where elements are a run of consecutive ones on both sides."""
+    """Return a sink that copies bytes, if the elements are consecutive on both sides."""
     if start is None or first is None:
         return None
     return _copy_to(flat[start * itemsize : start * itemsize + nbytes], first * itemsize)

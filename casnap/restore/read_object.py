@@ -1,30 +1,24 @@
-"""Reading one entry, everything below a container, or a part of one tensor."""
+"""Reading one entry, everything below a container, or part of a tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
 import torch
 
 from casnap.errors import MismatchError
-from casnap.format.digest import split_digests
 from casnap.format.entries import Payload, TensorEntry
-from casnap.format.records import INLINE_BYTES
 from casnap.format.region import Region
 from casnap.restore.loading import (
     Loading,
     check_entry,
-    elements_of,
-    inline_bytes,
     naming,
-    preparation,
     with_item_axis,
 )
-from casnap.restore.selection import Index, Selection, select
+from casnap.restore.selection import Index, select
 from casnap.runtime.torch_modes import fill, plain
-from casnap.state.cuda import synchronize, synchronize_workers
+from casnap.state.cuda import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import fill_shared_memory, overlaps_itself
 from casnap.state.tensors import (
@@ -37,7 +31,6 @@ from casnap.state.tensors import (
     itemsize_of,
 )
 from casnap.storage.contents import Contents
-from casnap.storage.objects import ReadOptions, Want
 
 
 @plain()
@@ -50,11 +43,11 @@ def read_object(
     *,
     allow_pickle: bool = False,
 ) -> Any:
-    """Read one entry, everything below a container, or a part of a tensor.
+    """Read one entry, everything below a container, or part of a tensor.
 
     Raises:
         EntryNotFoundError: There is no such path.
-        MismatchError: ``obj_out`` has another shape than what is read.
+        MismatchError: ``obj_out`` does not have the shape of what is read.
         DamagedError: A chunk is missing or damaged.
     """
     full, entry, entries = contents.entry(path)
@@ -101,15 +94,12 @@ def _read_tensor(
     )
     carrier = obj_out.detach() if in_place else allocate(part)
     synchronize([carrier])
-    if index is None:
-        loading = Loading(contents)
-        loading.add(path, entry, carrier)
-        loading.load(budget)
-    else:
-        out = with_item_axis(part, carrier)
-        wants = _selected(contents, path, entry, selection, out)
-        contents.objects.fetch(wants, ReadOptions(budget, preparation([carrier])))
-        synchronize_workers([carrier])
+    out = with_item_axis(part, carrier)
+    for axis in selection.dropped:
+        out = out.unsqueeze(axis)
+    loading = Loading(contents)
+    loading.add(path, entry, [(Region.whole(entry.shape) if index is None else selection, out)])
+    loading.load(budget)
     if in_place:
         return obj_out
     value: Any = assemble(Leaf(path, part, carrier))
@@ -157,32 +147,3 @@ def _check_out(
             f"{contents.where}: {path} is of {entry.dtype}, obj_out of {out.dtype}; there is no "
             "cast to or from float4"
         )
-
-
-def _selected(
-    contents: Contents, path: str, entry: TensorEntry, selection: Selection, out: torch.Tensor
-) -> Iterator[Want]:
-    """Yield the chunks that hold selected elements; each sink moves its elements to ``out``."""
-    for axis in selection.dropped:
-        out = out.unsqueeze(axis)
-    payload, whole = entry.data, Region.whole(entry.shape)
-    if payload.nbytes <= INLINE_BYTES:
-        inline = memoryview(bytearray(inline_bytes(contents, path, payload)))
-        if out.numel():
-            index = tuple(slice(axis.start, axis.stop, axis.step) for axis in selection.axes)
-            fill(out, elements_of(entry, inline, whole)[index])
-        return
-    cells = contents.cells(path, entry)
-    digests = split_digests(contents.digests(payload, cells, path))
-    for number, source, target in selection.cells(cells):
-        cell, box = cells.region(number), out[target]
-
-        def sink(
-            raw: memoryview,
-            source: tuple[slice, ...] = source,
-            box: torch.Tensor = box,
-            cell: Region = cell,
-        ) -> None:
-            fill(box, elements_of(entry, raw, cell)[source])
-
-        yield Want(digests[number], cells.cell_bytes(number), sink, path)

@@ -1,9 +1,10 @@
-"""What part of a tensor an index names, and which cells of the grid it needs."""
+"""The elements of a tensor that an index selects, and the cells of the grid that hold them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from types import EllipsisType
 from typing import TypeAlias
 
@@ -18,8 +19,8 @@ class Selection:
     """The elements ``range(start, stop, step)`` of every axis.
 
     Attributes:
-        axes: One range an axis, none of a negative step.
-        dropped: The axes that an int was given for, which the result lacks.
+        axes: A range for each axis; steps are positive.
+        dropped: The axes that were indexed with an int, which the result lacks.
     """
 
     axes: tuple[range, ...]
@@ -27,18 +28,28 @@ class Selection:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The elements taken of each axis, dropped ones included."""
+        """How many elements are taken along each axis, dropped axes included."""
         return tuple(len(axis) for axis in self.axes)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.sizes)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the result."""
         return tuple(n for i, n in enumerate(self.sizes) if i not in self.dropped)
 
-    def cells(self, grid: Cells) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
-        """Yield the cells that hold selected elements, with the slices that move them.
+    def within(self, _whole: Region) -> tuple[slice, ...]:
+        """Return the slices that take the elements out of the whole tensor."""
+        return tuple(slice(axis.start, axis.stop, axis.step) for axis in self.axes)
 
-        Each as cell number, slices of the cell, slices of a result that has all axes.
+    def cells(self, grid: Cells) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
+        """Yield the cells that hold selected elements, with the slices to copy them.
+
+        Each item is the number of a cell, the slices of the cell, and the slices of a result that
+        has all axes.
         """
         if 0 in self.sizes:
             return
@@ -66,12 +77,12 @@ def _move(axis: range, offset: int, size: int) -> tuple[slice, slice] | None:
 
 
 def select(shape: tuple[int, ...], index: Index | None) -> Selection:
-    """Return what an index of ints, slices and ``...`` selects of a tensor.
+    """Return the selection that an index of ints, slices and ``...`` makes.
 
     Raises:
-        IndexError: Too many axes, or an int out of range.
+        IndexError: There are too many axes, or an int is out of range.
         TypeError: The index holds something else.
-        ValueError: A slice with a step below 1.
+        ValueError: A slice has a step below 1.
     """
     items = index if isinstance(index, tuple) else (Ellipsis if index is None else index,)
     gaps = sum(1 for item in items if item is Ellipsis)

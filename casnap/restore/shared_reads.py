@@ -1,11 +1,11 @@
-"""Reading by many ranks: each stored byte is read by one, and passed on to the others.
+"""Shared reads: one rank reads each stored byte and sends it to the other ranks that want it.
 
-Whoever receives a chunk proves it once more: it may have changed in memory, or on its way.
+A rank that receives a chunk verifies it again: the chunk may have changed in memory or on its way.
 
-What is dealt out are *units*, runs of a pack, so that nobody needs to know every chunk: rank 0
-hears which units are wanted, and says who reads each, and when. A reader is one of those who want
-the unit. What nobody else wants is not passed on, so a restore to the sharding of the take passes
-next to nothing. The rest goes in windows: while one is passed on, the next one is read.
+Reads are scheduled in *units*, runs of a pack, so that no rank needs to know every chunk. Rank 0
+gathers which units are wanted and assigns each unit to a rank that wants it, and to a window. A
+unit that only one rank wants is not sent at all, so a restore to the sharding of the take sends
+next to nothing. While the chunks of one window are sent, those of the next are read.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ _log = logging.getLogger("casnap")
 _LEAST_WINDOW, _LARGEST_WINDOW = 64 << 20, 256 << 20
 _WINDOW_PER_RANK = 4 << 20
 _UNIT_BYTES = 16 << 20
-# From here on it pays to copy on several threads.
+# From this size on, several threads copy faster than one.
 _BULK_BYTES = 8 << 20
 _REQUEST = Layout("<32sI")
 
 Unit: TypeAlias = tuple[bytes, int]
-"""A pack, and which run of it."""
+"""A pack, and the number of a run in it."""
 Units: TypeAlias = list[tuple[bytes, list[tuple[int, int]]]]
-"""For each pack, in order: which runs of it are wanted, and the bytes wanted of each."""
+"""For each pack, in order: the runs that are wanted, and how many bytes of each."""
 
 
 class Assignment(Struct, frozen=True, array_like=True, gc=False):
-    """Who reads a unit, and in which window."""
+    """The rank that reads a unit, and the window that the unit is sent in."""
 
     window: int
     reader: int
 
 
 class Schedule(Struct, frozen=True, array_like=True):
-    """Who reads what is passed on.
+    """Which rank reads which units for others.
 
     Attributes:
         windows: How many windows there are.
-        units: For each pack, the runs of it that are passed on; all others are read by whoever
-            wants them.
+        units: For each pack, the runs that are sent to other ranks. All other runs are read by
+            the one rank that wants them.
     """
 
     windows: int
@@ -68,7 +68,7 @@ class Schedule(Struct, frozen=True, array_like=True):
 
 
 class _Copy(NamedTuple):
-    """Where a chunk goes for another rank, and what says that it is there."""
+    """Where to put a chunk for another rank, and the byte that says it is there."""
 
     target: memoryview
     there: memoryview
@@ -87,14 +87,14 @@ def fetch_shared(
     Args:
         comm: The ranks; all call this.
         objects: Where to read from.
-        wants: What this rank wants, each with its length; may be nothing.
+        wants: The chunks that this rank wants, each with its length; may be empty.
         how: How this rank reads.
-        window: About how many bytes a rank receives at once, the same on all ranks. Twice its
-            share of that it keeps of what it reads for others.
+        window: About how many bytes a rank receives at once, the same on all ranks. A rank also
+            keeps twice its share of a window in buffers for other ranks.
 
     Raises:
-        DamagedError: Some chunks are missing or damaged, everywhere; all others were handed over.
-            It is raised on all ranks.
+        DamagedError: Some chunks have no whole place. All others were handed over. The error is
+            raised on all ranks.
     """
     if comm.size == 1:
         objects.fetch(wants, how)
@@ -113,7 +113,7 @@ def fetch_shared(
 def window_for(ranks: int) -> int:
     """Return about how many bytes a rank receives at once.
 
-    Few, since the memory is fresh each time, but enough for many ranks to read at once.
+    Small, since this memory is allocated for each call, but enough for many ranks to read at once.
     """
     return min(max(_LEAST_WINDOW, ranks * _WINDOW_PER_RANK), _LARGEST_WINDOW)
 
@@ -127,14 +127,14 @@ class _SharedFetch:
         self._comm = comm
         self._objects = objects
         self._how = how
-        # What has not been handed over yet.
+        # The wants that have not been handed over yet.
         self._left: dict[Digest, list[Want]] = {}
         for want in wants:
             self._left.setdefault(want.digest, []).append(want)
         self._slots: list[Slot] = []
 
     def fetch_the_rest(self) -> DamagedError | None:
-        """Read what did not come, alone: our index may be stale, or the chunks may be damaged."""
+        """Read chunks that did not arrive: the index may be stale, or the chunks damaged."""
         try:
             self._objects.fetch((w for wants in self._left.values() for w in wants), self._how)
         except DamagedError as e:
@@ -142,19 +142,19 @@ class _SharedFetch:
         return None
 
     def run(self, window: int) -> None:
-        """Read together whatever can be."""
-        # A rank reads so much for a window that all that it receives fits.
+        """Read together everything that the index places."""
+        # Each rank reads an equal share of a window, so that what a rank receives fits.
         share = max(window // self._comm.size, self._objects.config.chunk_size)
         by_unit = self._by_unit(min(share, _UNIT_BYTES))
         schedule = self._agree(by_unit, share, window)
-        asking, alone = self._sorted_out(by_unit, schedule)
+        requests, alone = self._split(by_unit, schedule)
         if not schedule.windows:
             self._read(alone, {}, {})
             return
-        asked = self._requests(asking)
-        most = max(sum(map(_room, set(lists))) for lists in asked)
+        requested = self._exchange_requests(requests)
+        most = max(sum(map(_room, set(lists))) for lists in requested)
         self._slots = [Slot(most) for _ in range(min(2, schedule.windows))] if most else []
-        incoming = max(self._incoming(lists) for lists in asking)
+        incoming = max(self._incoming(lists) for lists in requests)
         room = Slot(incoming).view if incoming else None
         with Crew() as crew:
             parts: list[Sequence[memoryview | bytes]] = []
@@ -163,21 +163,21 @@ class _SharedFetch:
                 own = alone[
                     i * len(alone) // schedule.windows : (i + 1) * len(alone) // schedule.windows
                 ]
-                own += asking[i][self._comm.rank]
-                parts.append(self._read_for_all(own, asked[i], i))
+                own += requests[i][self._comm.rank]
+                parts.append(self._read_for_all(own, requested[i], i))
 
             reading = crew.start(partial(read, 0))
             for i in range(schedule.windows):
                 crew.join(reading)
                 if i + 1 < schedule.windows:
                     reading = crew.start(partial(read, i + 1))
-                came = self._comm.all_to_all(parts.pop(0), room, proven=True)
-                self._receive(came, asking[i])
+                received = self._comm.all_to_all(parts.pop(0), room, proven=True)
+                self._receive(received, requests[i])
 
     # --- who reads what ---
 
     def _by_unit(self, nbytes: int) -> dict[Unit, list[Digest]]:
-        """Return the chunks to read by the units that they lie in, in order."""
+        """Return the chunks to read by their units, in order."""
         digests = list(self._left)
         places = self._objects.index.find(self._objects.view(), digests)
         by_unit: dict[Unit, list[Digest]] = {}
@@ -187,7 +187,7 @@ class _SharedFetch:
         return dict(sorted(by_unit.items()))
 
     def _agree(self, by_unit: dict[Unit, list[Digest]], share: int, window: int) -> Schedule:
-        """Agree on who reads what; ranks that want the same units say so once."""
+        """Agree on a schedule; of ranks that want the same units, one sends the list."""
         units = [
             (pack, [(n, sum(self._nbytes(d) for d in by_unit[pack, n])) for _, n in group])
             for pack, group in groupby(by_unit, key=itemgetter(0))
@@ -211,41 +211,46 @@ class _SharedFetch:
     def _nbytes(self, digest: Digest) -> int:
         return self._left[digest][0].nbytes
 
-    def _sorted_out(
+    def _split(
         self, by_unit: dict[Unit, list[Digest]], schedule: Schedule
     ) -> tuple[list[list[list[Digest]]], list[Digest]]:
-        """Return what to ask for, by window and reader, and what to read alone."""
-        turns = {(pack, n): turn for pack, runs in schedule.units for n, turn in runs.items()}
-        asking: list[list[list[Digest]]] = [
+        """Return the chunks to request, by window and reader, and those to read alone."""
+        assignments = {
+            (pack, n): assigned for pack, runs in schedule.units for n, assigned in runs.items()
+        }
+        requests: list[list[list[Digest]]] = [
             [[] for _ in range(self._comm.size)] for _ in range(schedule.windows)
         ]
         alone: list[Digest] = []
         for unit, digests in by_unit.items():
-            turn = turns.get(unit)
-            (alone if turn is None else asking[turn.window][turn.reader]).extend(digests)
-        for lists in asking:
+            assigned = assignments.get(unit)
+            if assigned is None:
+                alone += digests
+            else:
+                requests[assigned.window][assigned.reader] += digests
+        for lists in requests:
             for digests in lists:
-                # Who wants the same asks for it in the same words.
+                # Ranks that want the same chunks send equal requests.
                 digests.sort()
-        return asking, alone
+        return requests, alone
 
-    def _requests(self, asking: list[list[list[Digest]]]) -> list[list[bytes]]:
-        """Tell all readers what to read; return what we are asked for, by window and rank."""
+    def _exchange_requests(self, requests: list[list[list[Digest]]]) -> list[list[bytes]]:
+        """Send requests to all readers; return the requests to this rank, by window and rank."""
         mine = [
-            encode([self._request(lists[reader]) for lists in asking])
+            encode([self._request(lists[reader]) for lists in requests])
             for reader in range(self._comm.size)
         ]
-        mine[self._comm.rank] = encode([b""] * len(asking))
-        # Most ranks ask for the same.
+        mine[self._comm.rank] = encode([b""] * len(requests))
+        # Most requests are equal, so keep one copy.
         equal: dict[bytes, bytes] = {}
-        came = [
+        received = [
             [
                 equal.setdefault(text, text)
                 for text in msgspec.msgpack.decode(texts, type=list[bytes])
             ]
             for texts in self._comm.all_to_all(mine)
         ]
-        return [list(lists) for lists in zip(*came, strict=True)]
+        return [list(lists) for lists in zip(*received, strict=True)]
 
     def _request(self, digests: list[Digest]) -> bytes:
         return b"".join(_REQUEST.pack(digest, self._nbytes(digest)) for digest in digests)
@@ -253,14 +258,14 @@ class _SharedFetch:
     # --- reading ---
 
     def _read_for_all(
-        self, own: list[Digest], asked: list[bytes], number: int
+        self, own: list[Digest], requested: list[bytes], number: int
     ) -> list[memoryview | bytes]:
-        """Read a window; return what each rank is to be sent."""
+        """Read the chunks of a window; return what to send to each rank."""
         copies: defaultdict[Digest, list[_Copy]] = defaultdict(list)
         sizes: dict[Digest, int] = {}
         parts: dict[bytes, memoryview | bytes] = {b"": b""}
         start = 0
-        for text in sorted(set(asked) - {b""}):
+        for text in sorted(set(requested) - {b""}):
             part = self._slots[number % 2].view[start : start + _room(text)]
             start += len(part)
             parts[text] = part
@@ -272,7 +277,7 @@ class _SharedFetch:
                 copies[digest].append(_Copy(part[at : at + nbytes], there[i : i + 1]))
                 at += nbytes
         self._read(own, copies, sizes)
-        return [parts[text] for text in asked]
+        return [parts[text] for text in requested]
 
     def _read(
         self,
@@ -280,7 +285,7 @@ class _SharedFetch:
         copies: Mapping[Digest, list[_Copy]],
         sizes: Mapping[Digest, int],
     ) -> None:
-        """Read chunks, for this rank and for copies; what is damaged is left out."""
+        """Read chunks for this rank and others; damaged chunks are left out."""
         mine = set(own)
         wants = [
             Want(
@@ -291,7 +296,7 @@ class _SharedFetch:
             )
             for digest in [*own, *(copies.keys() - mine)]
         ]
-        # Whoever wants them finds out that they did not come.
+        # A rank that wants a damaged chunk notices that it did not arrive.
         with suppress(DamagedError):
             self._objects.fetch(wants, self._how)
 
@@ -312,21 +317,21 @@ class _SharedFetch:
         theirs = (d for reader, ds in enumerate(lists) if reader != self._comm.rank for d in ds)
         return sum(self._nbytes(digest) + 1 for digest in theirs)
 
-    def _receive(self, came: list[memoryview], asking: list[list[Digest]]) -> None:
-        """Prove what other ranks have read, laid out as we asked for it, and hand it over.
+    def _receive(self, received: list[memoryview], requests: list[list[Digest]]) -> None:
+        """Verify the chunks that other ranks sent, in the order of the requests; hand them over.
 
-        What does not fit its digest is left to be read alone.
+        A chunk that does not have its digest is read again by this rank.
         """
         chunks: list[tuple[Digest, memoryview]] = []
-        for reader, digests in enumerate(asking):
+        for reader, digests in enumerate(requests):
             if reader == self._comm.rank or not digests:
                 continue
-            there = came[reader][len(came[reader]) - len(digests) :]
+            there = received[reader][len(received[reader]) - len(digests) :]
             at = 0
             for i, digest in enumerate(digests):
                 nbytes = self._nbytes(digest)
                 if there[i]:
-                    chunks.append((digest, came[reader][at : at + nbytes]))
+                    chunks.append((digest, received[reader][at : at + nbytes]))
                 at += nbytes
         threads = min(cores(), 4) if sum(len(raw) for _, raw in chunks) >= _BULK_BYTES else 1
         with Crew() as crew:
@@ -338,8 +343,8 @@ class _SharedFetch:
                         self._hand_over(digest, True, (), raw)
                     else:
                         _log.warning(
-                            "chunk %s came damaged from another rank and is read anew: a network "
-                            "card or some memory may be at fault",
+                            "chunk %s came damaged from another rank and is read again: a network "
+                            "card or some memory may be faulty",
                             digest.hex(),
                         )
 
@@ -348,7 +353,7 @@ class _SharedFetch:
 
 
 def _room(text: bytes) -> int:
-    """Return how many bytes the answer to a request has: the chunks, and which are there."""
+    """Return the bytes of the answer to a request: the chunks, and a byte for each."""
     return sum(nbytes + 1 for _, nbytes in _REQUEST.iter_unpack(text))
 
 
@@ -358,11 +363,10 @@ def _room(text: bytes) -> int:
 def schedule_reads(
     wanted: Sequence[tuple[list[int], Units]], size: int, share: int, window: int
 ) -> Schedule:
-    """Say who reads what is wanted by several ranks, and in which window.
+    """Assign the units that several ranks want to readers and windows.
 
     Args:
-        wanted: Some ranks, each time with what each of them wants; different lists for different
-            ranks.
+        wanted: Groups of ranks, each with the units that all ranks of the group want.
         size: The number of ranks.
         share: About how many bytes a rank reads for others in a window.
         window: About how many bytes a rank receives in a window.
@@ -377,7 +381,7 @@ def schedule_reads(
         by_lists[tuple([i for i, _ in named])].append(unit)
     load = [0] * size
     readers: dict[Unit, int] = {}
-    # Those with the smallest choice choose first.
+    # Units that few ranks want are assigned first.
     for lists in sorted(by_lists, key=lambda lists: sum(len(wanted[i][0]) for i in lists)):
         heap = [(load[rank], rank) for i in lists for rank in wanted[i][0]]
         heapify(heap)
@@ -389,20 +393,20 @@ def schedule_reads(
     windows = _Windows(size, share, len(wanted), window)
     schedule: defaultdict[bytes, dict[int, Assignment]] = defaultdict(dict)
     for unit in sorted(readers):
-        turn = Assignment(windows.place(readers[unit], by_unit[unit]), readers[unit])
-        schedule[unit[0]][unit[1]] = turn
+        assigned = Assignment(windows.place(readers[unit], by_unit[unit]), readers[unit])
+        schedule[unit[0]][unit[1]] = assigned
     return Schedule(windows.count, list(schedule.items()))
 
 
 def _least_loaded(heap: list[tuple[int, int]], load: list[int]) -> int:
-    """Return the rank with the least load, of some that are in a heap by an earlier load."""
+    """Return the rank with the least load; the heap may hold older loads."""
     while load[heap[0][1]] != heap[0][0]:
         heapreplace(heap, (load[heap[0][1]], heap[0][1]))
     return heap[0][1]
 
 
 class _Windows:
-    """Puts units into windows, in order, so that no rank reads or receives too much in one.
+    """Assigns units to windows, in order, so that no rank reads or receives too much in one.
 
     Attributes:
         count: How many windows there are so far.
@@ -411,13 +415,13 @@ class _Windows:
     def __init__(self, readers: int, share: int, lists: int, window: int) -> None:
         self.count = 0
         self._lists = readers
-        # Of each reader, then of each list: its last window, what is in there, what may be.
+        # For each reader, then for each list: its last window, the bytes in it, and the limit.
         self._last = [0] * (readers + lists)
         self._filled = [0] * (readers + lists)
         self._bounds = [share] * readers + [window] * lists
 
     def place(self, reader: int, lists: list[tuple[int, int]]) -> int:
-        """Return a window for a unit that some lists name, each with its bytes."""
+        """Return the window for a unit, given the lists that want it and their bytes."""
         last, filled, bounds = self._last, self._filled, self._bounds
         adds = [(self._lists + i, nbytes) for i, nbytes in lists]
         adds.append((reader, sum([nbytes for _, nbytes in lists])))

@@ -1,4 +1,4 @@
-"""Containers: the kinds there are, how one is opened into its elements, and built again.
+"""Containers: their kinds, how they are opened into elements, and how they are built again.
 
 A path component is ``str(key)`` with ``%`` as ``%25``, ``/`` as ``%2F`` and a lone surrogate as
 ``%uD800``. Where two keys of one dict would share a component, the one that is no str ends in
@@ -33,12 +33,12 @@ from casnap.state.values import (
 
 
 class _Keys(Struct, frozen=True, array_like=True):
-    """Of a dict of any kind.
+    """The spec of a dict of any kind.
 
     Attributes:
-        keys: In order.
-        factory: Name of a defaultdict's factory.
-        metadata: What nn.Module hangs on its state dict: prefix → version and the like.
+        keys: The keys in order.
+        factory: The name of a defaultdict's factory.
+        metadata: The metadata that nn.Module adds to its state dict: prefix → version and the like.
     """
 
     keys: list[Key]
@@ -104,7 +104,7 @@ def _components(path: str, keys: Sequence[object]) -> list[str]:
     for i, key in enumerate(keys):
         if times[components[i]] > 1 and type(key) is not str:
             typed = f"{components[i]}%{type(key).__name__}"
-            # Only NaNs can share component and type.
+            # Only NaNs can share both name and type.
             components[i] = next(
                 s for n in count_from(1) if (s := typed if n == 1 else f"{typed}%{n}") not in taken
             )
@@ -116,7 +116,7 @@ def _components(path: str, keys: Sequence[object]) -> list[str]:
 
 
 class Opened(NamedTuple):
-    """A container, opened."""
+    """A container opened: its kind, its elements, and how to make its spec."""
 
     kind: str
     components: Iterable[str]
@@ -127,21 +127,16 @@ class Opened(NamedTuple):
 _Opener: TypeAlias = Callable[[str, Any], Opened | None]
 
 
-def _open_dict(path: str, value: Any) -> Opened:
+def _open_mapping(path: str, value: Any) -> Opened:
+    kind = type(value).__name__
     keys, children = list(value), list(value.values())
-    return Opened(
-        "dict", _components(path, keys), children, lambda: _Keys(_encode_keys(path, keys))
-    )
 
+    def spec() -> _Keys:
+        factory = _factory_name(path, value.default_factory) if kind == "defaultdict" else None
+        metadata = _metadata_of(value) if kind == "OrderedDict" else None
+        return _Keys(_encode_keys(path, keys), factory, metadata)
 
-def _open_ordered(path: str, value: Any) -> Opened:
-    keys, children = list(value), list(value.values())
-    return Opened(
-        "OrderedDict",
-        _components(path, keys),
-        children,
-        lambda: _Keys(_encode_keys(path, keys), metadata=_metadata_of(value)),
-    )
+    return Opened(kind, _components(path, keys), children, spec)
 
 
 def _metadata_of(value: Any) -> dict[str, Any] | None:
@@ -162,25 +157,15 @@ def _metadata_of(value: Any) -> dict[str, Any] | None:
 
 
 def _named_as_keys(metadata: dict[str, Any], keys: Iterable[Any]) -> dict[str, Any]:
-    """Return torch's metadata by the names that the keys have.
+    """Return torch's metadata under the names of the keys.
 
-    ``get_state_dict`` takes the ``module.`` of DDP off the keys, but leaves it in here.
+    ``get_state_dict`` removes the ``module.`` of DDP from the keys, but not from the metadata.
     """
     wrapped = all(name in ("", "module") or name.startswith("module.") for name in metadata)
     if not wrapped or "module" not in metadata or any(str(k).startswith("module.") for k in keys):
         return metadata
     inner = [(name[len("module.") :], local) for name, local in metadata.items() if name]
     return dict(inner)
-
-
-def _open_default(path: str, value: Any) -> Opened:
-    keys, children = list(value), list(value.values())
-    return Opened(
-        "defaultdict",
-        _components(path, keys),
-        children,
-        lambda: _Keys(_encode_keys(path, keys), _factory_name(path, value.default_factory)),
-    )
 
 
 def _factory_name(path: str, factory: object) -> str | None:
@@ -193,24 +178,15 @@ def _factory_name(path: str, factory: object) -> str | None:
     return name
 
 
-def _open_counter(path: str, value: Any) -> Opened:
-    return _open_dict(path, value)._replace(kind="Counter")
-
-
-def _open_sequence(path: str, value: Any) -> Opened | None:
+def _open_collection(path: str, value: Any) -> Opened | None:
     if is_packable(value):
         return None
-    return Opened(type(value).__name__, map(str, range(len(value))), list(value))
+    children = stable_order(value) if isinstance(value, set | frozenset) else list(value)
+    return Opened(type(value).__name__, map(str, range(len(value))), children)
 
 
 def _open_size(path: str, value: Any) -> Opened:
     return Opened("size", map(str, range(len(value))), list(value))
-
-
-def _open_set(path: str, value: Any) -> Opened | None:
-    if is_packable(value):
-        return None
-    return Opened(type(value).__name__, map(str, range(len(value))), stable_order(value))
 
 
 def _open_deque(path: str, value: Any) -> Opened:
@@ -226,13 +202,13 @@ def _open_namedtuple(path: str, value: Any) -> Opened:
 
 
 def open_sparse(path: str, value: torch.Tensor) -> Opened | None:
-    """Return a sparse tensor as a container of its parts, or None where it is of no such layout."""
+    """Return a sparse tensor as a container of its parts; None for other layouts."""
     kind, parts = _SPARSE.get(value.layout, ("", ()))
     if not kind or value.is_nested:
         return None
     plain = value.detach()
     is_coo = kind == "sparse_coo"
-    # An uncoalesced tensor answers under the private names alone.
+    # An uncoalesced tensor has only the private names.
     children = [getattr(plain, f"_{part}" if is_coo else part)() for part in parts]
     spec = _Sparse(
         tuple(value.shape),
@@ -244,14 +220,8 @@ def open_sparse(path: str, value: torch.Tensor) -> Opened | None:
 
 
 _OPENERS: dict[type, _Opener] = {
-    dict: _open_dict,
-    OrderedDict: _open_ordered,
-    defaultdict: _open_default,
-    Counter: _open_counter,
-    list: _open_sequence,
-    tuple: _open_sequence,
-    set: _open_set,
-    frozenset: _open_set,
+    **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), _open_mapping),
+    **dict.fromkeys((list, tuple, set, frozenset), _open_collection),
     deque: _open_deque,
     torch.Size: _open_size,
 }
@@ -286,10 +256,10 @@ def _are_fields(fields: Sequence[object]) -> bool:
 
 
 def open_container(path: str, value: Any) -> Opened | None:
-    """Return a container's elements and their components, or None where a value is a leaf.
+    """Return a container opened, or None if the value is a leaf.
 
     Raises:
-        UnsupportedTypeError: A container that cannot be stored.
+        UnsupportedTypeError: The container cannot be stored.
     """
     opener = _OPENERS.get(type(value))
     if opener is not None:
@@ -307,7 +277,7 @@ def container_builder(path: str, entry: ContainerEntry, spec: bytes) -> tuple[It
 
     Raises:
         DamagedError: The spec is not what was written.
-        UnsupportedFormatError: The kind is one that a newer version wrote.
+        UnsupportedFormatError: A newer version wrote this kind of container.
     """
     reader = _READERS.get(entry.kind)
     if reader is None:
@@ -376,7 +346,7 @@ def _read_namedtuple(what: str, entry: ContainerEntry, data: bytes) -> tuple[lis
     spec = decode(data, _Named, what)
 
     def build(children: list[Any]) -> Any:
-        # tuple.__new__ runs no code of a class that the store, not the caller, has named.
+        # tuple.__new__ runs no code of the class, which the store names, not the caller.
         return tuple.__new__(_namedtuple_class(spec), children)
 
     return _components(what, spec.fields), build
@@ -394,8 +364,8 @@ def _namedtuple_class(spec: _Named) -> Any:
 def _fresh_namedtuple(spec: _Named) -> Any:
     name = spec.name.rpartition(".")[2]
     if not _are_fields(spec.fields):
-        raise ValueError(f"{spec.fields[:20]} are no fields of a namedtuple")
-    # Renamed fields, as "_1" is, get the same names again.
+        raise ValueError(f"{spec.fields[:20]} cannot be fields of a namedtuple")
+    # Fields that were renamed, like "_1", get the same names again.
     made = namedtuple(name, spec.fields, module=spec.module, rename=True)  # type: ignore[misc]
     if made._fields != spec.fields:
         raise UnsupportedTypeError(
@@ -411,7 +381,7 @@ def _read_sparse(what: str, entry: ContainerEntry, data: bytes) -> tuple[list[st
 
     def build(children: list[Any]) -> Any:
         if not all(isinstance(child, torch.Tensor) for child in children):
-            raise TypeError("a part of a sparse tensor is no tensor")
+            raise TypeError("a part of a sparse tensor is not a tensor")
         if layout is torch.sparse_coo:
             indices, values = children
             tensor = torch.sparse_coo_tensor(

@@ -1,4 +1,4 @@
-"""GPUs: waiting for what was begun there, pinned memory, side streams."""
+"""GPUs: synchronization, pinned memory, side streams."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from casnap.runtime.buffers import Slot
 
 
 def synchronize(contents: Iterable[object]) -> None:
-    """Wait for what the calling thread has begun on the devices of these tensors."""
+    """Wait for the work of the calling thread on the devices of these tensors."""
     for device in _devices(contents):
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         elif (module := getattr(torch, device.type, None)) is not None:
-            # Of other accelerators casnap knows no streams: all that they do ends.
+            # casnap does not know the streams of other accelerators, so it waits for all work.
             getattr(module, "synchronize", lambda: None)()
 
 
 def synchronize_workers(contents: Iterable[object]) -> None:
-    """Wait for what threads of casnap have begun on the GPUs of these tensors."""
+    """Wait for the work of casnap's threads on the GPUs of these tensors."""
     for device in _devices(contents):
         if device.type == "cuda":
             torch.cuda.default_stream(device).synchronize()
@@ -34,12 +34,12 @@ def _devices(contents: Iterable[object]) -> set[torch.device]:
 
 
 def pin(slot: Slot, device: torch.device) -> None:
-    """Have the driver of GPUs know a slot, so that copies from and to it need no detour.
+    """Register a slot as pinned memory, so that the GPU driver copies directly from and to it.
 
     Args:
         slot: The slot.
-        device: A GPU that this process uses. The slot serves all, but a thread that names none
-            would begin to use the first.
+        device: A GPU that this process uses. The slot then serves all GPUs, but without a device
+            torch would also initialise the first one.
     """
     if slot.unpin is None:
         address = buffers.address_of(slot.view)
@@ -53,7 +53,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that casnap copies on beside the caller's work."""
+    """Return casnap's own stream for copies, beside the stream of the caller."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return _streams[device]

@@ -1,8 +1,8 @@
-"""A state as leaves with paths, and back.
+"""Flattening a state into leaves with paths, and building it again.
 
 A container becomes a :class:`~casnap.format.entries.ContainerEntry`, whose spec holds the keys in
-their order, and below its path the leaves of its elements. Both ways walk with a stack of their
-own, so depth costs no recursion.
+order. The leaves of its elements follow, below its path. Both directions keep their own stack, so
+deep states do not hit the recursion limit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from casnap.errors import CasnapError, DamagedError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Payload, TensorEntry, ValueEntry
 from casnap.format.records import encode
+from casnap.format.region import Region
 from casnap.state.containers import (
     Build,
     Opened,
@@ -29,7 +30,7 @@ from casnap.state.sharded import Shards, shards_of
 from casnap.state.tensors import Leaf, NoValuesError, assemble, describe, is_fillable
 from casnap.state.values import DECODE_ERRORS, decode_value, encode_value
 
-__all__ = ["Leaf", "component_of", "flatten", "inflate", "shard_targets", "tensor_targets"]
+__all__ = ["Leaf", "component_of", "fill_targets", "flatten", "inflate"]
 
 MAX_NESTING = 1000
 
@@ -37,7 +38,7 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _walk(value: Any, path: str, *, sparse: bool) -> Iterator[tuple[str, Any, Opened | None]]:
-    """Yield everything in a state in preorder; containers with what they hold."""
+    """Yield everything in a state in preorder; containers opened."""
     stack: list[tuple[int, Iterator[tuple[str, Any]]]] = [(0, iter(((path, value),)))]
     above: set[int] = set()
     strided = torch.strided
@@ -76,11 +77,11 @@ def _check_nesting(path: str, value: object, above: set[int]) -> None:
 
 
 def flatten(value: Any, path: str, *, allow_pickle: bool = False) -> Iterator[Leaf]:
-    """Yield the leaves of a state: each container, then what it holds.
+    """Yield the leaves of a state: each container, then its elements.
 
     Args:
         value: Tensors, numpy arrays, plain values and containers of those.
-        path: Where it stands; the paths of all leaves begin with it.
+        path: Its path; the paths of all leaves begin with it.
         allow_pickle: Whether to pickle values that have no safe encoding.
 
     Raises:
@@ -122,39 +123,29 @@ def _array_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:
     return _value_leaf(path, value, allow_pickle)
 
 
-def tensor_targets(value: Any, path: str) -> dict[str, torch.Tensor]:
+def fill_targets(value: Any, path: str) -> dict[str, Shards]:
     """Return the tensors of a live state that can be filled in place, by path.
 
-    Those that are quantized, sparse, expanded, on the meta device, views with a pending
-    conjugation or negation, or of a subclass are left out, and so is all that is no tensor.
+    An ordinary tensor is one shard. Tensors that are quantized, sparse, expanded, on the meta
+    device, views with a pending conjugation or negation, or of other subclasses are left out.
 
     Raises:
-        UnsupportedTypeError: A container refers to itself.
+        UnsupportedTypeError: A container refers to itself, or the placements of a sharded tensor
+            do not determine which elements this rank holds.
     """
-    return {
-        where: child
-        for where, child, node in _walk(value, path, sparse=False)
-        if node is None and type(child) in _TENSORS and is_fillable(child)
-    }
-
-
-def shard_targets(value: Any, path: str) -> dict[str, Shards]:
-    """Return the sharded tensors of a live state whose parts can be filled in place, by path.
-
-    Raises:
-        UnsupportedTypeError: A container refers to itself, or nobody can tell which elements of a
-            sharded tensor this rank holds.
-    """
-    found = (
-        (where, shards_of(where, child))
-        for where, child, node in _walk(value, path, sparse=False)
-        if node is None and isinstance(child, torch.Tensor) and type(child) not in _TENSORS
-    )
-    return {
-        where: shards
-        for where, shards in found
-        if shards is not None and all(map(_is_fillable_part, shards.tensors))
-    }
+    targets: dict[str, Shards] = {}
+    for where, child, node in _walk(value, path, sparse=False):
+        if node is not None or not isinstance(child, torch.Tensor):
+            continue
+        if type(child) in _TENSORS:
+            if is_fillable(child):
+                shape = tuple(child.shape)
+                targets[where] = Shards(shape, (Region.whole(shape),), (child,), child)
+        else:
+            shards = shards_of(where, child)
+            if shards is not None and all(map(_is_fillable_part, shards.tensors)):
+                targets[where] = shards
+    return targets
 
 
 def _is_fillable_part(part: torch.Tensor) -> bool:
@@ -177,14 +168,14 @@ def inflate(path: str, leaves: Mapping[str, Leaf], *, allow_pickle: bool = False
     """Return the state that was flattened.
 
     Args:
-        path: Its root.
-        leaves: By path; what is not below the root does not matter.
-        allow_pickle: Whether to unpickle what was pickled. Only for a trusted store.
+        path: The path of the state.
+        leaves: The leaves by path; other paths are ignored.
+        allow_pickle: Whether to unpickle pickled values. Only for a trusted store.
 
     Raises:
         DamagedError: Leaves are missing or contradict each other.
-        UnsupportedTypeError: A value needs a class, or a permission, that is not there.
-        UnsupportedFormatError: A kind of entry that a newer version wrote.
+        UnsupportedTypeError: A value needs a class that is not imported, or ``allow_pickle``.
+        UnsupportedFormatError: An entry is of a kind that a newer version wrote.
     """
     stack = [_Frame(path, lambda children: children[0], iter((path,)), [])]
     while True:

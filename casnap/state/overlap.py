@@ -1,8 +1,8 @@
-"""Tensors of a live state that share memory: which they are, and whether a state agrees with that.
+"""Tensors of a live state that share memory, and filling them in place.
 
-A snapshot holds tied weights and views as tensors like any others. To fill two of them in place
-is right only where their new contents agree on what they share. The same goes for one tensor whose
-elements share memory, as after ``unfold``.
+A snapshot holds tied weights and views like any other tensors. Two of them may be filled in place
+only if their new contents agree on the shared memory. The same is true of one tensor whose elements
+share memory, as after ``unfold``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Name = TypeVar("Name", bound=tuple[str, int])
 def conflicting_groups(
     tensors: Mapping[Name, torch.Tensor], content: Callable[[Name], object]
 ) -> list[list[Name]]:
-    """Return the groups of tensors that share memory and may not agree on it.
+    """Return the groups of tensors that share memory and whose new contents may conflict.
 
     Args:
-        tensors: By name.
-        content: What a tensor of that name will be given, to be compared with ``==``.
+        tensors: The tensors by name.
+        content: Returns the new content of the tensor of a name, to be compared with ``==``.
     """
     spans = []
     for name, t in tensors.items():
@@ -54,14 +54,14 @@ def conflicting_groups(
 
 
 def end_address(tensor: torch.Tensor) -> int:
-    """Return the address right behind the last element of a tensor that has any."""
+    """Return the address right behind the last element of a tensor that is not empty."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((n - 1) * stride for n, stride in steps)
     return tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Tell whether two elements of a strided tensor may share memory; if in doubt, they may."""
+    """Whether two elements of a strided tensor may share memory; True if in doubt."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
     reach = 0
@@ -73,7 +73,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def fill_shared_memory(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
-    """Copy new contents into tensors that share memory; return whether all agree with that.
+    """Copy new contents into tensors that share memory; return whether each holds its own then.
 
     Args:
         pairs: Tensors, each with its new content.
@@ -84,14 +84,14 @@ def fill_shared_memory(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
         if isinstance(content, torch.Tensor)
     ]
     for target, content in both:
-        # Torch refuses to write an expanded element more than once.
+        # Torch refuses to write an expanded element more than once, so write its first copy.
         once = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
         fill(target[once], content[once])
     return all(_same_bytes(target, content) for target, content in both)
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # Bytes, since NaNs are not equal to themselves.
+    # Compare bytes, since NaNs are not equal to themselves.
     flat_a, flat_b = (
         t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         for t in (a, b.to(a.device))

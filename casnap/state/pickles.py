@@ -1,8 +1,8 @@
-"""Pickles, followed without running any of them.
+"""Following a pickle without running it.
 
 A pickle is a program. This machine follows the opcodes that ``torch.save`` writes and
-``torch.load(weights_only=True)`` knows, but calls nothing: of each call it keeps the name and the
-arguments.
+``torch.load(weights_only=True)`` reads, but it calls nothing: it records the name and the arguments
+of each call.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from functools import partial
 from typing import Any, TypeAlias
 
 MAX_DEPTH = 1000
-"""Tuples nested deeper can overflow the stack when they are hashed."""
+"""Hashing a tuple that is nested deeper can overflow the stack."""
 
 
 class RefusedError(ValueError):
-    """Not what ``torch.save`` writes, or more than may be read unasked."""
+    """A pickle is not one of ``torch.save``, or does something that needs permission."""
 
 
 class Term:
-    """A value other than a plain one.
+    """A value in a pickle that is not plain.
 
     Attributes:
         kind: ``tuple``, ``list``, ``dict``, ``global``, ``call`` or ``storage``.
-        name: Of a global; of a call, that of what is called.
-        parts: The elements; keys and values in turn; the arguments.
-        size: About the bytes that a copy takes; of a call, of what it gives.
-        weight: Of a tuple, how much is hashed with it.
-        depth: Of a tuple, how many are nested.
+        name: The name of a global, or of the function that a call calls.
+        parts: The elements; the keys and values in turn; the arguments of a call.
+        size: About how many bytes a copy takes; for a call, a copy of its result.
+        weight: For a tuple, how many values are hashed with it.
+        depth: For a tuple, how deep tuples are nested.
     """
 
     __slots__ = ("depth", "kind", "name", "parts", "size", "weight")
@@ -70,14 +70,14 @@ class PickleMachine:
     """Follows a pickle.
 
     Args:
-        data: Where it stands.
-        at: Where it begins.
+        data: The bytes that hold the pickle.
+        at: Where the pickle begins.
         budget: How many bytes its values may take.
         inspector: Called before each step: with ``call``, ``new``, ``build`` or ``item`` and the
             call, or with ``storage``. It may refuse the step, and may spend.
 
     Attributes:
-        at: Where the next opcode stands; after :meth:`run`, where the pickle ends.
+        at: The position of the next opcode; after :meth:`run`, the end of the pickle.
         calls: All calls, in order.
     """
 
@@ -101,24 +101,24 @@ class PickleMachine:
         """Return the value of the pickle.
 
         Raises:
-            RefusedError: It has an opcode that torch.save does not write, takes more than its
-                budget, or the inspector refused something.
+            RefusedError: The pickle has an opcode that torch.save does not write, takes more than
+                its budget, or the inspector refused a step.
         """
         try:
             while (opcode := self._read(1)) != b".":
                 step = _STEPS.get(opcode)
                 if step is None:
-                    raise RefusedError(f"the opcode {opcode!r} is none that torch.save writes")
+                    raise RefusedError(f"torch.save does not write the opcode {opcode!r}")
                 step(self)
             return self._stack.pop()
         except (IndexError, KeyError, struct.error, UnicodeDecodeError) as e:
             raise RefusedError(f"its pickle is damaged: {e!r}") from e
 
     def spend(self, nbytes: float) -> None:
-        """Count memory that loading takes.
+        """Count memory that loading the pickle takes.
 
         Raises:
-            RefusedError: It is more than there may be.
+            RefusedError: The budget is spent.
         """
         self._left -= nbytes
         if self._left < 0:
@@ -143,7 +143,10 @@ class PickleMachine:
         self.spend(nbytes)
         self._stack.append(value)
 
-    def _pop_mark(self) -> list[Any]:
+    def _pop(self, count: int | None) -> list[Any]:
+        """Take some values off the stack, or all since the last mark."""
+        if count is not None:
+            return [self._stack.pop() for _ in range(count)][::-1]
         items = self._stack
         self._stack = self._marks.pop()
         return items
@@ -186,10 +189,7 @@ class PickleMachine:
         self._push(Term(kind), 160)
 
     def _do_tuple_of(self, count: int | None) -> None:
-        if count is None:
-            parts = self._pop_mark()
-        else:
-            parts = [self._stack.pop() for _ in range(count)][::-1]
+        parts = self._pop(count)
         term = Term("tuple", parts=parts)
         term.weight = 1 + sum(map(_weight_of, parts))
         term.depth = 1 + max((p.depth for p in parts if isinstance(p, Term)), default=0)
@@ -198,18 +198,11 @@ class PickleMachine:
         term.size = 56 + 8 * term.weight
         self._push(term, term.size + 100)
 
-    def _do_append(self) -> None:
-        self._add([self._stack.pop()], ("list",), 1)
+    def _do_append(self, count: int | None) -> None:
+        self._add(self._pop(count), ("list",), 1)
 
-    def _do_appends(self) -> None:
-        self._add(self._pop_mark(), ("list",), 1)
-
-    def _do_set_item(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._add([key, value], ("dict", "call"), 2)
-
-    def _do_set_items(self) -> None:
-        self._add(self._pop_mark(), ("dict", "call"), 2)
+    def _do_set_items(self, count: int | None) -> None:
+        self._add(self._pop(count), ("dict", "call"), 2)
 
     def _add(self, items: list[Any], kinds: tuple[str, ...], width: int) -> None:
         target = self._stack[-1]
@@ -283,10 +276,10 @@ _STEPS: dict[bytes, Callable[[PickleMachine], None]] = {
     b"\x86": partial(PickleMachine._do_tuple_of, count=2),
     b"\x87": partial(PickleMachine._do_tuple_of, count=3),
     b"t": partial(PickleMachine._do_tuple_of, count=None),
-    b"a": PickleMachine._do_append,
-    b"e": PickleMachine._do_appends,
-    b"s": PickleMachine._do_set_item,
-    b"u": PickleMachine._do_set_items,
+    b"a": partial(PickleMachine._do_append, count=1),
+    b"e": partial(PickleMachine._do_append, count=None),
+    b"s": partial(PickleMachine._do_set_items, count=2),
+    b"u": partial(PickleMachine._do_set_items, count=None),
     b"c": PickleMachine._do_find_global,
     b"Q": PickleMachine._do_storage,
     b"R": partial(PickleMachine._do_call, verb="call"),

@@ -1,8 +1,8 @@
-"""What this rank holds of a sharded tensor: boxes of the global one, and the memory of each.
+"""Sharded tensors: the boxes of the global tensor that this rank holds, and their memory.
 
-Where the parts of a DTensor lie is worked out here from its placements, as runs of indices along
-each axis. (torch's own answer is the first index of each axis alone, which is not enough where a
-rank holds several runs, and it makes a tensor of all indices on the way.)
+The boxes of a DTensor are computed here from its placements, as runs of indices along each axis.
+(torch gives only the first index of each axis, which is not enough if a rank holds several runs,
+and makes a tensor of all indices on the way.)
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from casnap.format.region import Region
 
 
 class Shards(NamedTuple):
-    """What this rank holds of a sharded tensor.
+    """What this rank holds of a tensor.
 
     Attributes:
         shape: The global shape.
-        boxes: Where in the global tensor the parts lie; none is empty.
-        tensors: The parts, one a box: views of the live memory, detached.
-        value: The sharded tensor itself.
+        boxes: Where in the global tensor the shards lie; none of a sharded tensor is empty.
+        tensors: The shards, one a box: views of the live memory.
+        value: The tensor itself.
     """
 
     shape: tuple[int, ...]
@@ -35,8 +35,13 @@ class Shards(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
     value: torch.Tensor
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the tensor is a DTensor or ShardedTensor."""
+        return type(self.value) not in (torch.Tensor, torch.nn.Parameter)
 
-_Run: TypeAlias = tuple[int, int]  # from, to
+
+_Run: TypeAlias = tuple[int, int]  # start, stop
 _Axis: TypeAlias = list[_Run]  # indices into the global tensor, in the order of the local one
 
 
@@ -44,11 +49,11 @@ class _Split(NamedTuple):
     """How one axis of a mesh splits one axis of a tensor.
 
     Attributes:
-        axis: The tensor's axis.
-        shards: Into how many.
-        which: The one of this rank.
-        factor: Into how many pieces the axis is cut first, each of which is then split; a shard is
-            then a part of every piece. None where it is split as it is.
+        axis: The axis of the tensor.
+        shards: The number of shards.
+        which: The number of this rank's shard.
+        factor: Into how many pieces the axis is cut before each piece is split; a shard is then a
+            part of every piece. None if the axis is split as a whole.
     """
 
     axis: int
@@ -65,7 +70,7 @@ def shards_of(path: str, value: object) -> Shards | None:
         value: Anything.
 
     Raises:
-        UnsupportedTypeError: Nobody can tell which elements of it this rank holds.
+        UnsupportedTypeError: The placements do not determine which elements this rank holds.
     """
     if not isinstance(value, torch.Tensor):
         return None
@@ -78,7 +83,7 @@ def shards_of(path: str, value: object) -> Shards | None:
 
 
 def holders_of(value: torch.Tensor) -> tuple[int, ...]:
-    """Return the ranks that hold a sharded tensor together: those of its mesh or group."""
+    """Return the ranks that hold a sharded tensor: those of its mesh or group."""
     mesh: Any = getattr(value, "device_mesh", None)
     if mesh is not None:
         return tuple(sorted(mesh.mesh.flatten().tolist()))
@@ -87,12 +92,12 @@ def holders_of(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def without_torch_function() -> AbstractContextManager[object]:
-    """Look at tensors as what they are, past ShardedTensor's warning that it is deprecated."""
+    """Bypass ``__torch_function__``: ShardedTensor's warns that the class is deprecated."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def _is_a(value: object, name: str, *modules: str) -> bool:
-    # Whoever has such a value has imported these; nobody else should pay for that.
+    # A program with such a value has imported the module, so there is no need to import it here.
     classes = (getattr(sys.modules.get(module), name, None) for module in modules)
     return any(type(value) is c for c in classes if c is not None)
 
@@ -122,7 +127,7 @@ def _of_pieces(
         if len(box.sizes) != len(shape) or box != box.intersect(Region.whole(shape)):
             raise UnsupportedTypeError(
                 f"{path}: a shard of shape {box.sizes} at {box.offsets} does not lie inside of "
-                f"its tensor of shape {shape}; make the tensor anew with the true offsets"
+                f"its tensor of shape {shape}; create the tensor with the true offsets"
             )
     return _shards(value, held)
 
@@ -160,7 +165,7 @@ def _of_dtensor(path: str, value: Any) -> Shards:
 
 
 def _splits(path: str, value: Any, coordinate: Sequence[int] | None) -> dict[int, _Split]:
-    """Return how each axis of the mesh splits the tensor, less those along which it is the same."""
+    """Return how each axis of the mesh splits the tensor, without axes of replicas."""
     splits = {}
     for i, placement in enumerate(value.placements):
         if placement.is_partial():
@@ -179,7 +184,7 @@ def _splits(path: str, value: Any, coordinate: Sequence[int] | None) -> dict[int
         if coordinate is not None and value.device_mesh.get_local_rank(i) != coordinate[i]:
             raise UnsupportedTypeError(
                 f"{path}: the mesh of this DTensor, {value.device_mesh}, has its ranks in another "
-                "order than their group, so that torch contradicts itself about who holds what; "
+                "order than their group, so torch contradicts itself about which rank holds what; "
                 "make the mesh with its ranks in ascending order"
             )
         axis, shards = placement.dim % len(value.shape), value.device_mesh.size(i)
@@ -189,11 +194,11 @@ def _splits(path: str, value: Any, coordinate: Sequence[int] | None) -> dict[int
 
 
 def _ordered(splits: dict[int, _Split], value: Any) -> Iterable[_Split]:
-    """Return the splits in the order in which the tensor was split, each of what the last left.
+    """Return the splits in the order in which the tensor was split; each splits the last result.
 
-    The factor of a split counts the shards made before it by axes of the mesh that follow: FSDP
-    over TP makes such. Where lengths are uneven it is not the same to cut into pieces first and
-    then split those, which is what is left to do where no order of the axes gives the factors.
+    The factor of a split counts the shards that later axes of the mesh made before it, as in FSDP
+    over TP. If no order of the axes gives the factors, the axis is cut into pieces first, and each
+    piece is split. With uneven lengths the two are not the same.
     """
     if all(split.factor is None for split in splits.values()):
         said = getattr(getattr(value, "_spec", None), "shard_order", None) or ()
@@ -226,13 +231,13 @@ def _indices(shape: tuple[int, ...], splits: Iterable[_Split]) -> list[_Axis]:
 
 
 def _chunk(length: int, count: int, index: int) -> _Run:
-    """Return from where to where the i-th part goes that ``torch.chunk`` makes."""
+    """Return the start and the stop of the i-th chunk that ``torch.chunk`` makes."""
     size = -(-length // count)
     return min(length, size * index), min(length, size * (index + 1))
 
 
 def _cut(runs: _Axis, start: int, stop: int) -> Iterator[_Run]:
-    """Yield the indices from the start-th to the stop-th."""
+    """Yield the runs of the indices from the start-th to the stop-th."""
     passed = 0
     for first, last in runs:
         begin, end = max(first, first + start - passed), min(last, first + stop - passed)
@@ -252,7 +257,7 @@ def _joined(runs: Iterable[_Run]) -> _Axis:
 
 
 def _boxes(axes: list[_Axis], local: torch.Tensor) -> Iterator[tuple[Region, torch.Tensor]]:
-    """Yield the boxes that runs along all axes make, each with its part of the local tensor."""
+    """Yield the boxes made by the runs of all axes, each with its part of the local tensor."""
     placed = []
     for runs in axes:
         ends = itertools.accumulate(stop - start for start, stop in runs)

@@ -1,6 +1,6 @@
-"""What can be taken and restored: the protocol, a dict that follows it, and random states.
+"""The values of an app state: the protocol, a dict that follows it, and random states.
 
-Torch is imported only where a random state is read or set, so that this module costs nothing.
+Torch is imported only where a random state is read or set, so importing this module is cheap.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from casnap.errors import NotStatefulError
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What an app state holds: a module, an optimizer, a scheduler, a :class:`StateDict`."""
+    """A value of an app state: a module, an optimizer, a scheduler, a :class:`StateDict`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take the state over."""
+        """Load a state."""
         ...
 
 
 class StateDict(UserDict[str, Any]):
-    """A dict that can stand in an app state.
+    """A dict for values in an app state.
 
-    What it holds and a snapshot lacks stays as it is when it is restored, as in TorchSnapshot: so
-    a program may add a field and go on from an older snapshot.
+    A restore keeps the keys that the snapshot lacks, as TorchSnapshot does. So a program may add a
+    field and continue from an older snapshot.
 
     Example:
         >>> progress = StateDict(step=100)
@@ -43,14 +43,14 @@ class StateDict(UserDict[str, Any]):
         return self.data
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over every key of another state; other keys stay."""
+        """Set every key of another state; other keys stay."""
         self.data.update(state_dict)
 
 
 class RNGState:
     """The global random states of torch (CPU and initialised CUDA devices), Python and numpy.
 
-    numpy's (the legacy ``numpy.random.*`` functions) is held if numpy has been imported.
+    The state of numpy's legacy functions (``numpy.random.*``) is included if numpy is imported.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class RNGState:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the random states; those of devices that are not here are passed over."""
+        """Set the random states; states of devices that this host lacks are ignored."""
         import random
 
         import torch
@@ -128,7 +128,7 @@ def _set_numpy_state(state: dict[str, Any]) -> None:
     try:
         import numpy as np
     except ImportError:
-        return  # whoever restores here can draw no number from it
+        return  # without numpy, this state has no effect
     if state["bit_generator"] == _MERSENNE:
         key = state["state"]["key"].cpu().numpy().astype(np.uint32)
         state = {**state, "state": {**state["state"], "key": key}}
@@ -136,7 +136,7 @@ def _set_numpy_state(state: dict[str, Any]) -> None:
 
 
 def random_states_first(app_state: Mapping[str, Stateful]) -> list[str]:
-    """Return the keys, that of the random state first, since to read states may draw from it.
+    """Return the keys, the random state's first, since reading the others may draw numbers.
 
     Raises:
         NotStatefulError: A value lacks ``state_dict`` or ``load_state_dict``.

@@ -1,29 +1,26 @@
 """Tensors, numpy arrays and numpy scalars as an entry and a carrier of their bytes.
 
-The carrier is a plain strided tensor whose row-major elements are the entry's bytes: the very
-tensor for ordinary ones, the integers of a quantized one, the bytes of anything of numpy's. So
-whoever hashes, stages and fills carriers knows one kind of thing only. Of a sharded tensor the
-entry is the whole, and the carriers are the parts that this rank holds.
+The carrier is a plain strided tensor whose row-major elements are the entry's bytes: an ordinary
+tensor itself, the integers of a quantized tensor, the bytes of a numpy array. So code that hashes,
+stages and fills carriers handles one kind of tensor. The entry of a sharded tensor describes the
+whole; its carriers are the parts that this rank holds.
 """
 
 from __future__ import annotations
 
-import re
 import struct
 import sys
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from casnap.errors import DamagedError, StateError, UnsupportedFormatError, UnsupportedTypeError
-from casnap.format.entries import Entry, Payload, Quantization, TensorEntry
+from casnap.format.entries import Entry, Payload, TensorEntry
+from casnap.state import numpy_values
+from casnap.state.numpy_values import assemble_numpy, describe_numpy, is_numpy, numpy_itemsize
+from casnap.state.quantized import quantization_of, quantized
 from casnap.state.sharded import Shards, shards_of, without_torch_function
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    NumpyDtype = np.dtype[Any]
 
 
 class Leaf(NamedTuple):
@@ -31,9 +28,9 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: The logical path.
-        entry: Its description; the payload says the length alone until it is stored.
-        content: The carrier of a tensor entry, or those of the parts of a sharded one that this
-            rank holds; the bytes of any other.
+        entry: Its entry. Until it is stored, the payload has only the length.
+        content: The carrier of a tensor; the carriers of a sharded tensor's parts that this rank
+            holds; the bytes of any other entry.
     """
 
     path: str
@@ -41,7 +38,7 @@ class Leaf(NamedTuple):
     content: torch.Tensor | bytes | Shards
 
 
-# Whole bytes an element; float4_e2m1fn_x2 is one byte that holds two numbers.
+# Elements of whole bytes; an element of float4_e2m1fn_x2 is one byte that holds two numbers.
 # fmt: off
 _ORDINARY = (
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
@@ -66,9 +63,6 @@ _MADE_AS = {torch.complex32: torch.int32, _FLOAT4: torch.uint8}
 _KINDS: dict[type, str] = {torch.Tensor: "tensor", torch.nn.Parameter: "parameter"}
 _STRIDED = torch.strided
 
-_NUMPY_KINDS = ("ndarray", "numpy_scalar")
-_TYPESTR = re.compile(r"[<>|]([biufcmMSUV])([1-9][0-9]{0,4})(\[[0-9A-Za-z/]{1,24}\])?")
-_MAX_ITEMSIZE = 64 << 10  # the smallest chunk size: an element is never cut
 _MAX_BYTES = 1 << 62
 
 
@@ -80,7 +74,7 @@ def describe(path: str, value: Any) -> Leaf:
 
     Args:
         path: Its logical path.
-        value: Anything but a sparse tensor (that is a container, see ``flatten.py``).
+        value: Anything but a sparse tensor, which is a container (see ``flatten.py``).
 
     Raises:
         UnsupportedTypeError: It cannot be stored, or it holds no values.
@@ -112,12 +106,12 @@ def describe(path: str, value: Any) -> Leaf:
 
 
 def as_copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as what torch can copy elements of: pairs of 4-bit numbers as bytes."""
+    """Return a tensor whose elements torch can copy: pairs of 4-bit numbers as bytes."""
     return tensor.view(torch.uint8) if is_float4(tensor) else tensor
 
 
 def is_fillable(value: torch.Tensor) -> bool:
-    """Tell whether an ordinary strided tensor can be written in place, element by element."""
+    """Whether a tensor is ordinary, strided, and can be written in place."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout is torch.strided
@@ -139,19 +133,19 @@ def _storage_bytes(value: torch.Tensor) -> int:
 
 
 def holds_no_values(value: torch.Tensor) -> bool:
-    """Whether a tensor holds no values, by its kind: it only knows its shape and dtype."""
+    """Whether a tensor has only a shape and a dtype: a meta tensor or a FakeTensor."""
     return value.is_meta or type(value).__name__ == "FakeTensor"
 
 
 class NoValuesError(UnsupportedTypeError):
-    """A tensor holds no values, so there is nothing to store, not even by pickle."""
+    """A tensor holds no values, so nothing can be stored, not even by pickle."""
 
 
 def _no_values(path: str, value: torch.Tensor) -> NoValuesError:
     if value.is_meta:
         return NoValuesError(
-            f"{path}: a tensor on the meta device holds no values; give it some first, "
-            "as with module.to_empty(device=...)"
+            f"{path}: a tensor on the meta device holds no values; give it memory and values "
+            "first, as with module.to_empty(device=...)"
         )
     return NoValuesError(
         f"{path}: the storage of this tensor has been freed (resized to 0, as FSDP does), or it "
@@ -179,42 +173,15 @@ def _describe_odd(path: str, value: torch.Tensor) -> Leaf:
         raise _no_values(path, value)
     kind, content = _KINDS[type(value)], value.detach().int_repr()
     payload = Payload(content.numel() * content.element_size())
-    quantization = _quantization_of(path, value)
+    quantization = quantization_of(path, value)
     entry = TensorEntry(name, tuple(value.shape), payload, kind, False, quantization)
     return Leaf(path, entry, content)
-
-
-def _quantization_of(path: str, value: torch.Tensor) -> Quantization:
-    scheme = str(value.qscheme()).removeprefix("torch.")
-    if scheme == "per_tensor_affine":
-        scale, zero_point = value.q_scale(), value.q_zero_point()
-        return Quantization(scheme, struct.pack("<d", scale), struct.pack("<q", zero_point))
-    if scheme not in _PER_CHANNEL:
-        raise UnsupportedTypeError(
-            f"{path}: a quantized tensor of scheme {scheme} cannot be stored; "
-            "store value.int_repr() and its parameters"
-        )
-    scales = value.q_per_channel_scales().tolist()
-    zero_points = value.q_per_channel_zero_points().tolist()
-    (scale_code, _), (zero_code, _) = _PER_CHANNEL[scheme]
-    return Quantization(
-        scheme,
-        struct.pack(f"<{len(scales)}{scale_code}", *scales),
-        struct.pack(f"<{len(zero_points)}{zero_code}", *zero_points),
-        value.q_per_channel_axis(),
-    )
-
-
-_PER_CHANNEL = {
-    "per_channel_affine": (("d", torch.float64), ("q", torch.int64)),
-    "per_channel_affine_float_qparams": (("f", torch.float32), ("f", torch.float32)),
-}
 
 
 def _describe_other(path: str, value: object) -> Leaf:
     np: Any = sys.modules.get("numpy")
     if np is not None and isinstance(value, (np.ndarray, np.generic)):
-        return _describe_numpy(path, value)
+        return Leaf(path, *describe_numpy(path, value))
     shards = shards_of(path, value)
     if shards is not None:
         with without_torch_function():
@@ -257,60 +224,6 @@ def _describe_shards(path: str, shards: Shards) -> Leaf:
     return Leaf(path, entry, shards._replace(tensors=carriers))
 
 
-def _describe_numpy(path: str, value: Any) -> Leaf:
-    np = sys.modules["numpy"]
-    if type(value) in (np.str_, np.bytes_):
-        # Characters are the elements: numpy would drop the NULs at the end of one long item.
-        text = value.encode("utf-32-le", "surrogatepass") if type(value) is np.str_ else value
-        dtype = "<U1" if type(value) is np.str_ else "|S1"
-        entry = TensorEntry(dtype, (len(value),), Payload(len(text)), "numpy_scalar")
-        return Leaf(path, entry, _carrier_of(bytes(text)))
-    if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
-        raise UnsupportedTypeError(
-            f"{path}: {type(value).__qualname__} is a subclass of numpy.ndarray; "
-            "store numpy.array(value)"
-        )
-    dtype = _checked_typestr(path, value.dtype)
-    if isinstance(value, np.ndarray):
-        content, kind = _carrier_of(value), "ndarray"
-    else:
-        content, kind = _carrier_of(value.tobytes()), "numpy_scalar"
-    return Leaf(path, TensorEntry(dtype, tuple(value.shape), Payload(value.nbytes), kind), content)
-
-
-def _checked_typestr(path: str, dtype: NumpyDtype) -> str:
-    np = sys.modules["numpy"]
-    if dtype.hasobject or dtype.fields is not None:
-        what = "objects" if dtype.hasobject else "structures"
-        raise UnsupportedTypeError(
-            f"{path}: numpy arrays of {what} cannot be stored; store plain arrays or lists"
-        )
-    match = _TYPESTR.fullmatch(dtype.str)
-    # Types that others add to numpy have a typestr that means something else.
-    if match is None or np.dtype(dtype.str) != dtype or dtype.itemsize > _MAX_ITEMSIZE:
-        raise UnsupportedTypeError(
-            f"{path}: numpy's {dtype!r} ({dtype.itemsize} bytes an item) cannot be stored; "
-            "view or convert it to a built-in type of 1 to 65,536 bytes"
-        )
-    return str(dtype.str)
-
-
-def _carrier_of(value: Any) -> torch.Tensor:
-    """Return the bytes of a buffer or numpy array, without a copy where that is possible."""
-    if isinstance(value, bytes):
-        return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else _no_bytes()
-    np = sys.modules["numpy"]
-    if not value.nbytes:
-        return _no_bytes()
-    if not value.flags.writeable:
-        value = value.copy()  # torch knows no read-only tensors
-    return torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-
-
-def _no_bytes() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)
-
-
 # --- and back ---------------------------------------------------------------------------------
 
 
@@ -318,37 +231,31 @@ def itemsize_of(entry: TensorEntry) -> int:
     """Return the bytes of one element.
 
     Raises:
-        DamagedError: The entry's dtype is none.
-        UnsupportedTypeError: This torch does not know it.
+        DamagedError: The entry's dtype does not exist.
+        UnsupportedTypeError: This torch does not know the dtype.
     """
-    if entry.kind in _NUMPY_KINDS:
-        match = _TYPESTR.fullmatch(entry.dtype)
-        size = int(match[2]) * (4 if match[1] == "U" else 1) if match else 0
-        if not 0 < size <= _MAX_ITEMSIZE:
-            raise DamagedError(f"an entry has the dtype {entry.dtype[:40]!r}, which is none")
-        return size
-    return _torch_dtype(entry).itemsize
+    return numpy_itemsize(entry) if is_numpy(entry) else _torch_dtype(entry).itemsize
 
 
 def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return an empty carrier: what ``describe`` gave, with values yet to come.
+    """Return an empty carrier for an entry.
 
     Args:
-        entry: From a store, so every number in it is checked before memory is taken.
-        device: Where to; numpy's always live on the CPU.
+        entry: The entry. It comes from a store, so it is checked before memory is taken.
+        device: The device; carriers of numpy arrays are always on the CPU.
 
     Raises:
-        DamagedError: Shape, dtype and length do not fit each other.
+        DamagedError: Shape, dtype and length contradict each other.
         UnsupportedTypeError: This torch does not know the dtype.
-        StateError: There is not so much memory.
+        StateError: There is not enough memory.
     """
     check_shape(entry)
     try:
-        if entry.kind in _NUMPY_KINDS:
+        if is_numpy(entry):
             return torch.empty(entry.data.nbytes, dtype=torch.uint8)
         dtype = _CARRIERS.get(entry.dtype) or TENSOR_DTYPES[entry.dtype]
-        # Made directly, the one is experimental, says torch, and the other cannot be made at all
-        # where algorithms have to be deterministic.
+        # torch warns that complex32 is experimental, and cannot create float4 at all if algorithms
+        # must be deterministic.
         if dtype in _MADE_AS:
             return torch.empty(entry.shape, dtype=_MADE_AS[dtype], device=device).view(dtype)
         return torch.empty(entry.shape, dtype=dtype, device=device)
@@ -359,15 +266,15 @@ def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Te
 
 
 def check_shape(entry: TensorEntry) -> None:
-    """Check that dtype, shape and length of an entry fit each other.
+    """Check that the dtype, shape and length of an entry agree.
 
     Raises:
-        DamagedError: They do not.
+        DamagedError: They contradict each other.
         UnsupportedTypeError: This torch does not know the dtype.
     """
     itemsize, payload = itemsize_of(entry), entry.data
     if not _is_shape(entry.shape) or prod(entry.shape) * itemsize >= _MAX_BYTES:
-        raise DamagedError(f"an entry has the shape {entry.shape[:64]}, which is none")
+        raise DamagedError(f"an entry has the impossible shape {entry.shape[:64]}")
     if itemsize * prod(entry.shape) != payload.nbytes:
         raise DamagedError(
             f"an entry says {payload.nbytes} bytes for {entry.dtype} of shape {entry.shape[:64]}"
@@ -375,20 +282,20 @@ def check_shape(entry: TensorEntry) -> None:
 
 
 def _is_shape(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor can have a shape: its sizes and strides are numbers of 64 bits."""
+    """Whether a tensor can have a shape: sizes and strides must fit into 64 bits."""
     return all(0 <= n < 1 << 63 for n in shape) and prod(n or 1 for n in shape[1:]) < 1 << 63
 
 
 def assemble(leaf: Leaf) -> object:
-    """Return what ``describe`` was given.
+    """Return the value that ``describe`` was given.
 
     Args:
-        leaf: A tensor entry with its filled carrier, or with a live tensor that was filled in its
-            place. For an ordinary tensor, and for a sharded one, that very object is returned.
+        leaf: A tensor entry with its filled carrier, or with the live tensor that was filled in
+            place. An ordinary or a sharded tensor is returned as the same object.
 
     Raises:
         DamagedError: The entry contradicts itself.
-        UnsupportedTypeError: numpy is needed and not there.
+        UnsupportedTypeError: numpy is needed and not installed.
         UnsupportedFormatError: The entry is of a kind that a newer version wrote.
     """
     entry, content = leaf.entry, leaf.content
@@ -399,14 +306,16 @@ def assemble(leaf: Leaf) -> object:
         return content  # a sharded tensor
     if kind == "tensor" and entry.quantization is None and not entry.requires_grad:
         return content
-    if kind not in ("tensor", "parameter", "buffer", *_NUMPY_KINDS):
+    if kind not in ("tensor", "parameter", "buffer", *numpy_values.KINDS):
         raise UnsupportedFormatError(
             f"{leaf.path} is a tensor of the unknown kind {kind[:40]!r}; update casnap"
         )
     try:
-        if kind in _NUMPY_KINDS:
-            return _assemble_numpy(leaf.path, entry, content)
-        return _wrap(entry, _quantize(entry, content))
+        if is_numpy(entry):
+            return assemble_numpy(leaf.path, entry, content)
+        if entry.quantization is not None and not content.is_quantized:
+            content = quantized(entry.quantization, content)
+        return _wrap(entry, content)
     except (RuntimeError, ValueError, TypeError, IndexError, OverflowError, struct.error) as e:
         if isinstance(e, UnsupportedTypeError):
             raise
@@ -421,7 +330,7 @@ def _torch_dtype(entry: TensorEntry) -> torch.dtype:
         raise UnsupportedTypeError(
             f"torch {torch.__version__} has no dtype {entry.dtype}; use a newer torch"
         )
-    raise DamagedError(f"an entry has the dtype {entry.dtype[:40]!r}, which is none")
+    raise DamagedError(f"an entry has the unknown dtype {entry.dtype[:40]!r}")
 
 
 def _wrap(entry: TensorEntry, content: torch.Tensor) -> torch.Tensor:
@@ -433,62 +342,20 @@ def _wrap(entry: TensorEntry, content: torch.Tensor) -> torch.Tensor:
         differentiable = content.is_floating_point() or content.is_complex()
         content = content.requires_grad_() if differentiable else content
     if entry.kind == "buffer" and not getattr(content, "_is_buffer", False):
-        # Older versions of torch have no Buffer: a plain tensor serves there.
+        # Older versions of torch have no Buffer; they use plain tensors.
         return getattr(torch.nn, "Buffer", lambda tensor: tensor)(content)  # type: ignore[no-any-return]
     return content
 
 
-def _quantize(entry: TensorEntry, content: torch.Tensor) -> torch.Tensor:
-    q = entry.quantization
-    if q is None or content.is_quantized:
-        return content
-    if q.scheme == "per_tensor_affine":
-        (scale,), (zero_point,) = struct.unpack("<d", q.scales), struct.unpack("<q", q.zero_points)
-        return torch._make_per_tensor_quantized_tensor(content, scale, zero_point)
-    if q.scheme not in _PER_CHANNEL:
-        raise ValueError(f"the quantization scheme {q.scheme[:40]!r} is none")
-    channels = content.shape[q.axis]
-    (scale_code, scale_dtype), (zero_code, zero_dtype) = _PER_CHANNEL[q.scheme]
-    scales = struct.unpack(f"<{channels}{scale_code}", q.scales)
-    zero_points = struct.unpack(f"<{channels}{zero_code}", q.zero_points)
-    return torch._make_per_channel_quantized_tensor(
-        content,
-        torch.tensor(scales, dtype=scale_dtype, device=content.device),
-        torch.tensor(zero_points, dtype=zero_dtype, device=content.device),
-        q.axis,
-    )
-
-
-def _assemble_numpy(path: str, entry: TensorEntry, content: torch.Tensor) -> object:
-    try:
-        import numpy as np
-    except ImportError:
-        raise UnsupportedTypeError(f"{path} is of numpy; install numpy to read it") from None
-    itemsize_of(entry)  # no type that holds pointers gets past it
-    array = content.cpu().numpy().view(np.dtype(entry.dtype)).reshape(entry.shape)
-    if entry.kind == "ndarray":
-        return array
-    if entry.dtype == "<U1":
-        return np.str_(array.tobytes().decode("utf-32-le", "surrogatepass"))
-    if entry.dtype == "|S1":
-        return np.bytes_(array.tobytes())
-    return array.reshape(())[()]
-
-
-def is_numpy(entry: TensorEntry) -> bool:
-    """Whether an entry is of numpy's: its carrier is flat bytes."""
-    return entry.kind in _NUMPY_KINDS
-
-
 def carrier_dtype(entry: TensorEntry) -> torch.dtype:
     """Return the dtype of the elements of an entry's carrier."""
-    if entry.kind in _NUMPY_KINDS:
+    if is_numpy(entry):
         return torch.uint8
     dtype = _CARRIERS.get(entry.dtype) or _torch_dtype(entry)
     return torch.uint8 if dtype is _FLOAT4 else dtype
 
 
 def is_float4(what: TensorEntry | torch.Tensor) -> bool:
-    """Whether elements are pairs of 4-bit numbers, which torch casts to and from nothing."""
+    """Whether the elements are pairs of 4-bit numbers, which torch cannot cast."""
     dtype = what.dtype if isinstance(what, torch.Tensor) else TENSOR_DTYPES.get(what.dtype)
     return dtype is not None and dtype is _FLOAT4

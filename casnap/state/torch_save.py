@@ -1,7 +1,8 @@
-"""What ``torch.save`` wrote: where its tensors lie, and whether it takes bounded memory to load.
+"""Files of ``torch.save``: where their tensors lie, and whether loading takes bounded memory.
 
-``torch.load(weights_only=True)`` calls only what torch takes for harmless. But a compressed member,
-a call of ``bytearray(n)`` or a tensor larger than its storage can take any amount of memory.
+``torch.load(weights_only=True)`` calls only functions that torch considers harmless. But a
+compressed member, a call of ``bytearray(n)`` or a tensor larger than its storage can still take any
+amount of memory.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from casnap.state.tensors import TENSOR_DTYPES
 
 
 class Archive:
-    """The members of an archive, each where it lies in the file.
+    """The members of a zip archive of torch.save, as views of the file.
 
     Args:
         file: The whole file.
+        stream: The same file, opened.
 
     Raises:
-        RefusedError: It is no archive as torch.save writes it: not compressed, and no longer than
-            the file.
+        RefusedError: torch.save does not write such an archive: it is compressed, say, or its
+            members are longer than the file.
     """
 
     def __init__(self, file: bytes | memoryview, stream: BinaryIO | None = None) -> None:
         if bytes(file[:4]) != b"PK\3\4":
-            raise RefusedError("it is no zip archive as torch.save writes it")
+            raise RefusedError("it is not a zip archive of torch.save")
         with zipfile.ZipFile(stream or io.BytesIO(file)) as archive:
             infos = archive.infolist()
         total = 0
@@ -70,17 +72,17 @@ _NAMES = {"data.pkl", "version", "byteorder", ".format_version", ".storage_align
 
 
 def bounded_archive(data: bytes) -> bytes:
-    """Return an archive of the same content, which takes bounded memory to load.
+    """Return an archive of the same content that takes bounded memory to load.
 
-    It is written anew, so that torch finds in it what was looked at here.
+    The archive is written anew, so that torch reads exactly what was inspected here.
 
     Args:
-        data: What ``torch.save`` wrote, or pretends to have written.
+        data: An archive that claims to be from ``torch.save``.
 
     Raises:
-        RefusedError: It is more than torch.save writes of values that ``weights_only`` knows and of
-            classes that the user has registered, or would take more than 64 bytes of memory for
-            each of its own, and 64 MiB.
+        RefusedError: It does something that torch.save does not do for values that
+            ``weights_only`` knows or classes that the user has registered; or loading it would
+            take more than 64 MiB and 64 times its own bytes.
     """
     members = Archive(data)
     machine = PickleMachine(
@@ -99,10 +101,10 @@ def bounded_archive(data: bytes) -> bytes:
 
 
 class _MemoryInspector:
-    """Refuses what takes memory beyond that of its arguments.
+    """Refuses steps that take more memory than their arguments.
 
     Args:
-        members: Those of the archive.
+        members: The members of the archive, by name.
     """
 
     def __init__(self, members: Mapping[str, memoryview]) -> None:
@@ -114,14 +116,14 @@ class _MemoryInspector:
         }
 
     def __call__(self, machine: PickleMachine, verb: str, term: Term) -> None:
-        """Refuse a step of a pickle, or spend what it takes."""
+        """Refuse a step of a pickle, or spend the memory that it takes."""
         if verb == "storage":
             key, numel = term.parts[2:5:2] if len(term.parts) == 5 else (None, None)
             member = self._members.get(f"data/{key}") if type(key) is str else None
             nbytes = numel * dtype_of(term).itemsize if type(numel) is int else -1
             if member is None or nbytes != len(member):
                 raise RefusedError("a storage has another length than its member")
-            # Torch would take a later one for as many elements of the first one's type.
+            # torch would read a later use with the type of the first one.
             if self._types.setdefault(str(key), term.parts[1].name) != term.parts[1].name:
                 raise RefusedError("a storage is of two types")
         elif verb == "call":
@@ -158,19 +160,19 @@ def _is_usual(name: str, args: list[Any]) -> bool:
 
 
 def _sizes(values: list[Any]) -> int:
-    """Return the bytes of the tensors, and of what else there may be, that a tensor is made of.
+    """Return the bytes of the tensors that a tensor is made of.
 
     Raises:
-        RefusedError: They are not in a tuple, or one is no tensor as it lies in a storage: of
-            what was wrapped, or given a state, nobody knows here how large it is.
+        RefusedError: They are not in a tuple, or one of them is not a plain tensor in a storage.
+            The size of a wrapped tensor, or of one that is given a state, is not known here.
     """
     if [kind_of(value) for value in values] != ["tuple"]:
-        raise RefusedError("a tensor is not made of what torch.save has it made of")
+        raise RefusedError("a tensor is made of other parts than torch.save writes")
     for part in values[0].parts:
         if kind_of(part) in ("list", "dict", "tuple", "storage") or (
             kind_of(part) == "call" and part.name not in _PARTS
         ):
-            raise RefusedError("a tensor is made of what is no plain tensor")
+            raise RefusedError("a part of a tensor is not a plain tensor")
     return sum(map(size_of, values[0].parts))
 
 
@@ -180,7 +182,7 @@ _TYPED = "torch._tensor._rebuild_from_type_v2"
 _QUANTIZED = f"{_UTILS}qtensor"
 _SPARSE = f"{_UTILS}sparse_tensor"
 
-# Name → the arguments with which torch.save has it called.
+# Name → the kinds of arguments that torch.save gives it.
 _COPIES: dict[str, tuple[tuple[str, ...], ...]] = {
     _ORDERED: ((),),
     "collections.Counter": ((), ("dict",)),
@@ -192,7 +194,7 @@ _COPIES: dict[str, tuple[tuple[str, ...], ...]] = {
     "torch.device": (("str",), ("str", "int")),
     "torch.serialization._get_layout": (("str",),),
 }
-# What torch.save does with what was called: a state, items.
+# What torch.save adds to the result of a call: a state, items.
 _CHANGES = {("build", _ORDERED), ("item", _ORDERED), ("item", "collections.Counter")}
 _VIEWS = {
     f"{_UTILS}parameter",
@@ -205,12 +207,12 @@ _VIEWS = {
 # --- tensors ------------------------------------------------------------------------------------
 
 TENSORS = {f"{_UTILS}tensor", f"{_UTILS}tensor_v2", f"{_UTILS}tensor_v3", _QUANTIZED}
-"""What makes a tensor of a storage: offset, sizes and strides follow."""
+"""The functions that make a tensor of a storage, an offset, sizes and strides."""
 
-# What sparse and quantized tensors are made of.
+# The parts of sparse and quantized tensors.
 _PARTS = (TENSORS - {_QUANTIZED}) | {"torch.Size"}
 
-# Quantized ones as the integers that they hold.
+# Storages of quantized tensors count as the integers that they hold.
 _STORAGES = {
     "torch.storage.UntypedStorage": torch.uint8,
     "torch.DoubleStorage": torch.float64,
@@ -239,7 +241,7 @@ def dtype_of(storage: Term) -> torch.dtype:
     """Return the dtype of a storage's elements.
 
     Raises:
-        RefusedError: It has none.
+        RefusedError: Its type is not known.
     """
     kind = storage.parts[1] if len(storage.parts) > 1 else None
     dtype = _STORAGES.get(kind.name) if isinstance(kind, Term) else None
@@ -253,11 +255,11 @@ class TensorPlace(NamedTuple):
 
     Attributes:
         storage: The storage.
-        dtype: Of its elements.
-        offset: In elements.
+        dtype: The dtype of the tensor's elements.
+        offset: Its offset, in elements.
         shape: Its sizes.
-        strides: In elements.
-        metadata: Names and whether they are set, in turn.
+        strides: Its strides, in elements.
+        metadata: Names of flags and whether each is set, in turn.
     """
 
     storage: Term
@@ -269,10 +271,10 @@ class TensorPlace(NamedTuple):
 
     @classmethod
     def of(cls, name: str, args: list[Any]) -> TensorPlace:
-        """Return the place of what a call makes.
+        """Return the place of the tensor that a call makes.
 
         Raises:
-            RefusedError: Its arguments are not those of a tensor.
+            RefusedError: The arguments are not those of a tensor.
         """
         if tuple(map(kind_of, args[:4])) != ("storage", "int", "tuple", "tuple"):
             raise RefusedError("a tensor has no storage, sizes and strides")
@@ -280,7 +282,7 @@ class TensorPlace(NamedTuple):
         if len(shape) > _MOST_AXES or len(shape) != len(strides):
             raise RefusedError("a tensor has not as many strides as sizes, or too many")
         if not all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, *shape, *strides)):
-            raise RefusedError("a tensor has sizes or strides that are none")
+            raise RefusedError("a tensor has impossible sizes or strides")
         dtype, more = dtype_of(storage), args[6:]
         if name.endswith("_v3"):
             named = more.pop(0) if more and kind_of(more[0]) == "global" else Term("global")
@@ -293,7 +295,7 @@ class TensorPlace(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its elements, were each there once."""
+        """The bytes of its elements, each counted once."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -305,30 +307,30 @@ class TensorPlace(NamedTuple):
 
     @property
     def per_byte(self) -> int:
-        """How many elements share a byte; 1 where none do."""
+        """How many elements share a byte; 1 if none do."""
         return _SHARED_BYTES.get(self.storage.parts[1].name, 1)
 
 
 _MOST_AXES = 64
-_MAGIC = 0x1950A86A20F9469CFC6C  # of files of before torch 1.6
+_MAGIC = 0x1950A86A20F9469CFC6C  # of files from before torch 1.6
 
 
 def tensors_in(file: memoryview, stream: BinaryIO) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a file that ``torch.save`` wrote, in its memory where they can be.
+    """Yield the tensors in a file of ``torch.save``, as views of its memory if possible.
 
-    Nothing is loaded: what else there may be, of whatever class, is passed over.
+    Nothing is unpickled: values of other classes are ignored.
 
     Args:
         file: The whole file.
         stream: The same file, opened.
 
     Raises:
-        RefusedError: It is damaged, or none of ``torch.save``'s.
+        RefusedError: The file is damaged, or not from ``torch.save``.
     """
     if bytes(file[:4]) == b"PK\3\4":
         members = Archive(file, stream).by_name
         if bytes(members.get("byteorder", b"little")) != b"little":
-            raise RefusedError("it is of a big-endian machine")
+            raise RefusedError("it is from a big-endian machine")
         machine = PickleMachine(members.get("data.pkl", b""))
         machine.run()
         storages = {n.removeprefix("data/"): m for n, m in members.items()}
@@ -347,7 +349,7 @@ def tensors_in(file: memoryview, stream: BinaryIO) -> Iterator[torch.Tensor]:
 
 
 def _before_1_6(file: memoryview) -> tuple[PickleMachine, dict[str, memoryview]]:
-    """Return the pickle of a file of before torch 1.6, and its storages, which follow it."""
+    """Return the pickle of a file from before torch 1.6, and the storages that follow it."""
     at, values = 0, []
     machine = PickleMachine(file)
     for _ in range(5):
@@ -355,7 +357,7 @@ def _before_1_6(file: memoryview) -> tuple[PickleMachine, dict[str, memoryview]]
         values.append(machine.run())
         at = machine.at
         if values[0] != _MAGIC:
-            raise RefusedError("it is no file of torch.save's")
+            raise RefusedError("it is not a file of torch.save")
     types = {
         arg.parts[2]: dtype_of(arg)
         for call in last.calls

@@ -1,7 +1,7 @@
-"""Values that are neither tensor nor container as bytes, and back; the keys of dicts as well.
+"""Values other than tensors and containers as bytes, and back; also the keys of dicts.
 
-Types are matched exactly: a subclass would come back as something else. What has no encoding here
-is written by ``torch.save``, and only if ``torch.load(weights_only=True)`` reads it back.
+Types are matched exactly, since a subclass would come back as something else. A value without an
+encoding here is written by ``torch.save``, if ``torch.load(weights_only=True)`` reads it back.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from msgspec import Struct
 from torch.torch_version import TorchVersion
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
+from casnap.format.plain_values import PLAIN_CODECS, ValueCodec, decode_text, encode_text
 from casnap.format.records import decode, encode
 from casnap.state.pickles import RefusedError
 from casnap.state.torch_save import bounded_archive
 
 PACKED_FROM = 1001
-"""A list, tuple or set of so many plain values or more is one entry."""
+"""From this length on, a list, tuple or set of plain values is one entry."""
 
-# What hostile bytes make of the decoders below.
+# The errors that hostile bytes cause in the decoders below.
 DECODE_ERRORS = (
     ValueError,
     TypeError,
@@ -46,7 +47,7 @@ _PLAIN_TYPES = {bool, int, float, str, bytes, type(None)}
 
 
 class Tagged(Struct, frozen=True, array_like=True):
-    """A key that msgpack has no word of its own for."""
+    """A key of a type that msgpack does not have."""
 
     kind: str
     data: bytes
@@ -59,7 +60,7 @@ def encode_key(key: object) -> Key:
     """Return a key as it is encoded.
 
     Raises:
-        UnsupportedTypeError: It is no primitive.
+        UnsupportedTypeError: Keys of this type cannot be stored.
     """
     kind = type(key)
     if kind is str and (key.isascii() or _is_utf8(key)):  # type: ignore[attr-defined]
@@ -80,10 +81,10 @@ def encode_keys(keys: Iterable[object]) -> list[Key]:
 
 
 def decode_keys(keys: Iterable[Key]) -> list[Any]:
-    """Return the keys that were packed.
+    """Return the keys that were encoded.
 
     Raises:
-        DamagedError: One of them is none.
+        DamagedError: One of them is malformed.
     """
     return [_decode_tagged(key) if type(key) is Tagged else key for key in keys]
 
@@ -105,27 +106,6 @@ def _is_utf8(text: Any) -> bool:
 
 
 # --- values with an encoding of their own -----------------------------------------------------
-
-
-class _Codec(NamedTuple):
-    kind: str
-    type: type
-    encode: Callable[[Any], bytes | None]
-    """Gives None where this value has something that the encoding would lose."""
-    decode: Callable[[bytes], object]
-
-
-def _int_to_bytes(value: int) -> bytes:
-    return value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
-
-
-def _bool_from_bytes(data: bytes) -> bool:
-    return {b"\0": False, b"\1": True}[data]
-
-
-def _none_from_bytes(data: bytes) -> None:
-    if data:
-        raise ValueError("None has no bytes")
 
 
 def _integers(values: Sequence[object]) -> bytes | None:
@@ -155,10 +135,10 @@ def _torch_names(kind: type) -> dict[str, Any]:
     return {str(v).removeprefix("torch."): v for v in constants}
 
 
-def _torch_constant(kind: type) -> _Codec:
+def _torch_constant(kind: type) -> ValueCodec:
     names = _torch_names(kind)
     name = kind.__name__
-    return _Codec(
+    return ValueCodec(
         name,
         kind,
         lambda value: str(value).removeprefix("torch.").encode(),
@@ -167,7 +147,7 @@ def _torch_constant(kind: type) -> _Codec:
 
 
 def stable_order(values: Iterable[Any]) -> list[Any]:
-    """Return the elements of a set in an order that depends on them alone."""
+    """Return the elements of a set in an order that depends only on the elements."""
     elements = list(values)
     types = set(map(type, elements))
     if types in ({str}, {int}, {bytes}):
@@ -190,7 +170,7 @@ def _sort_key(element: object) -> bytes:
 
 
 def is_packable(values: Any) -> bool:
-    """Tell whether a list, tuple or set is long and plain enough to be one entry."""
+    """Whether a list, tuple or set is long enough, and all its values plain, to be one entry."""
     if len(values) < PACKED_FROM or not set(map(type, values)) <= _PLAIN_TYPES:
         return False
     try:
@@ -208,8 +188,8 @@ def _plain(data: bytes) -> list[Any]:
     return values
 
 
-def _packed(kind: type, arrange: Callable[[Any], list[Any]]) -> _Codec:
-    return _Codec(
+def _packed(kind: type, arrange: Callable[[Any], list[Any]]) -> ValueCodec:
+    return ValueCodec(
         f"packed_{kind.__name__}",
         kind,
         lambda values: encode(arrange(values)),
@@ -218,52 +198,44 @@ def _packed(kind: type, arrange: Callable[[Any], list[Any]]) -> _Codec:
 
 
 _CODECS = (
-    _Codec("none", type(None), lambda _: b"", _none_from_bytes),
-    _Codec("bool", bool, lambda v: b"\1" if v else b"\0", _bool_from_bytes),
-    _Codec("int", int, _int_to_bytes, lambda b: int.from_bytes(b, "little", signed=True)),
-    _Codec("float", float, struct.Struct("<d").pack, lambda b: struct.unpack("<d", b)[0]),
-    _Codec(
-        "complex",
-        complex,
-        lambda v: struct.pack("<dd", v.real, v.imag),
-        lambda b: complex(*struct.unpack("<dd", b)),
+    *PLAIN_CODECS,
+    ValueCodec("bytearray", bytearray, bytes, bytearray),
+    ValueCodec(
+        "range", range, lambda v: _integers((v.start, v.stop, v.step)), _from_integers(range)
     ),
-    _Codec(
-        "str",
-        str,
-        lambda v: v.encode("utf-8", "surrogatepass"),
-        lambda b: b.decode("utf-8", "surrogatepass"),
+    ValueCodec(
+        "slice", slice, lambda v: _integers((v.start, v.stop, v.step)), _from_integers(slice)
     ),
-    _Codec("bytes", bytes, bytes, bytes),
-    _Codec("bytearray", bytearray, bytes, bytearray),
-    _Codec("range", range, lambda v: _integers((v.start, v.stop, v.step)), _from_integers(range)),
-    _Codec("slice", slice, lambda v: _integers((v.start, v.stop, v.step)), _from_integers(slice)),
-    _Codec(
+    ValueCodec(
         "timedelta",
         datetime.timedelta,
         lambda v: _integers((v.days, v.seconds, v.microseconds)),
         _from_integers(datetime.timedelta),
     ),
-    _Codec(
+    ValueCodec(
         "date",
         datetime.date,
         lambda v: v.isoformat().encode(),
         lambda b: datetime.date.fromisoformat(b.decode()),
     ),
-    _Codec(
+    ValueCodec(
         "datetime",
         datetime.datetime,
         _datetime_to_bytes,
         lambda b: datetime.datetime.fromisoformat(b.decode()),
     ),
-    _Codec(
+    ValueCodec(
         "path",
         type(pathlib.Path()),
-        lambda v: str(v).encode("utf-8", "surrogatepass"),
-        lambda b: pathlib.Path(b.decode("utf-8", "surrogatepass")),
+        lambda v: encode_text(str(v)),
+        lambda b: pathlib.Path(decode_text(b)),
     ),
-    _Codec("device", torch.device, lambda v: str(v).encode(), lambda b: torch.device(b.decode())),
-    _Codec("torch_version", TorchVersion, lambda v: v.encode(), lambda b: TorchVersion(b.decode())),
+    ValueCodec(
+        "device", torch.device, lambda v: str(v).encode(), lambda b: torch.device(b.decode())
+    ),
+    ValueCodec(
+        "torch_version", TorchVersion, lambda v: v.encode(), lambda b: TorchVersion(b.decode())
+    ),
     *map(_torch_constant, (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)),
     _packed(list, list),
     _packed(tuple, list),
@@ -279,7 +251,7 @@ def encode_value(path: str, value: object, *, allow_pickle: bool) -> tuple[str, 
     """Return the kind and the bytes of a value.
 
     Raises:
-        UnsupportedTypeError: It cannot be read back safely.
+        UnsupportedTypeError: The value cannot be read back safely.
     """
     codec = _BY_TYPE.get(type(value))
     if codec is not None:
@@ -298,8 +270,8 @@ def decode_value(path: str, kind: str, data: bytes, *, allow_pickle: bool = Fals
 
     Raises:
         DamagedError: The bytes are not what was written.
-        UnsupportedTypeError: The value needs a class, or a permission, that is not there.
-        UnsupportedFormatError: The kind is one that a newer version wrote.
+        UnsupportedTypeError: The value needs a class that is not imported, or ``allow_pickle``.
+        UnsupportedFormatError: A newer version wrote this kind of value.
     """
     codec = _BY_KIND.get(kind)
     if kind in ("object", "pickle"):
@@ -315,7 +287,7 @@ def decode_value(path: str, kind: str, data: bytes, *, allow_pickle: bool = Fals
     except CasnapError:
         raise
     except (*DECODE_ERRORS, RecursionError) as e:
-        raise DamagedError(f"{path} is no {kind}: {e}", (path,)) from e
+        raise DamagedError(f"{path} is not a valid {kind}: {e}", (path,)) from e
 
 
 # --- enums ------------------------------------------------------------------------------------
@@ -325,11 +297,11 @@ class _Member(Struct, frozen=True, array_like=True):
     module: str
     name: str
     member: str | int
-    """Its name; the number for flags, whose combinations have none."""
+    """Its name; for a flag its number, since combinations of flags have no name."""
 
 
 def find_class(module: str, name: str) -> type | None:
-    """Return a class of a module that is imported already; nothing is imported or run."""
+    """Return a class of a module that is imported already, without importing or running code."""
     found: object = sys.modules.get(module)
     for part in name.split("."):
         if not isinstance(found, ModuleType | type):
@@ -374,7 +346,7 @@ def _encode_object(path: str, value: object, allow_pickle: bool) -> tuple[str, b
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
-    except Exception as e:  # a class may raise what it likes
+    except Exception as e:  # a class may raise anything
         raise UnsupportedTypeError(
             f"{path}: a value of type {name} cannot be stored, not even by torch.save: {e}; "
             "leave it out of the state, or store plain values instead"
@@ -402,7 +374,7 @@ def _load(data: bytes) -> object:
 
 
 def _torch_load(data: bytes, *, weights_only: bool) -> object:
-    # Not mapped, whatever torch's own settings say: there is no file.
+    # mmap=False whatever torch's settings are, since there is no file to map.
     return torch.load(  # noqa: TID251
         io.BytesIO(data), map_location="cpu", weights_only=weights_only, mmap=False
     )
@@ -412,7 +384,7 @@ def _decode_object(path: str, kind: str, data: bytes, allow_pickle: bool) -> obj
     if kind == "pickle":
         if not allow_pickle:
             raise UnsupportedTypeError(
-                f"{path} was stored with allow_pickle=True; if you trust whoever took this "
+                f"{path} was stored with allow_pickle=True; if you trust the author of this "
                 "snapshot, pass allow_pickle=True here too"
             )
         return _torch_load(data, weights_only=False)
@@ -420,11 +392,11 @@ def _decode_object(path: str, kind: str, data: bytes, allow_pickle: bool) -> obj
         return _load(data if allow_pickle else bounded_archive(data))
     except RefusedError as e:
         raise UnsupportedTypeError(
-            f"{path} is not read unasked: {e}; if its class was registered with "
-            "torch.serialization.add_safe_globals, do so here too; if you trust whoever took this "
+            f"{path} is not read without permission: {e}; if its class was registered with "
+            "torch.serialization.add_safe_globals, do so here too; if you trust the author of this "
             "snapshot, pass allow_pickle=True"
         ) from e
-    except Exception as e:  # torch.load raises many types for bytes that it dislikes
+    except Exception as e:  # torch.load raises errors of many types
         reason = str(e).partition("\n")[0]
         raise UnsupportedTypeError(
             f"{path} cannot be read by torch.load(weights_only=True): {reason}; if its class was "

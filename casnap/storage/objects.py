@@ -1,4 +1,4 @@
-"""Chunks and nodes by digest: finding them, reading them, proving them."""
+"""Chunks and nodes by digest: find, read and verify them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ V = TypeVar("V")
 
 _log = logging.getLogger("casnap")
 _WINDOW = 1 << 15
-# So often is something read of a newer root, where a collector went past the one before.
+# How often to read again from a newer root, after a collector has changed the store.
 _LOOKS = 10
 _READ_BYTES = 16 << 20
 _BULK_BYTES = 64 << 20
@@ -47,11 +47,11 @@ _SMALL_BYTES = 1 << 20
 _NODES_BYTES = 32 << 20
 
 Sink = Callable[[memoryview], None]
-"""Takes the verified bytes of a chunk; called from any thread, must copy what it keeps."""
+"""Called with the verified bytes of a chunk, from any thread. It must copy what it keeps."""
 
 
 class Want(NamedTuple):
-    """A chunk to be read: its digest, its raw length, where it goes, and whom it is for."""
+    """A chunk to read: its digest, its raw length, its sink, and the path that needs it."""
 
     digest: Digest
     nbytes: int
@@ -66,8 +66,8 @@ class ReadOptions(NamedTuple):
         budget: The most bytes of buffers; at least one chunk is always read. None for no bound
             but that of the pool.
         prepare: Called with each buffer from the pool before it is used.
-        readers: The most threads, each with a buffer of the pool: fewer than there are, where the
-            sinks take buffers too.
+        readers: The most threads, each with a buffer of the pool. Lower it if the sinks take
+            buffers too. 0: the calling thread reads, into a buffer of its own.
     """
 
     budget: int | None = None
@@ -76,10 +76,12 @@ class ReadOptions(NamedTuple):
 
 
 DEFAULT_READ = ReadOptions()
+# For one chunk: the caller may hold buffers of the pool, and must not wait for another one.
+_WITHOUT_POOL = ReadOptions(readers=0)
 
 
 class Reason(Enum):
-    """Why a chunk cannot be read; the values are for messages."""
+    """Why a chunk cannot be read. The values are texts for messages."""
 
     NOWHERE = "it is in no pack of the index"
     MISSING = "its pack is missing"
@@ -89,12 +91,13 @@ class Reason(Enum):
     CHANGED = "its bytes differ from what was written"
 
 
-# A take notices files that are gone or too short; and what cannot be read may be whole.
+# Places to distrust. A take notices by itself if a file is gone or too short, and a file that
+# cannot be read may be whole.
 _DISTRUSTED = (Reason.IMPOSSIBLE, Reason.CHANGED)
 
 
 class Why(NamedTuple):
-    """Why a chunk cannot be read, and what the backend or the decoder said of it, if anything."""
+    """Why a chunk cannot be read, with the words of the backend or the decoder, if any."""
 
     reason: Reason
     detail: str = ""
@@ -105,7 +108,7 @@ class Why(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """A place where a chunk could not be read, who wants the chunk, and why it failed."""
+    """A place where a chunk could not be read, the wants for that chunk, and why it failed."""
 
     place: Place
     wants: list[Want]
@@ -136,7 +139,7 @@ class Objects:
 
     Args:
         backend: Where the objects live.
-        opened: The same store, opened before, whose config and index serve here too.
+        opened: The same store, if it is open already; its config and index are used here too.
     """
 
     def __init__(self, backend: Backend, opened: Objects | None = None) -> None:
@@ -149,10 +152,10 @@ class Objects:
         """Check that this version may write to the store.
 
         Args:
-            doing: What is to be done, for the message.
+            doing: What the caller is about to do, for the message.
 
         Raises:
-            UnsupportedFormatError: The store uses a feature that its writers have to know.
+            UnsupportedFormatError: The store uses a feature that this version cannot write.
         """
         features = (*self.config.write_features, *self.newest().write_features)
         check_writable(self.backend.uri, features, doing)
@@ -163,13 +166,13 @@ class Objects:
         return self._newest
 
     def current(self, read: Callable[[Root], V]) -> V:
-        """Read something of the newest root; again, where a collector went past that root.
+        """Read from the newest root; read again if a collector has changed the store meanwhile.
 
         Args:
-            read: Given the root, reads from the store.
+            read: Reads from the store, given the root.
 
         Raises:
-            DamagedError: What was to be read is damaged, and nothing was moved meanwhile.
+            DamagedError: The store is damaged; no collector has moved anything meanwhile.
         """
         for look in count(1):
             root = self.newest()
@@ -177,13 +180,13 @@ class Objects:
                 return read(root)
             except DamagedError:
                 newer = self.newest()
-                # Where segments were only added, all that there was is there.
+                # If segments were only added, nothing was moved.
                 if look == _LOOKS or set(root.segments) <= set(newer.segments):
                     raise
         raise AssertionError
 
     def view(self) -> View:
-        """Return the index as the newest root sees it."""
+        """Return the view of the index at the newest root."""
         return self.current(self.index.view)
 
     # --- nodes ---
@@ -192,16 +195,18 @@ class Objects:
         """Return a tree node, verified: from the cache, by the hint, or through the index.
 
         Raises:
-            DamagedError: It is nowhere, or nowhere whole.
+            DamagedError: The node has no whole place.
         """
         if len(digest) != DIGEST_SIZE:
-            raise DamagedError(f"{self.backend.uri}: {digest.hex()[:80]!r} is no digest of a node")
+            raise DamagedError(
+                f"{self.backend.uri}: {digest.hex()[:80]!r} is not the digest of a node"
+            )
         cached = self.index.cache.node(digest)
         if cached is not None:
             return cached
         found: list[bytes] = []
         want = Want(digest, -1, lambda raw: found.append(bytes(raw)), "")
-        if hint is not None and self.read_places([(hint, [want])]):
+        if hint is not None and self.read_places([(hint, [want])], _WITHOUT_POOL):
             _log.debug("the hint to node %s is stale", digest.hex())
         if not found:
             self.fetch([want])
@@ -209,10 +214,10 @@ class Objects:
         return found[0]
 
     def cache_nodes(self, digests: list[Digest]) -> None:
-        """Read together those nodes that are not cached, so that :meth:`node` finds them there.
+        """Read nodes that are not cached yet, together, for later calls of :meth:`node`.
 
         Raises:
-            DamagedError: Some are nowhere whole.
+            DamagedError: Some nodes have no whole place.
         """
         missing = [digest for digest in digests if self.index.cache.node(digest) is None]
         places = self.index.find(self.view(), missing) if missing else []
@@ -236,18 +241,17 @@ class Objects:
     # --- chunks ---
 
     def fetch(self, wants: Iterable[Want], how: ReadOptions = DEFAULT_READ) -> None:
-        """Read chunks, prove each against its digest, and hand them to their sinks.
+        """Read chunks, verify each against its digest, and hand them to their sinks.
 
-        Equal chunks are read once; neighbours in a pack are read together.
+        Equal chunks are read once. Neighbours in a pack are read together.
 
         Args:
-            wants: What to read; ``nbytes`` -1 where the length is not known.
+            wants: The chunks to read; ``nbytes`` is -1 if the length is not known.
             how: Bounds and preparation of the buffers.
 
         Raises:
-            DamagedError: Some chunks are missing or damaged, everywhere; all others were handed
-                over.
-            BackendError: Some could not be read, and may be whole.
+            DamagedError: Some chunks have no whole place. All others were handed over.
+            BackendError: Some chunks could not be read, and may be whole.
         """
         view = self.view()
         pending = iter(wants)
@@ -262,11 +266,11 @@ class Objects:
     def _fetch_window(
         self, view: View, window: list[Want], how: ReadOptions, *, ask_store: bool
     ) -> tuple[View, list[_Failed]]:
-        """Read some chunks; return the view that was the last, and what is in no place of it."""
+        """Read some chunks; return the newest view that was used, and the chunks that failed."""
         failed = self._fetch(view, window, how)
         while failed and self.newest() != view.root:
-            # A collector may have moved things. Where it did, they have other places by now; those
-            # that failed and that the newest root still names are damaged.
+            # A collector may have moved chunks. Those that have other places now are read there;
+            # those that the newest root still places where they failed are damaged.
             view = self.view()
             moved = [f.want for f in failed if self._has_moved(view, f)]
             if not moved:
@@ -274,7 +278,7 @@ class Objects:
             failed = [f for f in failed if not self._has_moved(view, f)]
             failed += self._fetch(view, moved, how)
         if failed and ask_store:
-            # What we know of places may be wrong: ask the store itself, once.
+            # The cached places may be wrong: read the index anew from the store, once.
             digests = [f.want.digest for f in failed]
             view = self.index.refreshed(view, self.newest(), digests)
             failed = self._fetch(view, [f.want for f in failed], how)
@@ -299,15 +303,15 @@ class Objects:
         bad = self.read_places(found, how)
         self._trust_again(view, found, bad)
         for unread in bad:
-            failed += self._fetch_elsewhere(view, unread, how)
+            failed += self._fetch_elsewhere(view, unread)
         return failed
 
-    def _fetch_elsewhere(self, view: View, unread: Unread, how: ReadOptions) -> list[_Failed]:
-        """Read a chunk at its other places, until one is whole."""
+    def _fetch_elsewhere(self, view: View, unread: Unread) -> list[_Failed]:
+        """Read a chunk at its other places until one is whole."""
         tried = [unread]
         for place in self.index.find_all(view, unread.wants[0].digest):
             if place != unread.place:
-                bad = self.read_places([(place, unread.wants)], how)
+                bad = self.read_places([(place, unread.wants)], _WITHOUT_POOL)
                 if not bad:
                     return []
                 tried += bad
@@ -316,7 +320,7 @@ class Objects:
     def _trust_again(
         self, view: View, read: list[tuple[Place, list[Want]]], bad: list[Unread]
     ) -> None:
-        """Forget that places were damaged that are whole again, out of a backup perhaps."""
+        """Trust places again that were damaged and are whole now, from a backup perhaps."""
         noted = self.index.distrusted(view, [wants[0].digest for _, wants in read])
         if noted:
             noted -= {(unread.wants[0].digest, unread.place) for unread in bad}
@@ -325,7 +329,7 @@ class Objects:
     def read_places(
         self, places: list[tuple[Place, list[Want]]], how: ReadOptions = DEFAULT_READ
     ) -> list[Unread]:
-        """Read the chunks at these places; return those that could not be proven, and why."""
+        """Read the chunks at these places; return the places that failed, and why."""
         found, failed = [], []
         for place, wants in places:
             if _plausible(place, wants[0], self.config.chunk_size):
@@ -338,7 +342,7 @@ class Objects:
         unit = min(_READ_BYTES, share, _READ_BYTES if how.budget is None else how.budget)
         reads = list(coalesced(found, max(largest + 2 * PAGE, unit)))
         most = max((read.stop - read.start for read in reads), default=0) + PAGE
-        if total <= _SMALL_BYTES:
+        if total <= _SMALL_BYTES or how.readers == 0:
             buffer = memoryview(bytearray(most))
             return failed + [bad for read in reads for bad in self._read_run(read, buffer)]
         affordable = SLOTS if how.budget is None else max(1, how.budget // most)
@@ -382,8 +386,9 @@ class Objects:
         return failed
 
     def holds(self, place: Place, digest: Digest) -> bool:
-        """Whether a chunk or node can be read, and proven, at this very place."""
-        return not self.read_places([(place, [Want(digest, -1, lambda raw: None, "")])])
+        """Whether a chunk or node can be read and verified at this place."""
+        want = Want(digest, -1, lambda raw: None, "")
+        return not self.read_places([(place, [want])], _WITHOUT_POOL)
 
 
 def _keep_copy(found: dict[Digest, bytes], digest: Digest, raw: memoryview) -> None:
@@ -391,13 +396,13 @@ def _keep_copy(found: dict[Digest, bytes], digest: Digest, raw: memoryview) -> N
 
 
 def _plausible(place: Place, want: Want, chunk_size: int) -> bool:
-    """Whether a place can be what is wanted, before memory is taken for it."""
+    """Whether a place fits the wanted length. Checked before memory is taken for it."""
     limit = chunk_size if want.nbytes >= 0 else MAX_NODE_BYTES
     return (want.nbytes in (-1, place.raw)) and is_possible(place, max(limit, 1 << 16))
 
 
 def _proven(digest: Digest, place: Place, stored: memoryview) -> memoryview | Why:
-    """Return the raw bytes of what was read if they have this digest, else why they do not."""
+    """Return the raw bytes if they have this digest, else why not."""
     if len(stored) != place.stored:
         return Why(Reason.CUT_OFF)
     try:
@@ -425,9 +430,9 @@ def _error(uri: str, failed: list[_Failed]) -> CasnapError:
     hurt = f"; hurt: {', '.join(paths[:10])}{' …' if len(paths) > 10 else ''}" if paths else ""
     message = f"{uri}: {'; '.join(lines)}{more}{hurt}"
     if all(any(u.why.reason is Reason.UNREADABLE for u in f.tried) for f in failed):
-        return BackendError(f"{message}. It may be whole: make it readable, then try again")
+        return BackendError(f"{message}. The data may be whole: make it readable, then try again")
     advice = (
-        f"`casnap check {uri}` says what is hurt; where they are at hand, to take the same bytes "
-        "again on this host stores them anew"
+        f"`casnap check {uri}` says what is hurt; if you still have the data, take the same bytes "
+        "again on this host to store them anew"
     )
     return DamagedError(message, paths, advice)

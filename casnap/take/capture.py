@@ -19,9 +19,10 @@ from casnap.runtime.torch_modes import plain
 from casnap.state.containers import component_of
 from casnap.state.cuda import synchronize
 from casnap.state.flatten import flatten
+from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards
 from casnap.state.stateful import RNGState, Stateful, random_states_first, same_random_state
-from casnap.state.tensors import Leaf, as_copyable, is_numpy, itemsize_of
+from casnap.state.tensors import Leaf, as_copyable, itemsize_of
 from casnap.take.staging import (
     CellPart,
     Piece,

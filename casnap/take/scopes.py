@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from casnap.format.entries import ContainerEntry, TensorEntry
 from casnap.state.containers import component_of
+from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards
-from casnap.state.tensors import Leaf, is_numpy
+from casnap.state.tensors import Leaf
 from casnap.take.capture import Capture
 from casnap.take.options import TakeOptions
 

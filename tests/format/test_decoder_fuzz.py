@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 from casnap import StateDict, Store
 from casnap.backends import MemoryBackend
-from casnap.cli.durations import duration
-from casnap.cli.shares import share
+from casnap.cli.option_types import duration, share
 from casnap.errors import CasnapError
 from casnap.format.codec import Codec, compress, decompress
 from casnap.format.digest import digest_of

@@ -397,7 +397,7 @@ def test_command(store: Path, tmp_path: Path) -> None:
     result = invoke("repair", store, "--from", unknown, "--from", source, "--yes")
     assert "lost chunks found elsewhere: 1" in result.stdout
     assert "everything is whole" in result.stdout
-    assert f"skipped: {unknown} is none of .safetensors, " in result.stderr
+    assert f"skipped: {unknown} is neither a file of .safetensors, " in result.stderr
     assert "no damage found" in invoke("repair", store, "--yes").stdout
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from casnap import RNGState, Snapshot, StateDict
 from casnap.errors import MismatchError
-from casnap.restore.restore import RestoreReport
+from casnap.restore.report import RestoreReport
 from tests.support.ranks import World
 
 Worlds = Callable[[int], World]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from casnap.errors import DamagedError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Payload, TensorEntry, ValueEntry
-from casnap.state.flatten import Leaf, component_of, flatten, inflate, tensor_targets
+from casnap.state.flatten import Leaf, component_of, fill_targets, flatten, inflate
 from tests.support.bitwise import assert_same
 from tests.support.leaves import leaves_of, round_trip
 from tests.support.states import Color, Level, Mode, Pair, Plain, keys, states
@@ -207,7 +207,7 @@ def test_sparse_tensors(name):
     assert leaves["m/s"].entry.kind == str(value.layout).removeprefix("torch.")
     assert "m/s/values" in leaves
     assert_same(round_trip(value), value)
-    assert tensor_targets({"s": value}, "m") == {}
+    assert fill_targets({"s": value}, "m") == {}
 
 
 def test_sparse_parts_are_checked():
@@ -242,7 +242,7 @@ def test_targets():
         "odd": defaultdict(lambda: 0),
         object(): 1,
     }
-    targets = tensor_targets(state, "m")
+    targets = fill_targets(state, "m")
     assert list(targets) == ["m/a", "m/again", "m/t", "m/p", "m/list/1/0"]
-    assert targets["m/a"] is shared
-    assert targets["m/p"] is model.weight
+    assert targets["m/a"].value is shared
+    assert targets["m/p"].value is model.weight

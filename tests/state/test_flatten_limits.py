@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Payload, ValueEntry
 from casnap.state import flatten as flatten_module
-from casnap.state.flatten import Leaf, flatten, inflate, tensor_targets
+from casnap.state.flatten import Leaf, fill_targets, flatten, inflate
 from casnap.state.stateful import RNGState, StateDict, Stateful
 from tests.support.bitwise import assert_same
 from tests.support.leaves import leaves_of, round_trip
@@ -177,7 +177,7 @@ def test_cycles():
     with pytest.raises(UnsupportedTypeError, match=r"m/x/a/0/0: .*refers to itself"):
         list(flatten({"x": cycle}, "m"))
     with pytest.raises(UnsupportedTypeError, match="refers to itself"):
-        tensor_targets(cycle, "m")
+        fill_targets(cycle, "m")
     shared = [1]
     assert round_trip({"a": shared, "b": shared}) == {"a": [1], "b": [1]}
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from casnap.errors import UnsupportedTypeError
 from casnap.format.region import Region
-from casnap.state.flatten import flatten, inflate, shard_targets, tensor_targets
+from casnap.state.flatten import fill_targets, flatten, inflate
 from casnap.state.sharded import Shards, shards_of
 from casnap.state.tensors import Leaf, describe
 from tests.support import sharded, spreading
@@ -359,9 +359,10 @@ def filled() -> None:
         "columns": distribute_tensor(torch.zeros(3, 5), mesh, [Shard(1)]),
         "plain": torch.zeros(2),
     }
-    targets = shard_targets(state, "s")
+    targets = fill_targets(state, "s")
+    assert targets.pop("s/plain").value is state["plain"]
     assert targets.keys() == {"s/weight", "s/columns"}
-    assert tensor_targets(state, "s").keys() == {"s/plain"}
+    assert all(shards.is_sharded for shards in targets.values())
     found = {leaf.path: leaf for leaf in flatten(state, "s")}
     for path, shards in targets.items():
         full = counted(shards.shape).float()
@@ -392,9 +393,9 @@ def test_a_training_state_in_all_layouts(world: Worlds, layout: str) -> None:
 
 def test_without_sharded_tensors_nothing_is_imported_for_them() -> None:
     code = (
-        "import sys, torch; from casnap.state.flatten import flatten, shard_targets\n"
+        "import sys, torch; from casnap.state.flatten import fill_targets, flatten\n"
         "state = {'a': torch.ones(3), 'b': torch.nn.Parameter(torch.ones(2))}\n"
-        "list(flatten(state, 's')), shard_targets(state, 's')\n"
+        "list(flatten(state, 's')), fill_targets(state, 's')\n"
         "assert 'torch.distributed.tensor' not in sys.modules\n"
     )
     done = run_python(code)

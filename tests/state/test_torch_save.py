@@ -313,7 +313,7 @@ def test_what_is_hostile_is_refused_before_it_takes_memory(name, tmp_path, cache
 
     def work() -> None:
         limit_memory()
-        with pytest.raises(UnsupportedTypeError, match="is not read unasked"):
+        with pytest.raises(UnsupportedTypeError, match="is not read without permission"):
             Snapshot(str(tmp_path / "store/evil")).read_object("s")
 
     assert in_child(work) == 0

@@ -14,7 +14,7 @@ import pytest
 
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.cli.durations import duration, duration_or_none
+from casnap.cli.option_types import duration, duration_or_none
 from casnap.errors import BackendError, FencedError, SnapshotNotFoundError
 from casnap.format.records import Row
 from tests.support.cli_calls import Terminal, document, failure, fill, invoke
@@ -374,7 +374,7 @@ def test_prune_of_a_folder(own_store: Path) -> None:
         (["--keep-within", "0"], "write 30s, 15m, 24h, 7d, 2w or 1.5h"),
         (["--keep-best", "loss"], "write loss:3 or accuracy:3:max"),
         (["--keep-best", "loss:0"], "whole number"),
-        (["--keep-best", "loss:1:\x1b"], "is no rule"),
+        (["--keep-best", "loss:1:\x1b"], "is not a rule"),
     ],
 )
 def test_prune_without_a_rule_that_makes_sense(

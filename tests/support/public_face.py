@@ -24,7 +24,7 @@ from casnap.maintenance.diff import Diff
 from casnap.maintenance.gc import GcReport
 from casnap.maintenance.repair import RepairReport
 from casnap.maintenance.usage import Usage
-from casnap.restore.restore import RestoreReport
+from casnap.restore.report import RestoreReport
 from casnap.snapshot import EntriesByPath, SnapshotMetadata
 from casnap.storage.retention import PruneReport
 

@@ -97,7 +97,7 @@ def test_parts_are_filled_and_nothing_else_is_read(store, data, case):
         parts.append((region, LAYOUTS[layout](region.sizes, tensor.dtype)))
     told = []
     loading = Loading(snapshot.contents, lambda *numbers: told.append(numbers))
-    loading.add_parts("m/x", entry, parts)
+    loading.add("m/x", entry, parts)
     wanted = []
 
     def fetch(wants, how):
@@ -134,7 +134,7 @@ def test_shards_of_rows_are_copied_as_bytes(store, monkeypatch):
     ]
     monkeypatch.setattr("casnap.restore.loading.elements_of", None)
     loading = Loading(snapshot.contents)
-    loading.add_parts("m/x", entry, parts, tensor)
+    loading.add("m/x", entry, parts, tensor)
     assert loading.load() == {"m/x": Leaf("m/x", entry, tensor)}
     assert torch.equal(
         torch.cat([part for _, part in parts]).view(torch.int32), tensor.view(torch.int32)
@@ -146,7 +146,7 @@ def test_a_parameter_is_filled_in_place(store):
     snapshot, entry = written(store, plain, halves(40, 1000))
     target = torch.nn.Parameter(torch.zeros(40, 300))
     loading = Loading(snapshot.contents)
-    loading.add_parts("m/x", entry, [(Region((0, 350), (40, 300)), target)], target)
+    loading.add("m/x", entry, [(Region((0, 350), (40, 300)), target)], target)
     assert loading.load()["m/x"].content is target
     assert torch.equal(target, plain[:, 350:650])
 

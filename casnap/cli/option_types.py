@@ -1,0 +1,68 @@
+"""Durations (``30s``, ``1.5h``, ``7d``) and shares (``5%``, ``0.05``) as people write them."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+from casnap.cli.output import quoted
+
+_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])")
+_WAYS = "write 30s, 15m, 24h, 7d, 2w"
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)(%?)")
+
+
+def duration(text: str) -> float:
+    """Return the seconds of a duration above 0; the ``type`` of an option.
+
+    Raises:
+        click.BadParameter: The text is not such a duration.
+    """
+    seconds = _seconds(text)
+    if not seconds:
+        raise click.BadParameter(f"{quoted(text)} is no duration; {_WAYS} or 1.5h")
+    return seconds
+
+
+def duration_or_none(text: str) -> float:
+    """Return the seconds of a duration, which may be ``0``; the ``type`` of an option.
+
+    Raises:
+        click.BadParameter: The text is not a duration.
+    """
+    seconds = 0.0 if text == "0" else _seconds(text)
+    if seconds is None:
+        raise click.BadParameter(f"{quoted(text)} is no duration; {_WAYS}, 1.5h or 0")
+    return seconds
+
+
+def _seconds(text: str) -> float | None:
+    found = _DURATION.fullmatch(text)
+    return float(found[1]) * _SECONDS[found[2]] if found else None
+
+
+def share(text: str) -> float:
+    """Return a share from 0 to 1; the ``type`` of an option.
+
+    Raises:
+        click.BadParameter: The text is not a share.
+    """
+    found = _SHARE.fullmatch(text)
+    value = float(found[1]) / (100 if found[2] else 1) if found else 2
+    if value > 1:
+        raise click.BadParameter(f"{quoted(text)} is no share; write it like 5% or 0.05")
+    return value
+
+
+def positive_share(text: str) -> float:
+    """Return a share above 0; the ``type`` of an option.
+
+    Raises:
+        click.BadParameter: The text is not such a share.
+    """
+    value = share(text)
+    if not value:
+        raise click.BadParameter(f"{quoted(text)} is nothing; write it like 5% or 0.05")
+    return value

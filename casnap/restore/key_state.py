@@ -1,0 +1,131 @@
+"""One key of an app state to restore, and the entries that this rank gets for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from casnap.format.entries import ContainerEntry, Entry
+from casnap.format.names import rank_names
+from casnap.restore.loading import Loading
+from casnap.restore.report import RestoreReport
+from casnap.state.containers import component_of, container_builder
+from casnap.state.flatten import flatten
+from casnap.state.stateful import Stateful
+from casnap.state.tensors import Leaf
+from casnap.storage.contents import Contents
+
+
+@dataclass
+class KeyState:
+    """One key of the app state to restore.
+
+    Attributes:
+        component: The first component of the key's paths.
+        stateful: The value in the app state.
+        current: Its state now.
+        entries: The entries in the snapshot for this rank, by path.
+        given: Leaves that are known and need not be read.
+        rewritten: Prefixes of paths whose names or values the module may change while it loads.
+        unchecked: Prefixes of paths whose names only the module itself can check.
+        skipped: Paths that must not be loaded into the module.
+    """
+
+    component: str
+    stateful: Stateful
+    current: Any
+    entries: dict[str, Entry]
+    given: dict[str, Leaf] = field(default_factory=dict)
+    rewritten: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
+    skipped: set[str] = field(default_factory=set)
+
+
+def key_state(
+    contents: Contents, key: str, stateful: Stateful, report: RestoreReport, rank: int
+) -> KeyState | None:
+    """Return a key with its current state and its entries.
+
+    Returns:
+        None if the snapshot has nothing of the key for this rank; the report says what is missing.
+    """
+    component = component_of(key)
+    seen = contents.trees(rank).get(component)
+    entries = {} if seen is None else {component + inner: e for inner, e in seen.items()}
+    # All ranks call state_dict(), which may itself be a collective.
+    current = stateful.state_dict()
+    state = KeyState(component, stateful, current, entries)
+    if isinstance(stateful, torch.nn.Module) and _select_submodules(contents, state):
+        return state
+    kept = _kept_for_others(contents, component, rank, entries)
+    if not kept and seen is not None:
+        state.entries = _reached(contents, component, rank, entries)
+        return state
+    report.missing += kept or [key]
+    return None
+
+
+def _select_submodules(contents: Contents, state: KeyState) -> bool:
+    """Keep only the entries of this module's own submodules, and return whether that is possible.
+
+    It is, if each rank took other submodules, as the stages of a pipeline do. The pipeline may be
+    cut at other places now.
+    """
+    shared = contents.manifest.shared.get(state.component)
+    if shared is None or contents.tree(shared).get("") is not None:
+        return False
+    names = {component_of(name) for name in state.current}
+    if not names or not state.entries.keys() >= {f"{state.component}/{name}" for name in names}:
+        return False
+    state.entries = {
+        p: e for p, e in state.entries.items() if "/" in p and p.split("/")[1] in names
+    }
+    state.given[state.component] = next(flatten(state.current, state.component))
+    return True
+
+
+def _reached(
+    contents: Contents, component: str, rank: int, entries: dict[str, Entry]
+) -> dict[str, Entry]:
+    """Leave out global entries that stand only in containers of other ranks."""
+    digest = contents.manifest.ranks.get(str(rank), {}).get(component)
+    own = {} if digest is None else dict(contents.tree(digest).items())
+    loading = Loading(contents)
+    for inner, entry in own.items():
+        if isinstance(entry, ContainerEntry):
+            loading.add(component + inner, entry)
+    elements = {
+        path: set(container_builder(path, leaf.entry, leaf.content)[0])
+        for path, leaf in loading.load().items()
+        if isinstance(leaf.entry, ContainerEntry) and isinstance(leaf.content, bytes)
+    }
+    if not elements:
+        return entries
+    reached = dict[str, Entry]()
+    for path, entry in entries.items():  # a container comes before its elements
+        above, _, name = path.rpartition("/")
+        if not above or (above in reached and name in elements.get(above, (name,))):
+            reached[path] = entry
+    return reached
+
+
+def _kept_for_others(
+    contents: Contents, component: str, rank: int, entries: Mapping[str, Entry]
+) -> list[str]:
+    """Return why a rank that did not take part in the take cannot restore a key."""
+    if rank < contents.row.world_size:
+        return []
+    holders: dict[str, list[int]] = {}
+    for other in contents.ranks():
+        digest = contents.manifest.ranks[str(other)].get(component)
+        if digest is not None:
+            for path in [component + inner for inner, _ in contents.tree(digest).items()]:
+                holders.setdefault(path, []).append(other)
+    return [
+        f"{path} is kept for {rank_names(ranks)} alone; rank {rank} is new"
+        for path, ranks in holders.items()
+        if path not in entries
+    ]

@@ -1,0 +1,114 @@
+"""How a module differs from a snapshot, and loading what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import torch
+
+from casnap.format.entries import TensorEntry
+from casnap.restore.key_state import KeyState
+from casnap.restore.report import RestoreReport
+from casnap.state.containers import component_of
+from casnap.state.tensors import holds_no_values
+
+
+def compare(state: KeyState, module: torch.nn.Module, report: RestoreReport) -> None:
+    """Report how a module differs from the snapshot, and note what must not be loaded.
+
+    What a module rewrites while it loads is left to the module. Of what it may forgive, only the
+    shapes are compared.
+    """
+    state.rewritten = _paths_of_children(state, module, _rewrites)
+    state.unchecked = state.rewritten + _paths_of_children(state, module, _forgives)
+    there = {p for p in state.entries if p.count("/") == 1 and not p.startswith(state.unchecked)}
+    here = {f"{state.component}/{component_of(k)}" for k in state.current}
+    here = {path for path in here if not path.startswith(state.unchecked)}
+    shapes = {p: s for p, s in _other_shapes(state).items() if not p.startswith(state.rewritten)}
+    report.missing += sorted(here - there)
+    report.unexpected += sorted(there - here)
+    report.mismatched += [shapes[p] for p in sorted(shapes)]
+    state.skipped = (there - here) | shapes.keys()
+
+
+def load_what_fits(
+    state: KeyState, module: torch.nn.Module, values: dict[str, Any], report: RestoreReport
+) -> None:
+    """Load into a module what it has in the same shape, and report the rest."""
+
+    def path_of(key: str) -> str:
+        return f"{state.component}/{component_of(key)}"
+
+    for key in [k for k in values if path_of(k) in state.skipped]:
+        del values[key]
+    if _has_own_loader(module) and "strict" not in signature(module.load_state_dict).parameters:
+        module.load_state_dict(values)
+        return
+    shapes: dict[str, str] = {}
+    try:
+        left: Any = module.load_state_dict(values, strict=False)
+    except RuntimeError:
+        shapes = _other_shapes(state)
+        unfit = [key for key in values if path_of(key) in shapes]
+        if not unfit:
+            raise
+        for key in unfit:
+            del values[key]
+        left = module.load_state_dict(values, strict=False)
+    report.mismatched += [shapes[p] for p in sorted(shapes)]
+    for keys, paths in (
+        (getattr(left, "missing_keys", ()), report.missing),
+        (getattr(left, "unexpected_keys", ()), report.unexpected),
+    ):
+        unchecked = [p for p in map(path_of, keys) if p.startswith(state.unchecked)]
+        paths += [p for p in unchecked if p not in shapes and p not in state.skipped]
+
+
+def _paths_of_children(
+    state: KeyState, module: torch.nn.Module, does: Callable[[torch.nn.Module], bool]
+) -> tuple[str, ...]:
+    """Return what the paths begin with of those children of a module that do something."""
+    if _has_own_loader(module):
+        return (f"{state.component}/",)
+    return tuple(
+        f"{state.component}/{component_of(f'{name}.' if name else '')}"
+        for name, child in module.named_modules(remove_duplicate=False)
+        if does(child)
+    )
+
+
+def _rewrites(module: torch.nn.Module) -> bool:
+    """Whether a module may change keys or values while it loads them."""
+    loader = module._load_from_state_dict
+    return bool(module._load_state_dict_pre_hooks) or not loader.__module__.startswith("torch.nn.")
+
+
+def _forgives(module: torch.nn.Module) -> bool:
+    """Whether a module may allow names to differ."""
+    return bool(module._load_state_dict_post_hooks)
+
+
+def _has_own_loader(module: torch.nn.Module) -> bool:
+    loader = getattr(module.load_state_dict, "__func__", None)
+    return loader is not torch.nn.Module.load_state_dict
+
+
+def _other_shapes(state: KeyState) -> dict[str, str]:
+    """Return the tensors of a module that have another shape in the snapshot, in words, by path."""
+    shapes = {}
+    for key, value in state.current.items():
+        path = f"{state.component}/{component_of(key)}"
+        entry = state.entries.get(path)
+        if not isinstance(entry, TensorEntry) or not isinstance(value, torch.Tensor):
+            continue
+        if torch.nn.parameter.is_lazy(value):
+            continue  # it takes any shape
+        if value.is_meta:
+            shapes[path] = f"{path}: on the meta device here; call to_empty(device=...) first"
+        elif holds_no_values(value):
+            shapes[path] = f"{path}: fake here; make the module outside of FakeTensorMode"
+        elif tuple(value.shape) != entry.shape:
+            shapes[path] = f"{path}: {tuple(value.shape)} here, {entry.shape} in the snapshot"
+    return shapes

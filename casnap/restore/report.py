@@ -1,0 +1,38 @@
+"""The report of a restore: what was left alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RestoreReport:
+    """What a restore left alone.
+
+    Attributes:
+        missing: Paths of the state that the snapshot lacks, or keeps only for other ranks.
+        unexpected: Paths of the snapshot that the state lacks.
+        mismatched: Paths whose shapes differ.
+        left_behind: Keys of ranks that this world does not have, with the ranks. This is no error.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    left_behind: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """Whether anything of the state was left alone."""
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def mismatch(self, where: str) -> str:
+        """Return the message of an error that lists everything that does not fit."""
+        lines = [f"{where} does not fit the state; nothing was restored"]
+        for what, paths in (
+            ("missing in the snapshot", self.missing),
+            ("unexpected in the snapshot", self.unexpected),
+            ("of another shape", self.mismatched),
+        ):
+            lines += [f"  {what} ({len(paths)}):"] + [f"    {p}" for p in paths] if paths else []
+        lines.append("Pass strict=False to restore what fits.")
+        return "\n".join(lines)

@@ -1,0 +1,87 @@
+"""Which tensors of a live state can be filled in place, and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from casnap.format.entries import Entry, TensorEntry
+from casnap.restore.key_state import KeyState
+from casnap.state.flatten import fill_targets
+from casnap.state.overlap import end_address
+from casnap.state.sharded import Shards, shards_of, without_torch_function
+from casnap.state.tensors import carrier_dtype, is_float4
+
+
+def targets_of(state: KeyState) -> dict[str, Shards]:
+    """Return the tensors of a state that can be filled from the snapshot in place, by path."""
+    found = fill_targets(state.current, state.component)
+    if isinstance(state.stateful, torch.optim.Optimizer):
+        found |= _moments(state.stateful, state.component, state.entries)
+    return {
+        path: shards
+        for path, shards in found.items()
+        # A module that renames while it loads could overwrite such a tensor before reading it.
+        if path in state.entries
+        and not path.startswith(state.rewritten)
+        and _fits(state.entries[path], shards.value)
+    }
+
+
+def _moments(
+    optimizer: torch.optim.Optimizer, component: str, entries: Mapping[str, Entry]
+) -> dict[str, Shards]:
+    """Return new moments, sharded like their parameters, for an optimizer that has none yet."""
+    made = {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for path, entry in entries.items():
+        below, _, name = path.removeprefix(f"{component}/state/").partition("/")
+        if not path.startswith(f"{component}/state/") or not below.isdigit() or "/" in name:
+            continue
+        parameter = parameters[int(below)] if int(below) < len(parameters) else None
+        if parameter is None or name in optimizer.state.get(parameter, ()):
+            continue
+        if isinstance(entry, TensorEntry) and entry.shape == tuple(parameter.shape):
+            shards = shards_of(path, parameter)
+            if shards is not None:
+                moment = torch.zeros_like(parameter.detach(), dtype=carrier_dtype(entry))
+                fresh = shards_of(path, moment)
+                assert fresh is not None
+                made[path] = fresh
+    return made
+
+
+def _fits(entry: Entry, current: torch.Tensor) -> bool:
+    """Whether a tensor of the state can be filled with an entry without loss."""
+    with without_torch_function():
+        return (
+            isinstance(entry, TensorEntry)
+            and entry.kind in ("tensor", "parameter", "buffer")
+            and entry.quantization is None
+            and tuple(current.shape) == entry.shape
+            and is_float4(entry) == is_float4(current)
+            and torch.can_cast(carrier_dtype(entry), current.dtype)
+        )
+
+
+def memory_of(targets: Mapping[str, Shards]) -> dict[tuple[str, int], torch.Tensor]:
+    """Return the memory of all targets, by path and number of the shard."""
+    return {
+        (path, i): tensor
+        for path, shards in targets.items()
+        for i, tensor in enumerate(
+            _extents(shards.tensors) if shards.is_sharded else shards.tensors
+        )
+    }
+
+
+def _extents(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the memory of the parts of one tensor; parts in one storage are one span."""
+    by_storage: dict[int, list[torch.Tensor]] = {}
+    for part in parts:
+        by_storage.setdefault(part.untyped_storage().data_ptr(), []).append(part)
+    for same in by_storage.values():
+        first = min(same, key=torch.Tensor.data_ptr)
+        stop = max(end_address(part) for part in same)
+        yield first.as_strided(((stop - first.data_ptr()) // first.itemsize,), (1,))

@@ -1,0 +1,122 @@
+"""numpy arrays and scalars as an entry and a carrier of flat bytes, and back."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from casnap.errors import DamagedError, UnsupportedTypeError
+from casnap.format.entries import Payload, TensorEntry
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    NumpyDtype = np.dtype[Any]
+
+KINDS = ("ndarray", "numpy_scalar")
+"""The kinds of tensor entries for numpy arrays and scalars."""
+
+_TYPESTR = re.compile(r"[<>|]([biufcmMSUV])([1-9][0-9]{0,4})(\[[0-9A-Za-z/]{1,24}\])?")
+_MAX_ITEMSIZE = 64 << 10  # the smallest chunk size: an element is never cut
+
+
+def is_numpy(entry: TensorEntry) -> bool:
+    """Whether an entry is a numpy array or scalar, so that its carrier is flat bytes."""
+    return entry.kind in KINDS
+
+
+def numpy_itemsize(entry: TensorEntry) -> int:
+    """Return the bytes of one element of a numpy entry.
+
+    Raises:
+        DamagedError: The entry's dtype does not exist.
+    """
+    match = _TYPESTR.fullmatch(entry.dtype)
+    size = int(match[2]) * (4 if match[1] == "U" else 1) if match else 0
+    if not 0 < size <= _MAX_ITEMSIZE:
+        raise DamagedError(f"an entry has the unknown dtype {entry.dtype[:40]!r}")
+    return size
+
+
+def describe_numpy(path: str, value: Any) -> tuple[TensorEntry, torch.Tensor]:
+    """Return the entry and the carrier of an array or scalar.
+
+    Raises:
+        UnsupportedTypeError: It cannot be stored.
+    """
+    np = sys.modules["numpy"]
+    if type(value) in (np.str_, np.bytes_):
+        # An element is one character: of a single long item numpy would drop the NULs at the end.
+        text = value.encode("utf-32-le", "surrogatepass") if type(value) is np.str_ else value
+        dtype = "<U1" if type(value) is np.str_ else "|S1"
+        entry = TensorEntry(dtype, (len(value),), Payload(len(text)), "numpy_scalar")
+        return entry, _carrier_of(bytes(text))
+    if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
+        raise UnsupportedTypeError(
+            f"{path}: {type(value).__qualname__} is a subclass of numpy.ndarray; "
+            "store numpy.array(value)"
+        )
+    dtype = _checked_typestr(path, value.dtype)
+    if isinstance(value, np.ndarray):
+        content, kind = _carrier_of(value), "ndarray"
+    else:
+        content, kind = _carrier_of(value.tobytes()), "numpy_scalar"
+    return TensorEntry(dtype, tuple(value.shape), Payload(value.nbytes), kind), content
+
+
+def _checked_typestr(path: str, dtype: NumpyDtype) -> str:
+    np = sys.modules["numpy"]
+    if dtype.hasobject or dtype.fields is not None:
+        what = "objects" if dtype.hasobject else "structures"
+        raise UnsupportedTypeError(
+            f"{path}: numpy arrays of {what} cannot be stored; store plain arrays or lists"
+        )
+    match = _TYPESTR.fullmatch(dtype.str)
+    # Types that other packages add to numpy have a typestr that means something else.
+    if match is None or np.dtype(dtype.str) != dtype or dtype.itemsize > _MAX_ITEMSIZE:
+        raise UnsupportedTypeError(
+            f"{path}: numpy's {dtype!r} ({dtype.itemsize} bytes an item) cannot be stored; "
+            "view or convert it to a built-in type of 1 to 65,536 bytes"
+        )
+    return str(dtype.str)
+
+
+def _carrier_of(value: Any) -> torch.Tensor:
+    """Return the bytes of a buffer or numpy array, without a copy if possible."""
+    if isinstance(value, bytes):
+        return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else _no_bytes()
+    np = sys.modules["numpy"]
+    if not value.nbytes:
+        return _no_bytes()
+    if not value.flags.writeable:
+        value = value.copy()  # torch knows no read-only tensors
+    return torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+
+
+def _no_bytes() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def assemble_numpy(path: str, entry: TensorEntry, content: torch.Tensor) -> object:
+    """Return the array or scalar of a filled carrier.
+
+    Raises:
+        UnsupportedTypeError: numpy is not installed.
+        DamagedError: The entry's dtype does not exist.
+    """
+    try:
+        import numpy as np
+    except ImportError:
+        raise UnsupportedTypeError(f"{path} is of numpy; install numpy to read it") from None
+    numpy_itemsize(entry)  # no type that holds pointers gets past it
+    array = content.cpu().numpy().view(np.dtype(entry.dtype)).reshape(entry.shape)
+    if entry.kind == "ndarray":
+        return array
+    if entry.dtype == "<U1":
+        return np.str_(array.tobytes().decode("utf-32-le", "surrogatepass"))
+    if entry.dtype == "|S1":
+        return np.bytes_(array.tobytes())
+    return array.reshape(())[()]

@@ -1,0 +1,65 @@
+"""The parameters of quantized tensors, whose carriers are plain integers."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+
+from casnap.errors import UnsupportedTypeError
+from casnap.format.entries import Quantization
+
+_PER_CHANNEL = {
+    "per_channel_affine": (("d", torch.float64), ("q", torch.int64)),
+    "per_channel_affine_float_qparams": (("f", torch.float32), ("f", torch.float32)),
+}
+
+
+def quantization_of(path: str, value: torch.Tensor) -> Quantization:
+    """Return the parameters of a quantized tensor.
+
+    Raises:
+        UnsupportedTypeError: Its scheme cannot be stored.
+    """
+    scheme = str(value.qscheme()).removeprefix("torch.")
+    if scheme == "per_tensor_affine":
+        scale, zero_point = value.q_scale(), value.q_zero_point()
+        return Quantization(scheme, struct.pack("<d", scale), struct.pack("<q", zero_point))
+    if scheme not in _PER_CHANNEL:
+        raise UnsupportedTypeError(
+            f"{path}: a quantized tensor of scheme {scheme} cannot be stored; "
+            "store value.int_repr() and its parameters"
+        )
+    scales = value.q_per_channel_scales().tolist()
+    zero_points = value.q_per_channel_zero_points().tolist()
+    (scale_code, _), (zero_code, _) = _PER_CHANNEL[scheme]
+    return Quantization(
+        scheme,
+        struct.pack(f"<{len(scales)}{scale_code}", *scales),
+        struct.pack(f"<{len(zero_points)}{zero_code}", *zero_points),
+        value.q_per_channel_axis(),
+    )
+
+
+def quantized(q: Quantization, content: torch.Tensor) -> torch.Tensor:
+    """Return the quantized tensor of these integers.
+
+    Raises:
+        ValueError: The parameters contradict each other.
+        struct.error: There are not as many as there are channels.
+    """
+    if q.scheme == "per_tensor_affine":
+        (scale,), (zero_point,) = struct.unpack("<d", q.scales), struct.unpack("<q", q.zero_points)
+        return torch._make_per_tensor_quantized_tensor(content, scale, zero_point)
+    if q.scheme not in _PER_CHANNEL:
+        raise ValueError(f"the quantization scheme {q.scheme[:40]!r} is unknown")
+    channels = content.shape[q.axis]
+    (scale_code, scale_dtype), (zero_code, zero_dtype) = _PER_CHANNEL[q.scheme]
+    scales = struct.unpack(f"<{channels}{scale_code}", q.scales)
+    zero_points = struct.unpack(f"<{channels}{zero_code}", q.zero_points)
+    return torch._make_per_channel_quantized_tensor(
+        content,
+        torch.tensor(scales, dtype=scale_dtype, device=content.device),
+        torch.tensor(zero_points, dtype=zero_dtype, device=content.device),
+        q.axis,
+    )
