@@ -32,6 +32,7 @@ from casnap.ranks import gloo
 from casnap.ranks.link import PATIENCE, Link, LinkFailedError
 from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
 from casnap.runtime.torch_modes import plain
+from casnap.runtime.typing import override
 
 M = TypeVar("M")
 Buffer = bytes | memoryview
@@ -190,20 +191,23 @@ class SingleProcess(Comm):
 
     rank, size, ranks = 0, 1, (0,)
 
+    @override
     def all_to_all(
         self, parts: Sequence[Buffer], room: memoryview | None = None, *, proven: bool = False
     ) -> list[memoryview]:
-        """Return the one part."""
         return [memoryview(parts[0])]
 
+    @override
     def fail(self, error: BaseException) -> None:
-        """Do nothing: there is no other rank."""
+        pass  # there is no other rank, here and below
 
+    @override
     def leave(self) -> None:
-        """Do nothing: there is no other rank."""
+        pass
 
+    @override
     def enter_phase(self, phase: str) -> None:
-        """Do nothing: there is no other rank."""
+        pass
 
 
 class Group(Comm):
@@ -229,29 +233,29 @@ class Group(Comm):
         # An interrupt can lose this object; the link must be free again for the next operation.
         self.leave()
 
+    @override
     def enter_phase(self, phase: str) -> None:
-        """Note what this rank does from now on, for the messages of others if it gets lost."""
         self._phase = phase
         if self._calls:
             self._link.note("at", phase)
 
+    @override
     def await_end(self, rank: int) -> bool:
-        """Wait until another rank has left this operation, well or not; return whether it has."""
         return self._link.await_end(rank, self.timeout)
 
+    @override
     def check_not_abandoned(self) -> None:
-        """Check that the other ranks have not given up on this one for being too slow."""
         failure = self._link.recorded_failure()
         if failure is not None and self.rank in failure.ranks:
             self.ended = True
             self._link.close()
             raise RankError(f"{self.operation}: {failure.reason}", failure.ranks)
 
+    @override
     @plain()
     def all_to_all(
         self, parts: Sequence[Buffer], room: memoryview | None = None, *, proven: bool = False
     ) -> list[memoryview]:
-        """Send ``parts[i]`` to rank i; return what came from each."""
         if self.ended:
             raise StateError(f"{self.operation}: it has ended already")
         sums = [0] * self.size if proven else self._checksums(parts)
@@ -286,9 +290,9 @@ class Group(Comm):
                 tuple(bad),
             )
 
+    @override
     @plain()
     def fail(self, error: BaseException) -> None:
-        """Tell all other ranks, at their next collective, that this rank has failed."""
         if self.ended:
             return
         if self._calls:
@@ -300,8 +304,8 @@ class Group(Comm):
             self._exchange_errors(sizes, encode(text))
         self.ended = True
 
+    @override
     def leave(self) -> None:
-        """End the operation after the last collective; a later error stays on this rank."""
         self.ended = True
         self._link.release(id(self))
 
