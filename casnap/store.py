@@ -18,7 +18,7 @@ from casnap.snapshot import PendingSnapshot, Progress, Snapshot
 from casnap.storage.location import Location, create_store, locate_snapshot, locate_store
 from casnap.storage.objects import Objects
 from casnap.storage.retention import PruneReport, Pruning, Retention, prune
-from casnap.storage.table import Table, editing, publish, tagged, unmark, untagged, upgrade
+from casnap.storage.table import Table, change_table, editing, tagged, unmark, untagged, upgrade
 
 if TYPE_CHECKING:
     from casnap.maintenance.check import CheckReport
@@ -353,7 +353,7 @@ class Store:
         full = self.full_name(name)
         if commit_id is None:
             commit_id = self.row(name).commit.hex()
-        publish(self.objects, editing(full, commit_id, edit, self.objects.backend.uri))
+        change_table(self.objects, editing(full, commit_id, edit, self.objects.backend.uri))
         return full
 
     @calls.named("upgrade()")

@@ -35,7 +35,7 @@ from casnap.runtime.threads import Crew, gently, undisturbed
 from casnap.storage.index import View
 from casnap.storage.objects import Objects, take_again
 from casnap.storage.roots import succeed
-from casnap.storage.segments import Rewriting, rewrite
+from casnap.storage.segments import Rewriting, rewrite_segments
 
 _log = logging.getLogger("casnap")
 DAY = 86400.0
@@ -390,7 +390,7 @@ class _Collector:
         if segments is None:
             if rewriting is not None:
                 rewriting.discard(self._objects)
-            rewriting = gently(lambda: rewrite(self._objects, view, going))
+            rewriting = gently(lambda: rewrite_segments(self._objects, view, going))
             segments = rewriting.applied(root, going)
         assert rewriting is not None
         assert segments is not None

@@ -47,7 +47,7 @@ from casnap.storage.index import View
 from casnap.storage.objects import Objects, ReadOptions, Want
 from casnap.storage.pack import CHUNKS, NODES, PackWriter, moved_place, new_id
 from casnap.storage.roots import succeed
-from casnap.storage.segments import added, rewritten
+from casnap.storage.segments import add_segment, drop_packs
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
 _READ = ReadOptions(readers=1)
@@ -305,7 +305,7 @@ class _Repair:
             moved[pack] = to
         records = [(d, moved_place(p, moved)) for pack in moved for d, p in packs[pack]]
         segment = Segment(tuple(moved.values()), records)
-        segments = added(self._objects, self._readable(root), segment, root.seq)
+        segments = add_segment(self._objects, self._readable(root), segment, root.seq)
         return succeed(self._objects.backend, root, segments=segments) is not None
 
     def _readable(self, root: Root) -> View:
@@ -356,12 +356,12 @@ class _Repair:
         Raises:
             FileNotFoundError: A collector has deleted what was saved.
         """
-        segments = rewritten(self._objects, self._readable(root), damaged)
+        segments = drop_packs(self._objects, self._readable(root), damaged)
         if self._salvage is None:
             return segments
         rest = msgspec.structs.replace(root, segments=segments)
         segment = self._salvage.segment(root)
-        return added(self._objects, self._objects.index.view(rest), segment, root.seq)
+        return add_segment(self._objects, self._objects.index.view(rest), segment, root.seq)
 
     def _is_true_of(self, newer: Root, root: Root, damaged: frozenset[PackId]) -> bool:
         """Whether what was found out about a root holds for a newer one, which takes have put."""

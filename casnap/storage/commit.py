@@ -38,9 +38,9 @@ from casnap.storage.index import View
 from casnap.storage.objects import Objects
 from casnap.storage.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, moved_place
 from casnap.storage.pack_set import PackSet
-from casnap.storage.reliance import PASSED, Reliance
+from casnap.storage.relied_packs import PASSED, ReliedPacks
 from casnap.storage.roots import following, put_root
-from casnap.storage.segments import added, written
+from casnap.storage.segments import add_segment, write_segment
 from casnap.storage.tree import DEEP, Shape, Tree, table_shape
 
 Changes = Mapping[str, Row | None]
@@ -147,7 +147,7 @@ class Transaction:
         self._node_filler = self._nodes.filler()
         self._copies: dict[PackWriter, PackFiller] = {}
         self._fresh: dict[Digest, tuple[bytes, Place]] = {}
-        self._relied = Reliance(objects, self.base)
+        self._relied = ReliedPacks(objects, self.base)
         self._claimed: set[Digest] = set()
         self._lock = threading.Lock()
         self.may_stand = False
@@ -357,7 +357,7 @@ class Transaction:
             return (*latest.root.segments, *theirs.segments)
         segment = Segment(packs, [*self._chunks.records, *self._nodes.records, *theirs.records])
         self._delete_segment()
-        segments = added(self._objects, latest, segment, self._written_under)
+        segments = add_segment(self._objects, latest, segment, self._written_under)
         self._segment = segments[-1]
         self._keep_nodes()
         return (*segments, *theirs.segments)
@@ -397,7 +397,7 @@ class Transaction:
         )
         if len(segment.records) * world > _HANDED_OVER:
             self._delete_segment()
-            self._segment = written(self._objects, segment, self._written_under)
+            self._segment = write_segment(self._objects, segment, self._written_under)
             handover.segments = (self._segment,)
         elif segment.packs:
             handover.records = encode_segment(segment)

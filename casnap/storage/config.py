@@ -23,7 +23,7 @@ from casnap.format.records import (
 )
 
 
-def headless(uri: str) -> DamagedError:
+def no_config_error(uri: str) -> DamagedError:
     """Return the error for a place that has the roots of a store, but no record of it."""
     return DamagedError(
         f"{uri} is a damaged store: it has roots, but {CONFIG_KEY} is missing or no readable file. "
@@ -56,7 +56,7 @@ def read_config(backend: Backend) -> StoreConfig:
         raise
     except (FileNotFoundError, BackendError):
         if backend.names("roots/0"):
-            raise headless(backend.uri) from None
+            raise no_config_error(backend.uri) from None
         raise NotAStoreError(
             f"{backend.uri} is not a casnap store; make one with `casnap init {backend.uri}` or "
             "Store(...), or check the path"

@@ -36,7 +36,7 @@ from casnap.format.records import (
     root_key,
 )
 from casnap.runtime.environment import crowded_folders, trust_file
-from casnap.storage.config import headless, read_config
+from casnap.storage.config import no_config_error, read_config
 from casnap.storage.roots import sealed_root
 
 _log = logging.getLogger("casnap")
@@ -181,7 +181,7 @@ def _is_store(place: Path, *, named: bool) -> bool:
     has_roots = _has_own_roots(place)
     if not (place / CONFIG_KEY).is_file():
         if has_roots and (named or not _is_everyones(place.resolve())):
-            raise headless(str(place))
+            raise no_config_error(str(place))
         return False
     why = None if named else _distrusted(place.resolve())
     if why is None:

@@ -29,7 +29,7 @@ from casnap.runtime.buffers import PAGE, SLOTS, Slot, shared_pool
 from casnap.runtime.threads import Crew, Shared, cores
 from casnap.storage.config import read_config
 from casnap.storage.index import Index, View
-from casnap.storage.reads import Run, coalesced, is_possible
+from casnap.storage.pack_runs import Run, coalesced, is_possible
 from casnap.storage.roots import check_writable, newest_root
 from casnap.storage.tree import Tree, table_shape
 

@@ -22,7 +22,7 @@ from casnap.errors import BackendError, DamagedError, ExhaustedError
 from casnap.format.records import Row
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects
-from casnap.storage.table import Table, publish, unmark
+from casnap.storage.table import Table, change_table, unmark
 
 Best: TypeAlias = "tuple[str, int] | tuple[str, int, Literal['min', 'max']]"
 Run: TypeAlias = "Sequence[tuple[str, Row]]"
@@ -343,6 +343,6 @@ class Pruning:
 
 def prune(objects: Objects, pruning: Pruning) -> list[Verdict]:
     """Forget, in one commit, what is to be forgotten, and return what was said of each."""
-    if publish(objects, pruning):
+    if change_table(objects, pruning):
         unmark(objects, [v.name for v in pruning.verdicts if not v.kept])
     return pruning.verdicts

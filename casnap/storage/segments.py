@@ -26,7 +26,9 @@ _MERGE_MOST = 1 << 20
 _SMALL = 1 << 15
 
 
-def added(objects: Objects, view: View, segment: Segment, base: int) -> tuple[SegmentRef, ...]:
+def add_segment(
+    objects: Objects, view: View, segment: Segment, base: int
+) -> tuple[SegmentRef, ...]:
     """Write a segment of all that is new, merged with small ones; return the list for a root.
 
     Args:
@@ -38,7 +40,7 @@ def added(objects: Objects, view: View, segment: Segment, base: int) -> tuple[Se
     merged = _to_merge(view.root.segments, len(segment.records))
     new = (encode_segment(segment), "a new segment")
     kept = tuple(ref for ref in view.root.segments if ref not in merged)
-    return (*kept, *_written(objects, view, [new], merged, (), base, segment.records))
+    return (*kept, *_write_merged(objects, view, [new], merged, (), base, segment.records))
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Rewriting:
             objects.backend.delete(segment_key(ref.id))
 
 
-def rewrite(objects: Objects, view: View, without: Collection[PackId]) -> Rewriting:
+def rewrite_segments(objects: Objects, view: View, without: Collection[PackId]) -> Rewriting:
     """Write segments anew without some packs, and merge small ones.
 
     Each keeps every place of every other pack, duplicates too: a take in flight may rely on any
@@ -94,21 +96,21 @@ def rewrite(objects: Objects, view: View, without: Collection[PackId]) -> Rewrit
     new: list[SegmentRef] = []
     try:
         for group in _groups(todo):
-            new += _written(objects, view, [], group, gone, view.root.seq, [])
+            new += _write_merged(objects, view, [], group, gone, view.root.seq, [])
     except StorageFullError:
         Rewriting(view.root.seq, gone, frozenset(), tuple(new)).discard(objects)
         raise
     return Rewriting(view.root.seq, gone, frozenset(todo), tuple(new))
 
 
-def rewritten(objects: Objects, view: View, without: Collection[PackId]) -> tuple[SegmentRef, ...]:
-    """Return the segments for the root that follows that of a view; see :func:`rewrite`."""
-    segments = rewrite(objects, view, without).applied(view.root, frozenset(without))
+def drop_packs(objects: Objects, view: View, without: Collection[PackId]) -> tuple[SegmentRef, ...]:
+    """Return the segments for the root that follows that of a view; see :func:`rewrite_segments`."""
+    segments = rewrite_segments(objects, view, without).applied(view.root, frozenset(without))
     assert segments is not None
     return segments
 
 
-def _written(
+def _write_merged(
     objects: Objects,
     view: View,
     parts: list[tuple[bytes, str]],
@@ -127,7 +129,7 @@ def _written(
     return [SegmentRef(ident, count)]
 
 
-def written(objects: Objects, segment: Segment, base: int) -> SegmentRef:
+def write_segment(objects: Objects, segment: Segment, base: int) -> SegmentRef:
     """Write a segment as it is, for another process to name in a root."""
     ident = _put(objects, encode_segment(segment), base)
     return SegmentRef(ident, len(segment.records))

@@ -94,7 +94,7 @@ class _UnchangedError(Exception):
     """Ends a transaction that has nothing to say."""
 
 
-def publish(
+def change_table(
     objects: Objects, change: Change, become: Callable[[Root], Root] = lambda root: root
 ) -> bool:
     """Commit a change of the table alone; return whether there was one, else no root is written.
@@ -140,7 +140,7 @@ def upgrade(objects: Objects) -> bool:
         features = tuple(sorted({*root.read_features, DEEP_TABLE}))
         return msgspec.structs.replace(root, format=2, read_features=features)
 
-    return publish(objects, lambda _table, _seq: {}, become)
+    return change_table(objects, lambda _table, _seq: {}, become)
 
 
 def unmark(objects: Objects, names: Iterable[str]) -> None:

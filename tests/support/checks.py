@@ -15,7 +15,7 @@ from casnap.maintenance.check import CheckReport
 from casnap.maintenance.places import Listing
 from casnap.maintenance.survey import Survey
 from casnap.storage.roots import succeed
-from casnap.storage.segments import rewritten
+from casnap.storage.segments import drop_packs
 from tests.robustness.test_damage import KEY, STEPS, content, expected
 from tests.support.faults import CHUNK
 
@@ -40,7 +40,7 @@ def record_of(path: Path, raw: torch.Tensor | bytes) -> Record:
 def drop_from_index(store: Store, pack: bytes, **changes: object) -> None:
     """Put a root whose index lists a pack no more, though it is there and may be needed."""
     view = store.objects.view()
-    segments = rewritten(store.objects, view, {PackId(pack)})
+    segments = drop_packs(store.objects, view, {PackId(pack)})
     assert succeed(store.objects.backend, view.root, segments=segments, **changes)
 
 

@@ -41,7 +41,7 @@ _EMPTY_SEGMENT = len(encode_segment(Segment((), [])))
 _SEGMENT_RECORD = FOOTER_RECORD_SIZE + 4
 
 
-class Reliance:
+class ReliedPacks:
     """The packs that one change relies on, for what, and up to where.
 
     Args:
