@@ -41,11 +41,11 @@ from casnap.maintenance.places import bad_records, can_lie_at, read_footer
 from casnap.maintenance.repack import one_at_a_time
 from casnap.maintenance.sources import chunks_in
 from casnap.maintenance.survey import Survey
-from casnap.runtime.buffers import shared_pool
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.index import View
+from casnap.storage.new_packs import NewPacks
 from casnap.storage.objects import Objects, ReadOptions, Want
-from casnap.storage.pack import CHUNKS, NODES, PackWriter, moved_place, new_id
+from casnap.storage.pack import moved_place, new_id
 from casnap.storage.roots import succeed
 from casnap.storage.segments import add_segment, drop_packs
 
@@ -115,53 +115,6 @@ def repair(
         return undisturbed(lambda crew: _Repair(objects, sources, dry_run, crew).run(progress))
 
 
-class _Salvage:
-    """Chunks and nodes that are written to new packs.
-
-    Args:
-        objects: The store.
-        crew: Whom the background threads belong to.
-        base: The root that the packs are named under.
-        codec: How they are stored.
-    """
-
-    def __init__(self, objects: Objects, crew: Crew, base: int, codec: Codec) -> None:
-        pool = shared_pool(objects.config.chunk_size + (64 << 10))
-        folder = new_id(base)[-1:]
-        self._writers = [
-            PackWriter(objects.backend, base, folder, kind, pool, crew, codec)
-            for kind in (CHUNKS, NODES)
-        ]
-        self._fillers = [writer.filler() for writer in self._writers]
-        self._base = base
-
-    def add(self, digest: Digest, raw: memoryview, *, is_node: bool) -> None:
-        """Keep a chunk or node that was verified."""
-        self._fillers[is_node].add_known([(digest, raw)])
-
-    def segment(self, root: Root) -> Segment:
-        """Return the segment of all packs, under names that the fence of a root has not passed.
-
-        Raises:
-            FileNotFoundError: A collector has deleted them.
-        """
-        for filler, writer in zip(self._fillers, self._writers, strict=True):
-            filler.seal()
-            writer.finish()
-        if root.fence > self._base:
-            for writer in self._writers:
-                writer.move(root.seq)
-            self._base = root.seq
-        packs = tuple(pack for writer in self._writers for pack in writer.packs)
-        return Segment(packs, [record for writer in self._writers for record in writer.records])
-
-    def close(self) -> None:
-        """Give memory back."""
-        for filler, writer in zip(self._fillers, self._writers, strict=True):
-            filler.seal()
-            writer.close()
-
-
 class _Repair:
     def __init__(
         self, objects: Objects, sources: Sequence[str | os.PathLike[str]], dry_run: bool, crew: Crew
@@ -169,7 +122,7 @@ class _Repair:
         self._objects = objects
         self._sources = sources
         self._crew = crew
-        self._salvage: _Salvage | None = None
+        self._salvage: NewPacks | None = None
         self._found: set[Digest] = set()
         self._healed: set[Digest] = set()
         self._foreseen: set[Digest] = set()
@@ -360,7 +313,10 @@ class _Repair:
         if self._salvage is None:
             return segments
         rest = msgspec.structs.replace(root, segments=segments)
-        segment = self._salvage.segment(root)
+        self._salvage.finish()
+        if root.fence > self._salvage.base:
+            self._salvage.move(root.seq)
+        segment = self._salvage.segment()
         return add_segment(self._objects, self._objects.index.view(rest), segment, root.seq)
 
     def _is_true_of(self, newer: Root, root: Root, damaged: frozenset[PackId]) -> bool:
@@ -431,8 +387,9 @@ class _Repair:
             ]
             compressed = any(place.codec == Codec.ZSTD for _, place in records)
             codec = Codec.ZSTD if compressed else Codec.RAW
-            self._salvage = _Salvage(self._objects, self._crew, self._survey.root.seq, codec)
-        self._salvage.add(digest, raw, is_node=self._survey.needed.get(digest) == -1)
+            base = self._survey.root.seq
+            self._salvage = NewPacks(self._objects, base, self._crew, codec)
+        self._salvage.copy(digest, raw, is_node=self._survey.needed.get(digest) == -1)
 
     # --- sources ---
 

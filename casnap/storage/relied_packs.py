@@ -29,7 +29,7 @@ from casnap.storage.index import View
 from casnap.storage.objects import Objects
 
 _log = logging.getLogger("casnap")
-PASSED = (
+COLLECTED = (
     "a garbage collector whose grace was shorter than this has deleted what was written or relied "
     "on; take again, and give `casnap gc` a longer --grace"
 )
@@ -127,7 +127,7 @@ class ReliedPacks:
         )
         if any(lacking):
             bad = {pack for pack in bad if pack in latest.packs}
-            raise FencedError(_GONE.format(key=pack_key(min(bad))) if bad else PASSED)
+            raise FencedError(_GONE.format(key=pack_key(min(bad))) if bad else COLLECTED)
         for pack in gone:
             del self._digests[pack], self._ends[pack]
         self._confirm_segments(latest)

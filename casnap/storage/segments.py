@@ -104,7 +104,7 @@ def rewrite_segments(objects: Objects, view: View, without: Collection[PackId]) 
 
 
 def drop_packs(objects: Objects, view: View, without: Collection[PackId]) -> tuple[SegmentRef, ...]:
-    """Return the segments for the root that follows that of a view; see :func:`rewrite_segments`."""
+    """Rewrite segments without some packs; return the list for the root after that of the view."""
     segments = rewrite_segments(objects, view, without).applied(view.root, frozenset(without))
     assert segments is not None
     return segments

@@ -19,8 +19,9 @@ from casnap.errors import (
 from casnap.format.names import MARKER, check_name
 from casnap.format.records import DEEP_TABLE, MAX_METADATA_BYTES, Root, Row
 from casnap.runtime.threads import Crew, undisturbed
-from casnap.storage.commit import Transaction
+from casnap.storage.commit import publish
 from casnap.storage.objects import Objects
+from casnap.storage.transaction import Transaction
 from casnap.storage.tree import Tree
 
 _log = logging.getLogger("casnap")
@@ -115,7 +116,7 @@ def change_table(
     def commit(crew: Crew) -> bool:
         transaction = Transaction(objects, crew)
         try:
-            transaction.publish(some, become=become)
+            publish(transaction, some, become=become)
         except _UnchangedError:
             return False
         finally:

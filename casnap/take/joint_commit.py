@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 
@@ -13,7 +12,8 @@ from casnap.errors import FencedError, RankError, StoreError
 from casnap.format.records import Row, SegmentId, encode, pack_key, segment_key
 from casnap.ranks.comm import Comm, as_error, told
 from casnap.ranks.link import Said
-from casnap.storage.commit import Handover, Partners, Transaction
+from casnap.storage.handover import Handover, OtherRanks, hand_over
+from casnap.storage.transaction import Transaction
 
 _log = logging.getLogger("casnap")
 
@@ -26,13 +26,13 @@ class _Order(msgspec.Struct, array_like=True):
     row: Row | None = None
 
 
-def lead(comm: Comm, transaction: Transaction, publish: Callable[[Partners], Row]) -> Row:
+def lead(comm: Comm, transaction: Transaction, publish: Callable[[OtherRanks], Row]) -> Row:
     """Commit for all ranks, as rank 0.
 
     Args:
         comm: The ranks.
         transaction: What this rank wrote.
-        publish: Commits it and what the partners wrote, and returns the row.
+        publish: Commits it and what the other ranks wrote, and returns the row.
     """
     comm.broadcast(transaction.commit)
 
@@ -41,7 +41,7 @@ def lead(comm: Comm, transaction: Transaction, publish: Callable[[Partners], Row
         return _handovers(comm)
 
     try:
-        row = publish(Partners(_handovers(comm), move, comm.check_awaited))
+        row = publish(OtherRanks(_handovers(comm), move, comm.check_awaited))
     except Exception as e:
         if not comm.over and not transaction.may_stand:
             comm.broadcast(encode(_Order(error=told(e))))
@@ -75,14 +75,14 @@ def follow(comm: Comm, transaction: Transaction, look: Callable[[bytes], Row | N
         look: Returns the row in the store of a take, given its commit id, if it is there.
     """
     commit = bytes(comm.broadcast())
-    handover = _unless_fenced(partial(transaction.hand_over, comm.size))
+    handover = _hand_over(transaction, comm.size)
     try:
         while True:
             comm.gather(encode(handover))
             order = msgspec.msgpack.decode(comm.broadcast(), type=_Order)
             if order.move is None:
                 break
-            handover = _unless_fenced(partial(transaction.move, order.move, comm.size))
+            handover = _hand_over(transaction, comm.size, order.move)
     except RankError as e:
         ended = 0 not in e.ranks and comm.await_end(0)
         row = look(commit)
@@ -102,15 +102,15 @@ def follow(comm: Comm, transaction: Transaction, look: Callable[[bytes], Row | N
     return order.row
 
 
-def check_written(backend: Backend, partners: Partners) -> None:
+def check_written(backend: Backend, others: OtherRanks) -> None:
     """Check that what the other ranks say that they wrote is there, for this rank as well.
 
     Raises:
         StoreError: It is not: they write somewhere else, to a copy of the store for example.
     """
-    ends = {pack_key(pack): 0 for pack in partners.packs}
-    ends |= {segment_key(SegmentId(ref.id)): 0 for ref in partners.segments}
-    for _, place in partners.records:
+    ends = {pack_key(pack): 0 for pack in others.packs}
+    ends |= {segment_key(SegmentId(ref.id)): 0 for ref in others.segments}
+    for _, place in others.records:
         key = pack_key(place.pack)
         ends[key] = max(ends[key], place.offset + place.stored)
     for key, end in ends.items():
@@ -123,8 +123,8 @@ def check_written(backend: Backend, partners: Partners) -> None:
             )
 
 
-def _unless_fenced(hand_over: Callable[[], Handover]) -> Handover:
+def _hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
     try:
-        return hand_over()
+        return hand_over(transaction, world, seq)
     except FencedError as e:
         return Handover(b"", 0, 0, fenced=str(e))

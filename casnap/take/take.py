@@ -24,11 +24,13 @@ from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.threads import Crew, Shared, collector_paused, cores, undisturbed
 from casnap.runtime.torch_modes import plain
 from casnap.state.stateful import RNGState, Stateful, random_states_first, same_random_state
-from casnap.storage.commit import Partners, Transaction
+from casnap.storage.commit import publish
+from casnap.storage.handover import OtherRanks
 from casnap.storage.objects import Objects
 from casnap.storage.pack import Choose
 from casnap.storage.retention import Pruning, Retention, check_retention, prune
 from casnap.storage.table import check_free, checked_metadata, setting
+from casnap.storage.transaction import Transaction
 from casnap.take import pending as background
 from casnap.take.capture import Capture
 from casnap.take.division import Division, divide
@@ -398,22 +400,22 @@ class _Take:
         if agreed is None:
             return follow(self._comm, transaction, self._row_of)
         if self._comm.size == 1:
-            return self._publish(transaction, agreed, Partners())
-        return lead(self._comm, transaction, lambda p: self._publish(transaction, agreed, p))
+            return self._publish(transaction, agreed, OtherRanks())
+        return lead(self._comm, transaction, lambda o: self._publish(transaction, agreed, o))
 
     def _row_of(self, commit: bytes) -> Row | None:
         """Return the row of this take if it was committed, whatever was heard of that."""
         row = self._objects.current(lambda root: self._objects.table(root).get(self._name))
         return row if row is not None and row.commit == commit else None
 
-    def _publish(self, transaction: Transaction, agreed: Agreed, partners: Partners) -> Row:
+    def _publish(self, transaction: Transaction, agreed: Agreed, others: OtherRanks) -> Row:
         digest = transaction.put_node(encode(agreed.manifest))
         made: list[Row] = []
 
         def row(seq: int) -> Row:
             stats = Stats(
                 agreed.logical_bytes,
-                transaction.new_bytes,
+                transaction.new_packs.stored_bytes + others.new_bytes,
                 agreed.entries,
                 time.monotonic() - self._started,
             )
@@ -430,9 +432,9 @@ class _Take:
             )
             return made[-1]
 
-        check_written(self._objects.backend, partners)
+        check_written(self._objects.backend, others)
         uri, overwrite = self._objects.backend.uri, self._options.overwrite
-        transaction.publish(setting(self._name, row, overwrite=overwrite, uri=uri), partners)
+        publish(transaction, setting(self._name, row, overwrite=overwrite, uri=uri), others)
         self._mark(made[-1])
         if self._options.retention is not None:
             self._retain(made[-1], self._options.retention)

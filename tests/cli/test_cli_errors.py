@@ -21,7 +21,8 @@ from casnap import Snapshot, StateDict, Store
 from casnap.cli import cli, output, run
 from casnap.format.records import Row
 from casnap.runtime.threads import Crew
-from casnap.storage.commit import Transaction
+from casnap.storage import commit
+from casnap.storage.transaction import Transaction
 from tests.support.cli_calls import COMMAND, document, failure, fill, invoke, process
 
 
@@ -189,7 +190,7 @@ def publish(store: Store, rows: dict[str, Row]) -> None:
     with Crew() as crew:
         transaction = Transaction(store.objects, crew)
         try:
-            transaction.publish(lambda _table, _seq: dict(rows))
+            commit.publish(transaction, lambda _table, _seq: dict(rows))
         finally:
             transaction.close()
 

@@ -17,8 +17,9 @@ from casnap.format.digest import Digest
 from casnap.format.records import PACK_TAIL_SIZE, PackId, pack_key
 from casnap.maintenance.check import CheckReport
 from casnap.runtime.threads import undisturbed
-from casnap.storage.commit import Transaction
+from casnap.storage.commit import publish
 from casnap.storage.roots import succeed
+from casnap.storage.transaction import Transaction
 from tests.robustness.test_damage import (
     KEY,
     STEPS,
@@ -204,8 +205,8 @@ def test_damages_of_one_copy_hurt_nobody(store: Path) -> None:
     def copy(crew: object) -> None:
         transaction = Transaction(opened.objects, crew)  # type: ignore[arg-type]
         try:
-            transaction.copy(digest, memoryview(FROZEN.numpy()).cast("B"), is_node=False)
-            transaction.publish(lambda table, seq: {})
+            transaction.new_packs.copy(digest, memoryview(FROZEN.numpy()).cast("B"), is_node=False)
+            publish(transaction, lambda table, seq: {})
         finally:
             transaction.close()
 

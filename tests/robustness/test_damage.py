@@ -20,7 +20,8 @@ from casnap.errors import CasnapError, DamagedError
 from casnap.format.digest import Digest
 from casnap.format.records import Place, Record, SegmentId, decode_segment, pack_key, segment_key
 from casnap.runtime.threads import Crew
-from casnap.storage.commit import Transaction
+from casnap.storage.commit import publish
+from casnap.storage.transaction import Transaction
 from tests.support.faults import CHUNK, assert_equal
 
 STEPS = {"a": 0, "b": 1, "run/c": 2}
@@ -397,7 +398,7 @@ def test_a_node_that_is_too_large_to_stand_twice_stands_once(store: Path) -> Non
     with Crew() as crew:
         transaction = Transaction(objects, crew)
         digests = [transaction.put_node(node) for node in nodes]
-        transaction.publish(lambda table, seq: {})
+        publish(transaction, lambda table, seq: {})
         transaction.close()
     found = [digest for digest, _ in all_places_of(store)]
     assert [found.count(digest) for digest in digests] == [2, 1, 2, 2, 2]

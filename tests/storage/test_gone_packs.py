@@ -18,9 +18,10 @@ from casnap.errors import BackendError, DamagedError, ExhaustedError, FencedErro
 from casnap.format.digest import digest_of
 from casnap.format.records import PackId, id_from_name, pack_key, segment_key
 from casnap.runtime.threads import Crew
-from casnap.storage.commit import Transaction
+from casnap.storage.commit import publish
 from casnap.storage.pack_set import PackSet
 from casnap.storage.roots import succeed
+from casnap.storage.transaction import Transaction
 from casnap.testing import Call, Fault, FaultyBackend, open_store
 from tests.robustness.test_damage import flip
 from tests.support.checks import change, record_of
@@ -302,8 +303,8 @@ def test_what_moves_with_every_look_is_read(path: Path) -> None:
         with Crew() as crew:
             transaction = Transaction(store.objects, crew)
             raw = memoryview(bytearray(ALONE.numpy().tobytes()))
-            transaction.copy(digest, raw, is_node=False)
-            root = transaction.publish(lambda table, seq: {})
+            transaction.new_packs.copy(digest, raw, is_node=False)
+            root = publish(transaction, lambda table, seq: {})
             transaction.close()
         assert succeed(store.objects.backend, root, condemned={PackId(pack): root.seq})
         assert store.gc(grace=0).deleted_packs

@@ -26,8 +26,9 @@ from casnap.runtime.buffers import bytes_at
 from casnap.runtime.threads import Crew
 from casnap.state.flatten import Leaf, flatten
 from casnap.state.tensors import itemsize_of
-from casnap.storage.commit import Transaction
+from casnap.storage.commit import publish
 from casnap.storage.table import setting
+from casnap.storage.transaction import Transaction
 from casnap.storage.tree import build
 
 State = Mapping[str, Mapping[str, Any]]
@@ -69,12 +70,14 @@ def write(
             digest = transaction.put_node(encode(top))
 
             def row(seq: int) -> Row:
-                stats = Stats(writer.nbytes, transaction.new_bytes, writer.entries, 0.1)
+                stats = Stats(
+                    writer.nbytes, transaction.new_packs.stored_bytes, writer.entries, 0.1
+                )
                 ref = transaction.ref(digest)
                 return Row(transaction.commit, ref, seq, 1.8e9, len(ranks), stats)
 
             uri = store.objects.backend.uri
-            transaction.publish(setting(name, row, overwrite=False, uri=uri))
+            publish(transaction, setting(name, row, overwrite=False, uri=uri))
         finally:
             transaction.close()
     return store[name]
