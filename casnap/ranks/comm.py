@@ -30,6 +30,7 @@ from casnap.format.digest import digest_of
 from casnap.format.records import encode
 from casnap.ranks.link import PATIENCE, Link, LostError, Said, ranks_named
 from casnap.runtime.torch_modes import plain
+from casnap.runtime.typing import override
 
 Part = bytes | memoryview
 
@@ -156,18 +157,21 @@ class Alone(Comm):
 
     rank, size, ranks = 0, 1, (0,)
 
+    @override
     def all_to_all(
         self, parts: Sequence[Part], room: memoryview | None = None, *, proven: bool = False
     ) -> list[memoryview]:
-        """Return the one part."""
         return [memoryview(parts[0])]
 
+    @override
     def fail(self, error: BaseException) -> None:
         """There is nobody to be told."""
 
+    @override
     def leave(self) -> None:
         """There is nobody to be left."""
 
+    @override
     def at(self, phase: str) -> None:
         """There is nobody to be told."""
 
@@ -195,29 +199,29 @@ class Group(Comm):
         # Whoever lost it, by an interrupt, would lock out all others.
         self.leave()
 
+    @override
     def at(self, phase: str) -> None:
-        """Note what this rank does now, so that others can say where it was lost."""
         self._phase = phase
         if self._calls:
             self._link.note("at", phase)
 
+    @override
     def await_end(self, rank: int) -> bool:
-        """Wait until another rank has left this operation, well or not; return whether it has."""
         return self._link.await_end(rank, self.timeout)
 
+    @override
     def check_awaited(self) -> None:
-        """Raise if the other ranks have given up on this one, since it stood still for too long."""
         lost = self._link.verdict()
         if lost is not None and self.rank in lost.ranks:
             self.over = True
             self._link.close()
             raise RankError(f"{self.doing}: {lost.why}", lost.ranks)
 
+    @override
     @plain()
     def all_to_all(
         self, parts: Sequence[Part], room: memoryview | None = None, *, proven: bool = False
     ) -> list[memoryview]:
-        """Send ``parts[i]`` to rank i; return what came from each."""
         if self.over:
             raise StateError(f"{self.doing}: it has ended already")
         sums = [0] * self.size if proven else self._checksums(parts)
@@ -252,9 +256,9 @@ class Group(Comm):
                 tuple(bad),
             )
 
+    @override
     @plain()
     def fail(self, error: BaseException) -> None:
-        """Tell all others, at their next collective, that this rank has failed."""
         if self.over:
             return
         if self._calls:
@@ -266,8 +270,8 @@ class Group(Comm):
             self._errors(sizes, encode(said))
         self.over = True
 
+    @override
     def leave(self) -> None:
-        """End the operation, after the last collective; a later error is this rank's own."""
         self.over = True
         self._link.free(id(self))
 

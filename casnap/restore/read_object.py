@@ -10,8 +10,7 @@ import torch
 
 from casnap.errors import MismatchError
 from casnap.format.digest import split_digests
-from casnap.format.entries import Payload, TensorEntry
-from casnap.format.records import INLINE_BYTES
+from casnap.format.entries import INLINE_BYTES, Payload, TensorEntry
 from casnap.format.region import Region
 from casnap.restore.loading import (
     Loading,

@@ -16,9 +16,14 @@ import msgspec
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
 from casnap.format.digest import DIGEST_SIZE, Digest
-from casnap.format.entries import payload_of
+from casnap.format.entries import INLINE_BYTES, payload_of
 from casnap.format.names import MARKER
-from casnap.format.records import INLINE_BYTES, Root, Row, Stats, encode
+from casnap.format.records import (
+    Root,
+    Row,
+    Stats,
+    encode,
+)
 from casnap.ranks.comm import Alone, Comm
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.threads import Crew, Shared, collector_paused, cores, undisturbed

@@ -10,6 +10,8 @@ import torch
 from casnap import Snapshot, Store
 from casnap.format.digest import DIGEST_SIZE
 from casnap.format.entries import (
+    INLINE_BYTES,
+    INLINE_DIGESTS,
     BoxedTensorEntry,
     Boxes,
     Entry,
@@ -19,7 +21,7 @@ from casnap.format.entries import (
     with_payload,
 )
 from casnap.format.grid import Cells, grid_of
-from casnap.format.records import INLINE_BYTES, INLINE_DIGESTS, Row, Stats, encode
+from casnap.format.records import Row, Stats, encode
 from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
 from casnap.runtime.buffers import bytes_at
