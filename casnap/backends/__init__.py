@@ -1,4 +1,4 @@
-"""Where objects live: a local folder or this process's memory."""
+"""Where objects live: a local folder, or this process's memory."""
 
 from __future__ import annotations
 
