@@ -1,7 +1,7 @@
-"""The records of a store: what they hold, their bytes, and the limits they are read under.
+"""The records of a store: their fields, their bytes, and the limits for reading them.
 
-``docs/format.md`` gives the same byte for byte. What comes from a store is untrusted: every
-record is decoded into a closed type and every number in it is bounded before it is used.
+``docs/format.md`` says what they are byte for byte. A store is untrusted: every record is decoded
+into a closed type, and every number in it is checked before it is used.
 """
 
 from __future__ import annotations

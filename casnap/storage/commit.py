@@ -42,10 +42,10 @@ def publish(
     others: OtherRanks | None = None,
     become: Callable[[Root], Root] = lambda root: root,
 ) -> Root:
-    """Commit: write what is left, then put the root; if its number is taken, look again and repeat.
+    """Finish the packs, then write the segment and put the root; repeat if its number is taken.
 
     Args:
-        transaction: What this process wrote and relies on.
+        transaction: The transaction of this process.
         change: The change of the table.
         others: The other ranks, if this process commits for them too.
         become: Changes fields of the root: given the one before, returns what it is to be like.
@@ -75,7 +75,7 @@ def publish(
 
 
 class _Publishing:
-    """What is written for the next root, until its number is won."""
+    """The tries to put the next root."""
 
     def __init__(
         self,
@@ -92,13 +92,13 @@ class _Publishing:
         self._become = become
 
     def root_after(self, m: Root) -> Root | None:
-        """Write all that the root after ``m`` names, and return that root.
+        """Write everything that the root after ``m`` names, and return that root.
 
         Returns:
-            None if ``m`` lacks what was relied on, and a newer root was put meanwhile.
+            None if ``m`` lacks a pack relied on, but a newer root was put meanwhile: look again.
 
         Raises:
-            FencedError: What was relied on is gone, and ``m`` is still the newest root.
+            FencedError: A pack relied on is gone, and ``m`` is still the newest root.
         """
         latest = self._objects.index.view(m)
         relied = self._all_relied(m, latest)
@@ -124,7 +124,7 @@ class _Publishing:
         """Return the packs that all ranks rely on; None if a root newer than ``m`` was put.
 
         Raises:
-            FencedError: Some of that is gone.
+            FencedError: One of these packs is gone.
         """
         relied = self._transaction.relied
         try:

@@ -1,4 +1,4 @@
-"""One commit for many ranks: each rank hands over what it prepared to the rank that publishes."""
+"""One commit for many ranks: each rank hands over its part to the rank that publishes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Handover(Struct, array_like=True):
         records: Where these lie, as a sealed segment that is not written yet. Empty if there are
             none, or so many that the rank wrote a segment itself.
         segments: The segments that it wrote.
-        fenced: If some of it is gone, because a collector deleted it, say: why.
+        fenced: If packs are gone, because a collector deleted them, say: the reason.
     """
 
     relied: bytes
@@ -44,18 +44,17 @@ class Handover(Struct, array_like=True):
 
 
 def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
-    """Write what is left, and return what the publishing rank needs of this one.
+    """Finish the packs of this rank, and return what the publishing rank needs to know of them.
 
-    From here on a root may stand that names what was written, until
-    :meth:`Transaction.withdraw <casnap.storage.transaction.Transaction.withdraw>`.
+    From here on a root may stand that names the packs, until ``transaction.withdraw()``.
 
     Args:
-        transaction: What this rank prepared.
+        transaction: The transaction of this rank.
         world: How many ranks hand over.
         seq: A root number. Packs with an older base get new ids, made under this root.
 
     Raises:
-        FencedError: Something that it wrote, or relies on, is gone.
+        FencedError: A pack that it wrote or relies on is gone.
     """
     objects, packs = transaction.objects, transaction.new_packs
     transaction.relied.confirm(objects.view())
@@ -84,18 +83,18 @@ class OtherRanks:
 
     Args:
         handovers: What each of them handed over.
-        move: Has each of them give its packs new ids, made under a root of this number, and
-            returns what they hand over then.
-        check: Raises if they have given up and will not hear of a commit.
+        move: Has each rank give its packs new ids, made under a root of this number, and returns
+            the new handovers.
+        check: Raises if the other ranks have given up, and would not hear of a commit.
 
     Attributes:
         base: The least base of their packs.
         new_bytes: Bytes that they added to the store.
         relied: The packs that they rely on.
         segments: The segments that they wrote.
-        packs: Their packs that are in no segment yet.
-        records: Where what is in these lies.
-        check: Raises if they have given up.
+        packs: Their packs that no segment lists yet.
+        records: The records of these packs.
+        check: Raises if the other ranks have given up.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class OtherRanks:
         self.records = [record for segment in given for record in segment.records]
 
     def move_past(self, root: Root, named: PackSet) -> None:
-        """Have them move, if the fence of a root is past their packs or it lacks one relied on.
+        """Move their packs, if the fence of a root is past them or it lacks a pack relied on.
 
         Args:
             root: The root.

@@ -1,4 +1,4 @@
-"""What one change of a store writes: packs of chunks and packs of tree nodes."""
+"""Writing chunks, tree nodes, and copies of both into new packs."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class NewPacks:
                 self._copies[is_node].add_known([(digest, raw)])
 
     def finish_chunks(self) -> None:
-        """Wait until all chunks are written, and what was copied; nodes may still follow."""
+        """Wait until all chunks and copies are written; nodes may still follow."""
         for filler in self._copies:
             filler.seal()
         self._chunks.finish()
 
     def finish(self) -> None:
-        """Wait until all is written."""
+        """Wait until all packs are written."""
         self.finish_chunks()
         self._node_filler.seal()
         self._nodes.finish()
@@ -130,8 +130,8 @@ class ChunkWriter:
         unknown: Says which chunks are to be written: no live pack holds them, and no other thread
             writes them.
         ask: Says which of these this rank is to write; None for all.
-        all_new: Whether to expect that all chunks are new; None for never, as what is compressed
-            is better hashed first.
+        all_new: Whether to begin with the guess that all chunks are new; None to never guess so,
+            since compressing a known chunk takes longer than hashing it twice.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""One change to a store, as one process prepares it: what it writes, and what it relies on.
+"""Preparing a change of a store: storing what is new, relying on what is there.
 
-The process then publishes the change itself (``commit.py``), or hands it over to the rank that
-publishes one root for all (``handover.py``).
+The process then publishes the change itself (``commit.py``), or hands its part over to the rank
+that publishes one root for all (``handover.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from casnap.storage.relied_packs import COLLECTED, ReliedPacks
 
 
 class Transaction:
-    """What one process writes for a change, and relies on.
+    """The part of one process in a change: the packs it writes, and the packs it relies on.
 
     Args:
         objects: The store.
@@ -32,9 +32,9 @@ class Transaction:
         objects: The store.
         base: The index as the root sees it that this change is based on.
         commit: The commit id of the root to be put.
-        relied: The packs of others that this change relies on.
+        relied: The packs of earlier commits that it relies on.
         new_packs: The packs that it writes.
-        may_stand: Whether a root may stand, now or later, that names what was written.
+        may_stand: Whether a root may stand, now or later, that names the new packs.
 
     Raises:
         UnsupportedFormatError: The store uses a feature that its writers have to know.
@@ -103,11 +103,11 @@ class Transaction:
             raise FencedError(COLLECTED) from None
 
     def announce(self) -> None:
-        """Note that from here on a root may stand that names what was written."""
+        """Note that from here on a root may stand that names the new packs."""
         self.may_stand = True
 
     def withdraw(self) -> None:
-        """Note that no root names what was written, and none will."""
+        """Note that no root names the new packs, and none will."""
         self.may_stand = False
 
     def note_segment(self, segment: SegmentRef) -> None:
@@ -121,7 +121,7 @@ class Transaction:
             self.objects.backend.delete(segment_key(segment.id))
 
     def close(self) -> None:
-        """Give memory back, and delete what was written unless a root may stand that names it."""
+        """Give memory back, and delete the new packs unless a root may stand that names them."""
         self.new_packs.close()
         if not self.may_stand:
             self.delete_segment()

@@ -1,8 +1,8 @@
-"""For those who write a backend, or test against a failing one.
+"""Tools to write a backend, and to test against a failing one.
 
-- :class:`FaultyBackend` wraps any backend and makes it fail as it is told by :class:`Fault`.
+- :class:`FaultyBackend` wraps any backend and makes it fail as each :class:`Fault` says.
 - ``casnap.testing.backend_suite`` has tests, for pytest, that every backend must pass; it says
-  how to run them on a backend of one's own.
+  how to run them on your own backend.
 - :func:`open_store` opens a store on any backend, a faulty one too.
 """
 
@@ -58,7 +58,7 @@ __all__ = [
 
 
 if "pytest" in sys.modules:
-    # So that a test of the suite that fails shows what it compared.
+    # So that failing tests of the suite show what they compared.
     sys.modules["pytest"].register_assert_rewrite("casnap.testing.backend_suite")
 
 
