@@ -58,10 +58,11 @@ def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
     """
     objects, packs = transaction.objects, transaction.new_packs
     transaction.relied.confirm(objects.view())
-    packs.finish()
+    if not transaction.may_stand:
+        packs.finish()
+        transaction.cache_nodes()
     if seq > packs.base:
         transaction.move(seq)
-    transaction.cache_nodes()
     relied = b"".join(sorted(transaction.relied.packs))
     handover = Handover(relied, packs.base, packs.stored_bytes)
     segment = packs.segment()
