@@ -34,7 +34,7 @@ from casnap.maintenance.repack import repack, sparse_packs
 from casnap.runtime.threads import Crew, gently, undisturbed
 from casnap.storage.index import View
 from casnap.storage.objects import Objects, take_again
-from casnap.storage.roots import succeed
+from casnap.storage.roots import put_next_root
 from casnap.storage.segments import Rewriting, rewrite_segments
 
 _log = logging.getLogger("casnap")
@@ -354,7 +354,7 @@ class _Collector:
             new: Root | None = root
             # After a root of the future nothing would ever seem old: one of our time follows it.
             if condemned != root.condemned or lost != root.lost or root.time > time.time() + _SKEW:
-                new = succeed(self._backend, root, condemned=condemned, lost=lost)
+                new = put_next_root(self._backend, root, condemned=condemned, lost=lost)
             if new is not None:
                 self.report.repacked_packs += len(doomed & sparse)
                 self._note_condemned(doomed, rescued)
@@ -399,7 +399,9 @@ class _Collector:
         raised = max(root.fence, fence) if going or orphans else root.fence
         kept = {p: seq for p, seq in root.condemned.items() if p not in going}
         try:
-            new = succeed(self._backend, root, fence=raised, condemned=kept, segments=segments)
+            new = put_next_root(
+                self._backend, root, fence=raised, condemned=kept, segments=segments
+            )
         except StorageFullError:
             rewriting.discard(self._objects)
             raise

@@ -46,7 +46,7 @@ from casnap.storage.index import View
 from casnap.storage.new_packs import NewPacks
 from casnap.storage.objects import Objects, ReadOptions, Want
 from casnap.storage.pack import moved_place, new_id
-from casnap.storage.roots import succeed
+from casnap.storage.roots import put_next_root
 from casnap.storage.segments import add_segment, drop_packs
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
@@ -259,7 +259,7 @@ class _Repair:
         records = [(d, moved_place(p, moved)) for pack in moved for d, p in packs[pack]]
         segment = Segment(tuple(moved.values()), records)
         segments = add_segment(self._objects, self._readable(root), segment, root.seq)
-        return succeed(self._objects.backend, root, segments=segments) is not None
+        return put_next_root(self._objects.backend, root, segments=segments) is not None
 
     def _readable(self, root: Root) -> View:
         """Return the index by those segments of a root that can be read."""
@@ -294,7 +294,7 @@ class _Repair:
             except FileNotFoundError:
                 self._let_go()
                 return True
-            if succeed(self._objects.backend, root, segments=segments, **changes) is not None:
+            if put_next_root(self._objects.backend, root, segments=segments, **changes) is not None:
                 self._count(damaged)
                 self._let_go()
                 return True

@@ -25,7 +25,7 @@ from casnap.format.records import (
 from casnap.storage.handover import OtherRanks
 from casnap.storage.index import View
 from casnap.storage.relied_packs import COLLECTED
-from casnap.storage.roots import following, put_root
+from casnap.storage.roots import next_root, put_root
 from casnap.storage.segments import add_segment
 from casnap.storage.transaction import Transaction
 from casnap.storage.tree import DEEP, Tree, table_shape
@@ -110,7 +110,7 @@ class _Publishing:
         if m.fence > self._packs.base:
             self._transaction.move(m.seq)
         table = None if new_table is None else self._transaction.ref(new_table, m.table)
-        return following(
+        return next_root(
             self._objects.backend.uri,
             like,
             self._transaction.commit,
@@ -151,7 +151,7 @@ class _Publishing:
             table = Tree(None, self._objects.node, Row, shape)
         if shape is DEEP:
             changes = {name: row and self._slim(row) for name, row in changes.items()}
-        return table.edited(changes, self._transaction.put_table_node)
+        return table.edit(changes, self._transaction.put_table_node)
 
     def _slim(self, row: Row) -> Row:
         """Put large metadata into a node of their own, which is not written again with the leaf."""

@@ -252,7 +252,7 @@ class Objects:
         if failed and ask_store:
             # What we know of places may be wrong: ask the store itself, once.
             digests = [f.want.digest for f in failed]
-            view = self.index.refreshed(view, self.newest(), digests)
+            view = self.index.refresh(view, self.newest(), digests)
             failed = self._fetch(view, [f.want for f in failed], how)
         return view, failed
 

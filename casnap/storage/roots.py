@@ -227,7 +227,7 @@ def _problem(root: Root, seq: int, version: bytes) -> str | None:
     return None
 
 
-def following(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
+def next_root(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
     """Return the root after this one, with some fields changed.
 
     Raises:
@@ -239,13 +239,13 @@ def following(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
     )
 
 
-def succeed(backend: Backend, root: Root, **changes: Any) -> Root | None:
+def put_next_root(backend: Backend, root: Root, **changes: Any) -> Root | None:
     """Put the root after this one, with some fields changed.
 
     Returns:
         The new root; None if another commit took its number.
     """
-    new = following(backend.uri, root, os.urandom(16), **changes)
+    new = next_root(backend.uri, root, os.urandom(16), **changes)
     return new if put_root(backend, new) else None
 
 

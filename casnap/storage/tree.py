@@ -324,13 +324,13 @@ class Tree(Generic[V]):
                 return
             yield key, value
 
-    def edited(self, changes: Mapping[str, V | None], put: Put) -> Digest | None:
+    def edit(self, changes: Mapping[str, V | None], put: Put) -> Digest | None:
         """Store this tree with some items set, or (None) removed; return the digest of its top.
 
         Only changed nodes are stored.
         """
         levels: _Levels[V] = _Levels(self._shape, put)
-        self._edit(levels, self.children, self._height(), sorted(changes.items(), key=_first))
+        self._edit_nodes(levels, self.children, self._height(), sorted(changes.items(), key=_first))
         top = levels.top()
         if top is None:
             return None
@@ -350,7 +350,7 @@ class Tree(Generic[V]):
             height, children = height + 1, node.children
         return height
 
-    def _edit(
+    def _edit_nodes(
         self, levels: _Levels[V], children: list[Child], level: int, todo: list[_Change[V]]
     ) -> None:
         """Write some nodes of a level, with changes to the items below them."""
@@ -367,7 +367,7 @@ class Tree(Generic[V]):
             if isinstance(node, Branch) != (level > 0):
                 raise DamagedError(f"tree node {child[1].hex()} is at another level than others")
             if isinstance(node, Branch):
-                self._edit(levels, node.children, level - 1, own)
+                self._edit_nodes(levels, node.children, level - 1, own)
             else:
                 self._merge(levels, node.items, own)
 

@@ -18,7 +18,7 @@ from casnap.format.records import PACK_TAIL_SIZE, PackId, pack_key
 from casnap.maintenance.check import CheckReport
 from casnap.runtime.threads import undisturbed
 from casnap.storage.commit import publish
-from casnap.storage.roots import succeed
+from casnap.storage.roots import put_next_root
 from casnap.storage.transaction import Transaction
 from tests.robustness.test_damage import (
     KEY,
@@ -339,7 +339,7 @@ def test_needed_but_condemned(store: Path) -> None:
     opened = Store(store)
     _, place = record_of(store, FROZEN)
     root = opened.objects.newest()
-    assert succeed(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
+    assert put_next_root(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
     [damage] = opened.check(data=True).damages
     assert (damage.kind, damage.object) == ("condemned", pack_key(place.pack))
     assert ("run/c", f"{KEY}/frozen") in {(h.snapshot, h.path) for h in damage.hurts}

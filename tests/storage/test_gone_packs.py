@@ -20,7 +20,7 @@ from casnap.format.records import PackId, id_from_name, pack_key, segment_key
 from casnap.runtime.threads import Crew
 from casnap.storage.commit import publish
 from casnap.storage.pack_set import PackSet
-from casnap.storage.roots import succeed
+from casnap.storage.roots import put_next_root
 from casnap.storage.transaction import Transaction
 from casnap.testing import Call, Fault, FaultyBackend, open_store
 from tests.robustness.test_damage import flip
@@ -306,7 +306,7 @@ def test_what_moves_with_every_look_is_read(path: Path) -> None:
             transaction.new_packs.copy(digest, raw, is_node=False)
             root = publish(transaction, lambda table, seq: {})
             transaction.close()
-        assert succeed(store.objects.backend, root, condemned={PackId(pack): root.seq})
+        assert put_next_root(store.objects.backend, root, condemned={PackId(pack): root.seq})
         assert store.gc(grace=0).deleted_packs
 
     def act(call: Call) -> object:

@@ -21,7 +21,7 @@ from casnap.format.digest import Digest
 from casnap.format.records import encode, pack_key, root_key, seal, unseal
 from casnap.state.stateful import StateDict
 from casnap.storage.location import create_store
-from casnap.storage.roots import succeed
+from casnap.storage.roots import put_next_root
 from casnap.storage.table import change_table
 from casnap.storage.tree import Branch
 from tests.support.cli_calls import document, invoke
@@ -308,7 +308,9 @@ def test_settings_are_kept(tmp_path: Path, write: str) -> None:
     store = Store(tmp_path / "s")
     for n, name in enumerate("ac"):
         store.take(state(n), name)
-    assert succeed(store.objects.backend, store.objects.newest(), settings={"colour": ["red", 1]})
+    assert put_next_root(
+        store.objects.backend, store.objects.newest(), settings={"colour": ["red", 1]}
+    )
     WRITES[write](store)
     assert store.objects.newest().settings == {"colour": ["red", 1]}
 

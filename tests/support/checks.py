@@ -14,7 +14,7 @@ from casnap.format.records import PackId, Record
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.places import Listing
 from casnap.maintenance.survey import Survey
-from casnap.storage.roots import succeed
+from casnap.storage.roots import put_next_root
 from casnap.storage.segments import drop_packs
 from tests.robustness.test_damage import KEY, STEPS, content, expected
 from tests.support.faults import CHUNK
@@ -41,7 +41,7 @@ def drop_from_index(store: Store, pack: bytes, **changes: object) -> None:
     """Put a root whose index lists a pack no more, though it is there and may be needed."""
     view = store.objects.view()
     segments = drop_packs(store.objects, view, {PackId(pack)})
-    assert succeed(store.objects.backend, view.root, segments=segments, **changes)
+    assert put_next_root(store.objects.backend, view.root, segments=segments, **changes)
 
 
 def change(file: Path, damage: Callable[[bytes], bytes | None]) -> None:
