@@ -109,7 +109,7 @@ class Contents:
         manifest = decode(node, Manifest, f"the manifest of {self.where}")
         subtrees = [manifest.shared, *manifest.ranks.values()]
         if any(len(d) != DIGEST_SIZE for subtree in subtrees for d in subtree.values()):
-            raise DamagedError(f"the manifest of {self.where} holds what is no digest")
+            raise DamagedError(f"the manifest of {self.where} holds a malformed digest")
         world, ranks = self.row.world_size, manifest.ranks.keys()
         if len(ranks) != world or ranks != set(map(str, range(world))):
             names = ", ".join(sorted(ranks)[:4])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
-from casnap.format.records import PackId, Place, Segment
+from casnap.format.records import Place, Segment
 from casnap.runtime.buffers import shared_pool
 from casnap.runtime.threads import Crew
 from casnap.storage.objects import Objects
@@ -42,11 +42,6 @@ class NewPacks:
         self._lock = threading.Lock()
         self.base = base
         self.nodes: dict[Digest, tuple[bytes, Place]] = {}
-
-    @property
-    def ids(self) -> list[PackId]:
-        """The packs."""
-        return [*self._chunks.packs, *self._nodes.packs]
 
     @property
     def stored_bytes(self) -> int:
@@ -103,7 +98,8 @@ class NewPacks:
 
     def segment(self) -> Segment:
         """Return the segment that lists all that was written."""
-        return Segment(tuple(self.ids), [*self._chunks.records, *self._nodes.records])
+        packs = (*self._chunks.packs, *self._nodes.packs)
+        return Segment(packs, [*self._chunks.records, *self._nodes.records])
 
     def close(self) -> None:
         """End the threads and give the memory back."""

@@ -213,17 +213,17 @@ def _problem(root: Root, seq: int, version: bytes) -> str | None:
         return f"says that it is of format {root.format}"
     if root.format == 1 and (root.read_features or root.write_features or root.settings):
         # The next root of format 1 would lose them.
-        return "has features or settings, which format 1 has not"
+        return "has features or settings, which format 1 does not allow"
     if root.seq != seq or seq >= 1 << 48:
         return f"says that it is root {root.seq}"
     if any(len(ref.id) != ID_SIZE or not 0 <= ref.count < 1 << 32 for ref in root.segments):
-        return "names a segment by what is no id, or has no number of records"
+        return "has a malformed segment id or record count"
     if not 0 <= root.fence <= seq:
         return f"has the fence {root.fence}"
     if any(len(p) != ID_SIZE or not 0 <= at <= seq for p, at in root.condemned.items()):
-        return "condemns what is no pack, or from no root on"
+        return "has a malformed condemned pack"
     if len(root.lost) % DIGEST_SIZE:
-        return "lists as lost what is no digest"
+        return "has a malformed list of lost digests"
     return None
 
 

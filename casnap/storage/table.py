@@ -127,7 +127,10 @@ def change_table(
         try:
             return undisturbed(commit)
         except FencedError:
-            _log.info("%s: a collector went past a change, which starts again", objects.backend.uri)
+            _log.info(
+                "%s: a collector deleted what a change relied on; the change starts again",
+                objects.backend.uri,
+            )
     return undisturbed(commit)
 
 

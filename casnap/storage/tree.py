@@ -254,7 +254,7 @@ class Tree(Generic[V]):
     def _note_claims(self, digest: Digest, children: list[Child]) -> None:
         most = self._shape.most_below
         if any(len(d) != DIGEST_SIZE or not 0 < count <= most for _, d, count in children):
-            raise DamagedError(f"tree node {digest.hex()} lists what is no node")
+            raise DamagedError(f"tree node {digest.hex()} has a list with malformed entries")
         above = self._claims.get(digest)
         level, end = (1, None) if above is None else (above.depth + 1, above.end)
         if level > self._shape.levels:
