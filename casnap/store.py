@@ -19,7 +19,7 @@ from casnap.runtime.progress import Progress, told_what
 from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.storage.location import Location, locate_store
 from casnap.storage.retention import PruneReport, Pruning, Retention, prune
-from casnap.storage.table import editing, publish, tagged, unmark, untagged, upgrade
+from casnap.storage.table import change_table, editing, tagged, unmark, untagged, upgrade
 
 if TYPE_CHECKING:
     from casnap.maintenance.check import CheckReport
@@ -275,7 +275,7 @@ class Store:
         full = self.full_name(name)
         if commit_id is None:
             commit_id = self.row(name).commit.hex()
-        publish(self.objects, editing(full, commit_id, edit, self.objects.backend.uri))
+        change_table(self.objects, editing(full, commit_id, edit, self.objects.backend.uri))
         return full
 
     @calls.named("upgrade()")

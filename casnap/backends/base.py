@@ -1,4 +1,4 @@
-"""What casnap asks of the place where objects live."""
+"""The interface of a backend: a place where objects live."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from casnap.errors import BackendError, CasnapError, ExhaustedError, StorageFullError
 
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
-"""What the operating system says where it has no more to give: nothing about what was asked for."""
+"""Errors that say that this host has run out of something, and nothing about the object."""
 
 
 class Backend(ABC):
@@ -19,10 +19,9 @@ class Backend(ABC):
     - Keys are relative, ``/``-separated, and never climb out.
     - An object is whole or absent: a reader never sees part of one that is being written.
     - ``write`` and ``put_if_absent`` are durable once :meth:`sync` has returned.
-    - Nothing is retried here; what the backend calls transient is raised as any failure.
-    - A missing object raises ``FileNotFoundError``; all else a :class:`BackendError`, and where
-      that says nothing about the object, but that this host has no more to give, an
-      :class:`ExhaustedError`.
+    - A backend retries nothing. It raises transient failures like all others.
+    - A missing object raises ``FileNotFoundError``. Running out of file descriptors or memory on
+      this host raises an :class:`ExhaustedError`; all else raises a :class:`BackendError`.
 
     Attributes:
         uri: Where this is, as the user would write it.
@@ -36,17 +35,16 @@ class Backend(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """What tells this place from every other, and from what was at this URI before.
+        """A string that tells this place from every other, and from what was at this URI before.
 
-        What is remembered of a store counts only where it was learned: others may say that they
-        are that store. For a local store this is its folder and its record as the file system
-        knows them, for a remote one its URI and endpoint. Where one place has several, only time
-        is lost.
+        Each place has a cache of its own, since a copy of a store claims to be that store. A local
+        place is known by its folder and its record as the file system knows them, a remote one by
+        URI and endpoint. If one place has several identities, that costs only time.
         """
 
     @abstractmethod
     def write(self, key: str, content: memoryview | bytes) -> None:
-        """Create an object under a key that nobody else writes."""
+        """Create an object under a key that no other process writes."""
 
     @abstractmethod
     def put_if_absent(self, key: str, content: bytes) -> bool:
@@ -54,12 +52,12 @@ class Backend(ABC):
 
     @abstractmethod
     def sync(self, *keys: str) -> None:
-        """Make everything that was written durable, and objects that somebody else has put.
+        """Make durable all that was written here, and some objects of other writers.
 
-        If it fails, the next one does not believe that anything was made durable by then.
+        After a failed sync, the next one assumes that nothing was made durable.
 
         Args:
-            keys: Those objects.
+            keys: The objects of other writers.
         """
 
     @abstractmethod
@@ -73,9 +71,9 @@ class Backend(ABC):
         Args:
             key: The object.
             offset: Where the run begins.
-            target: Where to; begins on a page if the read is to go around the page cache.
-            bulk: Whether this is part of a large transfer, which should leave the operating
-                system's cache to others.
+            target: The buffer. To read around the page cache, it must begin on a page.
+            bulk: Whether this is part of a large transfer, which should not fill the operating
+                system's cache.
         """
 
     @abstractmethod
@@ -83,7 +81,7 @@ class Backend(ABC):
         """Return an object's length in bytes."""
 
     def size_if_there(self, key: str) -> int | None:
-        """Return an object's length in bytes, or None where there is none."""
+        """Return an object's length in bytes; None if it does not exist."""
         try:
             return self.size(key)
         except FileNotFoundError:
@@ -91,11 +89,11 @@ class Backend(ABC):
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
-        """Return the names right below a folder, unsorted; empty where there is none."""
+        """Return the names right below a folder, unsorted; none if it does not exist."""
 
     @abstractmethod
     def copy(self, key: str, to: str) -> None:
-        """Give an object's bytes another name too, that nobody else writes; as durable as a write.
+        """Give an object a second name, which no other process writes; as durable as a write.
 
         Raises:
             FileNotFoundError: The object is not there.
@@ -103,23 +101,23 @@ class Backend(ABC):
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove an object; one that is not there is no error."""
+        """Delete an object, if it exists."""
 
     def tidy(self, min_age: float) -> int:
-        """Remove what writers that died have left half-written; return how many bytes that freed.
+        """Delete what dead writers have left half-written; return how many bytes that freed.
 
         Args:
-            min_age: What changed within so many seconds is left alone.
+            min_age: Files that changed within so many seconds stay.
         """
         return 0
 
     def mark(self, key: str, content: bytes | None) -> None:  # noqa: B027 - nothing by default
-        """Put, or with None remove, a file that tells people what is here; never read as truth."""
+        """Put, or with None remove, a file that is meant for people; casnap never relies on it."""
 
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Turn the operating system's errors into casnap's, but for a missing object."""
+    """Turn the operating system's errors into casnap's, except ``FileNotFoundError``."""
     try:
         yield
     except (FileNotFoundError, CasnapError):

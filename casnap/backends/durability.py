@@ -1,7 +1,7 @@
-"""Making the names of files durable, also where a sync of their folder has failed before.
+"""Making the names of files durable, even after a failed sync of their folder.
 
-After a sync that failed the system may take for written what is not: the next one then succeeds
-and proves nothing. So whatever a failed sync was to cover is made anew before the next one.
+After a failed sync the system may drop what it could not write. The next sync then succeeds, and
+proves nothing. So what a failed sync was to make durable is written anew before the next one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from casnap.backends.base import translated
 from casnap.errors import BackendError
 
-# How often a sync of a folder has failed, of all that this process has open there.
+# How often a sync of each folder has failed in this process.
 _failures: Counter[Path] = Counter()
 _failing = threading.Lock()
 
@@ -27,7 +27,7 @@ class NewNames:
     """Names of files and folders that are to be durable when :meth:`sync` returns.
 
     Args:
-        anew: Puts a file in place of one, with the same bytes.
+        anew: Replaces a file by a new one with the same bytes.
     """
 
     def __init__(self, anew: Callable[[Path], None]) -> None:
@@ -38,7 +38,7 @@ class NewNames:
         self._syncing = threading.Lock()
 
     def failures(self, path: Path) -> int:
-        """Return how often a sync of a name's folder has failed, to be told when it is there."""
+        """Return how often a sync of a name's folder has failed; pass that to :meth:`add`."""
         return _failures_of(path.parent)
 
     def add(self, path: Path, failures: int = 0) -> None:
@@ -46,15 +46,15 @@ class NewNames:
 
         Args:
             path: The name.
-            failures: What :meth:`failures` said before it was there; 0 if it may have been there
-                for any time.
+            failures: What :meth:`failures` returned before the name was made; 0 if that is not
+                known.
         """
         with self._lock:
             self._pending[path] = min(failures, self._pending.get(path, failures))
 
     def sync(self) -> None:
-        """Make durable what was noted; what that fails for is made anew by the next call."""
-        # One at a time: nobody may return while another still syncs what both wait for.
+        """Make the noted names durable. Those that fail are written anew by the next call."""
+        # One at a time: a thread must not return while another one still syncs its names.
         with self._syncing:
             with self._lock:
                 pending, self._pending = self._pending, {}
@@ -80,14 +80,14 @@ class NewNames:
 
     @contextmanager
     def _made_anew(self, folder: Path, paths: Iterable[Path]) -> Iterator[None]:
-        """Have the system write a folder again, with the names that a failed sync was to write."""
+        """Make a folder dirty again, with the names that a failed sync was to write."""
         fresh = None
         for path in paths:
             with suppress(FileNotFoundError):
                 if stat.S_ISREG(path.lstat().st_mode):
                     self._anew(path)
                 elif fresh is None:
-                    # The name of a folder cannot be given anew, so what holds it is changed.
+                    # A folder cannot be made anew, so the folder that holds it is changed.
                     fresh = folder / f".casnap-{os.urandom(12).hex()}"
                     fresh.touch(0o600)
         try:
@@ -111,7 +111,7 @@ def _by_folder(path: Path) -> tuple[Path, Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the system write a folder; if that fails, count it."""
+    """Sync a folder; count failures."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

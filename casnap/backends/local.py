@@ -1,4 +1,4 @@
-"""Objects as files of a local file system, each step durable, creation atomic by ``link``."""
+"""Objects as files of a local file system: each step is durable, creation is atomic by ``link``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from casnap.backends.durability import NewNames
 from casnap.errors import BackendError
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.buffers import PAGE, address_of
+from casnap.runtime.typing import override
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 # Below this, going through the page cache costs less than going around it.
@@ -28,9 +29,10 @@ _ATTEMPTS = 3
 class LocalBackend(Backend):
     """A folder of a local file system.
 
-    Large aligned writes and cold reads go around the page cache where the file system lets them:
-    that is faster, and leaves the cache to the training data. Modes and group follow the folder,
-    so that a shared store stays shared; where nobody else may write to it, less the umask.
+    Large aligned writes and cold reads go around the page cache if the file system allows it: that
+    is faster, and leaves the cache to the training data. Modes and group of files follow the
+    folder, so that a shared store stays shared. If only its owner may write to the folder, the
+    umask applies as well.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,17 +50,19 @@ class LocalBackend(Backend):
         for folder in (self.folder, *self.folder.parents):
             if folder in missing or self._new.failures(folder):
                 self._new.add(folder)
-        # Listed only where there is no store yet: each snapshot of one has a name here.
+        # List the folder only if it holds no store: a store has a name here for each snapshot.
         is_new = not (self.folder / CONFIG_KEY).exists() and {"tmp"}.issuperset(self.names(""))
         if is_new and os.access(self.folder.parent, os.R_OK):
-            # Whoever made it may have failed before it was durable.
+            # Its maker may have failed before it was durable.
             self._new.add(self.folder)
 
+    @override
     @property
     def identity(self) -> str:
-        """The real path, and what the file system calls the folder and the store's record.
+        """The real path, and the device and inode of the folder and of the store's record.
 
-        Inodes are used again; when one changed last, nobody chooses.
+        Inodes are used again, so the time of the record's last change is part of it: no user can
+        choose that.
         """
         real = os.path.realpath(self.folder)
         with translated(self.uri):
@@ -71,17 +75,19 @@ class LocalBackend(Backend):
             f"{record.st_dev} {record.st_ino} {record.st_ctime_ns}"
         )
 
+    @override
     def write(self, key: str, content: memoryview | bytes) -> None:
-        """Write a file of its own name: under ``tmp/``, synced, then linked into place."""
+        """Write a file under ``tmp/``, sync it, then link it into place."""
         if not self._link(key, content):
             raise BackendError(f"{self.uri}/{key} exists already, and is not written over")
 
+    @override
     def put_if_absent(self, key: str, content: bytes) -> bool:
-        """Create a file by ``link``, which fails where the name exists."""
+        """Create a file by ``link``, which fails if the name exists."""
         return self._link(key, content)
 
+    @override
     def copy(self, key: str, to: str) -> None:
-        """Link a file under another name."""
         target = self.folder / to
         with translated(f"{self.uri}/{to}"):
             failures = self._enter(target)
@@ -98,13 +104,13 @@ class LocalBackend(Backend):
                 fd = self._write_file(temporary, content)
                 try:
                     os.link(temporary, target)
-                    # Again: who synced its folder until now may not have seen it.
+                    # Again: a sync of its folder until now may not have covered it.
                     self._new.add(target, failures)
                     break
                 except FileExistsError:
                     return False
                 except FileNotFoundError as e:
-                    # Swept away by a collector that could not see our lock?
+                    # Did a collector delete it, which could not see our lock?
                     if attempt == _ATTEMPTS - 1:
                         raise BackendError(f"{self.uri}/{key}: its folder vanished") from e
                 finally:
@@ -113,15 +119,15 @@ class LocalBackend(Backend):
         return True
 
     def _enter(self, target: Path) -> int:
-        """Make the folder of a new name, durable even if another process has made it.
+        """Make the folder of a new name. It becomes durable even if another process has made it.
 
         Returns:
-            What is to be said of the name, once it is there, when it is noted.
+            What to pass to ``NewNames.add`` once the name is there.
         """
         folder = target.parent
         self._make_folder(folder)
         failures = self._new.failures(target)
-        # Before there is anything new in it: what fails afterwards must not hide it.
+        # Note the name before it is made, so that a failure in between does not lose it.
         self._new.add(target, failures)
         with self._lock:
             if folder not in self._entered:
@@ -157,7 +163,7 @@ class LocalBackend(Backend):
             self._new.add(folder)
 
     def _write_file(self, path: Path, content: memoryview | bytes) -> int:
-        """Write a file and return it open: its lock says that its writer lives."""
+        """Write a file and return it open. Its lock says that its writer lives."""
         fd = self._create(path)
         try:
             _lock(fd)
@@ -183,19 +189,21 @@ class LocalBackend(Backend):
             _follow_group(fd, like.st_gid)
         return fd
 
+    @override
     def sync(self, *keys: str) -> None:
-        """Make the names of new files durable; their bytes are before they have names."""
+        """Make the names of new files durable. Their bytes were synced before they got names."""
         for key in keys:
             self._new.add(self.folder / key)
         self._new.sync()
 
+    @override
     def read(self, key: str) -> bytes:
-        """Return a whole file."""
         with translated(f"{self.uri}/{key}"):
             return (self.folder / key).read_bytes()
 
+    @override
     def read_into(self, key: str, offset: int, target: memoryview, *, bulk: bool = False) -> int:
-        """Read from the page cache what is there; the rest of a bulk read goes around it."""
+        """Read from the page cache; what a bulk read does not find there, around it."""
         with translated(f"{self.uri}/{key}"):
             fd = os.open(self.folder / key, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -207,32 +215,33 @@ class LocalBackend(Backend):
             finally:
                 os.close(fd)
 
+    @override
     def size(self, key: str) -> int:
-        """Return a file's length."""
         path = f"{self.uri}/{key}"
         try:
-            # A take asks for thousands, so this does without a Path.
+            # A take asks thousands of times, so this uses no Path.
             return os.stat(path).st_size  # noqa: PTH116
         except OSError:
             with translated(path):
                 raise
 
+    @override
     def names(self, folder: str) -> list[str]:
-        """Return the names in a folder."""
         with translated(f"{self.uri}/{folder}"):
             try:
-                # A Path for each of many names would cost more than the listing.
+                # Making a Path for each name would take longer than the listing.
                 return os.listdir(self.folder / folder)  # noqa: PTH208
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
+    @override
     def delete(self, key: str) -> None:
-        """Unlink a file."""
         with translated(f"{self.uri}/{key}"):
             (self.folder / key).unlink(missing_ok=True)
 
+    @override
     def tidy(self, min_age: float) -> int:
-        """Unlink what stands in ``tmp/`` and whose writer holds no lock on it any more."""
+        """Unlink files in ``tmp/`` that no living writer has locked."""
         freed = 0
         with translated(f"{self.uri}/tmp"):
             for name in self.names("tmp"):
@@ -241,14 +250,15 @@ class LocalBackend(Backend):
                     freed += _unlink_abandoned(path, min_age)
         return freed
 
+    @override
     def mark(self, key: str, content: bytes | None) -> None:
-        """Put or remove a marker file, and folders that it leaves empty."""
+        """Put or remove a marker file; remove folders that are empty then."""
         path = self.folder / key
         with translated(str(path)):
             if content is not None:
-                # Not to be synced: whoever deletes the snapshot removes these folders too.
+                # Not synced, since deleting the snapshot removes these folders too.
                 self._make_folder(path.parent, durable=False)
-                # Not written into: it may be somebody else's.
+                # Do not write into an existing file: it may be another user's.
                 path.unlink(missing_ok=True)
                 with suppress(FileExistsError), os.fdopen(self._create(path), "wb") as file:
                     file.write(content)
@@ -264,7 +274,7 @@ class LocalBackend(Backend):
 
 
 def _lock(fd: int) -> bool:
-    """Try to lock a file; whether that is impossible here is not told."""
+    """Try to lock a file; return True also if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
@@ -273,7 +283,7 @@ def _lock(fd: int) -> bool:
 
 
 def _may_unlink(path: Path) -> bool:
-    """Unlink a file, unless it is another user's in a sticky folder; return whether it is gone."""
+    """Unlink a file if that is allowed (it is not for another user's in a sticky folder)."""
     try:
         path.unlink(missing_ok=True)
     except PermissionError:
@@ -282,27 +292,27 @@ def _may_unlink(path: Path) -> bool:
 
 
 def _unlink_abandoned(path: Path, min_age: float) -> int:
-    """Unlink a temporary file, unless it is young or its writer lives; return what that freed."""
+    """Unlink a temporary file, unless it is young or its writer lives; return the freed bytes."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError):
-        # Another user's, who alone can lock it.
+        # It is another user's; only that user can lock it.
         return 0
     try:
         found = os.fstat(fd)
-        # A time in the future says nothing; the lock does.
+        # A time in the future says nothing; then only the lock counts.
         if 0 <= time.time() - found.st_mtime < min_age or not _lock(fd):
             return 0
         if not _may_unlink(path):
             return 0
-        # A second name means that it was linked into place: nothing is freed.
+        # A second name: it was linked into place, so unlinking frees nothing.
         return found.st_size if found.st_nlink == 1 else 0
     finally:
         os.close(fd)
 
 
 def _is_shared(folder: os.stat_result) -> bool:
-    """Whether a store is for several users: others may write to its folder, or share its group."""
+    """Whether a store is for several users: its group or all may write to its folder."""
     return bool(folder.st_mode & (stat.S_ISGID | stat.S_IWGRP | stat.S_IWOTH))
 
 
@@ -310,12 +320,12 @@ def _follow_group(where: Path | int, gid: int) -> None:
     try:
         os.chown(where, -1, gid)
     except PermissionError:
-        # Not a member of that group: the file stays readable as its mode says.
+        # This user is not in that group. The mode still says who can read the file.
         return
 
 
 def _write_direct(fd: int, view: memoryview) -> int:
-    """Write the whole pages of an aligned view around the page cache; return how many bytes."""
+    """Write whole pages of an aligned view around the page cache; return how many bytes."""
     whole = len(view) // PAGE * PAGE
     if address_of(view) % PAGE:
         return 0
@@ -336,7 +346,7 @@ def _write_direct(fd: int, view: memoryview) -> int:
 
 
 def _read_cached(fd: int, target: memoryview, offset: int) -> int:
-    """Read what the page cache holds of the beginning of a run; return how many bytes."""
+    """Read the beginning of a run from the page cache; return how many bytes were there."""
     if not hasattr(os, "preadv") or not hasattr(os, "RWF_NOWAIT"):
         return 0
     done = 0
@@ -353,7 +363,7 @@ def _read_cached(fd: int, target: memoryview, offset: int) -> int:
 
 
 def _read_direct(fd: int, target: memoryview, offset: int, done: int) -> int:
-    """Go on reading around the page cache, whole pages only; return how many bytes there are."""
+    """Go on reading around the page cache, in whole pages; return how many bytes there are."""
     done = done // PAGE * PAGE
     whole = len(target) // PAGE * PAGE
     if (offset + done) % PAGE or address_of(target) % PAGE:

@@ -6,10 +6,11 @@ import os
 import threading
 
 from casnap.backends.base import Backend
+from casnap.runtime.typing import override
 
 _stores: dict[str, dict[str, bytes]] = {}
 _lock = threading.Lock()
-# Of this process, and of its forks, which have inherited what it holds.
+# The same in a forked child, which inherits the objects.
 _process = os.urandom(16).hex()
 
 
@@ -21,54 +22,56 @@ class MemoryBackend(Backend):
         with _lock:
             self._objects = _stores.setdefault(name, {})
 
+    @override
     @property
     def identity(self) -> str:
         """The name, in this process."""
         return f"{self.uri} {_process}"
 
+    @override
     def write(self, key: str, content: memoryview | bytes) -> None:
-        """Keep a copy."""
         self._objects[key] = bytes(content)
 
+    @override
     def put_if_absent(self, key: str, content: bytes) -> bool:
-        """Keep the content unless the key is taken."""
         with _lock:
             if key in self._objects:
                 return False
             self._objects[key] = content
             return True
 
+    @override
     def sync(self, *keys: str) -> None:
-        """Do nothing: memory is as durable as it gets."""
+        """Do nothing."""
 
+    @override
     def read(self, key: str) -> bytes:
-        """Return a whole object."""
         try:
             return self._objects[key]
         except KeyError:
             raise FileNotFoundError(key) from None
 
+    @override
     def read_into(self, key: str, offset: int, target: memoryview, *, bulk: bool = False) -> int:
-        """Copy a run of an object."""
         part = self.read(key)[offset : offset + len(target)]
         target[: len(part)] = part
         return len(part)
 
+    @override
     def size(self, key: str) -> int:
-        """Return an object's length."""
         return len(self.read(key))
 
+    @override
     def names(self, folder: str) -> list[str]:
-        """Return the names right below a folder."""
         prefix = f"{folder}/" if folder else ""
         with _lock:
             keys = list(self._objects)
         return list({k[len(prefix) :].split("/")[0] for k in keys if k.startswith(prefix)})
 
+    @override
     def copy(self, key: str, to: str) -> None:
-        """Keep an object under another key too."""
         self._objects[to] = self.read(key)
 
+    @override
     def delete(self, key: str) -> None:
-        """Forget an object."""
         self._objects.pop(key, None)

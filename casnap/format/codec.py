@@ -1,6 +1,6 @@
 """How a chunk is stored in its pack: as it is, or compressed.
 
-The digest is that of the raw bytes, so stores and versions may choose differently.
+Its digest is that of the raw bytes, so each writer may choose a codec.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from casnap.errors import DamagedError, UnsupportedFormatError
 
 
 class Codec(enum.IntEnum):
-    """The numbers that stand in packs and segments."""
+    """The numbers of the codecs, as in packs and segments."""
 
     RAW = 0
     ZSTD = 1
@@ -40,7 +40,7 @@ def decompress(codec: int, stored: memoryview, raw_size: int) -> memoryview:
         raw_size: The length to expect; nothing longer is ever allocated.
 
     Raises:
-        DamagedError: It is not what was written.
+        DamagedError: It is damaged.
         UnsupportedFormatError: The codec is not known.
     """
     if codec == Codec.RAW:

@@ -1,7 +1,7 @@
-"""What a snapshot holds: the entries of a manifest.
+"""The entries of a manifest: what a snapshot holds.
 
-``docs/format.md`` gives the same byte for byte. What comes from a store is untrusted: each entry
-is decoded into a closed type.
+``docs/format.md`` says what they are byte for byte. A store is untrusted: each entry is decoded
+into a closed type.
 """
 
 from __future__ import annotations
@@ -11,15 +11,21 @@ from typing import TypeAlias
 import msgspec
 from msgspec import Struct
 
+INLINE_BYTES, INLINE_DIGESTS = 64, 4
+"""The most bytes, or else digests, that stand in a payload itself."""
+LIST_DIGESTS, MAX_LIST_DEPTH = 1 << 15, 4
+"""The most digests in a list, and the most levels of lists above a chunk."""
+MAX_PATH_CHARS = 1 << 20
+
 
 class Payload(Struct, frozen=True, array_like=True, gc=False):
     """Some bytes: in place, or as the digests of chunks.
 
     Attributes:
         nbytes: Length of the bytes.
-        inline: The bytes themselves, up to 64 of them.
+        inline: The bytes themselves, if there are at most 64.
         digests: Otherwise up to four digests, one behind the other.
-        depth: 0 where they name chunks; above, each names a list of digests of one depth less.
+        depth: 0 if the digests name chunks; else each names a list of digests of one depth less.
     """
 
     nbytes: int
@@ -49,12 +55,12 @@ class TensorEntry(Struct, frozen=True, array_like=True, tag="t", gc=False):
     """A tensor, numpy array or numpy scalar.
 
     Attributes:
-        dtype: Name in torch (``bfloat16``), or numpy's typestr (``<f4``) for numpy kinds.
+        dtype: The name in torch (``bfloat16``), or numpy's typestr (``<f4``) for numpy kinds.
         shape: The global shape.
         data: Its bytes, row-major and little-endian, cut by the grid.
         kind: ``tensor``, ``parameter``, ``buffer``, ``ndarray`` or ``numpy_scalar``.
-        requires_grad: As it was.
-        quantization: For quantized dtypes.
+        requires_grad: The tensor's ``requires_grad``.
+        quantization: Set for quantized dtypes.
     """
 
     dtype: str
@@ -83,7 +89,7 @@ class ValueEntry(Struct, frozen=True, array_like=True, tag="v", gc=False):
     """A value that is neither tensor nor container.
 
     Attributes:
-        kind: Which encoding ``data`` has (see ``flatten.py``): ``int``, ``str``, ``object``, …
+        kind: The encoding of ``data`` (see ``state/values.py``): ``int``, ``str``, ``object``, …
         data: The encoded bytes.
     """
 
@@ -95,9 +101,9 @@ class ContainerEntry(Struct, frozen=True, array_like=True, tag="c", gc=False):
     """A dict, list, tuple, set, … whose elements are entries below its path.
 
     Attributes:
-        kind: Which container (see ``flatten.py``).
+        kind: Which container (see ``state/containers.py``).
         count: The number of elements.
-        spec: Encoded keys, in order, and what else it takes to build it again.
+        spec: The encoded keys, in order, and what else is needed to build it again.
     """
 
     kind: str
@@ -124,8 +130,8 @@ class Manifest(Struct, frozen=True):
     """The top of a snapshot's tree: for every key of the app state the digest of its subtree.
 
     Attributes:
-        shared: ``global/<key>``: what is restorable on any rank.
-        ranks: ``ranks/<r>/<key>``: what belongs to one rank.
+        shared: ``global/<key>``: entries that any rank can restore.
+        ranks: ``ranks/<r>/<key>``: entries that belong to one rank.
     """
 
     shared: dict[str, bytes] = msgspec.field(name="global")

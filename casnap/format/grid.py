@@ -18,7 +18,7 @@ from casnap.format.region import Region
 
 
 class Cells(Protocol):
-    """What a tensor is cut into: the cells of one grid, or those of several boxes."""
+    """The cells that a tensor is cut into: those of one grid, or of several boxes."""
 
     @property
     def count(self) -> int:
@@ -44,10 +44,10 @@ class Grid:
     Attributes:
         shape: The global shape.
         itemsize: Bytes per element.
-        axis: The axis that is cut into runs of ``step``; 0 where there is nothing to cut.
+        axis: The axis that is cut into runs of ``step``; 0 if there is nothing to cut.
         step: Slices per cell on ``axis``.
         rows: Cells along ``axis``.
-        count: All cells; 0 where the tensor has no element.
+        count: The number of cells; 0 if the tensor has no element.
     """
 
     shape: tuple[int, ...]

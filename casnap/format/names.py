@@ -11,10 +11,10 @@ RESERVED = frozenset({"roots", "packs", "index", "tmp", "casnap.json"})
 
 
 def check_name(name: str) -> str:
-    """Return a snapshot name as it is kept, without a slash at its ends.
+    """Check a snapshot name, and return it without slashes at its ends.
 
     Raises:
-        InvalidNameError: Empty, too long, climbing out, reserved, or with control characters.
+        InvalidNameError: It is empty, too long or reserved, has control characters, or climbs out.
     """
     clean = name.strip("/")
     parts = clean.split("/")

@@ -1,7 +1,7 @@
-"""The records of a store: what they hold, their bytes, and the limits they are read under.
+"""The records of a store: their fields, their bytes, and the limits for reading them.
 
-``docs/format.md`` gives the same byte for byte. What comes from a store is untrusted: every
-record is decoded into a closed type and every number in it is bounded before it is used.
+``docs/format.md`` says what they are byte for byte. A store is untrusted: every record is decoded
+into a closed type, and every number in it is checked before it is used.
 """
 
 from __future__ import annotations
@@ -26,22 +26,15 @@ KNOWN_FEATURES = frozenset({DEEP_TABLE})
 DEFAULT_CHUNK_SIZE = 1 << 20
 MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 64 << 10, 64 << 20
 MAX_NODE_BYTES = MAX_ROOT_BYTES = 64 << 20
-MAX_METADATA_BYTES, MAX_PATH_CHARS = 64 << 10, 1 << 20
+MAX_METADATA_BYTES = 64 << 10
 INLINE_METADATA_BYTES = 256
-INLINE_BYTES, INLINE_DIGESTS = 64, 4
-LIST_DIGESTS = 1 << 15
-MAX_DEPTH, ID_SIZE = 4, 16
+"""Larger metadata of a row stand in a node of their own."""
+ID_SIZE = 16
 
 PackId = NewType("PackId", bytes)
-"""16 bytes: 6 of the root number that it was written under, then 10 random ones."""
+"""16 bytes: 6 of its base (the root number that it was written under), then 10 random ones."""
 SegmentId = NewType("SegmentId", bytes)
 """Made like a :data:`PackId`."""
-
-
-# --- what a snapshot holds --------------------------------------------------------------------
-
-
-# --- where things are -------------------------------------------------------------------------
 
 
 class Place(Struct, frozen=True, array_like=True, gc=False):
@@ -55,7 +48,7 @@ class Place(Struct, frozen=True, array_like=True, gc=False):
 
 
 class NodeRef(Struct, frozen=True, array_like=True):
-    """A tree node and a hint to where it was last seen."""
+    """A tree node, and a hint to its place: where it was when this was written."""
 
     digest: bytes
     hint: Place | None
@@ -94,9 +87,9 @@ class Row(Struct, frozen=True, omit_defaults=True):
         time: Seconds since the epoch, by the writer's clock.
         world_size: How many ranks took it.
         stats: What the take did.
-        metadata: The user's own, where they are small.
+        metadata: The user's metadata, if they are small.
         tags: Sorted.
-        metadata_node: The digest of the node that holds the user's own, where they are not.
+        metadata_node: The digest of the node that holds the user's metadata, if they are large.
     """
 
     commit: bytes
@@ -113,22 +106,22 @@ class Row(Struct, frozen=True, omit_defaults=True):
 class Root(Struct, frozen=True):
     """What the store holds since root ``seq`` was put.
 
-    A field that a later version adds comes with a write feature: a writer makes the next root
-    of what it knows of this one.
+    A field that a later version adds needs a write feature: a writer drops fields that it does not
+    know.
 
     Attributes:
         seq: Its number.
-        commit: Who put it: recognises one's own root after an unclear answer.
-        time: Seconds since the epoch, by the writer's clock; never relied on.
-        fence: Takes based on an older root than this may not commit any more.
+        commit: The commit id: after an unclear answer, the writer knows its own root by it.
+        time: Seconds since the epoch, by the writer's clock; no decision that matters rests on it.
+        fence: A collector may be deleting packs that have a smaller base and that no root names.
         table: The tree of name → :class:`Row`; None while there is no snapshot.
         segments: The live index segments.
         condemned: Pack → the root that condemned it.
-        lost: Digests of chunks and nodes that were found to be nowhere whole, one behind the other.
-        format: 1, or 2 where the fields below may say something.
-        read_features: A reader refuses a store with one that it does not know.
-        write_features: A writer does.
-        settings: What was set for the store; kept as it is by writers that do not know it.
+        lost: Digests of chunks and nodes that were found whole nowhere, one behind the other.
+        format: 1, or 2 if the fields below may be set.
+        read_features: A reader refuses a store that has a feature here that it does not know.
+        write_features: A writer refuses it likewise.
+        settings: Settings of the store; a writer keeps those that it does not know.
     """
 
     seq: int
@@ -152,8 +145,8 @@ class StoreConfig(Struct, frozen=True):
         store_id: 32 hex digits.
         chunk_size: Bytes, a power of two.
         format: The version; a reader refuses a greater one.
-        read_features: A reader refuses a store with one that it does not know.
-        write_features: A writer does.
+        read_features: A reader refuses a store that has a feature here that it does not know.
+        write_features: A writer refuses it likewise.
         put_if_absent: Whether the backend was found to honour it.
     """
 
@@ -202,7 +195,7 @@ def unseal(kind: bytes, data: bytes, what: str, versions: bytes = b"1") -> memor
         versions: The versions that are understood, a digit each.
 
     Raises:
-        DamagedError: It is not what was written.
+        DamagedError: It is damaged.
         UnsupportedFormatError: It is of a newer format.
     """
     head = _MAGIC + kind
@@ -221,7 +214,7 @@ PACK_TAIL_SIZE, FOOTER_RECORD_SIZE = _PACK_TAIL.size, _PACKED.size
 
 
 def pack_footer(kind: bytes, chunks: Iterable[tuple[Digest, Place]]) -> bytes:
-    """Return what ends a pack: a record a chunk, their count, magic, digest of the footer."""
+    """Return the end of a pack: a record for each chunk, their count, magic, and a digest."""
     records = b"".join(_PACKED.pack(d, p.offset, p.stored, p.raw, p.codec) for d, p in chunks)
     magic = _MAGIC + kind + b"1"
     head = records + struct.pack("<I8s", len(records) // _PACKED.size, magic)
@@ -278,10 +271,10 @@ def segment_records(data: bytes, what: str) -> tuple[tuple[PackId, ...], Iterato
         what: Its name, for messages.
 
     Returns:
-        The packs and the records; a million records decoded at once would take some 400 MB.
+        The packs, and an iterator: a million decoded records would take some 400 MB.
 
     Raises:
-        DamagedError: It is not what was written.
+        DamagedError: It is damaged.
     """
     body = unseal(b"s", data, what)
     if len(body) < _SEGMENT_HEAD.size:
@@ -297,7 +290,7 @@ def segment_records(data: bytes, what: str) -> tuple[tuple[PackId, ...], Iterato
 
 
 def segment_count(data: bytes) -> int:
-    """Return how many records a sealed segment says that it has; -1 where it says nothing."""
+    """Return how many records a sealed segment says that it has; -1 if it is cut off."""
     return _SEGMENT_HEAD.unpack_from(data, 8)[1] if len(data) >= 8 + _SEGMENT_HEAD.size else -1
 
 
@@ -312,7 +305,7 @@ def decode_segment(data: bytes, what: str) -> Segment:
     """Decode a sealed segment.
 
     Raises:
-        DamagedError: It is not what was written.
+        DamagedError: It is damaged.
     """
     packs, records = segment_records(data, what)
     return Segment(packs, [(Digest(d), Place(packs[n], *rest)) for d, n, *rest in records])
@@ -321,17 +314,17 @@ def decode_segment(data: bytes, what: str) -> Segment:
 def merged_segment(
     parts: Iterable[tuple[bytes, str]], without: Collection[PackId] = ()
 ) -> tuple[bytes, tuple[PackId, ...], int]:
-    """Make one segment of several: all places of every digest, those in some packs left out.
+    """Merge segments into one, which has all places of every digest, except those in some packs.
 
     Args:
-        parts: The sealed bytes of each, and its name for messages.
+        parts: The sealed bytes of each segment, and its name for messages.
         without: The packs to leave out.
 
     Returns:
         The sealed bytes, the packs, and the number of records.
 
     Raises:
-        DamagedError: One is not what was written.
+        DamagedError: One is damaged.
     """
     numbers: dict[PackId, int] = {}
     merged: set[bytes] = set()
@@ -372,5 +365,5 @@ def segment_key(segment: SegmentId | bytes) -> str:
 
 
 def id_from_name(name: str) -> bytes | None:
-    """Return the id that a file is named by, or None where it is not ours."""
+    """Return the id that a file name stands for; None if it is no name that casnap makes."""
     return bytes.fromhex(name) if re.fullmatch("[0-9a-f]{32}", name) else None

@@ -27,7 +27,7 @@ class Region:
         return n
 
     def intersect(self, other: Region) -> Region | None:
-        """Return the common box, or None where there is no common element."""
+        """Return the common box; None if there is no common element."""
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             start, stop = max(a, b), min(a + n, b + m)
@@ -38,13 +38,13 @@ class Region:
         return Region(tuple(offsets), tuple(sizes))
 
     def moved(self, by: Iterable[int]) -> Region:
-        """Return the box of the same sizes that is further along each axis."""
+        """Return this box, moved along each axis."""
         return Region(tuple(o + d for o, d in zip(self.offsets, by, strict=True)), self.sizes)
 
     def start_in(self, outer: Region) -> int | None:
         """Return where this box begins among the row-major elements of ``outer``.
 
-        None where it is no run of consecutive ones.
+        None if its elements are not consecutive there.
         """
         start, stride, whole = 0, 1, True
         for axis in range(len(self.sizes) - 1, -1, -1):

@@ -1,8 +1,8 @@
-"""What the bytes of a tensor entry are cut into: the cells of a grid, or of boxes.
+"""How the bytes of a tensor entry are cut into cells: by one grid, or by the grids of boxes.
 
-A shard with an edge behind the axis that the grid cuts (as torch's RowwiseParallel makes) holds
-but a part of every cell. Such a tensor is cut into the boxes of its shards, and each of these by
-the grid of a tensor of its shape.
+If a shard has an edge on an axis after the one that the grid cuts (as torch's RowwiseParallel
+makes), it holds only a part of every cell. Such a tensor is cut into the boxes of its shards, and
+each box by the grid of a tensor of its shape.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _PRIME = (1 << 61) - 1
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The cells of a tensor that is cut into boxes: those of one box after the other.
+    """The cells of a tensor that is cut into boxes, box after box.
 
     Attributes:
         shape: The global shape.
         itemsize: Bytes per element.
-        boxes: They tile the tensor, none of them empty.
-        grids: The grid of each.
-        firsts: The number of its first cell.
-        count: All cells.
+        boxes: The boxes. They tile the tensor, and none is empty.
+        grids: The grid of each box.
+        firsts: The number of the first cell of each box.
+        count: The number of cells.
     """
 
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ def tiling_of(entry: TensorEntry, itemsize: int, chunk_size: int) -> Grid | Tili
     """Return the cells of an entry, in the order of its digests.
 
     Args:
-        entry: From a store: its boxes are checked, its shape has been.
+        entry: An entry from a store. Its boxes are checked here; its shape has been checked.
         itemsize: Bytes per element, at most ``chunk_size``.
         chunk_size: The store's chunk size in bytes.
 
@@ -89,7 +89,7 @@ def tiling_of(entry: TensorEntry, itemsize: int, chunk_size: int) -> Grid | Tili
     return grid_of(entry.shape, itemsize, chunk_size)
 
 
-# Few, since each may hold many boxes; tensors of one shape are mostly sharded alike.
+# Cache few, since each may hold many boxes; tensors of one shape are mostly sharded alike.
 @lru_cache(16)
 def tile(shape: tuple[int, ...], boxes: Boxes, itemsize: int, chunk_size: int) -> Tiling:
     """Return the cells of a tensor that is cut into boxes.
@@ -125,10 +125,10 @@ def _fits(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ..
 def _tile(shape: tuple[int, ...], boxes: Boxes) -> bool:
     """Whether boxes that lie in a tensor hold each of its elements once.
 
-    If they do, their volumes add up to that of the tensor, however long the steps from one
-    coordinate to the next are taken to be. If not, they hardly ever do for steps of random
-    length, modulo a large prime: once in 10¹⁶. Nobody can foresee the lengths. That takes one
-    pass over the boxes, where to compare them with each other would take the square of that.
+    Give each step from one coordinate to the next a random length, modulo a large prime. If the
+    boxes tile the tensor, their volumes add up to its volume. If they do not, the volumes add up
+    only by a chance of 1 in 10¹⁶, and no attacker can foresee the lengths. This takes one pass over
+    the boxes; comparing them with each other would take time in the square of their number.
     """
     marks: list[dict[int, int]] = [{} for _ in shape]
     lengths = random.Random()  # seeded by the operating system

@@ -35,8 +35,8 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, gently, undisturbed
 from casnap.storage.index import View
 from casnap.storage.objects import Objects
-from casnap.storage.roots import succeed
-from casnap.storage.segments import Rewriting, rewrite
+from casnap.storage.roots import put_next_root
+from casnap.storage.segments import Rewriting, rewrite_segments
 
 _log = logging.getLogger("casnap")
 DAY = 86400.0
@@ -357,7 +357,7 @@ class _Collector:
             # After a root with a time in the future nothing would ever seem old, so put one with
             # the time of this host.
             if condemned != root.condemned or lost != root.lost or root.time > time.time() + _SKEW:
-                new = succeed(self._backend, root, condemned=condemned, lost=lost)
+                new = put_next_root(self._backend, root, condemned=condemned, lost=lost)
             if new is not None:
                 self.report.repacked_packs += len(doomed & sparse)
                 self._note_condemned(doomed, rescued)
@@ -393,7 +393,7 @@ class _Collector:
         if segments is None:
             if rewriting is not None:
                 rewriting.discard(self._objects)
-            rewriting = gently(lambda: rewrite(self._objects, view, going))
+            rewriting = gently(lambda: rewrite_segments(self._objects, view, going))
             segments = rewriting.applied(root, going)
         assert rewriting is not None
         assert segments is not None
@@ -402,7 +402,9 @@ class _Collector:
         raised = max(root.fence, fence) if going or orphans else root.fence
         kept = {p: seq for p, seq in root.condemned.items() if p not in going}
         try:
-            new = succeed(self._backend, root, fence=raised, condemned=kept, segments=segments)
+            new = put_next_root(
+                self._backend, root, fence=raised, condemned=kept, segments=segments
+            )
         except StorageFullError:
             rewriting.discard(self._objects)
             raise

@@ -21,7 +21,7 @@ from casnap.format.records import (
     segment_records,
 )
 from casnap.storage.objects import Objects, Want, Why
-from casnap.storage.reads import is_possible
+from casnap.storage.pack_runs import is_possible
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15

@@ -11,8 +11,8 @@ from typing import Any
 
 from casnap.errors import DamagedError
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
-from casnap.format.entries import Entry, Manifest, payload_of
-from casnap.format.records import LIST_DIGESTS, MAX_DEPTH, Row, decode
+from casnap.format.entries import LIST_DIGESTS, MAX_LIST_DEPTH, Entry, Manifest, payload_of
+from casnap.format.records import Row, decode
 from casnap.storage.objects import Objects
 from casnap.storage.tree import DEEP, Load, Tree
 
@@ -93,7 +93,7 @@ def _checked(reference: bytes, node: Digest) -> bytes:
 def _listed(digests: bytes, depth: int, node: Digest) -> list[bytes]:
     """Return the references in a list: to chunks, or to lists one level further down."""
     n, odd = divmod(len(digests), DIGEST_SIZE)
-    if not 0 <= depth <= MAX_DEPTH or odd or n > LIST_DIGESTS:
+    if not 0 <= depth <= MAX_LIST_DEPTH or odd or n > LIST_DIGESTS:
         raise DamagedError(f"tree node {node.hex()} holds a malformed list of digests")
     if depth == 0:
         return list[bytes](split_digests(digests))

@@ -15,9 +15,10 @@ from casnap.format.records import PackId, Root
 from casnap.maintenance.marks import Marks
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.threads import Crew
-from casnap.storage.commit import Transaction
+from casnap.storage.commit import publish
 from casnap.storage.index import View
 from casnap.storage.objects import Objects, ReadOptions, Want
+from casnap.storage.transaction import Transaction
 
 _log = logging.getLogger("casnap")
 # Two readers; writing takes the other buffers of the pool.
@@ -119,7 +120,7 @@ def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict
         transaction = Transaction(objects, crew, _codec(objects, to_copy))
 
         def sink(digest: Digest, raw: memoryview) -> None:
-            transaction.copy(digest, raw, is_node=to_copy[digest])
+            transaction.new_packs.copy(digest, raw, is_node=to_copy[digest])
             copied.append(len(raw))
             report(len(raw))
 
@@ -127,8 +128,9 @@ def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict
         try:
             _fetch_whole(objects, wants, transaction.base.root)
             if copied:
-                transaction.publish(lambda table, seq: {})
-            return transaction.placed()
+                publish(transaction, lambda table, seq: {})
+            records = transaction.new_packs.segment().records
+            return {digest: PackId(place.pack) for digest, place in records}
         except BaseException as e:
             crew.fail(e)
             raise

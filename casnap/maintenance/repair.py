@@ -41,14 +41,14 @@ from casnap.maintenance.places import bad_records, can_lie_at, read_footer
 from casnap.maintenance.repack import one_at_a_time
 from casnap.maintenance.sources import chunks_in
 from casnap.maintenance.survey import Survey
-from casnap.runtime.buffers import shared_pool
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.index import View
+from casnap.storage.new_packs import NewPacks
 from casnap.storage.objects import Objects, ReadOptions, Reason, Want
-from casnap.storage.pack import CHUNKS, NODES, PackWriter, moved_place, new_id
-from casnap.storage.roots import succeed
-from casnap.storage.segments import added, rewritten
+from casnap.storage.pack import moved_place, new_id
+from casnap.storage.roots import put_next_root
+from casnap.storage.segments import add_segment, drop_packs
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
 _READ = ReadOptions(readers=1)
@@ -116,53 +116,6 @@ def repair(
         return undisturbed(lambda crew: _Repair(objects, sources, dry_run, crew).run(progress))
 
 
-class _Salvage:
-    """Chunks and nodes that are written to new packs.
-
-    Args:
-        objects: The store.
-        crew: Whom the background threads belong to.
-        base: The root that the packs are named under.
-        codec: How they are stored.
-    """
-
-    def __init__(self, objects: Objects, crew: Crew, base: int, codec: Codec) -> None:
-        pool = shared_pool(objects.config.chunk_size + (64 << 10))
-        folder = new_id(base)[-1:]
-        self._writers = [
-            PackWriter(objects.backend, base, folder, kind, pool, crew, codec)
-            for kind in (CHUNKS, NODES)
-        ]
-        self._fillers = [writer.filler() for writer in self._writers]
-        self._base = base
-
-    def add(self, digest: Digest, raw: memoryview, *, is_node: bool) -> None:
-        """Keep a chunk or node that was verified."""
-        self._fillers[is_node].add_known([(digest, raw)])
-
-    def segment(self, root: Root) -> Segment:
-        """Return the segment of all packs, under names that the fence of a root has not passed.
-
-        Raises:
-            FileNotFoundError: A collector has deleted them.
-        """
-        for filler, writer in zip(self._fillers, self._writers, strict=True):
-            filler.seal()
-            writer.finish()
-        if root.fence > self._base:
-            for writer in self._writers:
-                writer.move(root.seq)
-            self._base = root.seq
-        packs = tuple(pack for writer in self._writers for pack in writer.packs)
-        return Segment(packs, [record for writer in self._writers for record in writer.records])
-
-    def close(self) -> None:
-        """Give memory back."""
-        for filler, writer in zip(self._fillers, self._writers, strict=True):
-            filler.seal()
-            writer.close()
-
-
 class _Repair:
     def __init__(
         self, objects: Objects, sources: Sequence[str | os.PathLike[str]], dry_run: bool, crew: Crew
@@ -170,7 +123,7 @@ class _Repair:
         self._objects = objects
         self._sources = sources
         self._crew = crew
-        self._salvage: _Salvage | None = None
+        self._salvage: NewPacks | None = None
         self._found: set[Digest] = set()
         self._healed: set[Digest] = set()
         self._would_adopt: set[Digest] = set()
@@ -306,8 +259,8 @@ class _Repair:
             moved[pack] = to
         records = [(d, moved_place(p, moved)) for pack in moved for d, p in packs[pack]]
         segment = Segment(tuple(moved.values()), records)
-        segments = added(self._objects, self._readable(root), segment, root.seq)
-        return succeed(self._objects.backend, root, segments=segments) is not None
+        segments = add_segment(self._objects, self._readable(root), segment, root.seq)
+        return put_next_root(self._objects.backend, root, segments=segments) is not None
 
     def _readable(self, root: Root) -> View:
         """Return the index by those segments of a root that can be read."""
@@ -342,7 +295,7 @@ class _Repair:
             except FileNotFoundError:
                 self._drop_salvage()
                 return True
-            if succeed(self._objects.backend, root, segments=segments, **changes) is not None:
+            if put_next_root(self._objects.backend, root, segments=segments, **changes) is not None:
                 self._count(damaged)
                 self._drop_salvage()
                 return True
@@ -357,12 +310,15 @@ class _Repair:
         Raises:
             FileNotFoundError: A collector has deleted what was saved.
         """
-        segments = rewritten(self._objects, self._readable(root), damaged)
+        segments = drop_packs(self._objects, self._readable(root), damaged)
         if self._salvage is None:
             return segments
         rest = msgspec.structs.replace(root, segments=segments)
-        segment = self._salvage.segment(root)
-        return added(self._objects, self._objects.index.view(rest), segment, root.seq)
+        self._salvage.finish()
+        if root.fence > self._salvage.base:
+            self._salvage.move(root.seq)
+        segment = self._salvage.segment()
+        return add_segment(self._objects, self._objects.index.view(rest), segment, root.seq)
 
     def _is_true_of(self, newer: Root, root: Root, damaged: frozenset[PackId]) -> bool:
         """Whether the survey of a root is also true of a newer root, which a take has put."""
@@ -432,8 +388,9 @@ class _Repair:
             ]
             compressed = any(place.codec == Codec.ZSTD for _, place in records)
             codec = Codec.ZSTD if compressed else Codec.RAW
-            self._salvage = _Salvage(self._objects, self._crew, self._survey.root.seq, codec)
-        self._salvage.add(digest, raw, is_node=self._survey.needed.get(digest) == -1)
+            base = self._survey.root.seq
+            self._salvage = NewPacks(self._objects, base, self._crew, codec)
+        self._salvage.copy(digest, raw, is_node=self._survey.needed.get(digest) == -1)
 
     # --- sources ---
 

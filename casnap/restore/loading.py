@@ -14,9 +14,15 @@ import torch
 
 from casnap.errors import DamagedError, StateError
 from casnap.format.digest import split_digests
-from casnap.format.entries import BoxedTensorEntry, Entry, Payload, TensorEntry, payload_of
+from casnap.format.entries import (
+    INLINE_BYTES,
+    BoxedTensorEntry,
+    Entry,
+    Payload,
+    TensorEntry,
+    payload_of,
+)
 from casnap.format.grid import Cells, Grid
-from casnap.format.records import INLINE_BYTES
 from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
 from casnap.restore.selection import Selection

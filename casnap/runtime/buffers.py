@@ -1,7 +1,7 @@
-"""Page-aligned host memory, kept warm and used again.
+"""Page-aligned host memory that is used again and again.
 
-Fresh pages are the hidden cost of copying: the kernel zeroes each one first, which is several
-times slower than the copy itself. So slots are kept for the life of the process.
+Fresh pages are the hidden cost of copying: the kernel zeroes each one first, which takes several
+times as long as the copy. So slots are kept for the life of the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Slot:
 
     Attributes:
         view: The memory, writable.
-        unpin: Has a GPU's driver forget it; None where none has registered it.
+        unpin: Unregisters it from a GPU's driver; None if it is not registered.
     """
 
     __slots__ = ("_memory", "unpin", "view")
@@ -39,7 +39,7 @@ class Slot:
         except OSError as e:
             raise StateError(f"there is no memory for a buffer of {nbytes:,} bytes: {e}") from e
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # A kernel may be built without; then pages are small.
+            # Some kernels have no huge pages.
             with suppress(OSError):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._memory)
@@ -50,7 +50,7 @@ _all_pools: list[Pool] = []
 
 
 class Pool:
-    """A bounded set of equal slots, the warmest handed out first."""
+    """A bounded set of equal slots. The one that was released last is handed out first."""
 
     def __init__(self, slot_bytes: int, limit: int | None) -> None:
         self.slot_bytes = slot_bytes
@@ -66,7 +66,7 @@ class Pool:
         self._changed = threading.Condition()
 
     def acquire(self, *, wait: bool = True) -> Slot | None:
-        """Return a slot, waiting for one where all are in use; None if not to wait."""
+        """Return a slot. If all are in use, wait for one, or return None if not to wait."""
         with self._changed:
             while not self._free:
                 if self.limit is None or self._made < self.limit:
@@ -79,7 +79,7 @@ class Pool:
             return self._free.pop()
 
     def take(self) -> Slot:
-        """Return a slot, waiting for one where all are in use."""
+        """Return a slot; if all are in use, wait for one."""
         slot = self.acquire()
         assert slot is not None
         return slot
@@ -91,7 +91,7 @@ class Pool:
             self._changed.notify()
 
     def shrink(self) -> int:
-        """Give the memory of slots that nobody uses back to the system; return its bytes."""
+        """Give the memory of free slots back to the system; return how many bytes."""
         with self._changed:
             free, self._free = self._free, []
             self._made -= len(free)
@@ -116,7 +116,7 @@ _lock = PerProcess(threading.Lock)
 
 def shared_pool(at_least: int) -> Pool:
     """Return the process's pool of slots that hold ``at_least`` bytes each."""
-    # Few sizes, since the slots of each are kept.
+    # Few sizes, since each size keeps its slots.
     nbytes = SLOT_BYTES if at_least <= SLOT_BYTES else 1 << (at_least - 1).bit_length()
     with _lock.value:
         if nbytes not in _pools:
@@ -128,33 +128,33 @@ def shared_pool(at_least: int) -> Pool:
 def release_memory() -> int:
     """Give back the memory that casnap keeps for the next take or restore.
 
-    After an ``async_take`` that is as much as the state, since fresh memory is several times slower
-    to copy to than memory that was used before. What is in use stays, a pending take's copies
-    too. Safe at any time.
+    After an ``async_take`` that is as much as the state: casnap keeps it since copying to fresh
+    memory takes several times as long as copying to used memory. Memory in use stays, such as the
+    copies of a pending take. Safe at any time.
 
     Returns:
-        The bytes that were given back, at most: what was never touched took none.
+        How many bytes were given back, at most: pages that were never touched took no memory.
     """
     return sum(pool.shrink() for pool in list(_all_pools))
 
 
 def view_at(address: int, nbytes: int) -> memoryview:
-    """Return the bytes at an address as a writable view; whoever calls keeps their owner alive."""
+    """Return the bytes at an address as a writable view. The caller keeps their owner alive."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def bytes_at(address: int, nbytes: int) -> bytes:
-    """Return a copy of the bytes at an address: cheaper than a view if there are few."""
+    """Return a copy of the bytes at an address; for few bytes that is faster than a view."""
     return ctypes.string_at(address, nbytes)
 
 
 def address_of(view: memoryview) -> int:
-    """Return where a writable view begins."""
+    """Return the address of a writable view."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def copy(target: memoryview, source: memoryview | bytes) -> None:
-    """Copy bytes, without the GIL where there are many of them."""
+    """Copy bytes; release the GIL if there are many."""
     n = len(source)
     if n < 32 << 10 or not isinstance(source, memoryview) or source.readonly:
         target[:n] = source

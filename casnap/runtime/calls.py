@@ -1,7 +1,8 @@
-"""Which call of casnap a thread is in the middle of.
+"""Which call of casnap a thread is in.
 
-A signal handler runs on the main thread, between any two steps of what that thread does. So it may
-find it within a call, with locks and buffers in its hands: to wait for those would be for ever.
+A signal handler runs on the main thread, between any two steps of the program. If the main thread
+is in a call of casnap, it holds locks and buffers, and a handler that waited for these would wait
+for ever.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _here = PerProcess(_Here)
 
 
 def current() -> str:
-    """Return the call that this thread is within, or works for; empty if none."""
+    """Return the call that this thread is in, or works for; empty if none."""
     return _here.value.call
 
 
@@ -36,10 +37,10 @@ def work_for(call: str) -> None:
 
 
 def named(call: str, *, is_take: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Have threads know that they are within a function, or work for it.
+    """Name a function, so that a thread knows that it is in this call.
 
     Args:
-        call: What it is called in messages.
+        call: The name of the call, for messages.
         is_take: Whether it is a take, which cannot begin within any call.
     """
 
@@ -54,7 +55,7 @@ def named(call: str, *, is_take: bool = False) -> Callable[[Callable[P, R]], Cal
                     "loop, and take there. A state_dict(), load_state_dict() or progress= must "
                     "not take"
                 )
-            # No context manager: an interrupt on its way out could leave the mark for ever.
+            # No context manager: an interrupt while it ends could leave the mark for ever.
             try:
                 _here.value.call = outer or call
                 return function(*args, **kwargs)

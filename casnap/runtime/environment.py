@@ -1,4 +1,4 @@
-"""The one place where casnap reads its surroundings: variables, folders, mounts."""
+"""The one place where casnap reads its environment: variables, folders, mounts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _NETWORK = re.compile(
 
 
 def cache_folder() -> Path | None:
-    """Return the folder for host-local caches, or None where only memory is left.
+    """Return the folder for host-local caches; None if there is none.
 
-    ``CASNAP_CACHE_DIR`` first, then ``$XDG_CACHE_HOME/casnap`` (``~/.cache``), then a private
-    folder in the temp folder. LMDB must not lie on a network file system, so those are passed
-    over, as is what cannot be written.
+    It is ``CASNAP_CACHE_DIR``, else ``$XDG_CACHE_HOME/casnap`` (``~/.cache``), else a private
+    folder in the temp folder. Folders that cannot be written to are passed over, and so are network
+    file systems, where LMDB does not work.
     """
     for folder in _cache_candidates():
         try:
@@ -41,7 +41,7 @@ def _cache_candidates() -> Iterator[Path]:
 
 
 def _temp_folder() -> str:
-    import tempfile  # takes longer to import than all of this package's own bytes column
+    import tempfile  # slower to import than all of casnap without torch
 
     return tempfile.gettempdir()
 
@@ -50,7 +50,7 @@ def _home() -> Path | None:
     try:
         home = Path.home()
     except RuntimeError:
-        # No variable, and no entry of this user: a container, often.
+        # No variable, and no passwd entry for this user; common in containers.
         return None
     return home if home.is_absolute() else None
 
@@ -69,7 +69,7 @@ def trust_file() -> Path | None:
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of the file system that holds a folder; empty where that is unknown."""
+    """Return the type of the file system that holds a folder; empty if it is unknown."""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
@@ -84,9 +84,9 @@ def file_system(folder: Path) -> str:
 
 
 def boot_id() -> str:
-    """Return what tells this boot from the last one; empty where that is unknown.
+    """Return the id of this boot; empty if it is unknown.
 
-    The cache is not synced to disk, so one that an earlier boot wrote is not believed.
+    A cache is not synced to disk, so one of an earlier boot may be damaged.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""Threads that share one fate: the first error stops them all and is raised to the caller."""
+"""Threads that work together: the first error stops them all and is raised to the caller."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from typing import Generic, TypeVar
 
 from casnap.errors import StateError
 from casnap.runtime import calls
+from casnap.runtime.typing import override
 
 T = TypeVar("T")
-# Of a busy core that leaves a thirtieth: hardly felt, and locks are still given back soon.
+# A thread of this priority gets a thirtieth of a busy core: other work hardly feels it, and it
+# still releases its locks soon.
 _NICE = 15
 NO_THREADS = (
     "no more threads can be started: the process exits, or a limit is reached (ulimit -u, "
@@ -33,20 +35,20 @@ def cores() -> int:
 class Worker(threading.Thread):
     """A thread whose end can be waited for again after an interrupt.
 
-    Before Python 3.13 a ``join`` that is interrupted takes the thread for ended while it runs on.
-    It works for the call that made it.
+    Before Python 3.13, after an interrupted ``join`` the thread counts as ended while it runs on.
+    The thread works for the call that its creator was in.
     """
 
     def __init__(self, work: Callable[[], None], name: str = "casnap") -> None:
-        # No daemon: the interpreter waits for its end.
+        # Not a daemon, so the interpreter waits for its end.
         super().__init__(target=work, name=name, daemon=False)
         self._call = calls.current()
         self._has_ended = False
         self._running = threading.Lock()
         self._running.acquire()
 
+    @override
     def run(self) -> None:
-        """Do the work."""
         calls.work_for(self._call)
         try:
             super().run()
@@ -56,23 +58,23 @@ class Worker(threading.Thread):
 
     @property
     def ended(self) -> bool:
-        """Whether it does not run: not any more, not yet, or not in this fork of its process."""
+        """Whether it does not run: no longer, not yet, or not in this forked child."""
         return self._has_ended or not self.is_alive()
 
     def wait(self) -> None:
-        """Wait until it has ended; may be interrupted, and repeated, also by a signal handler."""
+        """Wait until it has ended. May be interrupted and repeated, also in a signal handler."""
         while not self.ended:
-            # No event: in that there is a lock that a handler could find in its own thread's hands.
+            # Not an Event: a signal handler could find its lock held by its own thread.
             if self._running.acquire(timeout=1):
                 self._running.release()
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Make many objects without Python's cycle collector looking at them again and again."""
+    """Pause Python's cycle collector, which would visit many new objects again and again."""
     running = gc.isenabled()
     try:
-        # Within, lest an interrupt comes in between and leaves it off for good.
+        # Inside of the try: an interrupt before it would leave the collector off for good.
         gc.disable()
         yield
     finally:
@@ -83,8 +85,8 @@ def collector_paused() -> Iterator[None]:
 class Crew:
     """A set of threads, joined at the end of a ``with`` block.
 
-    Plain threads, since an executor refuses work once the interpreter begins to exit, and a
-    pending take must still finish then.
+    No executor: that refuses work once the interpreter begins to exit, and a pending take must
+    still finish then.
     """
 
     def __init__(self) -> None:
@@ -94,11 +96,11 @@ class Crew:
 
     @property
     def failed(self) -> bool:
-        """Whether somebody failed, so that the others should stop."""
+        """Whether a thread failed, so that the others should stop."""
         return self.error is not None
 
     def fail(self, error: BaseException) -> None:
-        """Note an error; the first one counts."""
+        """Note an error. The first one is raised."""
         with self._lock:
             self.error = self.error or error
 
@@ -106,7 +108,7 @@ class Crew:
         """Run ``work`` on ``count`` new threads.
 
         Raises:
-            StateError: There cannot be so many; those that were started have ended.
+            StateError: So many cannot be started; those that were have ended.
         """
         threads = self.start_some(work, count)
         if len(threads) < count:
@@ -120,7 +122,7 @@ class Crew:
     def run(self, work: Callable[[], None], count: int = 1) -> None:
         """Run ``work`` on ``count`` new threads, and wait for them.
 
-        Where there cannot be so many, fewer do it, at the least the calling one.
+        If so many cannot be started, fewer do the work, at least the calling thread.
         """
         threads = self.start_some(work, count)
         if not threads and count:
@@ -128,7 +130,7 @@ class Crew:
         self.join(threads)
 
     def start_some(self, work: Callable[[], None], count: int = 1) -> list[Worker]:
-        """Run ``work`` on as many new threads as can be had, up to ``count``."""
+        """Run ``work`` on as many new threads as can be started, up to ``count``."""
         started: list[Worker] = []
         for _ in range(count):
             thread = Worker(lambda: self._guarded(work))
@@ -148,9 +150,9 @@ class Crew:
             self.fail(e)
 
     def join(self, threads: Iterable[Worker] | None = None) -> None:
-        """Wait for all threads, or for some of them, and raise what went wrong.
+        """Wait for all threads, or for some of them, and raise the first error.
 
-        An interrupt is noted, which stops the threads soon, and raised when they have ended.
+        An interrupt stops the threads, and is raised when they have ended.
         """
         for thread in list(self._threads if threads is None else threads):
             while not thread.ended:
@@ -180,12 +182,11 @@ class Crew:
 
 
 def undisturbed(work: Callable[[Crew], T]) -> T:
-    """Do some work on a thread of a crew, and return what it does.
+    """Do some work on another thread, where no interrupt disturbs it, and return its result.
 
-    An interrupt only comes to the main thread. There it makes the crew fail, so that the work
-    stops and cleans up where nothing disturbs it, and is raised afterwards. If no thread can be
-    started, the calling one does it: Python 3.12.0 and 3.12.1 start none once they exit, and a
-    pending take must still finish then.
+    Interrupts only come to the main thread. There they make the crew fail. Then the work stops and
+    cleans up, and the interrupt is raised. If no thread can be started, the caller does the work:
+    Python 3.12.0 and 3.12.1 start none once they exit, and a pending take must still finish then.
     """
     done: list[T] = []
     with Crew() as crew:
@@ -194,15 +195,15 @@ def undisturbed(work: Callable[[Crew], T]) -> T:
 
 
 def gently(work: Callable[[], T]) -> T:
-    """Do some work on a thread that lets others have the processor first, and return its result.
+    """Do some work on a thread of low priority, and return its result.
 
-    So do the threads that it starts.
+    The threads that it starts have low priority too.
     """
     caller = threading.get_ident()
 
     def gentle(_crew: Crew) -> T:
         if sys.platform == "linux" and threading.get_ident() != caller:
-            # Only there each thread has a priority of its own, by its native id.
+            # Only Linux has a priority for each thread.
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         return work()
@@ -211,7 +212,7 @@ def gently(work: Callable[[], T]) -> T:
 
 
 class Shared(Generic[T]):
-    """An iterable that the threads of a crew draw from together; it ends when one of them fails."""
+    """An iterable that the threads of a crew share. It ends when one of them fails."""
 
     def __init__(self, items: Iterable[T], crew: Crew) -> None:
         self._items = iter(items)

@@ -1,8 +1,8 @@
-"""Torch as it is by default: what casnap does with tensors does not depend on its caller's modes.
+"""Running torch without the caller's modes.
 
-Some modes belong to a thread: inference mode, a default device, a mode that records or fakes what
-is done. The caller's own code, a ``state_dict()`` say, runs in them; casnap's must not: what it
-made would be on another device, without values, or not to be written to by its other threads.
+Some modes belong to a thread: inference mode, a default device, a mode that records or fakes
+operations. The caller's own code, such as a ``state_dict()``, runs in them. casnap's code must not:
+its tensors would be on another device, have no values, or be read-only for its other threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 def plain() -> Iterator[None]:
     """Leave the modes of this thread for a block of code, or for a function.
 
-    No graph is recorded, and what is made are ordinary tensors on the CPU, that anybody can use.
+    In it no graph is recorded, and new tensors are ordinary ones on the CPU.
     """
     with (
         torch._C.DisableTorchFunction(),
@@ -31,7 +31,7 @@ def plain() -> Iterator[None]:
 
 
 def _transforms_left() -> AbstractContextManager[object]:
-    """Leave the functions that torch.func transforms, which wrap all that is made in them."""
+    """Leave the transforms of torch.func, which wrap all new tensors."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -40,10 +40,10 @@ def _transforms_left() -> AbstractContextManager[object]:
 
 
 def fill(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy into a tensor, also one that was made in inference mode, from any thread."""
+    """Copy into a tensor, from any thread; it may have been made in inference mode."""
     inference = target.is_inference()
     if inference == torch.is_inference_mode_enabled() and not torch.is_grad_enabled():
-        target.copy_(source)  # where there are many small ones, the modes would cost more
+        target.copy_(source)  # for many small tensors, entering the modes would take longer
         return
     with torch.inference_mode(mode=inference), torch.no_grad():
         target.copy_(source)

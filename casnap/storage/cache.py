@@ -40,11 +40,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _BARE_PLACE = struct.Struct("<16sQIIB")
 _PLACE = struct.Struct("<16sQIIBI")
-# Caches of a store id and a place, and those that casnap had before, of a store id alone.
+# Named by a store id and a place; older versions of casnap used the store id alone.
 _FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")
 MOST_FOLDERS = 64
-"""So many caches are kept; a host that uses more stores loses time."""
-# Seconds to wait for other writers: what has to be remembered, and what only saves time.
+"""So many caches are kept. A host that uses more stores loses time."""
+# Seconds to wait for other writers: to cache segments, and to cache what only saves time.
 _PATIENCE, _LITTLE = 30.0, 1.0
 _POLL = 0.002
 _NODES_BYTES = 64 << 20
@@ -191,10 +191,10 @@ class MemoryCache(Cache):
 class LmdbCache(Cache):
     """A cache in an LMDB environment.
 
-    Every record carries a checksum and every node is verified, since a take believes what stands
-    here. Commits are not synced: after a crash of the machine, which the boot id tells, the cache
-    is made anew. So it is after a process that died while it wrote: LMDB aborts where it finds its
-    own pages in disorder, and must not do so again.
+    Every record carries a checksum and every node is verified, since a take believes the cache.
+    LMDB's commits are not synced. So after a crash of the machine, which the boot id tells, the
+    cache is made anew. The same goes for a process that died while it wrote: LMDB aborts the
+    process if it finds its own pages in disorder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -216,13 +216,13 @@ class LmdbCache(Cache):
         return self._pid == os.getpid()
 
     def nbytes(self) -> int:
-        """Return the bytes that it takes up."""
+        """Return how many bytes it takes up."""
         return nbytes(self._env)
 
     def delete(self) -> None:
-        """Delete the files; whoever uses them goes on with what they have open.
+        """Delete the files. Processes that have them open can go on.
 
-        Unless they are not there any more: then these are somebody else's, and new.
+        Files that another process has made in their place since are left alone.
         """
         if inode(self.folder) == self._inode:
             remove(self.folder)
@@ -327,7 +327,7 @@ class LmdbCache(Cache):
 
     @contextlib.contextmanager
     def _marked(self) -> Iterator[None]:
-        """Leave a mark while LMDB writes: if it aborts, the next process finds the mark."""
+        """Leave a mark while LMDB writes. If it aborts, the next process finds the mark."""
         mark = self.folder / f"{WRITING}{os.getpid()}"
         try:
             mark.touch()
@@ -337,10 +337,10 @@ class LmdbCache(Cache):
 
     @contextlib.contextmanager
     def _turn(self, patience: float) -> Iterator[None]:
-        """Wait for the turn to write, but not for ever: LMDB would, for a process that is stopped.
+        """Wait for the write lock and hold it. LMDB's own lock has no timeout.
 
         Raises:
-            BusyError: Somebody else writes for longer than that.
+            BusyError: Another process has held it for so many seconds.
         """
         fd = os.open(self.folder / "turn", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         end = time.monotonic() + patience
@@ -391,8 +391,8 @@ def _all_places(txn: lmdb.Transaction, digest: Digest) -> list[Place]:
         return [p for v in values if (p := _decode_place(digest, v)) is not None]
 
 
-# LMDB must not be opened twice by one process, so those that anybody holds are known. Some are held
-# here, since to open one takes a while; the others are closed when nobody has them any more.
+# A process must not open an LMDB file twice, so all open caches are listed here. The last few stay
+# open, since opening takes a while. The others are closed when nothing refers to them any more.
 _open: WeakValueDictionary[Path, LmdbCache] = WeakValueDictionary()
 _recent: deque[LmdbCache] = deque(maxlen=8)
 _inherited: list[LmdbCache] = []
@@ -400,7 +400,7 @@ _open_lock = PerProcess(threading.Lock)
 
 
 def _forget_after_fork() -> None:
-    # Kept, so that nothing is closed: LMDB does not survive a fork, not even to be closed.
+    # Keep references, so that none is closed: after a fork LMDB cannot even do that.
     _inherited.extend(_open.values())
     _open.clear()
     _recent.clear()
@@ -410,15 +410,15 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def _make_room(base: Path) -> None:
-    """Remove caches that cannot be used any more, and where there are many, the least used.
+    """Remove caches of earlier boots and, if there are many, the least recently used ones.
 
-    Whoever has one open goes on with it.
+    Processes that have one of these open can go on.
     """
     ours = boot_id().encode()
     used: list[tuple[float, Path]] = []
     for folder in base.iterdir():
         with contextlib.suppress(OSError):
-            # One without this file is being made.
+            # Without this file, the cache is just being made.
             boot = folder / "boot"
             if _FOLDER.fullmatch(folder.name) and (at := boot.stat().st_mtime):
                 if boot.read_bytes() == ours:
@@ -431,9 +431,9 @@ def _make_room(base: Path) -> None:
 
 
 def _folder_of(base: Path, name: str) -> Path:
-    """Return where a cache lies; for a fork of a process that has it open, beside it.
+    """Return the folder of a cache. A fork of a process that has it open uses another one.
 
-    There LMDB takes it for open still, and would not open it again.
+    In the fork, LMDB takes the inherited file for open, and would not open it again.
     """
     inherited = {cache.folder for cache in _inherited}
     while base / name in inherited:
@@ -442,10 +442,10 @@ def _folder_of(base: Path, name: str) -> Path:
 
 
 def open_cache(name: str) -> Cache:
-    """Return a cache by name: one for all of this process; in memory if there is no other.
+    """Return the cache of this name, the same for the whole process; in memory if LMDB fails.
 
     Args:
-        name: Tells stores, and the places where they lie, from each other.
+        name: The name, made of a store's id and its place.
     """
     base = cache_folder()
     if base is None:
@@ -454,7 +454,7 @@ def open_cache(name: str) -> Cache:
     folder = _folder_of(base, name)
     with _open_lock.value:
         cache = _open.get(folder)
-        # One whose files were deleted is left open, since others may be using it.
+        # A cache whose files were deleted stays open, since other threads may be using it.
         if cache is None or not (folder / "data.mdb").exists():
             try:
                 if not folder.exists():

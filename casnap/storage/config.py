@@ -1,4 +1,4 @@
-"""The record of what a store is, ``casnap.json``: read, and found to be one."""
+"""Reading ``casnap.json``, the record that says what a store is."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from casnap.format.records import (
 )
 
 
-def headless(uri: str) -> DamagedError:
-    """Return the error for a place that has the roots of a store, but no record of it."""
+def no_config_error(uri: str) -> DamagedError:
+    """Return the error for a store that has roots, but no ``casnap.json``."""
     return DamagedError(
         f"{uri} is a damaged store: it has roots, but {CONFIG_KEY} is missing or no readable file. "
         "Restore that file from a backup"
@@ -37,7 +37,7 @@ def _config_bytes(backend: Backend) -> bytes:
     except FileNotFoundError:
         if not backend.names("roots/0"):
             raise
-        # Another process may have made the store since; it puts this record before any root.
+        # Another process may have just made the store: it puts this record before any root.
         return backend.read(CONFIG_KEY)
 
 
@@ -45,9 +45,9 @@ def read_config(backend: Backend) -> StoreConfig:
     """Read what kind of store this is.
 
     Raises:
-        NotAStoreError: There is none.
-        UnsupportedFormatError: A newer version wrote it.
-        DamagedError: ``casnap.json`` is no such record, or missing where roots are.
+        NotAStoreError: There is no store.
+        UnsupportedFormatError: A newer version of casnap made it.
+        DamagedError: ``casnap.json`` is no such record, or is missing though there are roots.
     """
     where = f"{backend.uri}/{CONFIG_KEY}"
     try:
@@ -56,7 +56,7 @@ def read_config(backend: Backend) -> StoreConfig:
         raise
     except (FileNotFoundError, BackendError):
         if backend.names("roots/0"):
-            raise headless(backend.uri) from None
+            raise no_config_error(backend.uri) from None
         raise NotAStoreError(
             f"{backend.uri} is not a casnap store; make one with `casnap init {backend.uri}` or "
             "Store(...), or check the path"

@@ -13,33 +13,35 @@ from typing import Any
 
 from casnap.errors import DamagedError, EntryNotFoundError, SnapshotNotFoundError, nearest
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
-from casnap.format.entries import Entry, Manifest, Payload, TensorEntry, payload_of
-from casnap.format.grid import Cells, grid_of
-from casnap.format.names import rank_names
-from casnap.format.records import (
+from casnap.format.entries import (
     INLINE_BYTES,
     LIST_DIGESTS,
-    MAX_DEPTH,
-    MAX_METADATA_BYTES,
-    Row,
-    decode,
+    MAX_LIST_DEPTH,
+    Entry,
+    Manifest,
+    Payload,
+    TensorEntry,
+    payload_of,
 )
+from casnap.format.grid import Cells, grid_of
+from casnap.format.names import rank_names
+from casnap.format.records import MAX_METADATA_BYTES, Row, decode
 from casnap.format.tiling import tiling_of
 from casnap.storage.objects import Objects
 from casnap.storage.tree import Tree
 
-# What is 64 KiB as JSON is up to 148 kB as a node: a float of three letters takes nine bytes. Bytes
-# that are no such metadata could take sixty times as much memory when they are decoded.
+# Metadata of 64 KiB as JSON take up to 148 kB as a node: a float of three letters takes nine bytes.
+# Other bytes could take sixty times as much memory when they are decoded.
 _MOST_METADATA = 4 * MAX_METADATA_BYTES
 
 
 class Entries:
-    """The entries of one key as a rank sees them: what is global, and what is its own.
+    """The entries of one key as a rank sees them: the global ones, and its own.
 
     Args:
         contents: The snapshot.
-        owners: The trees, the one that wins first, each with the rank whose own it is; None for
-            what is global.
+        owners: The trees, the one that wins first, each with the rank that owns it; None for the
+            global one.
     """
 
     def __init__(self, contents: Contents, owners: Mapping[bytes, int | None]) -> None:
@@ -52,7 +54,7 @@ class Entries:
         return map(self._contents.tree, self._digests)
 
     def owner(self, path: str) -> int | None:
-        """Return the rank whose own the entry of a path is; None for one that is global."""
+        """Return the rank that owns the entry of a path; None for a global entry."""
         trees = zip(self._trees, self._owners.values(), strict=True)
         return next((owner for tree, owner in trees if tree.get(path) is not None), None)
 
@@ -80,8 +82,8 @@ class Entries:
 class Contents:
     """The tree of one snapshot.
 
-    Paths are ``<rank>/<key>/<path>``; what is global answers under every rank and without one.
-    Without one, what is not global is rank 0's.
+    Paths are ``<rank>/<key>/<path>``. A global entry is found under every rank, and without one.
+    A path without a rank means rank 0's entry if there is no global one.
 
     Args:
         objects: The store.
@@ -108,7 +110,7 @@ class Contents:
         manifest = decode(node, Manifest, f"the manifest of {self.where}")
         subtrees = [manifest.shared, *manifest.ranks.values()]
         if any(len(d) != DIGEST_SIZE for subtree in subtrees for d in subtree.values()):
-            raise DamagedError(f"the manifest of {self.where} holds what is no digest")
+            raise DamagedError(f"the manifest of {self.where} holds a malformed digest")
         world, ranks = self.row.world_size, manifest.ranks.keys()
         if len(ranks) != world or ranks != set(map(str, range(world))):
             names = ", ".join(sorted(ranks)[:4])
@@ -129,10 +131,10 @@ class Contents:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read something; if it was collected meanwhile, say that instead of "damaged".
+        """Turn a ``DamagedError`` of this block into one that says what happened to the snapshot.
 
         Raises:
-            SnapshotNotFoundError: The snapshot was deleted, and what it held collected.
+            SnapshotNotFoundError: The snapshot was deleted, and its chunks were collected.
         """
         try:
             yield
@@ -146,11 +148,11 @@ class Contents:
             ) from e
 
     def trees(self, rank: int | None) -> dict[str, Entries]:
-        """Return what a rank sees, by key.
+        """Return the entries that a rank sees, by key.
 
         Args:
-            rank: Its own entries win. One beyond the world has none, and sees what is global.
-                None for what paths without a rank mean: what is global wins, then rank 0's.
+            rank: Its own entries win. A rank beyond the world sees only global entries. None for
+                paths without a rank: global entries win, then rank 0's.
         """
         shared, own = self.manifest.shared, self.manifest.ranks.get(str(rank or 0), {})
         layers = [(own, rank or 0), (shared, None)]
@@ -170,13 +172,13 @@ class Contents:
         return tree
 
     def entries(self, rank: int = 0) -> Iterator[tuple[str, Entry]]:
-        """Yield ``<key>/<path>`` and entry of all that a rank sees."""
+        """Yield ``<key>/<path>`` and entry of all entries that a rank sees."""
         for key, entries in sorted(self.trees(rank).items()):
             for inner, entry in entries.items():
                 yield key + inner, entry
 
     def own_paths(self, rank: int) -> Iterator[str]:
-        """Yield ``<key>/<path>`` of all that belongs to one rank alone."""
+        """Yield ``<key>/<path>`` of all entries that belong only to this rank."""
         for key, digest in self.manifest.ranks[str(rank)].items():
             yield from (key + inner for inner, _ in self.tree(digest).items())
 
@@ -185,7 +187,7 @@ class Contents:
         yield from range(len(self.manifest.ranks))
 
     def keepers(self, path: str) -> list[int]:
-        """Return the ranks that have something of their own at or below ``<key>/<path>``."""
+        """Return the ranks that have own entries at or below ``<key>/<path>``."""
         key, slash, inner = path.partition("/")
         where = slash + inner
         keepers = []
@@ -242,7 +244,7 @@ class Contents:
         )
 
     def _paths(self) -> list[str]:
-        """Return all paths without their ranks, each once; none where they are many."""
+        """Return all paths without their ranks, each once; none if there are many."""
         subtrees = [self.manifest.shared, *self.manifest.ranks.values()]
         trees = {(key, digest): None for subtree in subtrees for key, digest in subtree.items()}
         if self.row.stats.entries >= 1e5 or len(trees) >= 1e3:
@@ -250,7 +252,7 @@ class Contents:
         return list({key + p: None for key, digest in trees for p, _ in self.tree(digest).items()})
 
     def chunks(self, path: str, entry: Entry) -> list[tuple[Digest, int]]:
-        """Return digest and length of every chunk of an entry; none where its bytes stand in it.
+        """Return digest and length of every chunk of an entry; none if its bytes stand in it.
 
         Raises:
             DamagedError: Shape, length and digests do not fit each other.
@@ -291,7 +293,7 @@ class Contents:
             DamagedError: Their number is not that of the cells.
         """
         digests = payload.digests
-        if not 0 <= payload.depth <= MAX_DEPTH:
+        if not 0 <= payload.depth <= MAX_LIST_DEPTH:
             raise DamagedError(
                 f"{self.where}: {path} claims a list of depth {payload.depth}", (path,)
             )
@@ -308,7 +310,7 @@ class Contents:
         return digests
 
     def _joined_lists(self, digests: bytes, most: int, path: str) -> bytes:
-        """Return what lists hold, one behind the other; no more than it takes to see too many."""
+        """Return the content of lists, joined; stop when it is longer than ``most`` digests."""
         joined = bytearray()
         try:
             for digest in split_digests(digests):

@@ -99,12 +99,12 @@ class Index:
             BackendError: The store is gone.
         """
         self._look_where_it_is()
-        cache, segments = self._asked(self.cache, root, lambda cache: self._learn_all(cache, root))
+        cache, segments = self._ask(self.cache, root, lambda cache: self._learn_all(cache, root))
         self._shed(cache, root)
         packs = PackSet(segments.values())
         return View(root, segments, packs, packs.without(root.condemned.keys()), cache)
 
-    def refreshed(self, view: View, root: Root, digests: Collection[Digest]) -> View:
+    def refresh(self, view: View, root: Root, digests: Collection[Digest]) -> View:
         """Return a view of a root; make the cache anew if it is wrong about some digests.
 
         Args:
@@ -122,7 +122,7 @@ class Index:
             return view
         if isinstance(view.cache, LmdbCache):
             view.cache.delete()
-        self._replaced(view.cache, root)
+        self._replace(view.cache, root)
         return self.view(root)
 
     def _shed(self, cache: Cache, root: Root) -> None:
@@ -165,7 +165,7 @@ class Index:
             cache.learn(ident, known, records)
         return frozenset(known)
 
-    def _asked(self, cache: Cache, root: Root, ask: Callable[[Cache], T]) -> tuple[Cache, T]:
+    def _ask(self, cache: Cache, root: Root, ask: Callable[[Cache], T]) -> tuple[Cache, T]:
         """Ask a cache; if it fails, ask a new one in memory; return the one that answered too."""
         try:
             return cache, ask(cache)
@@ -176,10 +176,10 @@ class Index:
             # Out of file descriptors or memory: that says nothing about the cache.
             if isinstance(e, lmdb.Error) or e.errno not in EXHAUSTED | {None}:
                 cache.delete()
-        cache = self._replaced(cache, root)
+        cache = self._replace(cache, root)
         return cache, ask(cache)
 
-    def _replaced(self, failed: Cache, root: Root) -> Cache:
+    def _replace(self, failed: Cache, root: Root) -> Cache:
         """Return a cache in memory that holds all segments of a root."""
         with self._replacing:
             if self._cache is failed or self._cache is None:
@@ -233,7 +233,7 @@ class Index:
         packs = view.live if to_rely else view.packs
         if not packs:
             return [None] * len(digests)
-        found = self._asked(view.cache, view.root, lambda cache: cache.place(digests, packs))[1]
+        found = self._ask(view.cache, view.root, lambda cache: cache.place(digests, packs))[1]
         bad = self.distrusted(view, digests) if to_rely else set()
         if bad:
             for i, digest in enumerate(digests):
@@ -244,7 +244,7 @@ class Index:
 
     def find_all(self, view: View, digest: Digest) -> list[Place]:
         """Return all places where a digest can be read."""
-        places = self._asked(view.cache, view.root, lambda cache: cache.places(digest))[1]
+        places = self._ask(view.cache, view.root, lambda cache: cache.places(digest))[1]
         return [place for place in places if place.pack in view.packs]
 
     # --- what was found damaged ---

@@ -1,4 +1,4 @@
-"""The files of an LMDB environment: whether they can be used, and made anew where they cannot."""
+"""The files of an LMDB environment: opened if they can be used, else made anew."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOCK_BYTES = 8192
 
 
 def open_environment(folder: Path) -> lmdb.Environment:
-    """Open the cache, making it anew where it is of another boot, cut short or no LMDB."""
+    """Open the cache; make it anew if it is of another boot, cut short, or no LMDB file."""
     boot = folder / "boot"
     with contextlib.suppress(OSError):
         if boot.read_bytes() != boot_id().encode() or _cut_off(folder):
@@ -43,7 +43,7 @@ def open_environment(folder: Path) -> lmdb.Environment:
 
 
 def _cut_off(folder: Path) -> bool:
-    """Whether a process died while it wrote."""
+    """Whether a process died while it wrote to the cache."""
     return any(
         not is_running(int(mark.name.removeprefix(WRITING)))
         for mark in folder.glob(f"{WRITING}[0-9]*")
@@ -51,8 +51,8 @@ def _cut_off(folder: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Delete the files, as far as that goes."""
-    import shutil  # slow to import, and needed for a cache that failed alone
+    """Delete the files, as far as possible."""
+    import shutil  # slow to import, and only needed for a cache that failed
 
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -66,19 +66,19 @@ def _map_environment(folder: Path) -> lmdb.Environment:
             )
         except (lmdb.MemoryError, MemoryError):
             continue
-        # Processes that were killed leave their places in the table of readers, which is short.
+        # Killed processes leave entries in the table of readers, which is short.
         env.reader_check()
         return env
     raise lmdb.Error("no address space for the map")
 
 
 def _reserve(lock: Path) -> None:
-    """Take space for the table of readers, which LMDB writes by memory: on a full disk, fatal."""
+    """Allocate the table of readers. LMDB writes it by mmap, which is fatal on a full disk."""
     fd = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, _LOCK_BYTES)
     except OSError as e:
-        # Where it is not supported we must hope.
+        # Not supported here: hope for space.
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
     finally:
@@ -86,7 +86,7 @@ def _reserve(lock: Path) -> None:
 
 
 def inode(folder: Path) -> int | None:
-    """Return what tells these files from others that may take their place."""
+    """Return the inode of the file, to tell it from a later one; None if it is gone."""
     try:
         return (folder / "data.mdb").stat().st_ino
     except OSError:
@@ -94,11 +94,11 @@ def inode(folder: Path) -> int | None:
 
 
 def _cut_short(env: lmdb.Environment, folder: Path) -> bool:
-    """Whether the file ends before its last page: to touch what is missing would be fatal."""
+    """Whether the file ends before its last page. Touching the missing part would be fatal."""
     return (folder / "data.mdb").stat().st_size < nbytes(env)
 
 
 def nbytes(env: lmdb.Environment) -> int:
-    """Return the bytes that an environment takes up."""
+    """Return how many bytes an environment takes up."""
     pages: int = env.info()["last_pgno"] + 1
     return pages * int(env.stat()["psize"])

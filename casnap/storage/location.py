@@ -1,7 +1,7 @@
-"""Which store, and which name in it, a path means; and making stores.
+"""Finding the store and the snapshot name that a path means, and making stores.
 
-A local path is a store plus a name, as ``git`` finds its repository: the nearest folder above
-that holds ``casnap.json``.
+A local path is a store plus a name. The store is the nearest folder above that holds
+``casnap.json``, as ``git`` finds its repository.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ from casnap.format.records import (
     root_key,
 )
 from casnap.runtime.environment import crowded_folders, trust_file
-from casnap.storage.config import headless, read_config
+from casnap.storage.config import no_config_error, read_config
 from casnap.storage.roots import sealed_root
 
 _log = logging.getLogger("casnap")
-_MIXED = "{store} is a store whose parts belong to several users, or are links"
 
 
 class Location(NamedTuple):
@@ -48,7 +47,7 @@ class Location(NamedTuple):
 
     Attributes:
         backend: Where the store lives, or would.
-        name: The name, or the prefix, in it; empty for the store itself.
+        name: A name or prefix in the store; empty for the store itself.
         exists: Whether the store was found.
     """
 
@@ -91,8 +90,8 @@ def locate_snapshot(path: str | os.PathLike[str]) -> Location:
     if found is None:
         return Location(LocalBackend(folder.parent), check_name(last), exists=False)
     store, below = found
-    if not below:
-        _check_owner(store)
+    if not below and (why := _why_distrusted(store, is_parent=True)) is not None:
+        raise _untrusted(store, why)
     return Location(LocalBackend(store), check_name(f"{below}/{last}"), exists=True)
 
 
@@ -124,7 +123,7 @@ def _resolved(folder: Path) -> Path:
     try:
         return folder.resolve()
     except (OSError, RuntimeError, ValueError) as e:
-        # A loop of links, a NUL, what the file system has no letters for.
+        # A loop of links, a NUL, a character that the file system does not have.
         raise NotAStoreError(f"{str(folder)!r} is no folder: {e}") from e
 
 
@@ -137,7 +136,7 @@ def _exists(path: Path) -> bool:
 
 
 def _as_written(folder: Path) -> Path:
-    """Return an absolute path in which links are left as they are, but for ``..`` behind one."""
+    """Return an absolute path. Links stay as they are, unless ``..`` follows one."""
     place = Path.cwd()
     for part in folder.parts:
         place = place.resolve().parent if part == ".." else place / part
@@ -147,12 +146,12 @@ def _as_written(folder: Path) -> Path:
 def _find_store(folder: Path) -> tuple[Path, str] | None:
     """Return the nearest store at or above a folder, on the same mount, and the way down from it.
 
-    Above the folder as it is written first: below a store, a link is a name like any other. Then
-    above the place that it leads to.
+    It looks above the folder as it is written first, since below a store a link is a name like any
+    other; then above the place that the folder resolves to.
 
     Raises:
         DamagedError: A store of this user lacks its ``casnap.json``.
-        UntrustedStoreError: It lies above the folder, and is not this user's.
+        UntrustedStoreError: The store lies above the folder, and is another user's.
     """
     for way in dict.fromkeys((_as_written(folder), _resolved(folder))):
         device: int | None = None
@@ -163,7 +162,7 @@ def _find_store(folder: Path) -> tuple[Path, str] | None:
                 continue
             if device not in (None, here):
                 break
-            # What a link leads to may be on another mount than the link.
+            # The target of a link may be on another mount than the link.
             device = None if place.is_symlink() else here
             if _is_store(place, named=place == way):
                 return place.resolve(), "" if place == way else str(way.relative_to(place))
@@ -175,26 +174,26 @@ def _is_store(place: Path, *, named: bool) -> bool:
 
     Args:
         place: The folder.
-        named: Whether the user named it, so that it does not matter whose it is.
+        named: Whether the user named it; then it may be another user's.
     """
-    # In this order: whoever makes a store puts the record of it before there is a root.
+    # In this order: a new store has its record before it has a root.
     has_roots = _has_own_roots(place)
     if not (place / CONFIG_KEY).is_file():
         if has_roots and (named or not _is_everyones(place.resolve())):
-            raise headless(str(place))
+            raise no_config_error(str(place))
         return False
-    why = None if named else _distrusted(place.resolve())
+    why = None if named else _why_distrusted(place.resolve(), is_parent=False)
     if why is None:
         return True
     if place.stat().st_mode & stat.S_IWOTH:
-        # Anybody may put such a file there, which must not stop all others below.
+        # Any user may put such a file there. It must not stop the users of all folders below.
         _warn(f"{why}, where everybody may write, so it is passed over. {_advice(place)}")
         return False
-    raise UntrustedStoreError(f"{why}, found above the path given. {_advice(place)}")
+    raise _untrusted(place, why)
 
 
 def _is_everyones(place: Path) -> bool:
-    """Whether a folder, above the one that was named, may hold anything that anybody put there."""
+    """Whether other users may create files in a folder, such as a temp folder."""
     folder = place.stat()
     others = folder.st_uid != os.geteuid() and folder.st_mode & stat.S_IWOTH
     return bool(others) or place in crowded_folders()
@@ -218,25 +217,8 @@ def _advice(store: Path) -> str:
     )
 
 
-def _check_owner(store: Path) -> None:
-    """Check that a store right above a snapshot, which the path does name, is this user's.
-
-    Raises:
-        UntrustedStoreError: It is another's.
-    """
-    why = _foreign(store)
-    if why is None and _is_of_others(store) and not _made_here(store):
-        why = _MIXED.format(store=store)
-    if why is not None and not _is_trusted(store):
-        raise UntrustedStoreError(f"{why}, found above the path given. {_advice(store)}")
-
-
-def _is_of_others(store: Path) -> bool:
-    """Whether another user may have put into a folder what is there, whoever owns that."""
-    folder = store.stat()
-    if folder.st_uid == os.geteuid():
-        return bool(folder.st_mode & stat.S_IWOTH)
-    return folder.st_uid != 0 or bool(folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+def _untrusted(store: Path, why: str) -> UntrustedStoreError:
+    return UntrustedStoreError(f"{why}, found above the path given. {_advice(store)}")
 
 
 def _is_trusted(store: Path) -> bool:
@@ -247,41 +229,42 @@ def _is_trusted(store: Path) -> bool:
         return False
 
 
-def _foreign(store: Path) -> str | None:
-    # Not followed: a link to a file of ours proves nothing.
-    owner = (store / CONFIG_KEY).lstat().st_uid
-    if owner == os.geteuid():
-        return None
-    return f"{store} is a store of another user (uid {owner})"
+def _why_distrusted(store: Path, *, is_parent: bool) -> str | None:
+    """Return why a store above a path is not to be used; None if it is.
 
+    Its record has to be this user's. That proves nothing if another user can write to its folder,
+    and so put a file of this user there (a link, or moved from elsewhere): then its roots have to
+    be this user's too. A store in another user's folder that everybody can write to is refused.
 
-def _distrusted(store: Path) -> str | None:
-    """Return why a store is not to be used by walking up to it, if it is not.
-
-    Its record has to be this user's. That proves nothing where somebody else may put a file of
-    this user (a link, or moved from elsewhere): there its roots have to be this user's as well,
-    and where everybody may, the folder.
+    Args:
+        store: The folder.
+        is_parent: Whether the snapshot lies right in it, so that the path names it. Then this
+            user's folder may be writable for its group, and another user's for everybody.
     """
-    if _is_trusted(store):
-        return None
-    foreign = _foreign(store)
-    if foreign is not None:
-        return foreign
     folder, me = store.stat(), os.geteuid()
-    if folder.st_uid in (me, 0) and not folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    # Not followed: a link to a file of this user proves nothing.
+    owner = (store / CONFIG_KEY).lstat().st_uid
+    others = stat.S_IWOTH if is_parent and folder.st_uid == me else stat.S_IWGRP | stat.S_IWOTH
+    if owner != me:
+        why = f"{store} is a store of another user (uid {owner})"
+    elif folder.st_uid in (me, 0) and not folder.st_mode & others:
         return None
-    if folder.st_uid != me and folder.st_mode & stat.S_IWOTH:
-        return f"{store} is a store in a folder of another user (uid {folder.st_uid})"
-    return None if _made_here(store) else _MIXED.format(store=store)
+    elif folder.st_uid != me and folder.st_mode & stat.S_IWOTH and not is_parent:
+        why = f"{store} is a store in a folder of another user (uid {folder.st_uid})"
+    elif _made_here(store):
+        return None
+    else:
+        why = f"{store} is a store whose parts belong to several users, or are links"
+    return None if _is_trusted(store) else why
 
 
 def _made_here(store: Path) -> bool:
-    """Whether record and roots of a store look as if this user had made them right there."""
+    """Whether the record and the roots of a store look as if this user had made them here."""
     config = (store / CONFIG_KEY).lstat()
     if not stat.S_ISREG(config.st_mode):
         return False
     if config.st_nlink > 1:
-        # One that is being made, or whose making was cut off, has another name in `tmp`.
+        # A file that is being made, or whose making was cut off, has another name in `tmp`.
         spare = sum(os.path.samestat(config, p.lstat()) for p in _entries(store / "tmp"))
         if (store / CONFIG_KEY).lstat().st_nlink > 1 + spare:
             return False
@@ -300,10 +283,10 @@ def _entries(folder: Path) -> Iterator[Path]:
 
 
 def trust(store: Path) -> None:
-    """Add a store to those that may be found by walking up.
+    """Add a store to the list of those that this user trusts.
 
     Raises:
-        StoreError: There is no place to note that.
+        StoreError: There is no folder for that list.
     """
     path = trust_file()
     if path is None:
@@ -322,17 +305,17 @@ def create_store(
     asked: bool,
     version: int = FORMAT,
 ) -> None:
-    """Make a store, or finish making one; harmless where it is there.
+    """Make a store, or finish making one; do nothing if it is complete.
 
     Args:
-        backend: Where to.
+        backend: Where to make it.
         chunk_size: Bytes; a power of two from 64 KiB to 64 MiB.
         asked: Whether the user named this very place as a store.
         version: The format of a new store.
 
     Raises:
-        StoreError: This is no place for a store.
-        ValueError: The chunk size is none.
+        StoreError: No store can be made here.
+        ValueError: The chunk size is not possible.
     """
     if not MIN_CHUNK_SIZE <= chunk_size <= MAX_CHUNK_SIZE or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size is a power of two from 64 KiB to 64 MiB; got {chunk_size}")
@@ -343,7 +326,7 @@ def create_store(
     backend.make()
     if not _holds(backend, CONFIG_KEY):
         foreign = {"roots", "packs", "index"} & set(backend.names(""))
-        # Another process may have made the store since; it puts the record before any root.
+        # Another process may have just made the store: it puts the record before any root.
         if foreign and not _holds(backend, CONFIG_KEY):
             raise StoreError(
                 f"{backend.uri} holds {', '.join(sorted(foreign))}, but no {CONFIG_KEY}: part of "
@@ -353,10 +336,10 @@ def create_store(
         content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
         backend.put_if_absent(CONFIG_KEY, content)
         backend.sync()
-    config = read_config(backend)  # a newer format is not ours to finish
+    config = read_config(backend)  # raises if a newer version began to make it
     if config.write_features:
         return
-    # Folders may be there already, where a creation was cut off.
+    # If the creation was cut off, folders may be there already.
     made = _holds(backend, root_key(0)) or any(map(backend.names, ("roots/0", "packs", "index")))
     if not made:
         root = Root(seq=0, commit=os.urandom(16), time=0.0)
@@ -367,7 +350,7 @@ def create_store(
 
 
 def _holds(backend: Backend, key: str) -> bool:
-    """Whether an object is there, without listing its folder: each snapshot has a name there."""
+    """Whether an object exists. Listing its folder would be slow: it may hold many snapshots."""
     return backend.size_if_there(key) is not None
 
 

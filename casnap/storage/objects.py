@@ -31,7 +31,7 @@ from casnap.runtime.buffers import PAGE, SLOTS, Slot, shared_pool
 from casnap.runtime.threads import Crew, Shared, cores
 from casnap.storage.config import read_config
 from casnap.storage.index import Index, View
-from casnap.storage.reads import Run, coalesced, is_possible
+from casnap.storage.pack_runs import Run, coalesced, is_possible
 from casnap.storage.roots import check_writable, newest_root
 from casnap.storage.tree import Tree, table_shape
 
@@ -280,7 +280,7 @@ class Objects:
         if failed and ask_store:
             # The cached places may be wrong: read the index anew from the store, once.
             digests = [f.want.digest for f in failed]
-            view = self.index.refreshed(view, self.newest(), digests)
+            view = self.index.refresh(view, self.newest(), digests)
             failed = self._fetch(view, [f.want for f in failed], how)
         return view, failed
 

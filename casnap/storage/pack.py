@@ -36,11 +36,11 @@ _FIRST_BYTES = 12 << 20
 
 Raw: TypeAlias = memoryview | bytes
 Choose = Callable[[list[Digest], list[int]], list[bool]]
-"""Given the digests and lengths of some chunks, says which of them are to be kept."""
+"""Given the digests and lengths of some chunks, says which of them to keep."""
 
 
 def new_id(base: int) -> bytes:
-    """Return a fresh id, made under root ``base``: never used before, never again."""
+    """Return a fresh id, made under root ``base``. No id is ever used twice."""
     return base.to_bytes(6, "big") + os.urandom(10)
 
 
@@ -52,24 +52,24 @@ class _FullPack(NamedTuple):
 
 
 class PackWriter:
-    """Writes full packs in the background; what a pack of nodes holds stands in it twice.
+    """Writes full packs in the background. A pack of nodes holds each node twice.
 
-    A node that is damaged would hurt all that is below it, in many snapshots perhaps; and all
-    nodes together take about a thousandth of the bytes. ZFS keeps its metadata in two places too.
+    A damaged node hurts all that is below it, perhaps in many snapshots, and all nodes together
+    take about a thousandth of the bytes. ZFS keeps its metadata in two places too.
 
     Args:
-        backend: Where packs go.
-        base: The root number that ids are made under.
-        folder: The last byte of ids, which names the folder that packs lie in.
+        backend: Where to write.
+        base: The root number that ids begin with.
+        folder: The last byte of ids, which names the folder of the packs.
         kind: ``CHUNKS`` or ``NODES``.
-        pool: Where the memory comes from.
-        crew: Whom the background threads belong to.
+        pool: The pool of memory.
+        crew: The crew of the background threads.
         codec: How chunks are stored.
 
     Attributes:
         packs: The packs that were begun.
-        records: What lies where in those that were written.
-        stored_bytes: Bytes of chunks or nodes handed over so far.
+        records: Where each chunk or node lies in the packs that were written.
+        stored_bytes: Bytes of the chunks or nodes in full packs.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class PackWriter:
         return PackFiller(self)
 
     def new_pack(self) -> PackId:
-        """Return the id of a pack to be: all of one take lie in one folder, to be synced once."""
+        """Return a new id. All packs of a take lie in one folder, which is synced once."""
         return PackId(new_id(self._base)[:-1] + self._folder)
 
     def hand_over(self, pack: _FullPack) -> None:
-        """Have a pack written; its slot goes back to the pool."""
+        """Write a pack in the background, then give its slot back to the pool."""
         with self._lock:
             self.stored_bytes += sum(place.stored for _, place in pack.records)
             if len(self._writers) < _WRITERS:
@@ -122,7 +122,7 @@ class PackWriter:
 
     def _write_or_fail(self, pack: _FullPack) -> None:
         try:
-            # After a failure packs are only given back, so that nobody waits for a slot.
+            # After a failure only give the slots back: a thread may wait for one.
             if not self.crew.failed:
                 self._write(pack)
         except BaseException as e:  # noqa: BLE001 - the crew raises it
@@ -132,7 +132,7 @@ class PackWriter:
 
     @property
     def times(self) -> int:
-        """How often everything stands in a pack."""
+        """How often a pack holds each chunk or node."""
         return 2 if self._kind == NODES else 1
 
     def _write(self, pack: _FullPack) -> None:
@@ -143,14 +143,14 @@ class PackWriter:
         end = fill + len(footer)
         pack.slot.view[fill:end] = footer
         with self._lock:
-            # Noted before it is written: whoever cleans up must find what was begun.
+            # Record the pack before writing it, so that cleanup can find a partial file.
             self.packs.append(pack.id)
         self._backend.write(pack_key(pack.id), pack.slot.view[:end])
         with self._lock:
             self.records += records
 
     def finish(self) -> None:
-        """Wait until all packs that were handed over are written."""
+        """Wait until all full packs are written."""
         self.crew.join(self._stop())
 
     def close(self) -> None:
@@ -165,10 +165,10 @@ class PackWriter:
         return writers
 
     def move(self, base: int) -> dict[PackId, PackId]:
-        """Give all packs that were written new ids, made under another root.
+        """Give all packs new ids, made under another root.
 
         Returns:
-            The new id of each.
+            The new id of each pack.
 
         Raises:
             FileNotFoundError: One is gone.
@@ -182,7 +182,7 @@ class PackWriter:
         return moved
 
     def delete_packs(self) -> None:
-        """Delete the packs of a take that never tried to commit."""
+        """Delete all packs that were begun."""
         for pack in self.packs:
             self._backend.delete(pack_key(pack))
         self.packs = []
@@ -191,9 +191,8 @@ class PackWriter:
 class PackFiller:
     """Fills one pack after the other, from one thread.
 
-    A chunk is copied into the pack first and hashed there, where nobody else can change it: what
-    is stored always has the digest that it is stored under. Chunks that turn out to be known give
-    their room back.
+    It copies a chunk into the pack first and hashes it there, where no other thread can change it.
+    So every chunk has the digest that it is stored under. Known chunks give their room back.
     """
 
     def __init__(self, writer: PackWriter) -> None:
@@ -205,7 +204,7 @@ class PackFiller:
         self._records: list[Record] = []
 
     def add(self, raws: Sequence[Raw], choose: Choose) -> list[Digest]:
-        """Copy chunks into the pack, hash them there, and keep those that are chosen."""
+        """Copy chunks into the pack, hash them there, and keep the chosen ones."""
         digests: list[Digest] = []
         for group in self._groups(raws):
             found, stored, start = [], [], self._fill
@@ -221,10 +220,10 @@ class PackFiller:
         return digests
 
     def add_known(self, chunks: Sequence[tuple[Digest, Raw]]) -> None:
-        """Keep chunks that were hashed where they lie.
+        """Keep chunks that the caller has hashed.
 
         Raises:
-            StateError: They have changed since.
+            StateError: One has changed since.
         """
 
         def check(digests: list[Digest], _sizes: list[int]) -> list[bool]:
@@ -239,7 +238,7 @@ class PackFiller:
         self.add([raw for _, raw in chunks], check)
 
     def _groups(self, raws: Sequence[Raw]) -> Iterator[list[Raw]]:
-        """Yield runs of chunks for which the pack at hand has room."""
+        """Yield runs of chunks that fit into the open pack; open another one where none fits."""
         group: list[Raw] = []
         need = 0
         for raw in raws:
@@ -266,7 +265,7 @@ class PackFiller:
             return False
         if self._first and self._fill > _FIRST_BYTES:
             return False
-        # What is too large to stand twice stands once, in a pack of its own.
+        # A node too large to stand twice stands once, in a pack of its own.
         times = 1 if alone else self._writer.times
         return _fits(times, self._fill + nbytes, len(self._records), self._slot)
 
@@ -293,7 +292,7 @@ class PackFiller:
         return offset, len(stored), codec
 
     def _keep(self, start: int, copied: list[tuple[Digest, Place, bool]]) -> None:
-        """Keep those that are wanted of what was copied from ``start`` on, side by side."""
+        """Keep the wanted ones of the chunks copied from ``start`` on; close the gaps."""
         if all(wanted for _, _, wanted in copied):
             self._records += [(digest, place) for digest, place, _ in copied]
             return
@@ -310,11 +309,11 @@ class PackFiller:
                 self._records.append((digest, Place(p.pack, offset, p.stored, p.raw, p.codec)))
 
     def last(self) -> Place:
-        """Return where the last chunk was kept."""
+        """Return the place of the last chunk."""
         return self._records[-1][1]
 
     def seal(self) -> None:
-        """Hand the pack at hand over to be written, or give its memory back if it is empty."""
+        """Have the open pack written; if it is empty, give its memory back."""
         slot, self._slot = self._slot, None
         if slot is None:
             return
@@ -331,9 +330,9 @@ def _fits(times: int, fill: int, count: int, slot: Slot) -> bool:
 
 
 def _repeated(pack: _FullPack) -> tuple[int, list[Record]]:
-    """Put all that lies in a pack behind itself again, on other pages; return end and records."""
+    """Copy the content of a pack behind itself, on other pages; return the end and the records."""
     places = [place for _, place in pack.records]
-    # The first pages behind the first place of each, counted from where that begins.
+    # How far each copy has to be moved to lie on other pages than the first one.
     behind = [-(-(p.offset + p.stored) // PAGE) * PAGE - p.offset for p in places]
     start = max(pack.fill, *behind)
     if any(p.stored >= _ALIGN_FROM for p in places):
@@ -348,7 +347,7 @@ def _repeated(pack: _FullPack) -> tuple[int, list[Record]]:
 
 
 def moved_place(place: Place, moved: dict[PackId, PackId]) -> Place:
-    """Return where a chunk lies, now that its pack has a new id."""
+    """Return the place of a chunk whose pack has got a new id."""
     return msgspec.structs.replace(place, pack=moved[PackId(place.pack)])
 
 

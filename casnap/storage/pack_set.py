@@ -8,14 +8,14 @@ from casnap.format.records import PackId
 
 
 class PackSet:
-    """The packs of some sets, but for a few.
+    """The union of some sets of packs, without a few packs.
 
-    A store may have very many packs, and each commit adds few: their sets are shared between the
-    views of an index, and what is asked of them here does not grow with what they hold.
+    A store may have very many packs, and each commit adds few. So the sets are shared between the
+    views of an index, and no question asked here takes time in proportion to their size.
 
     Args:
         parts: The sets.
-        without: Packs that do not count.
+        without: Packs that are not in it.
     """
 
     __slots__ = ("_parts", "_without")
@@ -23,7 +23,7 @@ class PackSet:
     def __init__(
         self, parts: Iterable[frozenset[PackId]], without: Collection[PackId | bytes] = ()
     ) -> None:
-        # The largest first: most packs are in it.
+        # The largest set first, since most packs are in it.
         self._parts = sorted(parts, key=len, reverse=True)
         self._without = frozenset(without)
 
@@ -37,11 +37,11 @@ class PackSet:
         return any(pack not in self._without for part in self._parts for pack in part)
 
     def issuperset(self, packs: Iterable[PackId]) -> bool:
-        """Whether all of these are in it."""
+        """Whether it has all of these packs."""
         return all(pack in self for pack in packs)
 
     def lacking(self, packs: Iterable[PackId]) -> set[PackId]:
-        """Return those that are not in it."""
+        """Return those of these packs that it lacks."""
         return {pack for pack in packs if pack not in self}
 
     def without(self, packs: Collection[PackId | bytes]) -> PackSet:

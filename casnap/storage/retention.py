@@ -1,6 +1,6 @@
-"""Which snapshots to keep: rules, added up, that are judged on the table as it is.
+"""Which snapshots to keep: the rules of a retention, and pruning by them.
 
-The rules are pure: of the rows of a table and the time they say what is kept, and why. Only
+The rules are pure: given the rows of a table and the time, they say what to keep, and why. Only
 :func:`prune` changes a store.
 """
 
@@ -22,7 +22,7 @@ from casnap.errors import BackendError, DamagedError, ExhaustedError
 from casnap.format.records import Row
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects
-from casnap.storage.table import Table, publish, unmark
+from casnap.storage.table import Table, change_table, unmark
 
 Best: TypeAlias = "tuple[str, int] | tuple[str, int, Literal['min', 'max']]"
 Run: TypeAlias = "Sequence[tuple[str, Row]]"
@@ -36,24 +36,24 @@ _MODES = ("min", "max")
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Rules that say which snapshots to keep; what any rule keeps is kept.
+    """Rules that say which snapshots to keep. A snapshot is kept if any rule keeps it.
 
-    They are applied to each *run* on its own: the snapshots of one folder, in the order of their
-    commits. What has a tag is always kept.
+    The rules apply to each *run* on its own: the snapshots of one folder, in the order of their
+    commits. Tagged snapshots are always kept.
 
     Args:
-        keep_last: The last so many.
-        keep_every: Those whose step is a multiple of this. The step is ``metadata["step"]`` if
-            that is an int, else the last number in the last component of the name. Without a step
-            a snapshot is kept.
-        keep_within: Those taken within so many seconds, or a ``timedelta``, by the clocks of the
-            writers; a time in the future counts as within.
-        keep_best: ``(metric, count)``: those with the lowest ``metadata[metric]``, the newer one
-            of equals; ``(metric, count, "max")``: the highest; or a list of such. While no
-            snapshot of a run has the metric as a number, all of it are kept.
+        keep_last: How many of the newest snapshots to keep.
+        keep_every: Keep snapshots whose step is a multiple of this. The step is
+            ``metadata["step"]`` if that is an int, else the last number in the last component of
+            the name. A snapshot without a step is kept.
+        keep_within: Keep snapshots taken within so many seconds, or a ``timedelta``, by the clocks
+            of the writers. A time in the future counts as within.
+        keep_best: ``(metric, count)`` keeps the snapshots with the lowest ``metadata[metric]``, of
+            equals the newer one; ``(metric, count, "max")`` those with the highest. A list of
+            these is possible. While no snapshot of a run has the metric as a number, all are kept.
 
     Raises:
-        ValueError: There is no rule, which would keep nothing, or one makes no sense.
+        ValueError: There is no rule, which would keep nothing, or a rule makes no sense.
     """
 
     keep_last: int | None = None
@@ -65,7 +65,7 @@ class Retention:
         for rule in ("keep_last", "keep_every"):
             if (count := getattr(self, rule)) is not None:
                 _check_count(rule, count)
-        # Equal rules are equal, however they were written.
+        # One form for each rule, so that equal retentions compare equal.
         if self.keep_within is not None:
             object.__setattr__(self, "keep_within", _seconds(self.keep_within))
         object.__setattr__(self, "keep_best", _best_rules(self.keep_best))
@@ -81,7 +81,7 @@ class Retention:
         return self.keep_every is not None or bool(self.keep_best)
 
     def reasons(self, run: Run, now: float) -> dict[str, list[str]]:
-        """Return why each snapshot of a run is kept, by name; no reason for those that are not.
+        """Return the reasons why each snapshot of a run is kept, by name; none if it is not.
 
         Args:
             run: Names and rows, in the order of the commits.
@@ -100,7 +100,7 @@ class Retention:
             yield from _multiples(run, self.keep_every)
         if self.keep_within is not None:
             seconds = _seconds(self.keep_within)
-            # A time that is no number is not older than anything.
+            # NaN is not older than anything.
             recent = (name for name, row in run if not now - row.time > seconds)
             yield from ((name, f"within {_duration(seconds)}") for name in recent)
         for rule in _best_rules(self.keep_best):
@@ -139,7 +139,7 @@ def _best(run: Run, metric: str, count: int, mode: str) -> Iterator[tuple[str, s
 
 
 def _number(value: object) -> float | None:
-    # NaN alone is not equal to itself; math.isnan refuses ints that no float can hold.
+    # Only NaN is not equal to itself; math.isnan refuses ints that no float can hold.
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value:
         return value
     return None
@@ -152,7 +152,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds:g}s"
 
 
-# --- what a user says --------------------------------------------------------------------------
+# --- checking the arguments --------------------------------------------------------------------
 
 
 def _check_count(rule: str, count: object) -> None:
@@ -209,7 +209,7 @@ def check_retention(retention: object) -> None:
         )
 
 
-# --- what becomes of a table -------------------------------------------------------------------
+# --- pruning a table ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Verdict:
     Attributes:
         name: Its name.
         row: Its row in the table.
-        reasons: Why it is kept, a line for each rule that does so; empty where it is forgotten.
+        reasons: Why it is kept, a line for each rule that keeps it; empty if it is not kept.
     """
 
     name: str
@@ -238,7 +238,7 @@ class PruneReport:
 
     Attributes:
         verdicts: One for each snapshot that was judged, in the order of their commits.
-        dry_run: Whether nothing was done.
+        dry_run: Whether nothing was changed.
     """
 
     verdicts: list[Verdict]
@@ -246,25 +246,25 @@ class PruneReport:
 
     @property
     def forgotten(self) -> list[Verdict]:
-        """Those that no rule keeps."""
+        """The snapshots that no rule keeps."""
         return [v for v in self.verdicts if not v.kept]
 
     @property
     def kept(self) -> list[Verdict]:
-        """Those that some rule keeps."""
+        """The snapshots that a rule keeps."""
         return [v for v in self.verdicts if v.kept]
 
 
 def judged(
     rows: Iterable[tuple[str, Row]], retention: Retention, now: float, taken: bytes | None = None
 ) -> list[Verdict]:
-    """Judge snapshots, each among those of its own run.
+    """Say of each snapshot whether to keep it, given the others of its run.
 
     Args:
         rows: Names and rows, whole runs of them.
         retention: The rules.
         now: Seconds since the epoch.
-        taken: The commit of a snapshot that is kept whatever they say: the one just taken.
+        taken: The commit of the snapshot that was just taken. It is kept in any case.
     """
     in_order = sorted(rows, key=lambda item: (item[1].seq, item[0]))
     runs: dict[str, list[tuple[str, Row]]] = defaultdict(list)
@@ -280,20 +280,20 @@ def judged(
 
 
 class Pruning:
-    """The change of a table that forgets what a retention does not keep.
+    """The change of a table that removes the snapshots that a retention does not keep.
 
-    What that is is said anew of each table that it is to change: a snapshot that was tagged or
-    replaced since somebody looked is judged as it is then.
+    Each table that is to be changed is judged anew, since snapshots may have been tagged or
+    replaced meanwhile.
 
     Args:
         objects: The store.
         retention: The rules.
         folder: Where the runs are; "" for the whole store.
-        taken: The commit of a snapshot right in the folder that was just taken: it is kept, and
-            its run alone is judged.
+        taken: The commit of a snapshot right in the folder that was just taken. It is kept, and
+            only its run is judged.
 
     Attributes:
-        verdicts: What was said last.
+        verdicts: The last verdicts.
     """
 
     def __init__(
@@ -307,14 +307,14 @@ class Pruning:
         self._taken = taken
 
     def judge(self, table: Table) -> list[Verdict]:
-        """Return what the retention says of the snapshots of a table."""
+        """Return the verdicts on the snapshots of a table."""
         named = table.below(self._prefix)
         if self._taken is not None:
             named = ((n, row) for n, row in named if "/" not in n[len(self._prefix) :])
         unread: set[str] = set()
         if self._taken is None or self._retention.asks_metadata:
             named = ((n, self._with_metadata(n, row, unread)) for n, row in named)
-        # A take whose rules ask for no metadata reads none: its verdicts are not shown.
+        # Verdicts of a take are not shown, so it reads no metadata that its rules do not need.
         rows = list(named)
         verdicts = judged(rows, self._retention, time.time(), self._taken)
         if not self._retention.asks_metadata:
@@ -324,7 +324,7 @@ class Pruning:
         ]
 
     def _with_metadata(self, name: str, row: Row, unread: set[str]) -> Row:
-        """Return a row with its metadata; if they cannot be read, without, and note its name."""
+        """Return a row with its metadata; without, and note the name, if they cannot be read."""
         try:
             metadata = Contents(self._objects, name, row).metadata
         except ExhaustedError:
@@ -342,7 +342,7 @@ class Pruning:
 
 
 def prune(objects: Objects, pruning: Pruning) -> list[Verdict]:
-    """Forget, in one commit, what is to be forgotten, and return what was said of each."""
-    if publish(objects, pruning):
+    """Remove the snapshots that are not kept, in one commit; return the verdicts."""
+    if change_table(objects, pruning):
         unmark(objects, [v.name for v in pruning.verdicts if not v.kept])
     return pruning.verdicts

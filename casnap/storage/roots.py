@@ -1,4 +1,4 @@
-"""The commit log: small numbered objects, the newest of which says what the store holds."""
+"""The commit log: small numbered objects. The newest one says what the store holds."""
 
 from __future__ import annotations
 
@@ -35,26 +35,24 @@ from casnap.format.records import (
 )
 
 _log = logging.getLogger("casnap")
-# Of the newest root alone, since no other is needed to read the store.
+# Holds a copy of the newest root; no other is needed to read the store.
 COPIES = "roots/copies"
 
 
 def newest_root(backend: Backend, known: Root | None = None) -> Root:
     """Return the newest root.
 
-    Listings may be stale, so from the greatest listed number on it is probed forward. Roots are
-    never removed, so a gap means damage. Where the newest one is damaged, or lost, its copy stands
-    in for it.
+    Listings may be stale, so numbers after the greatest listed one are probed. Roots are never
+    removed, so a gap means damage. If the newest root is damaged or lost, its copy is read.
 
     Args:
         backend: Where the store lives.
-        known: A root that was the newest once: if it still stands there, as it does unless the
-            store was rolled back, nothing is listed.
+        known: A root that was the newest one before. If it still stands (it does, unless the store
+            was rolled back), nothing is listed.
 
     Raises:
         NotAStoreError: There is no root.
-        DamagedError: The newest root cannot be read, nor can its copy; nothing older is taken for
-            it.
+        DamagedError: Neither the newest root nor its copy can be read. An older one does not do.
         UnsupportedFormatError: It has a feature that readers have to know.
     """
     root = known if known is not None and _stands(backend, known) else _last_listed(backend)
@@ -90,21 +88,21 @@ def _stands(backend: Backend, root: Root) -> bool:
     except ExhaustedError:
         raise
     except (DamagedError, BackendError):
-        # It may be history by now, and have no copy any more.
+        # It may be an older root by now, which has no copy.
         return False
 
 
 def _lost(backend: Backend, root: Root) -> Root | None:
-    """Return the root that a copy says came after the last one that is there, if any did.
+    """Return the lost root that came after the last one there, if there is a copy of it.
 
-    Who copies a store while it is written to may catch a copy of a root, but not what that names;
-    it is not believed then.
+    When a store is copied while it is written to, the copy may catch a root's copy, but not the
+    files that it names. Then it does not count.
     """
     seq = max(_numbers(backend, COPIES), default=-1)
     copy = _read_copy(backend, seq) if seq > root.seq else None
     if copy is None:
         return None
-    # It may have been put between the two looks.
+    # The root may have been put between the two looks.
     found = _read_if_there(backend, seq)
     there = {id_from_name(name) for name in backend.names("index")}
     return found or (copy if all(ref.id in there for ref in copy.segments) else None)
@@ -130,7 +128,7 @@ def _last_listed(backend: Backend) -> Root:
 
 
 def _read_if_there(backend: Backend, seq: int) -> Root | None:
-    """Return a root, or what its copy says where it is damaged; None where there is none."""
+    """Return a root, or its copy if it is damaged; None if there is none."""
     try:
         return read_root(backend, seq)
     except FileNotFoundError:
@@ -154,7 +152,7 @@ def _read_copy(backend: Backend, seq: int) -> Root | None:
 
 
 def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
-    """Keep a copy of a root that stands, and none of those before it; if that fails, go without."""
+    """Keep a copy of a root that was put, and remove older copies; ignore failures."""
     try:
         backend.mark(f"{COPIES}/{seq}", content)
         kept = [number for number in _numbers(backend, COPIES) if number < seq]
@@ -165,7 +163,7 @@ def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
         try:
             backend.mark(f"{COPIES}/{older}", None)
         except (CasnapError, OSError) as e:
-            # Another user's, in a sticky folder.
+            # It is another user's, in a sticky folder.
             _log.debug("%s: the copy of root %d stays: %s", backend.uri, older, e)
 
 
@@ -179,7 +177,7 @@ def read_root(backend: Backend, seq: int) -> Root:
 
     Raises:
         FileNotFoundError: There is none of this number.
-        DamagedError: It is not what was written.
+        DamagedError: It is damaged.
     """
     return _read(backend, root_key(seq), seq)
 
@@ -194,7 +192,7 @@ def _read(backend: Backend, key: str, seq: int) -> Root:
     problem = _problem(root, seq, data[7:8])
     if problem:
         raise DamagedError(f"{what} {problem}")
-    # A writer would drop what it does not know.
+    # A writer would drop unknown fields, so they count as unknown write features.
     more = decode(body, dict[str, msgspec.Raw], what).keys() - set(Root.__struct_fields__)
     known = root.write_features
     return msgspec.structs.replace(root, write_features=(*known, *sorted(more))) if more else root
@@ -210,27 +208,27 @@ def sealed_root(root: Root) -> bytes:
 
 
 def _problem(root: Root, seq: int, version: bytes) -> str | None:
-    """Return what cannot be true of a root, if anything."""
+    """Return what is impossible about a root, if anything."""
     if b"%d" % root.format != version:
         return f"says that it is of format {root.format}"
     if root.format == 1 and (root.read_features or root.write_features or root.settings):
-        # The next root of format 1 would be without.
-        return "has features or settings, which format 1 has not"
+        # The next root of format 1 would lose them.
+        return "has features or settings, which format 1 does not allow"
     if root.seq != seq or seq >= 1 << 48:
         return f"says that it is root {root.seq}"
     if any(len(ref.id) != ID_SIZE or not 0 <= ref.count < 1 << 32 for ref in root.segments):
-        return "names a segment by what is no id, or has no number of records"
+        return "has a malformed segment id or record count"
     if not 0 <= root.fence <= seq:
         return f"has the fence {root.fence}"
     if any(len(p) != ID_SIZE or not 0 <= at <= seq for p, at in root.condemned.items()):
-        return "condemns what is no pack, or from no root on"
+        return "has a malformed condemned pack"
     if len(root.lost) % DIGEST_SIZE:
-        return "lists as lost what is no digest"
+        return "has a malformed list of lost digests"
     return None
 
 
-def following(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
-    """Return the root after this one: all that it says, but for some fields.
+def next_root(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
+    """Return the root after this one, with some fields changed.
 
     Raises:
         UnsupportedFormatError: It has a feature that writers have to know.
@@ -241,26 +239,21 @@ def following(uri: str, root: Root, commit: bytes, **changes: Any) -> Root:
     )
 
 
-def succeed(backend: Backend, root: Root, **changes: Any) -> Root | None:
+def put_next_root(backend: Backend, root: Root, **changes: Any) -> Root | None:
     """Put the root after this one, with some fields changed.
 
-    Args:
-        backend: Where the store lives.
-        root: What it follows.
-        changes: The fields that differ.
-
     Returns:
-        The new root, or None where another commit took its number: look again.
+        The new root; None if another commit took its number.
     """
-    new = following(backend.uri, root, os.urandom(16), **changes)
+    new = next_root(backend.uri, root, os.urandom(16), **changes)
     return new if put_root(backend, new) else None
 
 
 def put_root(backend: Backend, root: Root) -> bool:
     """Put a root, durably, if its number is free; return whether this very root now stands there.
 
-    Whatever the backend answers, or if it fails, the root that stands there decides: an answer
-    that was lost looks like a conflict with oneself.
+    If the number is taken, or the backend fails, the root with this number is read: after a lost
+    answer it may be this one.
     """
     content = sealed_root(root)
     stands = _put(backend, root, content)
@@ -278,7 +271,7 @@ def _put(backend: Backend, root: Root, content: bytes) -> bool:
             "that `casnap check` says are hurt, or collect garbage with --grace 0"
         )
     if root.seq % 1000 == 0:
-        # It lies in another folder than the one before, which must not be lost if this is not.
+        # The root before lies in another folder. It must not be lost if this one is not.
         backend.sync(root_key(root.seq - 1))
     is_ours = _now_stands(backend, root, key, content)
     if is_ours:
@@ -290,7 +283,7 @@ def _now_stands(backend: Backend, root: Root, key: str, content: bytes) -> bool:
     try:
         if backend.put_if_absent(key, content):
             return True
-    except Exception as e:  # noqa: BLE001 - whatever it was, what stands there decides
+    except Exception as e:  # noqa: BLE001 - whatever it was, the root that stands there decides
         try:
             return read_root(backend, root.seq).commit == root.commit
         except FileNotFoundError:
@@ -302,11 +295,11 @@ def _now_stands(backend: Backend, root: Root, key: str, content: bytes) -> bool:
 
 
 def _make_durable(backend: Backend, key: str) -> None:
-    """Make a root durable that stands, at the first go: a second one would prove nothing."""
+    """Make a new root durable, at the first try: success after a failure proves nothing."""
     try:
         backend.sync()
     except (CasnapError, OSError) as e:
-        # Not "full", which says that there is no root.
+        # Never StorageFullError, which would say that there is no root.
         raise BackendError(
             f"{backend.uri}/{key} was put, but may be lost if the machine crashes: {e}. What is "
             "committed after it, such as the next take, makes it last"

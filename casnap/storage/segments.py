@@ -1,4 +1,4 @@
-"""The segments of the next root: each commit adds one, small ones are merged, freed packs leave."""
+"""Writing segments for the next root: a commit adds one, merges small ones, drops freed packs."""
 
 from __future__ import annotations
 
@@ -26,30 +26,32 @@ _MERGE_MOST = 1 << 20
 _SMALL = 1 << 15
 
 
-def added(objects: Objects, view: View, segment: Segment, base: int) -> tuple[SegmentRef, ...]:
-    """Write a segment of all that is new, merged with small ones; return the list for a root.
+def add_segment(
+    objects: Objects, view: View, segment: Segment, base: int
+) -> tuple[SegmentRef, ...]:
+    """Write a new segment, merged with small ones; return the list for the next root.
 
     Args:
         objects: The store.
-        view: As the root sees it that the next one follows.
+        view: The index as the root sees it that the next one follows.
         segment: What is new.
-        base: The root number that the id is made under.
+        base: The root number that the id begins with.
     """
     merged = _to_merge(view.root.segments, len(segment.records))
     new = (encode_segment(segment), "a new segment")
     kept = tuple(ref for ref in view.root.segments if ref not in merged)
-    return (*kept, *_written(objects, view, [new], merged, (), base, segment.records))
+    return (*kept, *_write_merged(objects, view, [new], merged, (), base, segment.records))
 
 
 @dataclass(frozen=True)
 class Rewriting:
-    """Segments that were written anew, and those that they stand for.
+    """Segments that were written in place of others, without some packs.
 
     Attributes:
-        base: The root under which that was done.
+        base: The root number that the ids of the new ones begin with.
         without: The packs that were left out.
-        replaced: The segments that are to go.
-        new: Those that take their place.
+        replaced: The old segments.
+        new: The new segments.
     """
 
     base: int
@@ -58,10 +60,10 @@ class Rewriting:
     new: tuple[SegmentRef, ...]
 
     def applied(self, root: Root, without: frozenset[PackId]) -> tuple[SegmentRef, ...] | None:
-        """Return the segments of the root after this one, or None where it does not fit any more.
+        """Return the list for the root after this one; None if the rewriting does not fit it.
 
-        It fits a root that still names all that was replaced, if the same packs are to go, and if
-        no fence is past the names of the new ones.
+        It fits if the root still names all replaced segments, the same packs are to be left out,
+        and the fence is not past the new segments.
         """
         fits = self.replaced.issubset(root.segments) and root.fence <= self.base
         if not fits or without != self.without:
@@ -69,46 +71,46 @@ class Rewriting:
         return tuple(ref for ref in root.segments if ref not in self.replaced) + self.new
 
     def discard(self, objects: Objects) -> None:
-        """Delete what was written, since no root names it, and none will."""
+        """Delete the new segments, which no root names."""
         for ref in self.new:
             objects.backend.delete(segment_key(ref.id))
 
 
-def rewrite(objects: Objects, view: View, without: Collection[PackId]) -> Rewriting:
-    """Write segments anew without some packs, and merge small ones.
+def rewrite_segments(objects: Objects, view: View, without: Collection[PackId]) -> Rewriting:
+    """Write the segments that list some packs without these, and merge small ones.
 
-    Each keeps every place of every other pack, duplicates too: a take in flight may rely on any
-    of them.
+    A new segment keeps every place of every other pack, duplicates too: a take in flight may rely
+    on any of them.
 
     Args:
         objects: The store.
-        view: As a root sees it that names all these segments.
+        view: The index as a root sees it.
         without: The packs to leave out.
     """
     gone = frozenset(without)
     segments = view.root.segments
     affected = [ref for ref in segments if not gone.isdisjoint(view.segments[SegmentId(ref.id)])]
     small = [ref for ref in segments if ref.count < _SMALL and ref not in affected]
-    # A few small ones are what takes leave behind; they merge them themselves.
+    # Takes merge small segments themselves, so a few are normal.
     todo = affected + (small if affected or len(small) >= _MERGE_AT else [])
     new: list[SegmentRef] = []
     try:
         for group in _groups(todo):
-            new += _written(objects, view, [], group, gone, view.root.seq, [])
+            new += _write_merged(objects, view, [], group, gone, view.root.seq, [])
     except StorageFullError:
         Rewriting(view.root.seq, gone, frozenset(), tuple(new)).discard(objects)
         raise
     return Rewriting(view.root.seq, gone, frozenset(todo), tuple(new))
 
 
-def rewritten(objects: Objects, view: View, without: Collection[PackId]) -> tuple[SegmentRef, ...]:
-    """Return the segments for the root that follows that of a view; see :func:`rewrite`."""
-    segments = rewrite(objects, view, without).applied(view.root, frozenset(without))
+def drop_packs(objects: Objects, view: View, without: Collection[PackId]) -> tuple[SegmentRef, ...]:
+    """Rewrite segments without some packs; return the list for the root after that of the view."""
+    segments = rewrite_segments(objects, view, without).applied(view.root, frozenset(without))
     assert segments is not None
     return segments
 
 
-def _written(
+def _write_merged(
     objects: Objects,
     view: View,
     parts: list[tuple[bytes, str]],
@@ -117,7 +119,7 @@ def _written(
     base: int,
     new: list[Record],
 ) -> list[SegmentRef]:
-    """Write some parts and segments as one; return the reference to it, if it lists any pack."""
+    """Write parts and segments as one segment; return it, or nothing if it lists no pack."""
     parts = parts + [objects.index.sealed(ref) for ref in refs]
     content, packs, count = merged_segment(parts, without)
     if not packs:
@@ -127,14 +129,14 @@ def _written(
     return [SegmentRef(ident, count)]
 
 
-def written(objects: Objects, segment: Segment, base: int) -> SegmentRef:
-    """Write a segment as it is, for another process to name in a root."""
+def write_segment(objects: Objects, segment: Segment, base: int) -> SegmentRef:
+    """Write a segment as it is. Another process names it in a root."""
     ident = _put(objects, encode_segment(segment), base)
     return SegmentRef(ident, len(segment.records))
 
 
 def _put(objects: Objects, content: bytes, base: int) -> SegmentId:
-    """Write a segment once all that it lists is durable, and make it so too."""
+    """Make all packs durable, then write a segment and make it durable."""
     ident = SegmentId(new_id(base))
     objects.backend.sync()
     objects.backend.write(segment_key(ident), content)
@@ -143,7 +145,7 @@ def _put(objects: Objects, content: bytes, base: int) -> SegmentId:
 
 
 def _groups(refs: Iterable[SegmentRef]) -> list[list[SegmentRef]]:
-    """Cut a list of segments into groups that may become one segment each."""
+    """Divide segments into groups; each may be merged into one."""
     groups: list[list[SegmentRef]] = []
     total = _MERGE_MOST
     for ref in refs:
@@ -158,9 +160,9 @@ def _groups(refs: Iterable[SegmentRef]) -> list[list[SegmentRef]]:
 def _to_merge(segments: tuple[SegmentRef, ...], count: int) -> list[SegmentRef]:
     """Return the segments to merge with a new one of ``count`` records.
 
-    Whenever sixteen are of about one size they become one, so their number grows with the
-    logarithm of the records, and each record is written again as often; but none grows past a
-    million records, so that whoever reads one needs little memory.
+    Sixteen segments of about one size become one. So their number grows with the logarithm of the
+    number of records, and so does how often a record is written again. No segment grows past a
+    million records, so that reading one takes little memory.
     """
     merged: list[SegmentRef] = []
     total = count

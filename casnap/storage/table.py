@@ -1,4 +1,4 @@
-"""The snapshot table of a root: names and rows, the rules for them, and changes to it alone."""
+"""The snapshot table of a root: the rules for names and rows, and commits that change only it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from casnap.errors import (
 from casnap.format.names import MARKER, check_name
 from casnap.format.records import DEEP_TABLE, MAX_METADATA_BYTES, Root, Row
 from casnap.runtime.threads import Crew, undisturbed
-from casnap.storage.commit import Transaction
+from casnap.storage.commit import publish
 from casnap.storage.objects import Objects
+from casnap.storage.transaction import Transaction
 from casnap.storage.tree import Tree
 
 _log = logging.getLogger("casnap")
@@ -37,8 +38,8 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
     """Check that a snapshot may be made under this name.
 
     Raises:
-        SnapshotExistsError: The name is taken, and tagged or not to be overwritten, or is a folder
-            of, or inside of, another name.
+        SnapshotExistsError: The name is taken (and tagged, or not to be overwritten), or it is a
+            folder of another name, or lies below one.
     """
     row = table.get(name)
     if row is not None and not overwrite:
@@ -66,7 +67,7 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
 
 
 def setting(name: str, row: Callable[[int], Row], *, overwrite: bool, uri: str) -> Change:
-    """Return the change that adds a row, made for the number of the root it will stand in."""
+    """Return the change that adds a row. ``row`` makes it, given the number of its root."""
 
     def change(table: Table, seq: int) -> dict[str, Row | None]:
         check_free(table, name, overwrite=overwrite, uri=uri)
@@ -76,7 +77,7 @@ def setting(name: str, row: Callable[[int], Row], *, overwrite: bool, uri: str) 
 
 
 def editing(name: str, commit_id: str, edit: Callable[[Row], Row | None], uri: str) -> Change:
-    """Return the change that edits a row, or (None) removes it, if it is still that commit's."""
+    """Return the change that edits a row, or (None) removes it, if it is still of that commit."""
 
     def change(table: Table, _seq: int) -> dict[str, Row | None]:
         row = table.get(name)
@@ -91,18 +92,18 @@ def editing(name: str, commit_id: str, edit: Callable[[Row], Row | None], uri: s
 
 
 class _UnchangedError(Exception):
-    """Ends a transaction that has nothing to say."""
+    """Ends a transaction that would change nothing."""
 
 
-def publish(
+def change_table(
     objects: Objects, change: Change, become: Callable[[Root], Root] = lambda root: root
 ) -> bool:
-    """Commit a change of the table alone; return whether there was one, else no root is written.
+    """Commit a change of the table; return False, and write no root, if it changes nothing.
 
     Args:
         objects: The store.
         change: Says which rows to set or remove.
-        become: Says what else the new root differs in from the one before.
+        become: Changes fields of the root: given the one before, returns what it is to be like.
     """
 
     def some(table: Table, seq: int) -> dict[str, Row | None]:
@@ -115,7 +116,7 @@ def publish(
     def commit(crew: Crew) -> bool:
         transaction = Transaction(objects, crew)
         try:
-            transaction.publish(some, become=become)
+            publish(transaction, some, become=become)
         except _UnchangedError:
             return False
         finally:
@@ -126,28 +127,31 @@ def publish(
         try:
             return undisturbed(commit)
         except FencedError:
-            _log.info("%s: a collector went past a change, which starts again", objects.backend.uri)
+            _log.info(
+                "%s: a collector deleted what a change relied on; the change starts again",
+                objects.backend.uri,
+            )
     return undisturbed(commit)
 
 
 def upgrade(objects: Objects) -> bool:
     """Bring a store to the newest format; return whether it was of an older one.
 
-    What was stored stays as it is; the table of snapshots is written anew.
+    Only the table of snapshots is written anew.
     """
 
     def become(root: Root) -> Root:
         features = tuple(sorted({*root.read_features, DEEP_TABLE}))
         return msgspec.structs.replace(root, format=2, read_features=features)
 
-    return publish(objects, lambda _table, _seq: {}, become)
+    return change_table(objects, lambda _table, _seq: {}, become)
 
 
 def unmark(objects: Objects, names: Iterable[str]) -> None:
-    """Remove the markers of snapshots that were forgotten."""
+    """Remove the markers of deleted snapshots."""
     for name in names:
         try:
-            # A table that somebody else wrote may name what is not below the store.
+            # The table is untrusted input: a name in it may point outside the store.
             objects.backend.mark(f"{check_name(name)}/{MARKER}", None)
         except Exception as e:  # noqa: BLE001 - it is deleted, whatever it was
             _log.warning("%.200r is deleted, but its marker file cannot be: %.500s", name, e)
@@ -158,7 +162,7 @@ def tagged(row: Row, tags: Iterable[str]) -> Row:
 
     Raises:
         InvalidNameError: One of them cannot be a tag.
-        SnapshotError: They are too many.
+        SnapshotError: There are too many.
     """
     every = sorted({*row.tags, *map(_checked_tag, tags)})
     if len(every) > _MOST_TAGS:
@@ -188,11 +192,11 @@ def _checked_tag(tag: object) -> str:
 
 
 def checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a user's metadata, made of what every reader of the table understands.
+    """Return a copy of a user's metadata, made of plain JSON types.
 
     Raises:
-        StateError: It holds what JSON cannot (but NaN and the infinities are let through), or more
-            than 64 KiB.
+        StateError: It holds something that JSON cannot (NaN and the infinities are allowed), or
+            takes more than 64 KiB.
     """
     if not isinstance(metadata, Mapping):
         raise StateError(f"metadata is a dict with keys of str; got {type(metadata).__qualname__}")

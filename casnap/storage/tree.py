@@ -1,9 +1,9 @@
 """The Merkle tree: sorted keys in leaves, and lists of nodes above them.
 
-A leaf ends after a key whose hash says so, so a tree depends on what it holds alone, not on the
-order of the changes that led there: equal content has equal digests, and a change rewrites one
-leaf and the lists above it. Trees hold digests, never places. A tree of one leaf is that leaf.
-The idea is that of prolly trees, as in Noms and Dolt.
+A leaf ends after a key whose hash says so. So a tree depends only on its content, not on the order
+of changes: equal content has equal digests, and a change rewrites one leaf and the lists above it.
+Trees hold digests, never places. A tree of one leaf is that leaf. The idea is that of prolly trees,
+as in Noms and Dolt.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Shape:
 
     Attributes:
         leaf_mask: A leaf ends after a key whose hash has none of these bits in its first byte.
-        most_items: It ends after so many items in any case.
+        most_items: The most items of a leaf.
         list_mask: A list at level n ends after a child whose first key's hash has none of these
-            bits in byte n; None where there is one list alone, of all leaves.
-        most_children: A list ends after so many children in any case.
+            bits in byte n. None if there is only one list, of all leaves.
+        most_children: The most children of a list.
     """
 
     leaf_mask: int
@@ -91,9 +91,9 @@ class Shape:
 
 
 FLAT = Shape(leaf_mask=0xFF, most_items=4096)
-"""Large leaves, one list: read whole, and written anew in small part."""
+"""Large leaves, one list: it is read whole, and a change rewrites a small part."""
 DEEP = Shape(leaf_mask=0x07, most_items=64, list_mask=0x07, most_children=256)
-"""Small leaves, lists of lists: a change of one item rewrites little, however many there are."""
+"""Small leaves, lists of lists: a change of one item rewrites little, however many items."""
 
 
 def table_shape(root: Root) -> Shape:
@@ -111,7 +111,7 @@ def _decoder(value_type: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 class _Claim(NamedTuple):
-    """What a list says of a node below it, and how far below the top that is."""
+    """What a list says of a node below it, and the depth of that node."""
 
     first: str
     size: int
@@ -137,9 +137,9 @@ def build(items: Mapping[str, V], put: Put, shape: Shape = FLAT) -> Digest:
 
 
 class _Levels(Generic[V]):
-    """What a tree is written with: at each level the node that is still open.
+    """Writes a tree: keeps the open node of each level.
 
-    A node that is full is stored only when more follows, since the top has no list above it.
+    A full node is stored only when another one follows, since the top has no list above it.
     """
 
     def __init__(self, shape: Shape, put: Put) -> None:
@@ -159,7 +159,7 @@ class _Levels(Generic[V]):
         self._full[0] = self._shape.ends_leaf(run, self._key_chars)
 
     def add_node(self, child: Child, level: int) -> None:
-        """Add a stored node of some level (0 for a leaf); the levels up to it are closed."""
+        """Add a stored node of some level (0 for a leaf). The levels up to it must be closed."""
         above = level + 1
         self._reach(above)
         if self._full[above]:
@@ -168,7 +168,7 @@ class _Levels(Generic[V]):
         self._full[above] = self._shape.ends_list(self._runs[above], above)
 
     def closed_to(self, level: int) -> bool:
-        """Whether a stored node of this level can follow as it is; closes what is full."""
+        """Close full nodes; return whether a stored node of this level can follow unchanged."""
         self._reach(level)
         for i in range(level + 1):
             if self._full[i]:
@@ -194,7 +194,7 @@ class _Levels(Generic[V]):
         self.add_node(child, level)
 
     def top(self) -> Child | None:
-        """Close what is open; return the top, or the only node there is; None if there is none."""
+        """Close all nodes; return the top (or the only node), None if there is none."""
         level = 0
         while True:
             alone = not any(self._runs[level + 1 :])
@@ -209,16 +209,16 @@ class _Levels(Generic[V]):
 
 
 class Tree(Generic[V]):
-    """A stored tree, read node by node as it is asked.
+    """A stored tree. Its nodes are read when they are needed.
 
     Args:
         top: The digest of its top node; None for a tree without items.
-        load: Gives the verified bytes of a node.
-        value_type: What the leaves hold.
+        load: Returns the verified bytes of a node.
+        value_type: The type of the values.
         shape: Where its nodes end.
 
     Attributes:
-        children: The nodes below the top; the top itself, where that is a leaf.
+        children: The nodes below the top; if the top is a leaf, the top itself.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Tree(Generic[V]):
     def _note_claims(self, digest: Digest, children: list[Child]) -> None:
         most = self._shape.most_below
         if any(len(d) != DIGEST_SIZE or not 0 < count <= most for _, d, count in children):
-            raise DamagedError(f"tree node {digest.hex()} lists what is no node")
+            raise DamagedError(f"tree node {digest.hex()} has a list with malformed entries")
         above = self._claims.get(digest)
         level, end = (1, None) if above is None else (above.depth + 1, above.end)
         if level > self._shape.levels:
@@ -266,7 +266,7 @@ class Tree(Generic[V]):
         )
 
     def node(self, digest: Digest) -> Leaf[V] | Branch:
-        """Return a node that a list has named; the last leaf is kept.
+        """Return a node that a list has named. The last leaf is cached.
 
         Raises:
             DamagedError: It is missing or damaged, or not what the list says.
@@ -280,7 +280,7 @@ class Tree(Generic[V]):
         return node
 
     def _check_claim(self, digest: Digest, node: Leaf[V] | Branch) -> None:
-        """Check that a node is what the list says: else an edit would write what nobody reads."""
+        """Check that a node is what the list says. Else an edit could lose items."""
         claim, entries = self._claims[digest], _entries(node)
         count = sum(c for _, _, c in node.children) if isinstance(node, Branch) else len(entries)
         fits = count == claim.size and entries[0][0] == claim.first
@@ -309,7 +309,7 @@ class Tree(Generic[V]):
             yield from items[bisect_left(items, start, key=_first) :]
 
     def _leaves(self, children: list[Child], start: str) -> Iterator[list[tuple[str, V]]]:
-        """Yield the items of each leaf, from the one on that would hold ``start``."""
+        """Yield the items of each leaf, beginning with the leaf that would hold ``start``."""
         for child in children[max(bisect_right(children, start, key=_first) - 1, 0) :]:
             node = self.node(Digest(child[1]))
             if isinstance(node, Branch):
@@ -324,18 +324,18 @@ class Tree(Generic[V]):
                 return
             yield key, value
 
-    def edited(self, changes: Mapping[str, V | None], put: Put) -> Digest | None:
+    def edit(self, changes: Mapping[str, V | None], put: Put) -> Digest | None:
         """Store this tree with some items set, or (None) removed; return the digest of its top.
 
-        Only nodes that change are stored.
+        Only changed nodes are stored.
         """
         levels: _Levels[V] = _Levels(self._shape, put)
-        self._edit(levels, self.children, self._height(), sorted(changes.items(), key=_first))
+        self._edit_nodes(levels, self.children, self._height(), sorted(changes.items(), key=_first))
         top = levels.top()
         if top is None:
             return None
         digest = Digest(top[1])
-        # What is left of a larger tree may be a list of one.
+        # The rest of a larger tree may be a list of one node.
         while digest in self._claims:
             node = self.node(digest)
             if isinstance(node, Leaf) or len(node.children) > 1:
@@ -350,10 +350,10 @@ class Tree(Generic[V]):
             height, children = height + 1, node.children
         return height
 
-    def _edit(
+    def _edit_nodes(
         self, levels: _Levels[V], children: list[Child], level: int, todo: list[_Change[V]]
     ) -> None:
-        """Write some nodes of a level with changes to what is below them."""
+        """Write some nodes of a level, with changes to the items below them."""
         if not children:
             self._merge(levels, [], todo)
         for i, child in enumerate(children):
@@ -367,7 +367,7 @@ class Tree(Generic[V]):
             if isinstance(node, Branch) != (level > 0):
                 raise DamagedError(f"tree node {child[1].hex()} is at another level than others")
             if isinstance(node, Branch):
-                self._edit(levels, node.children, level - 1, own)
+                self._edit_nodes(levels, node.children, level - 1, own)
             else:
                 self._merge(levels, node.items, own)
 

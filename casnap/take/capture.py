@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 
 from casnap.errors import UnsupportedTypeError
-from casnap.format.entries import TensorEntry, payload_of
+from casnap.format.entries import INLINE_BYTES, MAX_PATH_CHARS, TensorEntry, payload_of
 from casnap.format.grid import Grid, grid_of
-from casnap.format.records import INLINE_BYTES, MAX_PATH_CHARS
 from casnap.format.region import Region
 from casnap.format.tiling import Tiling
 from casnap.runtime.buffers import bytes_at

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from casnap.format.digest import DIGEST_SIZE, Digest
-from casnap.format.entries import payload_of
-from casnap.format.records import INLINE_BYTES
+from casnap.format.entries import INLINE_BYTES, payload_of
 from casnap.runtime.progress import Progress
-from casnap.storage.commit import Transaction
 from casnap.storage.pack import Choose
+from casnap.storage.transaction import Transaction
 from casnap.take.capture import Capture
 from casnap.take.staging import Piece, give_back
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 
@@ -13,7 +12,8 @@ from casnap.errors import FencedError, RankError, StoreError
 from casnap.format.records import Row, SegmentId, pack_key, segment_key
 from casnap.ranks.comm import Comm
 from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
-from casnap.storage.commit import Handover, Partners, Transaction
+from casnap.storage.handover import Handover, OtherRanks, hand_over
+from casnap.storage.transaction import Transaction
 
 _log = logging.getLogger("casnap")
 
@@ -36,7 +36,7 @@ def commit_together(
     comm: Comm,
     backend: Backend,
     transaction: Transaction,
-    publish: Callable[[Partners], Row],
+    publish: Callable[[OtherRanks], Row],
     find: Callable[[bytes], Row | None],
 ) -> Row:
     """Commit what all ranks wrote, and return the row. A single process is rank 0 of one.
@@ -45,7 +45,7 @@ def commit_together(
         comm: The ranks.
         backend: Where they wrote.
         transaction: What this rank wrote.
-        publish: Called on rank 0: commits, with what the partners wrote, and returns the row.
+        publish: Called on rank 0: commits, with what the others wrote, and returns the row.
         find: Returns the row of this take if the store has it, given the commit id.
 
     Raises:
@@ -58,7 +58,7 @@ def commit_together(
 
 
 def _lead(
-    comm: Comm, backend: Backend, transaction: Transaction, publish: Callable[[Partners], Row]
+    comm: Comm, backend: Backend, transaction: Transaction, publish: Callable[[OtherRanks], Row]
 ) -> Row:
     comm.broadcast(transaction.commit)
 
@@ -67,9 +67,9 @@ def _lead(
         return _handovers(comm)
 
     try:
-        partners = Partners(_handovers(comm), move, comm.check_not_abandoned)
-        _check_written(backend, partners)
-        row = publish(partners)
+        others = OtherRanks(_handovers(comm), move, comm.check_not_abandoned)
+        _check_written(backend, others)
+        row = publish(others)
     except Exception as e:
         if not comm.ended and not transaction.may_stand:
             comm.broadcast_message(_Instruction(error=error_text(e)), _Instruction)
@@ -94,15 +94,15 @@ def _handovers(comm: Comm) -> list[Handover]:
     return handovers
 
 
-def _check_written(backend: Backend, partners: Partners) -> None:
+def _check_written(backend: Backend, others: OtherRanks) -> None:
     """Check that rank 0 sees the files that the other ranks wrote.
 
     Raises:
         StoreError: It does not: they write to another storage, such as a copy of the store.
     """
-    ends = {pack_key(pack): 0 for pack in partners.packs}
-    ends |= {segment_key(SegmentId(ref.id)): 0 for ref in partners.segments}
-    for _, place in partners.records:
+    ends = {pack_key(pack): 0 for pack in others.packs}
+    ends |= {segment_key(SegmentId(ref.id)): 0 for ref in others.segments}
+    for _, place in others.records:
         key = pack_key(place.pack)
         ends[key] = max(ends[key], place.offset + place.stored)
     for key, end in ends.items():
@@ -118,14 +118,14 @@ def _check_written(backend: Backend, partners: Partners) -> None:
 def _follow(comm: Comm, transaction: Transaction, find: Callable[[bytes], Row | None]) -> Row:
     """Hand over what this rank wrote, and do what rank 0 says until it has committed."""
     commit = bytes(comm.broadcast())
-    handover = _unless_fenced(partial(transaction.hand_over, comm.size))
+    handover = _hand_over(transaction, comm.size)
     try:
         while True:
             comm.gather_messages(handover, Handover)
             instruction = comm.broadcast_message(None, _Instruction)
             if instruction.move is None:
                 break
-            handover = _unless_fenced(partial(transaction.move, instruction.move, comm.size))
+            handover = _hand_over(transaction, comm.size, instruction.move)
     except RankError as e:
         ended = 0 not in e.ranks and comm.await_end(0)
         row = find(commit)
@@ -145,9 +145,9 @@ def _follow(comm: Comm, transaction: Transaction, find: Callable[[bytes], Row | 
     return instruction.row
 
 
-def _unless_fenced(hand_over: Callable[[], Handover]) -> Handover:
+def _hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
     """Return what this rank hands over; if some of it is gone, a handover that says so."""
     try:
-        return hand_over()
+        return hand_over(transaction, world, seq)
     except FencedError as e:
         return Handover(b"", 0, 0, fenced=str(e))

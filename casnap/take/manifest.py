@@ -19,6 +19,9 @@ import msgspec
 from casnap.errors import StateError
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.entries import (
+    INLINE_BYTES,
+    INLINE_DIGESTS,
+    LIST_DIGESTS,
     BoxedTensorEntry,
     Entry,
     Manifest,
@@ -27,7 +30,7 @@ from casnap.format.entries import (
     payload_of,
     with_payload,
 )
-from casnap.format.records import INLINE_BYTES, INLINE_DIGESTS, LIST_DIGESTS, encode
+from casnap.format.records import encode
 from casnap.ranks.comm import Comm
 from casnap.storage.tree import build
 from casnap.take.capture import Capture

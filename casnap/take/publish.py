@@ -10,10 +10,12 @@ import msgspec
 
 from casnap.format.names import MARKER
 from casnap.format.records import Row, Stats, encode
-from casnap.storage.commit import Partners, Transaction
+from casnap.storage.commit import publish
+from casnap.storage.handover import OtherRanks
 from casnap.storage.objects import Objects
 from casnap.storage.retention import Pruning, Retention, prune
 from casnap.storage.table import setting
+from casnap.storage.transaction import Transaction
 from casnap.take.manifest import BuiltManifest
 from casnap.take.options import TakeOptions
 
@@ -39,15 +41,16 @@ class Publication:
     started: float
 
     def publish(
-        self, transaction: Transaction, built: BuiltManifest | None, partners: Partners
+        self, transaction: Transaction, built: BuiltManifest | None, others: OtherRanks
     ) -> Row:
-        """Commit the snapshot, with all that the partners wrote; return its row."""
+        """Commit the snapshot, with all that the other ranks wrote; return its row."""
         assert built is not None, "rank 0 publishes, and has the manifest"
         digest = transaction.put_node(encode(built.manifest))
         made: list[Row] = []
 
         def row(seq: int) -> Row:
             duration = time.monotonic() - self.started
+            new_bytes = transaction.new_packs.stored_bytes + others.new_bytes
             made.append(
                 Row(
                     commit=transaction.commit,
@@ -55,16 +58,14 @@ class Publication:
                     seq=seq,
                     time=time.time(),
                     world_size=self.world_size,
-                    stats=Stats(
-                        built.logical_bytes, transaction.new_bytes, built.entries, duration
-                    ),
+                    stats=Stats(built.logical_bytes, new_bytes, built.entries, duration),
                     metadata=dict(self.options.metadata or {}),
                 )
             )
             return made[-1]
 
         uri, overwrite = self.objects.backend.uri, self.options.overwrite
-        transaction.publish(setting(self.name, row, overwrite=overwrite, uri=uri), partners)
+        publish(transaction, setting(self.name, row, overwrite=overwrite, uri=uri), others)
         self._write_marker(made[-1])
         if self.options.retention is not None:
             self._prune(made[-1], self.options.retention)

@@ -17,9 +17,9 @@ from casnap.format.records import Row
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, collector_paused, undisturbed
 from casnap.state.stateful import Stateful
-from casnap.storage.commit import Transaction
 from casnap.storage.objects import Objects
 from casnap.storage.table import checked_metadata
+from casnap.storage.transaction import Transaction
 from casnap.take import pending as background
 from casnap.take.agreement import agree_on_request
 from casnap.take.capture import Capture, capture_state

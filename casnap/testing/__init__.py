@@ -15,12 +15,7 @@ import warnings
 from casnap.backends import Backend
 from casnap.format.records import DEFAULT_CHUNK_SIZE
 from casnap.store import Store
-from casnap.testing.faults import (
-    Act,
-    Call,
-    Crash,
-    Fault,
-    FaultyBackend,
+from casnap.testing.acts import (
     Gate,
     after,
     alter,
@@ -36,6 +31,7 @@ from casnap.testing.faults import (
     stale,
     tear,
 )
+from casnap.testing.faults import Act, Call, Crash, Fault, FaultyBackend
 
 __all__ = [
     "Act",

@@ -1,4 +1,4 @@
-"""Tests that every backend must pass, for pytest; they say what :class:`Backend` promises.
+"""Tests that every backend must pass, for pytest: what :class:`Backend` promises.
 
 Subclass in a test module, and give the backend::
 
@@ -11,15 +11,15 @@ Subclass in a test module, and give the backend::
             return MyBackend(tmp_path)
 
 The backend is empty for each test. :class:`SharedBackendSuite` is for backends that several
-processes can use at once; instead of ``backend`` it wants the fixture ``opener``, which returns
-what opens one and the same place each time that it is called, in whatever process::
+processes can use at once. Instead of ``backend`` it needs the fixture ``opener``. That returns a
+function that opens the same place each time it is called, in any process::
 
     class TestMine(SharedBackendSuite):
         @pytest.fixture
         def opener(self, tmp_path):
             return functools.partial(MyBackend, tmp_path)
 
-:class:`BrokenBackendSuite` is for those that can be made to fail from outside: its fixture
+:class:`BrokenBackendSuite` is for backends that can be made to fail from outside: its fixture
 ``broken`` returns a backend that cannot reach its objects.
 """
 
@@ -49,18 +49,18 @@ Opener = Callable[[], Backend]
 
 
 def pattern(nbytes: int, seed: int = 1) -> bytes:
-    """Return bytes that differ from each other, and from those of another seed."""
+    """Return bytes that differ from each other, and from the bytes of another seed."""
     unit = b"".join((i * 2654435761 + seed).to_bytes(8, "little") for i in range(4096))
     return (unit * (nbytes // len(unit) + 1))[:nbytes]
 
 
 def only(byte: int, nbytes: int) -> bytes:
-    """Return an object in which a mixture would show."""
+    """Return an object of equal bytes: a mixture of two such objects shows."""
     return bytes([byte]) * nbytes
 
 
 def assert_absent(backend: Backend, key: str) -> None:
-    """Check that an object is not there, whichever way it is asked for."""
+    """Check that every method says that an object does not exist."""
     with pytest.raises(FileNotFoundError):
         backend.read(key)
     with pytest.raises(FileNotFoundError):
@@ -76,7 +76,7 @@ def assert_absent(backend: Backend, key: str) -> None:
 
 @contextmanager
 def in_background(work: Callable[[], object]) -> Iterator[None]:
-    """Do some work again and again on another thread, at least once; raise what it raised."""
+    """Repeat some work on another thread, at least once; raise its error."""
     end, begun = threading.Event(), threading.Event()
 
     def loop() -> None:
@@ -124,7 +124,7 @@ class BackendSuite:
     @pytest.mark.parametrize("start", [0, 1, 8, 4096])
     @pytest.mark.parametrize("readonly", [False, True])
     def test_any_buffer_is_written(self, backend: Backend, start: int, readonly: bool) -> None:
-        """Buffers need not be aligned, nor be writable, and are the caller's again afterwards."""
+        """Buffers need not be aligned or writable, and the caller may change them afterwards."""
         content = pattern(2 * _MIB + 4097)
         memory = bytearray(content)
         view = memoryview(bytes(memory) if readonly else memory)[start:]
@@ -151,7 +151,7 @@ class BackendSuite:
         assert backend.read("packs/ab/x") == b"again"
 
     def test_a_key_that_is_written_twice(self, backend: Backend) -> None:
-        """Nobody does it; a backend may refuse or replace, but whole."""
+        """Casnap never does it. A backend may refuse it, or replace the object as a whole."""
         backend.write("packs/ab/x", only(1, 3 * _MIB))
         expected = only(2, _MIB)
         try:
@@ -161,7 +161,7 @@ class BackendSuite:
         assert backend.read("packs/ab/x") == expected
 
     def test_keys_of_many_levels(self, backend: Backend) -> None:
-        """Folders come and go with what is in them, and need not be made."""
+        """Folders come and go with their objects. They need not be made."""
         keys = ["top", "a/b", "a/c/d", "a/c/e/f/g/h/i", "roots/0/0", f"packs/ff/{'0' * 32}"]
         for key in keys:
             backend.write(key, key.encode())
@@ -175,7 +175,7 @@ class BackendSuite:
 
     @pytest.mark.parametrize("how", ["write", "put_if_absent", "copy"])
     def test_a_taken_key_is_not_put(self, backend: Backend, how: str) -> None:
-        """Whoever took the key, what stands there stays."""
+        """An existing object stays, whichever call made it."""
         backend.write("source", b"first")
         if how == "copy":
             backend.copy("source", "roots/0/1")
@@ -224,7 +224,7 @@ class BackendSuite:
 
     @pytest.mark.parametrize("bulk", [False, True])
     def test_a_run_over_the_end(self, backend: Backend, bulk: bool) -> None:
-        """What there is is read, and told."""
+        """A read at the end of an object returns how many bytes there were."""
         content = pattern(10_000)
         backend.write("packs/ab/x", content)
         for offset, expected in [(0, 10_000), (9_999, 1), (4096, 5904), (10_000, 0), (1 << 40, 0)]:
@@ -237,7 +237,7 @@ class BackendSuite:
     # --- listings ---
 
     def test_names_are_those_of_one_level(self, backend: Backend) -> None:
-        """What is right below a folder, each name once; nothing below one that is not there."""
+        """Names right below a folder, each once; none for a folder that does not exist."""
         assert backend.names("packs") == []
         assert backend.names("") == []
         keys = ["packs/aa/1", "packs/aa/2", "packs/ab/3", "packsx/4", "packs-", "index/5"]
@@ -296,7 +296,7 @@ class BackendSuite:
         read()
 
     def test_sync_at_any_time(self, backend: Backend) -> None:
-        """Also with nothing to do, on several threads, and after what was written is gone."""
+        """Also without anything to do, on several threads, and after an object was deleted."""
 
         def write(me: int) -> None:
             for i in range(5):
@@ -315,7 +315,7 @@ class BackendSuite:
             assert sorted(backend.names(f"packs/{me:02x}")) == ["0", "2", "4"]
 
     def test_tidying_leaves_what_is_used(self, backend: Backend) -> None:
-        """Whole objects stay, and writers that are at work are not disturbed."""
+        """Whole objects stay, and living writers are not disturbed."""
         backend.write("packs/ab/old", b"old")
         with in_background(lambda: backend.tidy(0)):
             for n in range(5):
@@ -328,7 +328,7 @@ class BackendSuite:
             assert backend.read(f"roots/0/{n}") == only(n, 100)
 
     def test_markers_come_and_go(self, backend: Backend) -> None:
-        """They may be put again, removed twice, and leave everything else alone."""
+        """Markers may be put again and removed twice, and change nothing else."""
         backend.write("roots/0/0", b"root")
         before = set(backend.names(""))
         for key in ("step_1/marker", "run 1/größe/step_2/marker"):
@@ -364,7 +364,7 @@ class BrokenBackendSuite:
         ],
     )
     def test_errors_are_typed(self, broken: Backend, name: str, arguments: tuple[Any, ...]) -> None:
-        """Whatever else fails than an object that is missing is a ``BackendError``."""
+        """Any failure other than a missing object is a ``BackendError``."""
         with pytest.raises(BackendError) as caught:
             getattr(broken, name)(*arguments)
         assert broken.uri in str(caught.value)
@@ -378,7 +378,7 @@ class SharedBackendSuite(BackendSuite):
 
     @pytest.fixture
     def opener(self) -> Opener:
-        """Return what opens one and the same place, and can be pickled: a partial of a class."""
+        """Return a function that opens the same place and can be pickled: a partial of a class."""
         raise NotImplementedError("override the fixture `opener`")
 
     @pytest.fixture
@@ -403,7 +403,7 @@ class SharedBackendSuite(BackendSuite):
         assert opener().names("tmp") == []
 
     def test_a_writer_that_is_killed(self, opener: Opener) -> None:
-        """Its objects are whole or absent, and what it left is tidied away; what is young stays."""
+        """Its objects are whole or absent. ``tidy`` deletes what it left, but no young files."""
         answers = multiprocessing.get_context("spawn").SimpleQueue()
         with processes(partial(_write_on, opener, answers)) as (process,):
             answers.get()
@@ -420,7 +420,7 @@ class SharedBackendSuite(BackendSuite):
             assert backend.read(f"packs/ab/{name}") == only(int(name) % 256, _MIB)
 
     def test_tidying_beside_another_process(self, opener: Opener) -> None:
-        """A writer elsewhere is not disturbed."""
+        """A writer in another process is not disturbed."""
         backend = opener()
         answers = multiprocessing.get_context("spawn").SimpleQueue()
         with processes(partial(_write_on, opener, answers, 40)) as (process,):
@@ -438,7 +438,7 @@ _ROUNDS = 10
 
 @contextmanager
 def processes(*works: Callable[[], object]) -> Iterator[list[Any]]:
-    """Run each of these in a fresh process; whoever still runs at the end is killed."""
+    """Run each function in a fresh process; kill those that still run at the end."""
     spawn = multiprocessing.get_context("spawn")
     started = [spawn.Process(target=work, daemon=True) for work in works]
     for process in started:

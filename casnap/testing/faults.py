@@ -2,7 +2,8 @@
 
 An **act** is a function that stands between a caller and one call of the backend. It gets the
 :class:`Call`, and may do it (``call.go()``), not do it, do it twice, do it with other arguments,
-raise before or after it, and answer what it likes. Any function of one argument will do as well::
+raise before or after it, and return any answer. ``acts.py`` has the usual ones; any function of one
+argument will do as well::
 
     backend = FaultyBackend(MemoryBackend("name"))
     store = casnap.Store(backend)
@@ -10,42 +11,23 @@ raise before or after it, and answer what it likes. Any function of one argument
     with backend.during(Fault(lose_answer(), "put_if_absent", "roots/*")) as (fault,):
         store.take(state, "step_1")
     assert fault.struck == 1
-
-============================  ==================================================================
-what happens                  act
-============================  ==================================================================
-a call fails                  ``fail(StorageFullError)``
-it is done, the answer lost   ``lose_answer()``
-it is done in part            ``tear(100)``, ``tear(100, in_place=True)``
-it takes long                 ``delay(0.1)``, or a ``Gate()`` that the test opens
-others come first             ``hold(3)``, ``before(something)``
-it is done twice              ``repeat()``
-bytes change, or miss         ``flip(bit)``, ``short(nbytes)``, ``alter(function)``
-listings are old              ``stale()``
-the process dies              ``crash()``, ``after(crash())``; ``before(kill)`` for a real one
-the machine dies              ``crash(losing_unsynced=True)``
-============================  ==================================================================
 """
 
 from __future__ import annotations
 
-import os
 import random
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from casnap.backends.base import Backend
-from casnap.errors import BackendError
+from casnap.runtime.typing import override
 
 T = TypeVar("T")
-_GATE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -72,14 +54,11 @@ class Call:
 
 
 Act: TypeAlias = Callable[[Call], object]
-"""What is done in place of a call; what it returns is the answer."""
-
-Raised: TypeAlias = Callable[[str], BaseException]
-"""Makes the error to raise from a message: a class, mostly."""
+"""What is done in place of a call. It returns the answer."""
 
 
 class Crash(BaseException):
-    """The process is dead, as far as the backend can tell: nothing that it does happens."""
+    """The process is dead, as far as the backend can tell: nothing more that it does happens."""
 
 
 @dataclass
@@ -87,14 +66,14 @@ class Fault:
     """An act, and the calls that it strikes at.
 
     Args:
-        act: What is done in their place.
-        calls: The name of the methods, or several names; empty for all.
-        keys: A pattern for the key as ``fnmatch`` has it; ``*`` stands for any run of characters,
-            slashes too. For ``copy`` either key may match.
-        skip: How many of these calls pass before it strikes.
-        times: How many it strikes at; None for all from there on.
-        chance: How likely it strikes at each of them.
-        seed: Makes that chance repeatable.
+        act: What is done in place of such a call.
+        calls: The name of the method, or several names; empty for all.
+        keys: A pattern for the key, for ``fnmatch``: ``*`` stands for any run of characters, also
+            slashes. For ``copy`` either key may match.
+        skip: How many of these calls pass first.
+        times: How many calls it strikes at; None for all.
+        chance: The probability that it strikes at such a call.
+        seed: The seed for that chance.
 
     Attributes:
         struck: How often it has struck.
@@ -116,7 +95,7 @@ class Fault:
         self._lock = threading.Lock()
 
     def strikes(self, name: str, keys: Collection[str]) -> bool:
-        """Whether it strikes at this call, which counts."""
+        """Count a call; return whether the fault strikes at it."""
         if self._names and name not in self._names:
             return False
         if not any(fnmatchcase(key, self.keys) for key in keys):
@@ -135,16 +114,16 @@ class Fault:
 
 @dataclass(eq=False)
 class _Held:
-    """Something to be done, after so many calls or before the next sync."""
+    """A call that is held back, for so many calls or until the next sync."""
 
     do: Callable[[], object]
     calls: int | None
 
 
 class FaultyBackend(Backend):
-    """Another backend, but for faults. Without any it is as good as that one.
+    """A backend that works like the one that it wraps, except for faults.
 
-    Where several faults strike at one call, the first one's act goes around the others'.
+    If several faults strike at one call, the first one's act goes around the others'.
 
     Args:
         inner: The backend that does the work.
@@ -152,7 +131,7 @@ class FaultyBackend(Backend):
 
     Attributes:
         faults: What goes wrong from here on; may be changed at any time.
-        log: Name and key of each call that came, in order.
+        log: Name and key of each call, in order.
     """
 
     def __init__(self, inner: Backend, *faults: Fault) -> None:
@@ -161,23 +140,23 @@ class FaultyBackend(Backend):
         self.faults: list[Fault] = list(faults)
         self.log: list[tuple[str, str]] = []
         self._dead = False
-        # How to take back what a crash of the machine may take back, oldest first.
+        # How to undo the changes that a crash of the machine may undo, oldest first.
         self._unsynced: list[tuple[str, Callable[[], None]]] = []
         self._held: list[_Held] = []
         self._lock = threading.Lock()
 
+    @override
     def make(self) -> None:
-        """Make the place itself, without faults."""
         self.inner.make()
 
     @property
+    @override
     def identity(self) -> str:
-        """That of the inner backend."""
         return self.inner.identity
 
     @contextmanager
     def during(self, *faults: Fault) -> Iterator[tuple[Fault, ...]]:
-        """Have more faults for a while."""
+        """Have more faults within a ``with`` block."""
         self.faults += faults
         try:
             yield faults
@@ -185,13 +164,13 @@ class FaultyBackend(Backend):
             self.faults = [fault for fault in self.faults if fault not in faults]
 
     def crash(self, *, losing_unsynced: bool | Callable[[str], bool] = False) -> None:
-        """Let the process die: all further calls raise :class:`Crash`, those under way too.
+        """Let the process die: all further calls raise :class:`Crash`, and those under way too.
 
-        What survived is at the inner backend.
+        The inner backend has what survived.
 
         Args:
-            losing_unsynced: Whether the machine dies too, so that changes are lost that no
-                ``sync`` followed; a function of the key says which.
+            losing_unsynced: Whether the machine dies too, so that changes without a later ``sync``
+                are lost. A function of the key says which changes.
         """
         self._dead = True
         with self._lock:
@@ -200,50 +179,50 @@ class FaultyBackend(Backend):
             if losing_unsynced(key) if callable(losing_unsynced) else losing_unsynced:
                 undo()
 
+    @override
     def write(self, key: str, content: memoryview | bytes) -> None:
-        """Write, but for faults."""
         self._call("write", self._creating(self.inner.write), key, content)
 
+    @override
     def put_if_absent(self, key: str, content: bytes) -> bool:
-        """Put if absent, but for faults."""
         return self._call("put_if_absent", self._creating(self.inner.put_if_absent), key, content)
 
+    @override
     def sync(self, *keys: str) -> None:
-        """Make durable what was written, but for faults."""
         self._call("sync", lambda _: self._sync(*keys), "")
 
+    @override
     def read(self, key: str) -> bytes:
-        """Read, but for faults."""
         return self._call("read", self.inner.read, key)
 
+    @override
     def read_into(self, key: str, offset: int, target: memoryview, *, bulk: bool = False) -> int:
-        """Read a part, but for faults."""
         return self._call(
             "read_into", partial(self.inner.read_into, bulk=bulk), key, offset, target
         )
 
+    @override
     def size(self, key: str) -> int:
-        """Return a length, but for faults."""
         return self._call("size", self.inner.size, key)
 
+    @override
     def names(self, folder: str) -> list[str]:
-        """List, but for faults."""
         return self._call("names", self.inner.names, folder)
 
+    @override
     def copy(self, key: str, to: str) -> None:
-        """Copy, but for faults."""
         self._call("copy", self._copy, key, to)
 
+    @override
     def delete(self, key: str) -> None:
-        """Delete, but for faults."""
         self._call("delete", self._delete, key)
 
+    @override
     def tidy(self, min_age: float) -> int:
-        """Tidy, but for faults."""
         return self._call("tidy", lambda _, age: self.inner.tidy(age), "", min_age)
 
+    @override
     def mark(self, key: str, content: bytes | None) -> None:
-        """Put or remove a marker, but for faults."""
         self._call("mark", self.inner.mark, key, content)
 
     def _call(self, name: str, do: Callable[..., T], key: str, *arguments: Any) -> T:
@@ -267,7 +246,7 @@ class FaultyBackend(Backend):
         return acts[0](Call(self, name, key, arguments, go))
 
     def _do(self, do: Callable[..., T], key: str, *arguments: Any) -> T:
-        # Again: others may have crashed while an act had this call wait.
+        # Again: the backend may have crashed while an act let this call wait.
         self._check_alive()
         return do(key, *arguments)
 
@@ -307,13 +286,13 @@ class FaultyBackend(Backend):
             del self._unsynced[:covered]
 
     def hold_back(self, do: Callable[[], object], calls: int | None) -> None:
-        """Do something after so many calls, or before the next ``sync``, or not if we crash."""
+        """Do something after so many calls or before the next ``sync``; never after a crash."""
         with self._lock:
-            # The call that is held back passes here too.
+            # One more, since the call that is held back is counted too.
             self._held.append(_Held(do, None if calls is None else calls + 1))
 
     def _pass_held(self, *, everything: bool = False) -> None:
-        """Count one call, and do what was held back until now."""
+        """Count one call, and do what is due."""
         with self._lock:
             for held in self._held:
                 held.calls = None if held.calls is None else held.calls - 1
@@ -321,184 +300,3 @@ class FaultyBackend(Backend):
             self._held = [held for held in self._held if held not in due]
         for held in due:
             held.do()
-
-
-def before(do: Callable[[], object]) -> Act:
-    """Do something else first; if that raises, the call is not done."""
-
-    def act(call: Call) -> object:
-        do()
-        return call.go()
-
-    return act
-
-
-def after(act_then: Act) -> Act:
-    """Do the call, then the act, whose own ``go`` does nothing but end as the call did."""
-
-    def act(call: Call) -> object:
-        done: Future[object] = Future()
-        try:
-            done.set_result(call.go())
-        except Exception as e:  # noqa: BLE001 - raised again where the act goes on
-            done.set_exception(e)
-        return act_then(replace(call, go=lambda *_: done.result()))
-
-    return act
-
-
-def fail(error: Raised = BackendError) -> Act:
-    """Raise, and do not do the call."""
-
-    def act(call: Call) -> object:
-        raise error(f"{call} failed, on purpose")
-
-    return act
-
-
-def lose_answer(error: Raised = BackendError) -> Act:
-    """Do the call, then raise: the caller cannot know whether it was done."""
-    return after(fail(error))
-
-
-def crash(*, losing_unsynced: bool | Callable[[str], bool] = False) -> Act:
-    """Crash at the call, which is not done; see :meth:`FaultyBackend.crash`."""
-
-    def act(call: Call) -> object:
-        call.backend.crash(losing_unsynced=losing_unsynced)
-        raise Crash(f"crashed at {call}")
-
-    return act
-
-
-def repeat(times: int = 2) -> Act:
-    """Do the call several times, as a client that retries would; the last answer counts."""
-
-    def act(call: Call) -> object:
-        for _ in range(times - 1):
-            call.go()
-        return call.go()
-
-    return act
-
-
-def delay(seconds: float) -> Act:
-    """Wait, then do the call."""
-    return before(partial(time.sleep, seconds))
-
-
-class Gate:
-    """An act: calls wait here until the test opens it.
-
-    Attributes:
-        reached: Is set when the first call has come.
-    """
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self._opened = threading.Event()
-
-    def open(self) -> None:
-        """Let all calls pass."""
-        self._opened.set()
-
-    def __call__(self, call: Call) -> object:
-        """Wait, then do the call."""
-        self.reached.set()
-        if not self._opened.wait(_GATE_SECONDS):
-            raise TimeoutError(f"{call} waited {_GATE_SECONDS} s for a gate that nobody opened")
-        return call.go()
-
-
-def hold(calls: int | None = None) -> Act:
-    """Answer at once, and do the call later: after so many others, at the latest before a sync.
-
-    Only for calls without an answer: ``write``, ``copy``, ``delete`` and ``mark``.
-    """
-
-    def act(call: Call) -> object:
-        if call.name not in ("write", "copy", "delete", "mark"):
-            raise TypeError(f"{call} has an answer, which cannot be known before it is done")
-        # The caller may use its buffer again.
-        kept = [bytes(a) if isinstance(a, memoryview) else a for a in call.arguments]
-        call.backend.hold_back(partial(call.go, *kept), calls)
-        return None
-
-    return act
-
-
-def alter(change: Callable[[bytes], bytes]) -> Act:
-    """Change the bytes on their way: those written by a writing call, those read by a reading one.
-
-    The function returns no more bytes than it is given.
-    """
-
-    def act(call: Call) -> object:
-        if call.name in ("write", "put_if_absent"):
-            return call.go(change(bytes(call.arguments[0])))
-        if call.name == "read":
-            return change(call.go())
-        if call.name != "read_into":
-            raise TypeError(f"{call} moves no bytes that could be changed")
-        target, n = call.arguments[1], call.go()
-        changed = change(bytes(target[:n]))
-        # What is not told of must not be right by chance.
-        target[:n] = changed + bytes(n - len(changed))
-        return len(changed)
-
-    return act
-
-
-def short(nbytes: int) -> Act:
-    """Move only the first bytes, and do not tell: a short read, or a write that lies."""
-    return alter(lambda content: content[:nbytes])
-
-
-def flip(bit: int = 0) -> Act:
-    """Flip one bit, counted from the first and around the end."""
-
-    def flipped(content: bytes) -> bytes:
-        changed, at = bytearray(content), bit % (8 * len(content) or 1)
-        if content:
-            changed[at // 8] ^= 1 << at % 8
-        return bytes(changed)
-
-    return alter(flipped)
-
-
-def tear(nbytes: int, error: Raised = BackendError, *, in_place: bool = False) -> Act:
-    """Write only the first bytes, then raise.
-
-    Args:
-        nbytes: How many.
-        error: What to raise.
-        in_place: Whether they stand under the key itself, as only a backend that breaks its word
-            leaves them. Else they are left in a temporary place, and the object is absent.
-    """
-
-    def act(call: Call) -> object:
-        if call.name not in ("write", "put_if_absent"):
-            raise TypeError(f"{call} writes no object that could be torn")
-        part = bytes(call.arguments[0][:nbytes])
-        if in_place:
-            call.go(part)
-        else:
-            call.backend.inner.write(f"tmp/{os.urandom(12).hex()}", part)
-        raise error(f"{call} broke off after {nbytes} bytes, on purpose")
-
-    return act
-
-
-def stale() -> Act:
-    """List each folder as it was when it was listed first through this act."""
-    seen: dict[str, list[str]] = {}
-
-    def act(call: Call) -> object:
-        if call.name != "names":
-            raise TypeError(f"{call} lists nothing")
-        if call.key not in seen:
-            answer: Any = call.go()
-            seen[call.key] = list(answer)
-        return list(seen[call.key])
-
-    return act

@@ -17,8 +17,9 @@ from casnap.format.digest import Digest
 from casnap.format.records import PACK_TAIL_SIZE, PackId, pack_key
 from casnap.maintenance.check import CheckReport
 from casnap.runtime.threads import undisturbed
-from casnap.storage.commit import Transaction
-from casnap.storage.roots import succeed
+from casnap.storage.commit import publish
+from casnap.storage.roots import put_next_root
+from casnap.storage.transaction import Transaction
 from tests.support.cli_calls import invoke
 from tests.support.damaged import (
     FROZEN,
@@ -202,8 +203,8 @@ def test_damages_of_one_copy_hurt_nobody(store: Path) -> None:
     def copy(crew: object) -> None:
         transaction = Transaction(opened.objects, crew)  # type: ignore[arg-type]
         try:
-            transaction.copy(digest, memoryview(FROZEN.numpy()).cast("B"), is_node=False)
-            transaction.publish(lambda table, seq: {})
+            transaction.new_packs.copy(digest, memoryview(FROZEN.numpy()).cast("B"), is_node=False)
+            publish(transaction, lambda table, seq: {})
         finally:
             transaction.close()
 
@@ -336,7 +337,7 @@ def test_needed_but_condemned(store: Path) -> None:
     opened = Store(store)
     _, place = record_of(store, FROZEN)
     root = opened.objects.newest()
-    assert succeed(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
+    assert put_next_root(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
     [damage] = opened.check(data=True).damages
     assert (damage.kind, damage.object) == ("condemned", pack_key(place.pack))
     assert ("run/c", f"{KEY}/frozen") in {(h.snapshot, h.path) for h in damage.hurts}

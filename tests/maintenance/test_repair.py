@@ -20,7 +20,7 @@ from casnap.format.digest import digest_of
 from casnap.format.records import PackId, pack_key
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.survey import Survey
-from casnap.storage.roots import succeed
+from casnap.storage.roots import put_next_root
 from tests.support.cli_calls import Terminal, failure, invoke
 from tests.support.damaged import (
     FROZEN,
@@ -176,7 +176,7 @@ def test_needed_but_condemned(store: Path) -> None:
     opened = Store(store)
     _, place = record_of(store, FROZEN)
     root = opened.objects.newest()
-    assert succeed(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
+    assert put_next_root(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
     report = opened.repair()
     assert report.ok
     assert report.rescued_packs == 1
@@ -188,7 +188,7 @@ def test_condemned_and_damaged(store: Path) -> None:
     opened = Store(store)
     digest, place = damage_chunk(store, FROZEN)
     root = opened.objects.newest()
-    assert succeed(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
+    assert put_next_root(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
     opened.repair()
     assert opened.objects.newest().condemned == {}
     assert lost_in(store) == {digest}

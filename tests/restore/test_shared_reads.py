@@ -24,9 +24,10 @@ from casnap.format.records import pack_key
 from casnap.ranks.comm import Comm
 from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime.threads import Crew, undisturbed
-from casnap.storage.commit import Transaction
+from casnap.storage.commit import publish
 from casnap.storage.index import Index
 from casnap.storage.objects import DEFAULT_READ, Objects, ReadOptions, Want
+from casnap.storage.transaction import Transaction
 from casnap.testing import FaultyBackend
 from tests.support.examples import FEW
 from tests.support.ranks import World
@@ -140,8 +141,8 @@ def put(objects: Objects, raws: Iterable[bytes], codec: Codec = Codec.RAW) -> No
         transaction = Transaction(objects, crew, codec)
         try:
             for raw in raws:
-                transaction.copy(digest_of(raw), memoryview(raw), is_node=False)
-            transaction.publish(lambda table, seq: {})
+                transaction.new_packs.copy(digest_of(raw), memoryview(raw), is_node=False)
+            publish(transaction, lambda table, seq: {})
         finally:
             transaction.close()
 

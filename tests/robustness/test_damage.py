@@ -17,7 +17,8 @@ from casnap.errors import CasnapError, DamagedError
 from casnap.format.digest import Digest
 from casnap.format.records import Place, pack_key
 from casnap.runtime.threads import Crew
-from casnap.storage.commit import Transaction
+from casnap.storage.commit import publish
+from casnap.storage.transaction import Transaction
 from tests.support.damaged import (
     KEY,
     STEPS,
@@ -305,7 +306,7 @@ def test_a_node_that_is_too_large_to_stand_twice_stands_once(store: Path) -> Non
     with Crew() as crew:
         transaction = Transaction(objects, crew)
         digests = [transaction.put_node(node) for node in nodes]
-        transaction.publish(lambda table, seq: {})
+        publish(transaction, lambda table, seq: {})
         transaction.close()
     found = [digest for digest, _ in all_places_of(store)]
     assert [found.count(digest) for digest in digests] == [2, 1, 2, 2, 2]

@@ -16,7 +16,8 @@ import pytest
 import zstandard
 
 from casnap import Retention, Store
-from casnap.format.records import LIST_DIGESTS, MAX_NODE_BYTES, encode
+from casnap.format.entries import LIST_DIGESTS
+from casnap.format.records import MAX_NODE_BYTES, encode
 from tests.support.assault import CHANGES, LOOKS, Forge, assail, good_is_whole
 from tests.support.cli_calls import invoke
 from tests.support.faults import in_child, memory_folder

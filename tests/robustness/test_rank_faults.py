@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import casnap.storage.commit
+import casnap.storage.handover
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.testing import Call, Fault, FaultyBackend, fail
@@ -217,7 +217,8 @@ def take_while_collected(path: str, folder: str, verb: str, how: str, handed_ove
         backend.faults.append(Fault(have_collected, "put_if_absent", "roots/*"))
     if rank == 1 and how == "one gone":
         backend.faults.append(Fault(own_packs, "sync"))
-    before, casnap.storage.commit._HANDED_OVER = casnap.storage.commit._HANDED_OVER, handed_over
+    handover = casnap.storage.handover
+    before, handover._MOST_RECORDS = handover._MOST_RECORDS, handed_over
     try:
         if verb == "take":
             seen = watch(lambda: store.take(state(1), "new", pg=group, timeout=60))
@@ -225,7 +226,7 @@ def take_while_collected(path: str, folder: str, verb: str, how: str, handed_ove
             pending = store.async_take(state(1), "new", pg=group, timeout=60)
             seen = watch(pending.wait)
     finally:
-        casnap.storage.commit._HANDED_OVER = before
+        handover._MOST_RECORDS = before
         yard.leave(f"over-{rank}")
     return seen._replace(value=[name for name, _ in backend.log].count("copy"))
 

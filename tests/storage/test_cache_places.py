@@ -22,7 +22,7 @@ from casnap.format.records import (
 from casnap.runtime.environment import boot_id
 from casnap.storage.cache import MOST_FOLDERS
 from casnap.storage.pack import new_id
-from casnap.storage.roots import succeed
+from casnap.storage.roots import put_next_root
 from tests.support.cli_calls import process
 from tests.support.faults import CHUNK, assert_holds, assert_store, in_child, take
 
@@ -39,7 +39,7 @@ def forge(victim: Path, hostile: Path) -> None:
     ident = new_id(root.seq)
     content = encode_segment(Segment((pack,), [(digest_of(WANTED.numpy().tobytes()), place)]))
     (hostile / segment_key(ident)).write_bytes(content)
-    assert succeed(objects.backend, root, segments=(*root.segments, SegmentRef(ident, 1)))
+    assert put_next_root(objects.backend, root, segments=(*root.segments, SegmentRef(ident, 1)))
 
 
 def take_wanted(path: Path) -> None:

@@ -20,9 +20,10 @@ from casnap.format.digest import digest_of
 from casnap.format.records import PackId, id_from_name, pack_key, segment_key
 from casnap.runtime.threads import Crew
 from casnap.storage.cache import MemoryFacts
-from casnap.storage.commit import Transaction
+from casnap.storage.commit import publish
 from casnap.storage.pack_set import PackSet
-from casnap.storage.roots import succeed
+from casnap.storage.roots import put_next_root
+from casnap.storage.transaction import Transaction
 from casnap.testing import Call, Fault, FaultyBackend
 from tests.support.damaged import change, flip, record_of
 from tests.support.faults import CHUNK, app_state, assert_holds, content, files, in_child, take
@@ -305,10 +306,10 @@ def test_what_moves_with_every_look_is_read(path: Path) -> None:
         with Crew() as crew:
             transaction = Transaction(store.objects, crew)
             raw = memoryview(bytearray(ALONE.numpy().tobytes()))
-            transaction.copy(digest, raw, is_node=False)
-            root = transaction.publish(lambda table, seq: {})
+            transaction.new_packs.copy(digest, raw, is_node=False)
+            root = publish(transaction, lambda table, seq: {})
             transaction.close()
-        assert succeed(store.objects.backend, root, condemned={PackId(pack): root.seq})
+        assert put_next_root(store.objects.backend, root, condemned={PackId(pack): root.seq})
         assert store.gc(grace=0).deleted_packs
 
     def act(call: Call) -> object:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 import pytest
 
+import casnap.storage.table
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.cli.option_types import duration, duration_or_none
@@ -189,17 +190,15 @@ def test_what_is_forgotten_in_the_meantime_is_no_error(path: Path) -> None:
 def test_a_prune_starts_again_where_a_collector_went_past_it(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from casnap.storage.commit import Transaction
-
     left = [FencedError("x")]
-    real = Transaction.publish
+    real = casnap.storage.table.publish
 
-    def fenced(self: Transaction, *args: Any, **options: Any) -> Any:
+    def fenced(*args: Any, **options: Any) -> Any:
         if left:
             raise left.pop()
-        return real(self, *args, **options)
+        return real(*args, **options)
 
-    monkeypatch.setattr(Transaction, "publish", fenced)
+    monkeypatch.setattr(casnap.storage.table, "publish", fenced)
     Store(path).prune(Retention(keep_last=1))
     assert names(path) == ["step_5"]
 

@@ -21,8 +21,8 @@ from casnap.format.digest import Digest
 from casnap.format.records import encode, pack_key, root_key, seal, unseal
 from casnap.state.stateful import StateDict
 from casnap.storage.location import create_store
-from casnap.storage.roots import succeed
-from casnap.storage.table import publish
+from casnap.storage.roots import put_next_root
+from casnap.storage.table import change_table
 from casnap.storage.tree import Branch
 from tests.support.cli_calls import document, invoke
 from tools.make_fixture import FOLDER, SNAPSHOTS, allow_settings, app_state, stateful
@@ -150,7 +150,7 @@ def test_the_command(tmp_path: Path) -> None:
 def test_a_take_beside_20000_snapshots_writes_little(tmp_path: Path) -> None:
     store = Store(tmp_path / "s")
     row = store.take({"s": StateDict(step=0)}, "first").row
-    publish(store.objects, lambda *_: {f"run/step_{i}": row for i in range(20_000)})
+    change_table(store.objects, lambda *_: {f"run/step_{i}": row for i in range(20_000)})
     assert len(store.snapshots()) == 20_001
     table = store.objects.table(store.objects.newest())
     assert any(isinstance(table.node(Digest(d)), Branch) for _, d, _ in table.children)
@@ -308,7 +308,9 @@ def test_settings_are_kept(tmp_path: Path, write: str) -> None:
     store = Store(tmp_path / "s")
     for n, name in enumerate("ac"):
         store.take(state(n), name)
-    assert succeed(store.objects.backend, store.objects.newest(), settings={"colour": ["red", 1]})
+    assert put_next_root(
+        store.objects.backend, store.objects.newest(), settings={"colour": ["red", 1]}
+    )
     WRITES[write](store)
     assert store.objects.newest().settings == {"colour": ["red", 1]}
 

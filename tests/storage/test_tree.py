@@ -114,7 +114,7 @@ def test_a_tree_does_not_show_its_history(
     top: Digest | None = nodes.built(model) if model else None
     for change in changes:
         model = apply(model, change)
-        top = nodes.tree(top).edited(change, nodes.put)
+        top = nodes.tree(top).edit(change, nodes.put)
         assert list(nodes.tree(top).items()) == sorted(model.items())
         assert top == (nodes.built(model) if model else None)
 
@@ -126,7 +126,7 @@ def test_an_edit_stores_only_what_is_new_or_was_touched(
     nodes = Nodes(shape)
     before = nodes.built(model)
     nodes.order.clear()
-    after = nodes.tree(before).edited(change, nodes.put)
+    after = nodes.tree(before).edit(change, nodes.put)
     new = nodes.nodes_of(after) - nodes.nodes_of(before)
     assert new <= set(nodes.order)
     # A node that a change touched, and that stays as it is, may be put again, as is the top.
@@ -146,7 +146,7 @@ def test_leaves_are_bounded() -> None:
         chosen = dice.sample(inner, 5)
         change = {key: dice.choice([None, 1]) for key in chosen}
         model = apply(model, change)
-        top = nodes.tree(top).edited(change, nodes.put)
+        top = nodes.tree(top).edit(change, nodes.put)
         assert top == nodes.built(model)
 
 
@@ -156,7 +156,7 @@ def test_one_change_in_many_items() -> None:
     tree = nodes.tree(nodes.built(model))
     assert 100 < len(tree.children) < 400
     nodes.order.clear()
-    tree.edited({"model/layer.31415/weight": 0}, nodes.put)
+    tree.edit({"model/layer.31415/weight": 0}, nodes.put)
     assert len(nodes.order) == 2
     assert sum(len(nodes[d]) for d in nodes.order) < 80_000
 
@@ -172,7 +172,7 @@ def test_one_change_of_a_deep_tree_writes_little() -> None:
         for _ in range(100):
             nodes.order.clear()
             key = f"run/step_{dice.randrange(items)}"
-            nodes.tree(top).edited({key: -1}, nodes.put)
+            nodes.tree(top).edit({key: -1}, nodes.put)
             written.append(sum(len(nodes[d]) for d in nodes.order))
         assert sum(written) / len(written) < most, items
 
@@ -184,7 +184,7 @@ def test_the_levels_of_a_tree_are_bounded() -> None:
     for _ in range(DEEP.levels):
         top = nodes.put(encode(Branch([("a", top, 1)])))
     assert nodes.tree(top).get("a") == 1
-    assert nodes.tree(nodes.tree(top).edited({"b": 2}, nodes.put)).get("a") == 1
+    assert nodes.tree(nodes.tree(top).edit({"b": 2}, nodes.put)).get("a") == 1
     top = nodes.put(encode(Branch([("a", top, 1)])))
     with pytest.raises(DamagedError, match="list where a leaf"):
         nodes.tree(top).get("a")
@@ -197,7 +197,7 @@ def test_leaves_at_two_levels() -> None:
     tree = nodes.tree(nodes.put(encode(Branch([("a", leaves[0], 1), ("b", inner, 1)]))))
     assert list(tree.items()) == [("a", 1), ("b", 1)]
     with pytest.raises(DamagedError, match="another level"):
-        tree.edited({"b": 2}, nodes.put)
+        tree.edit({"b": 2}, nodes.put)
 
 
 def test_reading_one_item_reads_two_nodes() -> None:
@@ -219,9 +219,9 @@ def test_the_empty_tree() -> None:
     for top in (None, nodes.built({})):
         tree = nodes.tree(top)
         assert (len(tree), list(tree.items()), tree.get("x")) == (0, [], None)
-        assert tree.edited({}, nodes.put) is None
-        assert tree.edited({"x": None}, nodes.put) is None
-        assert nodes.tree(tree.edited({"x": 1}, nodes.put)).get("x") == 1
+        assert tree.edit({}, nodes.put) is None
+        assert tree.edit({"x": None}, nodes.put) is None
+        assert nodes.tree(tree.edit({"x": 1}, nodes.put)).get("x") == 1
 
 
 DIGEST = bytes(32)

@@ -24,8 +24,8 @@ from casnap.maintenance.check import CheckReport
 from casnap.maintenance.places import Places
 from casnap.maintenance.repair import RepairReport
 from casnap.maintenance.survey import Survey
-from casnap.storage.roots import succeed
-from casnap.storage.segments import rewritten
+from casnap.storage.roots import put_next_root
+from casnap.storage.segments import drop_packs
 from tests.support.faults import CHUNK
 
 STEPS = {"a": 0, "b": 1, "run/c": 2}
@@ -171,8 +171,8 @@ def record_of(path: Path, raw: torch.Tensor | bytes) -> Record:
 def drop_from_index(store: Store, pack: bytes, **changes: object) -> None:
     """Put a root whose index no longer lists a pack. The pack stays, and may be needed."""
     view = store.objects.view()
-    segments = rewritten(store.objects, view, {PackId(pack)})
-    assert succeed(store.objects.backend, view.root, segments=segments, **changes)
+    segments = drop_packs(store.objects, view, {PackId(pack)})
+    assert put_next_root(store.objects.backend, view.root, segments=segments, **changes)
 
 
 def change(file: Path, damage: Damage) -> None:

@@ -12,6 +12,8 @@ import torch
 from casnap import Snapshot, Store
 from casnap.format.digest import DIGEST_SIZE
 from casnap.format.entries import (
+    INLINE_BYTES,
+    INLINE_DIGESTS,
     BoxedTensorEntry,
     Boxes,
     Entry,
@@ -21,7 +23,7 @@ from casnap.format.entries import (
     with_payload,
 )
 from casnap.format.grid import Cells, grid_of
-from casnap.format.records import CONFIG_KEY, INLINE_BYTES, INLINE_DIGESTS, Row, Stats, encode
+from casnap.format.records import CONFIG_KEY, Row, Stats, encode
 from casnap.format.region import Region
 from casnap.format.tiling import tiling_of
 from casnap.runtime.buffers import bytes_at
@@ -29,8 +31,9 @@ from casnap.runtime.threads import Crew
 from casnap.state.flatten import Leaf, flatten
 from casnap.state.sharded import Shards
 from casnap.state.tensors import itemsize_of
-from casnap.storage.commit import Transaction
+from casnap.storage import commit
 from casnap.storage.table import setting
+from casnap.storage.transaction import Transaction
 from casnap.storage.tree import build
 
 State = Mapping[str, Mapping[str, Any]]
@@ -72,12 +75,14 @@ def write(
             digest = transaction.put_node(encode(top))
 
             def row(seq: int) -> Row:
-                stats = Stats(writer.nbytes, transaction.new_bytes, writer.entries, 0.1)
+                stats = Stats(
+                    writer.nbytes, transaction.new_packs.stored_bytes, writer.entries, 0.1
+                )
                 ref = transaction.ref(digest)
                 return Row(transaction.commit, ref, seq, 1.8e9, len(ranks), stats)
 
             uri = store.objects.backend.uri
-            transaction.publish(setting(name, row, overwrite=False, uri=uri))
+            commit.publish(transaction, setting(name, row, overwrite=False, uri=uri))
         finally:
             transaction.close()
     return store[name]
@@ -137,7 +142,7 @@ def publish(store: Store, rows: dict[str, Row]) -> None:
     with Crew() as crew:
         transaction = Transaction(store.objects, crew)
         try:
-            transaction.publish(lambda _table, _seq: dict(rows))
+            commit.publish(transaction, lambda _table, _seq: dict(rows))
         finally:
             transaction.close()
 

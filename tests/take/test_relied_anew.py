@@ -13,8 +13,10 @@ from casnap import StateDict, Store
 from casnap.errors import DamagedError, FencedError
 from casnap.format.digest import Digest
 from casnap.runtime.threads import Crew
-from casnap.storage.commit import Partners, Transaction
+from casnap.storage.commit import publish
+from casnap.storage.handover import OtherRanks, hand_over
 from casnap.storage.index import Index
+from casnap.storage.transaction import Transaction
 from tests.support.faults import CHUNK
 
 KEPT = torch.arange(CHUNK // 4, dtype=torch.int32)
@@ -62,7 +64,7 @@ def assert_whole(store: Store) -> None:
 def test_copies_are_relied_on(store: Store) -> None:
     with writer(store) as (transaction, repack):
         repack()
-        transaction.publish(lambda table, seq: {})
+        publish(transaction, lambda table, seq: {})
     assert_whole(store)
 
 
@@ -72,7 +74,7 @@ def test_what_is_nowhere_any_more(store: Store) -> None:
         store.delete("kept")
         store.gc(grace=0)
         with pytest.raises(FencedError, match="grace"):
-            transaction.publish(lambda table, seq: {})
+            publish(transaction, lambda table, seq: {})
 
 
 def test_a_look_that_fails_forgets_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,13 +94,13 @@ def test_a_look_that_fails_forgets_nothing(store: Store, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(Index, "find", fail)
         with pytest.raises(FencedError):
-            transaction.publish(lambda table, seq: {})
+            publish(transaction, lambda table, seq: {})
 
 
 def test_ranks_that_rely_on_what_a_newer_root_has(store: Store) -> None:
     """Asked to move, a rank looks at a newer root than the one that rank 0 is about to follow."""
     with writer(store) as (transaction, repack), Crew() as crew:
-        handover = transaction.hand_over(2)
+        handover = hand_over(transaction, 2)
         store.take({"s": StateDict(x=torch.randn(CHUNK))}, "scratch")
         store.delete("scratch")
         store.gc(grace=0, repack=0)
@@ -108,10 +110,10 @@ def test_ranks_that_rely_on_what_a_newer_root_has(store: Store) -> None:
             asked.append(seq)
             if len(asked) == 1:
                 repack()
-            return [transaction.move(seq, 2)]
+            return [hand_over(transaction, 2, seq)]
 
         leader = Transaction(store.objects, crew)
-        leader.publish(lambda table, seq: {}, Partners([handover], move))  # type: ignore[arg-type]
+        publish(leader, lambda table, seq: {}, OtherRanks([handover], move))  # type: ignore[arg-type]
         leader.close()
         assert asked
     assert_whole(store)

@@ -15,8 +15,9 @@ from casnap.format.digest import Digest
 from casnap.format.entries import Manifest, Payload, TensorEntry
 from casnap.format.records import PackId, Place, Row, Stats, encode, pack_key
 from casnap.runtime.threads import Crew, undisturbed
-from casnap.storage.commit import Transaction
+from casnap.storage.commit import publish
 from casnap.storage.table import setting
+from casnap.storage.transaction import Transaction
 from casnap.storage.tree import build
 
 _CHUNK = 1 << 20
@@ -66,13 +67,13 @@ class Synthetic:
                     transaction.commit, transaction.ref(manifest), seq, time.time(), 1, Stats()
                 )
 
-            transaction.publish(setting(name, row, overwrite=False, uri=self.store.uri))
+            publish(transaction, setting(name, row, overwrite=False, uri=self.store.uri))
         finally:
             transaction.close()
 
     def _add_chunks(self, transaction: Transaction) -> None:
         """List the new chunks in packs of about 44 MiB."""
-        writer = transaction._chunks
+        writer = transaction.new_packs._chunks
         joined = b"".join(self._tensors[i] for i in self._new)
         digests = [Digest(joined[at : at + 32]) for at in range(0, len(joined), 32)]
         for first in range(0, len(digests), _PER_PACK):

@@ -1,8 +1,8 @@
-"""What a change relies on in packs that others wrote, each of which is looked at: is it there?
+"""The packs of earlier commits that a change relies on, and whether their files are there.
 
-The index says what was written, not what is there still: a file may have been deleted by hand, or
-cut off by a backup that was restored in part. So each pack is looked at when it is first relied on,
-where what it lacks can still be stored anew, and once more before the root is put.
+The index says what was written, not what is still there: a file may have been deleted by hand, or
+cut off by a partly restored backup. So each pack is looked at twice: when the change first relies
+on it, while missing chunks can still be stored anew, and again before the root is put.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from casnap.storage.index import View
 from casnap.storage.objects import Objects
 
 _log = logging.getLogger("casnap")
-PASSED = (
+COLLECTED = (
     "a garbage collector whose grace was shorter than this has deleted what was written or relied "
     "on; take again, and give `casnap gc` a longer --grace"
 )
@@ -41,8 +41,8 @@ _EMPTY_SEGMENT = len(encode_segment(Segment((), [])))
 _SEGMENT_RECORD = FOOTER_RECORD_SIZE + 4
 
 
-class Reliance:
-    """The packs that one change relies on, for what, and up to where.
+class ReliedPacks:
+    """The packs that one change relies on, for which digests, and how long they must be.
 
     Args:
         objects: The store.
@@ -53,7 +53,7 @@ class Reliance:
         self._objects = objects
         self._view = view
         self._lock = threading.Lock()
-        # Pack → the digests that are relied on there, one behind the other, and where they end.
+        # Pack → the digests relied on there, one behind the other; and where the last of them ends.
         self._digests: dict[PackId, bytearray] = {}
         self._ends: dict[PackId, int] = {}
         self._sizes: dict[PackId, int] = {}
@@ -64,7 +64,7 @@ class Reliance:
         return self._digests.keys()
 
     def rely(self, digests: list[Digest]) -> list[bool]:
-        """Rely on what is in live packs that are there; return which of the digests are not."""
+        """Rely on the digests that are in live, existing packs; return which are in none."""
         found = self._find(digests)
         with self._lock:
             for digest, place in zip(digests, found, strict=True):
@@ -75,7 +75,7 @@ class Reliance:
         return [place is None for place in found]
 
     def _find(self, digests: list[Digest]) -> list[Place | None]:
-        """Find digests in packs that are there; those that are not leave the view."""
+        """Find digests in packs that exist; drop from the view those that do not."""
         while True:
             view = self._view
             found = self._objects.index.find(view, digests, to_rely=True)
@@ -94,7 +94,7 @@ class Reliance:
                 self._view = replace(self._view, live=self._view.live.without(bad))
 
     def _bad(self, found: Iterable[Place | None]) -> set[PackId]:
-        """Return the packs that end before what should be there, looking at each only once."""
+        """Return the packs that are too short or missing; look at each file only once."""
         bad = set()
         for place in found:
             if place is not None:
@@ -107,15 +107,15 @@ class Reliance:
         return bad
 
     def _size(self, key: str) -> int:
-        """Return how long an object is, -1 where there is none; what else fails is no answer."""
+        """Return the length of an object, -1 if there is none; raise if that cannot be said."""
         size = self._objects.backend.size_if_there(key)
         return -1 if size is None else size
 
     def confirm(self, latest: View) -> None:
-        """Look once more, as a newer root has it; rely on other places of what is gone.
+        """Look at all packs again, for a newer root; rely on other places of what is gone.
 
         Raises:
-            FencedError: Some of it is in no live pack any more.
+            FencedError: A digest is in no live pack any more.
             DamagedError: A segment of the root is gone.
         """
         self._sizes = {pack: self._size(pack_key(pack)) for pack in self._ends}
@@ -127,13 +127,13 @@ class Reliance:
         )
         if any(lacking):
             bad = {pack for pack in bad if pack in latest.packs}
-            raise FencedError(_GONE.format(key=pack_key(min(bad))) if bad else PASSED)
+            raise FencedError(_GONE.format(key=pack_key(min(bad))) if bad else COLLECTED)
         for pack in gone:
             del self._digests[pack], self._ends[pack]
         self._confirm_segments(latest)
 
     def _confirm_segments(self, latest: View) -> None:
-        """Check that others can read the index too, who have not cached it."""
+        """Check that a host that has not cached the index can read it too."""
         for ref in latest.root.segments:
             ident = SegmentId(ref.id)
             packs = len(latest.segments[ident])

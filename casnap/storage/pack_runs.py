@@ -1,4 +1,4 @@
-"""Runs of a pack that are read at once, for chunks that lie side by side."""
+"""Reading neighbours in a pack together: places are joined into runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_OFFSET = 1 << 62
 
 @dataclass
 class Run(Generic[T]):
-    """One run of a pack, and what lies in it."""
+    """A run of bytes of a pack, and the chunks in it."""
 
     pack: bytes
     start: int
@@ -40,13 +40,13 @@ def coalesced(found: list[tuple[Place, T]], most: int) -> Iterator[Run[T]]:
             continue
         if run is not None:
             yield run
-        # From a page on, so that the backend may read around the page cache.
+        # It begins on a page, so that the backend can read around the page cache.
         run = Run(place.pack, place.offset // PAGE * PAGE, stop, [(place, wants)])
     if run is not None:
         yield run
 
 
 def is_possible(place: Place, limit: int = MAX_NODE_BYTES) -> bool:
-    """Whether anything can lie at a place, before memory is taken for it."""
+    """Whether a place makes sense; ask before taking memory for what lies there."""
     sizes_fit = 0 <= place.stored <= limit and 0 <= place.raw <= limit
     return sizes_fit and 0 <= place.offset < _MAX_OFFSET and len(place.pack) == ID_SIZE

@@ -1,0 +1,132 @@
+"""One commit for many ranks: each rank hands over its part to the rank that publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from casnap.format.records import (
+    ID_SIZE,
+    PackId,
+    Root,
+    SegmentRef,
+    decode_segment,
+    encode_segment,
+)
+from casnap.storage.pack_set import PackSet
+from casnap.storage.segments import write_segment
+from casnap.storage.transaction import Transaction
+
+# Up to so many records, over all ranks, go into the one segment that the publishing rank writes.
+_MOST_RECORDS = 1 << 16
+
+
+class Handover(Struct, array_like=True):
+    """What one rank has written and relies on, for a root that another rank puts.
+
+    Attributes:
+        relied: The ids of the packs that it relies on, one behind the other.
+        base: The root number that the ids of its own packs begin with.
+        new_bytes: Bytes of chunks and nodes that it added, as stored.
+        records: Where these lie, as a sealed segment that is not written yet. Empty if there are
+            none, or so many that the rank wrote a segment itself.
+        segments: The segments that it wrote.
+        fenced: If packs are gone, because a collector deleted them, say: the reason.
+    """
+
+    relied: bytes
+    base: int
+    new_bytes: int
+    records: bytes = b""
+    segments: tuple[SegmentRef, ...] = ()
+    fenced: str = ""
+
+
+def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
+    """Finish the packs of this rank, and return what the publishing rank needs to know of them.
+
+    From here on a root may stand that names the packs, until ``transaction.withdraw()``.
+
+    Args:
+        transaction: The transaction of this rank.
+        world: How many ranks hand over.
+        seq: A root number. Packs with an older base get new ids, made under this root.
+
+    Raises:
+        FencedError: A pack that it wrote or relies on is gone.
+    """
+    objects, packs = transaction.objects, transaction.new_packs
+    transaction.relied.confirm(objects.view())
+    if not transaction.may_stand:
+        packs.finish()
+        transaction.cache_nodes()
+    if seq > packs.base:
+        transaction.move(seq)
+    relied = b"".join(sorted(transaction.relied.packs))
+    handover = Handover(relied, packs.base, packs.stored_bytes)
+    segment = packs.segment()
+    if len(segment.records) * world > _MOST_RECORDS:
+        transaction.delete_segment()
+        ref = write_segment(objects, segment, packs.base)
+        transaction.note_segment(ref)
+        handover.segments = (ref,)
+    elif segment.packs:
+        handover.records = encode_segment(segment)
+    # The publishing rank can sync only what it wrote itself.
+    objects.backend.sync()
+    transaction.announce()
+    return handover
+
+
+class OtherRanks:
+    """The other ranks of a take, for the rank that publishes; none by default.
+
+    Args:
+        handovers: What each of them handed over.
+        move: Has each rank give its packs new ids, made under a root of this number, and returns
+            the new handovers.
+        check: Raises if the other ranks have given up, and would not hear of a commit.
+
+    Attributes:
+        base: The least base of their packs.
+        new_bytes: Bytes that they added to the store.
+        relied: The packs that they rely on.
+        segments: The segments that they wrote.
+        packs: Their packs that no segment lists yet.
+        records: The records of these packs.
+        check: Raises if the other ranks have given up.
+    """
+
+    def __init__(
+        self,
+        handovers: Sequence[Handover] = (),
+        move: Callable[[int], Sequence[Handover]] = lambda _: (),
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._move = move
+        self.check = check
+        self._take_over(handovers)
+
+    def _take_over(self, handovers: Sequence[Handover]) -> None:
+        self.base = min((h.base for h in handovers), default=1 << 62)
+        self.new_bytes = sum(h.new_bytes for h in handovers)
+        self.relied = {
+            PackId(h.relied[at : at + ID_SIZE])
+            for h in handovers
+            for at in range(0, len(h.relied), ID_SIZE)
+        }
+        self.segments = tuple(ref for h in handovers for ref in h.segments)
+        given = [decode_segment(h.records, "what a rank wrote") for h in handovers if h.records]
+        self.packs = tuple(pack for segment in given for pack in segment.packs)
+        self.records = [record for segment in given for record in segment.records]
+
+    def move_past(self, root: Root, named: PackSet) -> None:
+        """Move their packs, if the fence of a root is past them or it lacks a pack relied on.
+
+        Args:
+            root: The root.
+            named: The packs that it names.
+        """
+        if root.fence > self.base or not named.issuperset(self.relied):
+            self._take_over(self._move(root.seq))

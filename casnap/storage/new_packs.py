@@ -1,0 +1,168 @@
+"""Writing chunks, tree nodes, and copies of both into new packs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from casnap.format.codec import Codec
+from casnap.format.digest import Digest, digest_of
+from casnap.format.records import Place, Segment
+from casnap.runtime.buffers import shared_pool
+from casnap.runtime.threads import Crew
+from casnap.storage.objects import Objects
+from casnap.storage.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, moved_place
+
+
+class NewPacks:
+    """The packs that one change writes.
+
+    Args:
+        objects: The store.
+        base: The root number that the ids of the packs begin with.
+        crew: The crew of the background threads.
+        codec: How chunks are stored.
+
+    Attributes:
+        base: That root number.
+        nodes: The nodes that were added, each with its place. Copies are not among them.
+    """
+
+    def __init__(self, objects: Objects, base: int, crew: Crew, codec: Codec) -> None:
+        pool = shared_pool(objects.config.chunk_size + (64 << 10))
+        folder = os.urandom(1)
+        self._chunks, self._nodes = (
+            PackWriter(objects.backend, base, folder, kind, pool, crew, codec)
+            for kind in (CHUNKS, NODES)
+        )
+        self._node_filler = self._nodes.filler()
+        self._copies = (self._chunks.filler(), self._nodes.filler())
+        self._claimed: set[Digest] = set()
+        self._lock = threading.Lock()
+        self.base = base
+        self.nodes: dict[Digest, tuple[bytes, Place]] = {}
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the chunks and nodes that were added, as stored."""
+        return self._chunks.stored_bytes + sum(p.stored for _, p in self.nodes.values())
+
+    def filler(self) -> PackFiller:
+        """Return what one thread fills packs of chunks with."""
+        return self._chunks.filler()
+
+    def claim(self, digests: list[Digest], wanted: list[bool]) -> list[bool]:
+        """Return which of the wanted digests the caller is to write: no other thread has them."""
+        claimed = []
+        with self._lock:
+            for digest, is_wanted in zip(digests, wanted, strict=True):
+                claimed.append(is_wanted and digest not in self._claimed)
+                if claimed[-1]:
+                    self._claimed.add(digest)
+        return claimed
+
+    def add_node(self, digest: Digest, node: bytes) -> None:
+        """Write a node that was claimed; from one thread."""
+        self._node_filler.add_known([(digest, node)])
+        self.nodes[digest] = (node, self._node_filler.last())
+
+    def copy(self, digest: Digest, raw: memoryview, *, is_node: bool) -> None:
+        """Write a chunk or node, unless it was claimed; from any thread."""
+        with self._lock:
+            if digest not in self._claimed:
+                self._claimed.add(digest)
+                self._copies[is_node].add_known([(digest, raw)])
+
+    def finish_chunks(self) -> None:
+        """Wait until all chunks and copies are written; nodes may still follow."""
+        for filler in self._copies:
+            filler.seal()
+        self._chunks.finish()
+
+    def finish(self) -> None:
+        """Wait until all packs are written."""
+        self.finish_chunks()
+        self._node_filler.seal()
+        self._nodes.finish()
+
+    def move(self, base: int) -> None:
+        """Give the packs new ids, made under another root: under these no collector deletes them.
+
+        Raises:
+            FileNotFoundError: One is gone.
+        """
+        moved = self._chunks.move(base) | self._nodes.move(base)
+        self.nodes = {d: (node, moved_place(p, moved)) for d, (node, p) in self.nodes.items()}
+        self.base = base
+
+    def segment(self) -> Segment:
+        """Return the segment that lists all that was written."""
+        packs = (*self._chunks.packs, *self._nodes.packs)
+        return Segment(packs, [*self._chunks.records, *self._nodes.records])
+
+    def close(self) -> None:
+        """End the threads and give the memory back."""
+        for filler in (self._node_filler, *self._copies):
+            filler.seal()
+        # The threads of both end, whatever fails after that.
+        for writer in (self._chunks, self._nodes):
+            writer.close()
+
+    def delete(self) -> None:
+        """Delete the packs."""
+        for writer in (self._chunks, self._nodes):
+            writer.delete_packs()
+
+
+class ChunkWriter:
+    """Stores chunks from one thread. It hashes them where they lie, and copies only new ones.
+
+    While all chunks are new, as in a first take, it copies them first and hashes them only once, in
+    the pack.
+
+    Args:
+        filler: What the thread fills packs with.
+        unknown: Says which chunks are to be written: no live pack holds them, and no other thread
+            writes them.
+        ask: Says which of these this rank is to write; None for all.
+        all_new: Whether to begin with the guess that all chunks are new; None to never guess so,
+            since compressing a known chunk takes longer than hashing it twice.
+    """
+
+    def __init__(
+        self,
+        filler: PackFiller,
+        unknown: Callable[[list[Digest]], list[bool]],
+        ask: Choose | None,
+        *,
+        all_new: bool | None,
+    ) -> None:
+        self._filler = filler
+        self._unknown = unknown
+        self._ask = ask
+        self._all_new = all_new
+
+    def store(self, raws: list[memoryview]) -> list[Digest]:
+        """Store those chunks that are in no live pack; return the digests of all."""
+        if self._all_new:
+            return self._filler.add(raws, self._choose)
+        digests = [digest_of(raw) for raw in raws]
+        new = self._choose(digests, [len(raw) for raw in raws])
+        self._filler.add_known([(d, r) for d, r, n in zip(digests, raws, new, strict=True) if n])
+        return digests
+
+    def _choose(self, digests: list[Digest], sizes: list[int]) -> list[bool]:
+        new = self._unknown(digests)
+        if self._ask is not None and any(new):
+            asked = [i for i, n in enumerate(new) if n]
+            yes = self._ask([digests[i] for i in asked], [sizes[i] for i in asked])
+            for i, mine in zip(asked, yes, strict=True):
+                new[i] = mine
+        if self._all_new is not None:
+            self._all_new = all(new)
+        return new
+
+    def finish(self) -> None:
+        """Have the last pack written."""
+        self._filler.seal()

@@ -1,0 +1,128 @@
+"""Preparing a change of a store: storing what is new, relying on what is there.
+
+The process then publishes the change itself (``commit.py``), or hands its part over to the rank
+that publishes one root for all (``handover.py``).
+"""
+
+from __future__ import annotations
+
+import os
+
+from casnap.errors import FencedError
+from casnap.format.codec import Codec
+from casnap.format.digest import Digest, digest_of
+from casnap.format.records import NodeRef, SegmentRef, segment_key
+from casnap.runtime.threads import Crew
+from casnap.storage.index import View
+from casnap.storage.new_packs import ChunkWriter, NewPacks
+from casnap.storage.objects import Objects
+from casnap.storage.pack import Choose
+from casnap.storage.relied_packs import COLLECTED, ReliedPacks
+
+
+class Transaction:
+    """The part of one process in a change: the packs it writes, and the packs it relies on.
+
+    Args:
+        objects: The store.
+        crew: The crew of the background threads.
+        codec: How new chunks are stored.
+
+    Attributes:
+        objects: The store.
+        base: The index as the root sees it that this change is based on.
+        commit: The commit id of the root to be put.
+        relied: The packs of earlier commits that it relies on.
+        new_packs: The packs that it writes.
+        may_stand: Whether a root may stand, now or later, that names the new packs.
+
+    Raises:
+        UnsupportedFormatError: The store uses a feature that its writers have to know.
+    """
+
+    def __init__(self, objects: Objects, crew: Crew, codec: Codec = Codec.RAW) -> None:
+        objects.check_writable("write to")
+        self.objects = objects
+        self.base: View = objects.view()
+        self.commit = os.urandom(16)
+        self.relied = ReliedPacks(objects, self.base)
+        self.new_packs = NewPacks(objects, self.base.root.seq, crew, codec)
+        self.may_stand = False
+        self._codec = codec
+        self._segment: SegmentRef | None = None
+
+    def chunk_writer(self, ask: Choose | None = None) -> ChunkWriter:
+        """Return what one thread stores chunks with.
+
+        Args:
+            ask: Says which of the chunks that the store lacks are to be written; None for all.
+        """
+        all_new = not self.base.live if self._codec == Codec.RAW else None
+        return ChunkWriter(self.new_packs.filler(), self.rely_or_claim, ask, all_new=all_new)
+
+    def rely_or_claim(self, digests: list[Digest]) -> list[bool]:
+        """Rely on what is in live packs; return which other digests the caller is to write."""
+        return self.new_packs.claim(digests, self.relied.rely(digests))
+
+    def put_node(self, node: bytes) -> Digest:
+        """Store a tree node, or a list of digests, if it is new."""
+        digest = digest_of(node)
+        if self.rely_or_claim([digest])[0]:
+            self.new_packs.add_node(digest, node)
+        return digest
+
+    def put_table_node(self, node: bytes) -> Digest:
+        """Store a node of the table, whatever the base holds: the table follows the newest root."""
+        digest = digest_of(node)
+        if self.new_packs.claim([digest], [True])[0]:
+            self.new_packs.add_node(digest, node)
+        return digest
+
+    def ref(self, digest: Digest, known: NodeRef | None = None) -> NodeRef:
+        """Return a node with a hint to its place."""
+        if known is not None and known.digest == digest:
+            return known
+        if digest in self.new_packs.nodes:
+            return NodeRef(digest, self.new_packs.nodes[digest][1])
+        return NodeRef(digest, self.objects.index.find(self.base, [digest])[0])
+
+    def cache_nodes(self) -> None:
+        """Keep the new nodes in the cache of this host."""
+        nodes = [(digest, node) for digest, (node, _) in self.new_packs.nodes.items()]
+        self.objects.index.cache.keep_nodes(nodes)
+
+    def move(self, seq: int) -> None:
+        """Give the new packs ids that were made under another root, past a fence.
+
+        Raises:
+            FencedError: A collector has deleted one.
+        """
+        try:
+            self.new_packs.move(seq)
+        except FileNotFoundError:
+            raise FencedError(COLLECTED) from None
+
+    def announce(self) -> None:
+        """Note that from here on a root may stand that names the new packs."""
+        self.may_stand = True
+
+    def withdraw(self) -> None:
+        """Note that no root names the new packs, and none will."""
+        self.may_stand = False
+
+    def note_segment(self, segment: SegmentRef) -> None:
+        """Note the segment that was written of the new packs, for :meth:`delete_segment`."""
+        self._segment = segment
+
+    def delete_segment(self) -> None:
+        """Delete the segment of a failed try to commit."""
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            self.objects.backend.delete(segment_key(segment.id))
+
+    def close(self) -> None:
+        """Give memory back, and delete the new packs unless a root may stand that names them."""
+        self.new_packs.close()
+        if not self.may_stand:
+            self.delete_segment()
+            self.new_packs.delete()
