@@ -19,7 +19,7 @@ from casnap.errors import BackendError, DamagedError, ExhaustedError, FencedErro
 from casnap.format.digest import digest_of
 from casnap.format.records import PackId, id_from_name, pack_key, segment_key
 from casnap.runtime.threads import Crew
-from casnap.storage.cache import MemoryFacts
+from casnap.storage.cache import MemoryCache
 from casnap.storage.commit import publish
 from casnap.storage.pack_set import PackSet
 from casnap.storage.roots import put_next_root
@@ -248,7 +248,7 @@ def test_damage_that_was_repaired_is_forgotten(path: Path) -> None:
 
 def test_threads_that_find_damage_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # One in a file would wait half a minute for its own lock.
-    monkeypatch.setattr(casnap.storage.index, "facts_for", lambda _: MemoryFacts())
+    monkeypatch.setattr(casnap.storage.index, "facts_for", lambda _: MemoryCache())
     objects = Store(path).objects
     view = objects.view()
     digest, place = record_of(path, FROZEN)

@@ -164,14 +164,14 @@ def _replicated(ranks: int) -> _Cost:
 
 def _digests(ranks: int) -> _Cost:
     """Let one rank decide over its share of the digests: all have as much to do."""
-    rounds = -(-_BYTES // (ranks * SLOT_BYTES))  # one thread of each rank asks in each
-    asks = -(-_BYTES // _CHUNK // (ranks * rounds))
+    turns = -(-_BYTES // (ranks * SLOT_BYTES))  # one thread of each rank asks in each
+    asks = -(-_BYTES // _CHUNK // (ranks * turns))
 
     def decided() -> float:
         decides = rounds.WriterChoice(0, ranks)
         return sum(
             _seconds(lambda asked=asked: decides.choose(asked))[1]
-            for asked in (_questions(ranks, asks) for _ in range(rounds))
+            for asked in (_questions(ranks, asks) for _ in range(turns))
         )
 
     took = decided()
