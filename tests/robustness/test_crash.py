@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from casnap import Snapshot, Store
 from casnap.runtime.buffers import SLOTS, shared_pool
 from tests.support.faults import (
     CHUNK,
+    WRITING_CALLS,
     Calls,
     app_state,
     assert_holds,
@@ -73,14 +75,24 @@ def crash_everywhere(
         check(copy)
         if status == 0:
             # There are no more calls.
-            assert k > 5
+            assert k > 2
             return
         assert status == KILLED
 
 
-EACH = [
-    pytest.param(backend_faults, id="backend"),
-    pytest.param(system_faults, id="system", marks=pytest.mark.slow),
+# Between two calls that write, what is on the disk stays the same.
+writing = partial(backend_faults, names=WRITING_CALLS)
+EACH_KILL = [
+    pytest.param(writing, True, id="after-writing"),
+    *(
+        pytest.param(faults, after, id=name, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
+        for faults, after, name in [
+            (backend_faults, False, "before-backend"),
+            (backend_faults, True, "after-backend"),
+            (system_faults, False, "before-system"),
+            (system_faults, True, "after-system"),
+        ]
+    ),
 ]
 # A system call that ended well is soon followed by the next, before which is tested.
 EACH_MOMENT = [
@@ -91,7 +103,7 @@ EACH_MOMENT = [
 ]
 
 
-@pytest.mark.parametrize(("faults", "after"), EACH_MOMENT)
+@pytest.mark.parametrize(("faults", "after"), EACH_KILL)
 def test_a_take_killed_at_any_call(base: Path, faults: Faults, after: bool) -> None:
     def check(store: Path) -> None:
         found = assert_store(store, {0, 1}, maybe=2)
@@ -101,8 +113,8 @@ def test_a_take_killed_at_any_call(base: Path, faults: Faults, after: bool) -> N
     crash_everywhere(base, lambda store: take(store, 2), check, faults, after=after)
 
 
-@pytest.mark.parametrize("faults", EACH)
-def test_an_overwriting_take_killed_at_any_call(base: Path, faults: Faults) -> None:
+@pytest.mark.parametrize(("faults", "after"), EACH_KILL)
+def test_an_overwriting_take_killed_at_any_call(base: Path, faults: Faults, after: bool) -> None:
     def overwrite(store: Path) -> None:
         Store(store).take(app_state(7), "step_1", metadata={"step": 7}, overwrite=True)
 
@@ -113,11 +125,11 @@ def test_an_overwriting_take_killed_at_any_call(base: Path, faults: Faults) -> N
         assert_holds(snapshot, step)
         assert_holds(Store(store)["step_0"], 0)
 
-    crash_everywhere(base, overwrite, check, faults)
+    crash_everywhere(base, overwrite, check, faults, after=after)
 
 
-@pytest.mark.parametrize("faults", EACH)
-def test_a_delete_killed_at_any_call(base: Path, faults: Faults) -> None:
+@pytest.mark.parametrize(("faults", "after"), EACH_KILL)
+def test_a_delete_killed_at_any_call(base: Path, faults: Faults, after: bool) -> None:
     def check(store: Path) -> None:
         found = assert_store(store, {0}, maybe=1)
         if 1 in found:
@@ -125,10 +137,10 @@ def test_a_delete_killed_at_any_call(base: Path, faults: Faults) -> None:
         take(store, 1)
         assert_store(store, {0, 1})
 
-    crash_everywhere(base, lambda store: Store(store).delete("step_1"), check, faults)
+    crash_everywhere(base, lambda store: Store(store).delete("step_1"), check, faults, after=after)
 
 
-@pytest.mark.parametrize(("faults", "after"), EACH_MOMENT)
+@pytest.mark.parametrize(("faults", "after"), EACH_KILL)
 def test_the_creation_of_a_store_killed_at_any_call(
     tmp_path: Path, faults: Faults, after: bool
 ) -> None:
@@ -139,7 +151,8 @@ def test_the_creation_of_a_store_killed_at_any_call(
     crash_everywhere(tmp_path / "none", Store, check, faults, after=after)
 
 
-def test_an_async_take_killed_at_any_backend_call(base: Path) -> None:
+@pytest.mark.parametrize(("faults", "after"), EACH_KILL)
+def test_an_async_take_killed_at_any_call(base: Path, faults: Faults, after: bool) -> None:
     def work(store: Path) -> None:
         pending = Store(store).async_take(app_state(2), "step_2", metadata={"step": 2})
         pending.wait()
@@ -149,7 +162,7 @@ def test_an_async_take_killed_at_any_backend_call(base: Path) -> None:
         take(store, 2, overwrite=2 in found)
         assert_store(store, {0, 1, 2})
 
-    crash_everywhere(base, work, check, backend_faults)
+    crash_everywhere(base, work, check, faults, after=after)
 
 
 def takes_killed_at_random(tmp_path: Path, rounds: int, seed: int) -> None:
