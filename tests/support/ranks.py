@@ -12,6 +12,7 @@ they serve all worlds of a session. A process that dies or hangs in a test is re
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -125,6 +126,7 @@ def _serve(calls: Connection, log: str) -> None:
     warnings.simplefilter("ignore")
     for ours in ("casnap", "tests", "test_"):
         warnings.filterwarnings("error", module=ours)
+    gc.freeze()  # so that collecting does not look through all of torch
     current: _Group | None = None
     while True:
         try:
@@ -177,6 +179,8 @@ def _join(group: _Group, current: _Group | None) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
         _forget_meshes()
+        # Models in cycles keep groups alive, and each group has a thread that polls.
+        gc.collect()
     timeout = timedelta(seconds=group.seconds)
     server = TCPStore("127.0.0.1", group.port, is_master=False, timeout=timeout)
     store = PrefixStore(group.prefix, server)
