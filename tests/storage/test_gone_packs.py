@@ -248,7 +248,7 @@ def test_damage_that_was_repaired_is_forgotten(path: Path) -> None:
 
 def test_threads_that_find_damage_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # One in a file would wait half a minute for its own lock.
-    monkeypatch.setattr(casnap.storage.index, "facts_for", lambda _: MemoryCache())
+    monkeypatch.setattr(casnap.storage.index, "open_cache", lambda _: MemoryCache())
     objects = Store(path).objects
     view = objects.view()
     digest, place = record_of(path, FROZEN)
