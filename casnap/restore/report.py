@@ -25,14 +25,15 @@ class RestoreReport:
         """Whether anything of the state was left alone."""
         return bool(self.missing or self.unexpected or self.mismatched)
 
-    def mismatch(self, where: str) -> str:
-        """Return the message of an error that lists everything that does not fit."""
-        lines = [f"{where} does not fit the state; nothing was restored"]
-        for what, paths in (
-            ("missing in the snapshot", self.missing),
-            ("unexpected in the snapshot", self.unexpected),
-            ("of another shape", self.mismatched),
-        ):
-            lines += [f"  {what} ({len(paths)}):"] + [f"    {p}" for p in paths] if paths else []
-        lines.append("Pass strict=False to restore what fits.")
-        return "\n".join(lines)
+
+def mismatch_message(report: RestoreReport, where: str) -> str:
+    """Return the message of an error that lists everything that does not fit."""
+    lines = [f"{where} does not fit the state; nothing was restored"]
+    for what, paths in (
+        ("missing in the snapshot", report.missing),
+        ("unexpected in the snapshot", report.unexpected),
+        ("of another shape", report.mismatched),
+    ):
+        lines += [f"  {what} ({len(paths)}):"] + [f"    {p}" for p in paths] if paths else []
+    lines.append("Pass strict=False to restore what fits.")
+    return "\n".join(lines)

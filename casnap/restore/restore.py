@@ -16,7 +16,7 @@ from casnap.ranks.comm import Comm
 from casnap.restore.key_state import key_state
 from casnap.restore.loading import Loading
 from casnap.restore.modules import compare, load_what_fits
-from casnap.restore.report import RestoreReport
+from casnap.restore.report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.targets import memory_of, targets_of
 from casnap.runtime.progress import Progress
@@ -64,7 +64,7 @@ def restore(
                 compare(state, state.stateful, report)
             targets |= targets_of(state)
     if options.strict and report:
-        raise MismatchError(report.mismatch(contents.where))
+        raise MismatchError(mismatch_message(report, contents.where))
     entries = {path: entry for state in states for path, entry in state.entries.items()}
     comm.enter_phase("reading")
     leaves = _load(contents, entries, targets, options, comm)

@@ -492,9 +492,8 @@ def test_two_users_of_one_group_share_a_store(
     as_nobody(tmp_path, monkeypatch, work)
     store = Store(folder)
     assert {s.name: value_of(s) for s in store.snapshots()} == {"run/step_1": 3, "run/step_2": 2}
-    assert json.loads(marker(store, "run/step_1").read_text())["commit"] == (
-        store["run/step_1"].commit_id
-    )
+    marked = json.loads(marker(store, "run/step_1").read_text())
+    assert marked["commit"] == store["run/step_1"].commit_id
     store.delete("run/step_2")
     store.take(tiny(4), "run/step_1", overwrite=True)
     assert names(store) == ["run/step_1"]
