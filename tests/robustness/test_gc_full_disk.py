@@ -33,6 +33,9 @@ from tests.support.faults import (
     take,
 )
 from tests.support.mounts import tmpfs
+from tests.support.sweep import sweep
+
+pytestmark = pytest.mark.sweep
 
 BEFORE = {"step_3": 3, "step_4": 4}
 KILLED = -signal.SIGKILL
@@ -84,7 +87,7 @@ def test_a_disk_that_is_full_at_any_call(
     littered: Path, name: str, lasting: bool, full: Callable[..., Any], record_property: Report
 ) -> None:
     (work, after), copy, failures = WORKS[name], littered.with_name("copy"), 0
-    for k in itertools.count():
+    for k in sweep():
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(littered, copy)
         with full(k, lasting=lasting) as calls:

@@ -38,6 +38,9 @@ from tests.support.faults import (
     wait,
     while_stopped,
 )
+from tests.support.sweep import sweep
+
+pytestmark = pytest.mark.sweep
 
 REFUSED = 3
 READS = ["read", "read_into", "size", "names"]
@@ -77,7 +80,7 @@ def fresh(base: Path) -> Path:
 
 def stalls(base: Path, work: Act, meanwhile: Act, check: Check, faults: Faults) -> int:
     """Do some work on copies of a store, stopped at each of its calls in turn; return how many."""
-    for k in itertools.count():
+    for k in sweep():
         copy = fresh(base)
         cache = mkdtemp(dir=base.parent)
 

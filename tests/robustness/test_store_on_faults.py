@@ -39,6 +39,9 @@ from casnap.testing import (
     tear,
 )
 from tests.support.faults import CHUNK, app_state, assert_holds, files, in_child, take
+from tests.support.sweep import sweep
+
+pytestmark = pytest.mark.sweep
 
 WRITES = ("write", "put_if_absent", "sync")
 READS = ("read", "read_into")
@@ -169,7 +172,7 @@ def test_each_call_of_a_take_once(tmp_path: Path, act: Act) -> None:
     """After a failed call, the take raises or has committed, and the next one works."""
     made = MemoryBackend(f"{tmp_path}")
     take(Store(made, chunk_size=CHUNK), 0)
-    for k in itertools.count():
+    for k in sweep():
         backend = FaultyBackend(copied(made, f"{tmp_path}/{k}"))
         store = Store(backend)
         committed, maybe = {0}, 1
@@ -289,7 +292,7 @@ def crash_at_each_call(
     made = MemoryBackend(name)
     for step in (0, 1):
         take(Store(made, chunk_size=CHUNK), step)
-    for k in itertools.count():
+    for k in sweep():
         inner = copied(made, f"{name}/{k}")
         backend = FaultyBackend(inner)
         store = Store(backend)

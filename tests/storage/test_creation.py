@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,9 @@ import pytest
 from casnap import Store
 from casnap.opened import find
 from tests.support.faults import stop, system_faults, while_stopped
+from tests.support.sweep import sweep
+
+pytestmark = pytest.mark.sweep
 
 LOOKS = ["stat", "listdir", "link"]
 
@@ -24,7 +26,7 @@ def test_another_process_makes_the_store_at_any_moment(
     tmp_path: Path, make: Callable[[Path], Store]
 ) -> None:
     """One stops before each call in turn, and finds the store made when it goes on."""
-    for k in itertools.count():
+    for k in sweep():
         place = tmp_path / str(k)
         place.mkdir()
         made: list[str] = []

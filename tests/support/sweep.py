@@ -1,0 +1,15 @@
+"""Stepping through the calls of some work, to have each fail, be killed, or stand still in turn."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+STEP = int(os.environ.get("CASNAP_SWEEP_STEP", "3"))
+"""``make soak`` sets 1, and runs all tests that are marked ``sweep``."""
+
+
+def sweep() -> Iterator[int]:
+    """Count the calls to strike: the first, then every third; each one in ``make soak``."""
+    return itertools.count(0, STEP)
