@@ -15,7 +15,11 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 STAMP := $(VENV)/.set-up
 BENCH_STAMP := $(VENV)/.set-up-bench
 SOAK_TIMEOUT ?= 3600
-ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist worksteal
+# One more worker than cores, since some tests wait.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 1 + len(os.sched_getaffinity(0))))')
+ON_ALL_CORES := --numprocesses $(WORKERS) --dist worksteal
+# Tests start many interpreters: compiled modules are kept, whatever the caller has set.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

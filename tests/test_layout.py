@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -15,6 +16,11 @@ SOURCES = sorted(
     if "__pycache__" not in path.parts
 )
 MOST_LINES, MOST_LINES_OF_FUNCTION, MOST_LEVELS = 499, 50, 10
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def module_of(path: Path) -> str:
@@ -48,7 +54,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 def graph() -> dict[str, set[str]]:
     """Return what each module imports; the package itself, which all import, is left out."""
     return {
-        module: set(imported(ast.parse(path.read_text()))) - {"casnap", module}
+        module: set(imported(tree_of(path))) - {"casnap", module}
         for module, path in MODULES.items()
     }
 
@@ -68,7 +74,7 @@ def test_files_and_functions_are_short() -> None:
         name = path.relative_to(ROOT)
         if (lines := source.count("\n")) > MOST_LINES:
             long.append(f"{name}: {lines} lines")
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             if (lines := _lines(node)) > MOST_LINES_OF_FUNCTION:
@@ -103,7 +109,7 @@ def test_folders_import_in_no_circle_and_few_levels() -> None:
 def test_no_test_imports_from_another() -> None:
     """What tests share stands in tests/support."""
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
                 names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
                 assert not any(name.startswith("test_") for name in names), path

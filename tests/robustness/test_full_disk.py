@@ -111,7 +111,7 @@ def test_a_disk_that_is_full_at_any_call(
         assert_store(copy, {0, 1, 2, 3})
         if not calls.struck:
             break
-    assert failures > 5
+    assert failures > 1
 
 
 @BOTH

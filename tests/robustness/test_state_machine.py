@@ -30,6 +30,7 @@ from casnap.backends import LocalBackend
 from casnap.errors import FencedError, SnapshotExistsError, SnapshotNotFoundError
 from casnap.snapshot import PendingSnapshot
 from casnap.testing import Crash, Fault, FaultyBackend, Gate, crash
+from tests.support.examples import FEW
 from tests.support.faults import (
     CHUNK,
     KEY,
@@ -474,7 +475,7 @@ MANY = settings.default.max_examples if settings.default else 50
 class TestStore(StoreMachine.TestCase):  # type: ignore[misc]
     """A few examples; many under ``HYPOTHESIS_PROFILE=soak``."""
 
-    settings = settings(max_examples=MANY, stateful_step_count=15)
+    settings = settings(max_examples=FEW, stateful_step_count=15)
 
 
 @pytest.mark.slow
