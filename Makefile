@@ -1,5 +1,5 @@
 # make demo    set up .venv, then train, kill, resume and look at a store
-# make test    the tests (make soak: the slow ones)
+# make test    the tests, on all cores (make soak: the slow ones, and all that is sampled)
 # make check   lint, format, types, layers
 # make bench   casnap beside its peers and the limits of this machine
 # make docs    run the examples of README.md and docs/
@@ -53,7 +53,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(ON_ALL_CORES)
 
 soak: $(STAMP)
-	CASNAP_SWEEP_STEP=1 $(BIN)/python -m pytest -m 'slow or sweep' --timeout $(SOAK_TIMEOUT)
+	CASNAP_SWEEP_STEP=1 $(BIN)/python -m pytest -m 'slow or sweep or sampled' --timeout $(SOAK_TIMEOUT)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

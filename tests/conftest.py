@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.ranks import Pool, World
+from tests.support.sweep import STEP
 
 # Read by torch when it is imported. Its own threads spin while they wait, and tests share cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -59,7 +61,13 @@ def disk_path() -> Iterator[Path]:
         yield Path(folder).resolve()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _skip_gpu_tests(items)
+    if STEP > 1:
+        _leave_every_second_case(config, items)
+
+
+def _skip_gpu_tests(items: list[pytest.Item]) -> None:
     """Skip what is marked ``gpu`` where CUDA is not; torch is imported only if there is such."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
@@ -69,6 +77,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+def _leave_every_second_case(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect every second case of each test that is marked ``sampled``."""
+    seen: Counter[str] = Counter()
+    left, deselected = [], []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        seen[function] += 1
+        odd = seen[function] % 2 == 1
+        (left if odd or not item.get_closest_marker("sampled") else deselected).append(item)
+    items[:] = left
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
 
 
 @pytest.fixture(scope="session", autouse=True)

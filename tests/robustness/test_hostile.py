@@ -40,6 +40,8 @@ from tests.support.forger import (
     value,
 )
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.fixture
 def forger(tmp_path: Path, cache_dir: Path) -> Forger:

@@ -33,6 +33,8 @@ from tests.support.forger import (
     tensor,
 )
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

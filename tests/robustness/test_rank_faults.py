@@ -28,6 +28,8 @@ from tests.support.rank_faults import (
 from tests.support.ranks import World
 from tests.support.yard import Seen, Yard, watch
 
+pytestmark = pytest.mark.sampled
+
 Worlds = Callable[[int], World]
 TIMEOUT = 3.0
 """Seconds until a silent rank is given up; a whole one may be slow on a busy machine."""
