@@ -20,6 +20,7 @@ from casnap.restore.report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.targets import memory_of, targets_of
 from casnap.runtime.progress import Progress
+from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
 from casnap.state.cuda import synchronize
 from casnap.state.flatten import inflate
@@ -58,7 +59,7 @@ def restore(
     found = (key_state(contents, key, app_state[key], report, comm.rank) for key in keys)
     states = [state for state in found if state is not None]
     targets: dict[str, Shards] = {}
-    with plain():
+    with collector_paused(), plain():
         for state in states:
             if isinstance(state.stateful, torch.nn.Module):
                 compare(state, state.stateful, report)
@@ -70,7 +71,7 @@ def restore(
     leaves = _load(contents, entries, targets, options, comm)
     for state in states:
         leaves |= state.given
-    # No rank changes its state before all of them have read of_rank.
+    # No rank changes its state before all ranks have read everything.
     comm.all_gather(b"")
     comm.enter_phase("loading states")
     # The random state comes last, since loading the others may draw random numbers.
@@ -108,6 +109,7 @@ def _left_behind(contents: Contents, size: int) -> list[str]:
     return [f"{rank}/{key}" for rank in ranks for key in sorted(contents.manifest.ranks[str(rank)])]
 
 
+@collector_paused()
 @plain()
 def _load(
     contents: Contents,
