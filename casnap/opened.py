@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from weakref import ref
 
 import msgspec
 
@@ -93,11 +93,18 @@ class OpenStore:
         self.objects = Objects(found.backend)
         self.prefix = found.name
         self.codec = codec
+        # Weak, since the Store refers to this: else both would stay until a garbage collection.
+        self._store: ref[Store] | None = None
 
-    @cached_property
+    @property
     def store(self) -> Store:
-        """The Store that opened this; if a Snapshot opened this, a new one."""
-        return OpenStore.store_class(self)
+        """The Store that opened this; if a Snapshot opened this or the Store is gone, a new one."""
+        store = self._store() if self._store is not None else None
+        return OpenStore.store_class(self) if store is None else store
+
+    def note_store(self, store: Store) -> None:
+        """Note the Store that this belongs to; it must keep this."""
+        self._store = ref(store)
 
     # --- names ---
 
@@ -186,6 +193,8 @@ def find(
         return OpenStore(found._replace(name=""), create=create, asked=False), found.name
     if isinstance(store, str | os.PathLike):
         store = OpenStore.store_class(store, create=create)
+    elif not isinstance(store, OpenStore.store_class):
+        raise TypeError(f"store= is a Store or its URI; got a {type(store).__name__}")
     return store.opened, os.fspath(path)
 
 

@@ -111,6 +111,7 @@ class Snapshot:
             opened, name = find(path, storage_options, store, create=False)
             path = Found(opened, check_name(name), opened.row(name))
         self._opened, self.name, self.row = path
+        self._store = self._opened.store
         self.pg = pg
         self.contents = Contents(self._opened.objects, self._opened.outer_name(self.name), self.row)
 
@@ -348,7 +349,7 @@ class Snapshot:
     @property
     def store(self) -> Store:
         """The store that holds the snapshot."""
-        return self._opened.store
+        return self._store
 
     @property
     def path(self) -> str:
@@ -399,6 +400,8 @@ class PendingSnapshot:
 
     def __init__(self, store: OpenStore, take: PendingTake, name: str, pg: Any = None) -> None:
         self._opened = store
+        # Kept for the snapshot, which is to have the same Store.
+        self._store = store.store
         self._pg = pg
         self._take = take
         self._name = name

@@ -66,8 +66,8 @@ class Store:
             found = Location(uri, "", True) if isinstance(uri, Backend) else locate_store(uri)
             codec = Codec.ZSTD if compress else Codec.RAW
             uri = OpenStore(found, create=create, chunk_size=chunk_size, codec=codec)
-            uri.store = self
         self.opened = uri
+        uri.note_store(self)
         self.objects = uri.objects
         self.prefix = uri.prefix
 

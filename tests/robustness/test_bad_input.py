@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from casnap import Snapshot, StateDict, Store
+from casnap.backends import LocalBackend
 from casnap.errors import (
     BackendError,
     DamagedError,
@@ -315,6 +316,15 @@ def test_one_glob_is_not_a_list_of_globs(base: Path, option: str) -> None:
         with pytest.raises(TypeError, match=rf"{option}.*\['model/\*'\]"):
             use({"s": StateDict(x=1)}, "x", **{option: "model/*"})
     assert files(base) == before
+
+
+@pytest.mark.parametrize("store", [5, object(), LocalBackend(Path("/nowhere"))])
+def test_what_is_no_store_of_a_snapshot(store: Any) -> None:
+    with pytest.raises(TypeError, match=rf"store=.*{type(store).__name__}"):
+        Snapshot("x", store=store)
+    for use in (Snapshot.take, Snapshot.async_take):
+        with pytest.raises(TypeError, match=rf"store=.*{type(store).__name__}"):
+            use("x", {}, store=store)
 
 
 class Plain:

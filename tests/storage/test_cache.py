@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
 import shutil
 import signal
 from pathlib import Path
+from weakref import ref
 
 import pytest
 
@@ -402,3 +404,19 @@ def test_a_fork_leaves_the_cache_of_its_parent_alone(tmp_path: Path, cache_dir: 
     assert in_child(child) == 0
     assert {file: file.stat().st_ino for file in caches} == caches
     assert_store(path, {0, 1, 2})
+
+
+def test_a_store_that_nobody_has_is_freed_at_once(tmp_path: Path) -> None:
+    """Its cache holds files open, and training often switches the garbage collector off."""
+    gc.disable()
+    try:
+        store = Store(tmp_path / "store")
+        snapshot = store.take({}, "x")
+        freed, opened = ref(store), ref(store.opened)
+        del store
+        assert snapshot.store is freed()
+        del snapshot
+        assert freed() is None
+        assert opened() is None
+    finally:
+        gc.enable()
