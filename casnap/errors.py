@@ -9,7 +9,13 @@
     │   ├── UntrustedStoreError     found by walking up, owned by another user
     │   └── BackendError            the place where objects live failed (OSError and the like)
     │       ├── StorageFullError    no space, or a quota, left
-    │       └── ExhaustedError      this process or host is out of open files, or of memory
+    │       └── UnavailableError    says nothing about the objects: whatever works on a store stops
+    │           ├── ExhaustedError      this process or host is out of open files, or of memory
+    │           ├── UnreachableError    no answer from the server, or none in time
+    │           ├── AccessDeniedError   the server does not allow this
+    │           ├── CredentialsError    no credentials, wrong or expired ones, or a wrong clock
+    │           ├── NoBucketError       no such bucket
+    │           └── ArchivedError       the object is in a class that has to be restored first
     ├── SnapshotError               a name in a store
     │   ├── InvalidNameError        (ValueError) a name that cannot be used
     │   ├── SnapshotExistsError     (FileExistsError) the name is taken
@@ -65,8 +71,32 @@ class StorageFullError(BackendError):
     """No space, or no quota, is left at the store's place."""
 
 
-class ExhaustedError(BackendError):
+class UnavailableError(BackendError):
+    """A call failed for a reason that says nothing about the object: it is not damaged by that."""
+
+
+class ExhaustedError(UnavailableError):
     """This process or host has no open files, or no memory, left."""
+
+
+class UnreachableError(UnavailableError):
+    """The server cannot be reached, or did not answer in time, or failed at each attempt."""
+
+
+class AccessDeniedError(UnavailableError):
+    """The server does not allow this: the policy, a key of KMS, or who pays for the request."""
+
+
+class CredentialsError(UnavailableError):
+    """There are no credentials, they are wrong or expired, or this host's clock is wrong."""
+
+
+class NoBucketError(UnavailableError):
+    """The bucket does not exist."""
+
+
+class ArchivedError(UnavailableError):
+    """The object is in a storage class from which it has to be restored before it can be read."""
 
 
 class SnapshotError(CasnapError):

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
-from casnap.errors import BackendError, CasnapError, ExhaustedError, StorageFullError
+from casnap.errors import (
+    BackendError,
+    CasnapError,
+    ExhaustedError,
+    StorageFullError,
+    UnavailableError,
+)
 
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 """Errors that say that this host has run out of something, and nothing about the object."""
+
+Target: TypeAlias = tuple[int, memoryview]
+"""Where a run of an object begins, and the buffer that it is read into."""
 
 
 class Backend(ABC):
@@ -19,15 +29,33 @@ class Backend(ABC):
     - Keys are relative, ``/``-separated, and never climb out.
     - An object is whole or absent: a reader never sees part of one that is being written.
     - ``write`` and ``put_if_absent`` are durable once :meth:`sync` has returned.
-    - A backend retries nothing. It raises transient failures like all others.
-    - A missing object raises ``FileNotFoundError``. Running out of file descriptors or memory on
-      this host raises an :class:`ExhaustedError`; all else raises a :class:`BackendError`.
+    - A backend of this machine retries nothing. A remote one retries what may pass, for a bounded
+      time.
+    - A missing object raises ``FileNotFoundError``. A failure that says nothing about the object
+      raises an :class:`UnavailableError`; all else raises a :class:`BackendError`.
 
     Attributes:
         uri: Where this is, as the user would write it.
+        is_remote: Whether each call is a request to another machine. Then callers list a folder
+            rather than look at each object.
+        in_flight: How many calls at once are worth it.
+        max_chunk_bytes: The largest chunks that a store here may have.
+        keeps_copies: Whether copies of roots are worth it: not where objects are never half lost.
+        exclusive: Whether the user vouches that no other process writes here. A backend that has
+            no put-if-absent then looks first, and puts if nothing is there.
     """
 
     uri: str
+    is_remote: bool = False
+    in_flight: int = 4
+    max_chunk_bytes: int = 64 << 20
+    keeps_copies: bool = False
+    exclusive: bool = False
+
+    @property
+    def requests(self) -> Mapping[str, int]:
+        """How many requests were made so far, by kind; empty where nothing is counted."""
+        return {}
 
     def make(self) -> None:  # noqa: B027 - nothing by default
         """Make the place itself before a store is made in it, where it does not exist yet."""
@@ -65,13 +93,13 @@ class Backend(ABC):
         """Return a whole object."""
 
     @abstractmethod
-    def read_into(self, key: str, offset: int, target: memoryview, *, bulk: bool = False) -> int:
-        """Fill ``target`` from a run of an object; return how many bytes there were.
+    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+        """Fill buffers from runs of an object; return how many bytes there were for each.
 
         Args:
             key: The object.
-            offset: Where the run begins.
-            target: The buffer. To read around the page cache, it must begin on a page.
+            targets: For each run, where it begins, and the buffer. To read around the page cache,
+                a buffer must begin on a page.
             bulk: Whether this is part of a large transfer, which should not fill the operating
                 system's cache.
         """
@@ -91,6 +119,19 @@ class Backend(ABC):
     def names(self, folder: str) -> list[str]:
         """Return the names right below a folder, unsorted; none if it does not exist."""
 
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the length in bytes of each object below a folder, at any depth, by its key."""
+        found: dict[str, int] = {}
+        for name in self.names(folder):
+            key = f"{folder}/{name}" if folder else name
+            try:
+                found[key] = self.size(key)
+            except (FileNotFoundError, BackendError) as e:
+                if isinstance(e, UnavailableError):
+                    raise
+                found |= self.sizes(key)
+        return found
+
     @abstractmethod
     def copy(self, key: str, to: str) -> None:
         """Give an object a second name, which no other process writes; as durable as a write.
@@ -103,6 +144,22 @@ class Backend(ABC):
     def delete(self, key: str) -> None:
         """Delete an object, if it exists."""
 
+    def delete_all(self, keys: Iterable[str]) -> dict[str, BackendError]:
+        """Delete objects, if they exist; return the errors of those that may not be deleted.
+
+        Raises:
+            BackendError: Deleting failed for another reason. Some objects may be gone.
+        """
+        refused = {}
+        for key in keys:
+            try:
+                self.delete(key)
+            except BackendError as e:
+                if not isinstance(e.__cause__, PermissionError):
+                    raise
+                refused[key] = e
+        return refused
+
     def tidy(self, min_age: float) -> int:
         """Delete what dead writers have left half-written; return how many bytes that freed.
 
@@ -113,6 +170,9 @@ class Backend(ABC):
 
     def mark(self, key: str, content: bytes | None) -> None:  # noqa: B027 - nothing by default
         """Put, or with None remove, a file that is meant for people; casnap never relies on it."""
+
+    def keep_copy(self, key: str, content: bytes | None) -> None:  # noqa: B027 - nothing by default
+        """Put, or with None remove, the copy of a root, which may be lost at any time."""
 
 
 @contextmanager

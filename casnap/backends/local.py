@@ -9,10 +9,11 @@ import re
 import stat
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from casnap.backends.base import Backend, translated
+from casnap.backends.base import Backend, Target, translated
 from casnap.backends.durability import NewNames
 from casnap.errors import BackendError
 from casnap.format.records import CONFIG_KEY
@@ -34,6 +35,8 @@ class LocalBackend(Backend):
     folder, so that a shared store stays shared. If only its owner may write to the folder, the
     umask applies as well.
     """
+
+    keeps_copies = True
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -202,16 +205,12 @@ class LocalBackend(Backend):
             return (self.folder / key).read_bytes()
 
     @override
-    def read_into(self, key: str, offset: int, target: memoryview, *, bulk: bool = False) -> int:
+    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
         """Read from the page cache; what a bulk read does not find there, around it."""
         with translated(f"{self.uri}/{key}"):
             fd = os.open(self.folder / key, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                if not bulk or not _DIRECT:
-                    return _read_buffered(fd, target, offset, 0)
-                done = _read_cached(fd, target, offset)
-                done = _read_direct(fd, target, offset, done)
-                return _read_buffered(fd, target, offset, done)
+                return [_read(fd, target, offset, bulk=bulk) for offset, target in targets]
             finally:
                 os.close(fd)
 
@@ -251,8 +250,32 @@ class LocalBackend(Backend):
         return freed
 
     @override
+    def sizes(self, folder: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+        with translated(f"{self.uri}/{folder}"):
+            try:
+                entries = list(os.scandir(self.folder / folder))
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+            for entry in entries:
+                key = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    found |= self.sizes(key)
+                else:
+                    with suppress(FileNotFoundError):
+                        found[key] = entry.stat().st_size
+        return found
+
+    @override
     def mark(self, key: str, content: bytes | None) -> None:
         """Put or remove a marker file; remove folders that are empty then."""
+        self._put_loosely(key, content)
+
+    @override
+    def keep_copy(self, key: str, content: bytes | None) -> None:
+        self._put_loosely(key, content)
+
+    def _put_loosely(self, key: str, content: bytes | None) -> None:
         path = self.folder / key
         with translated(str(path)):
             if content is not None:
@@ -343,6 +366,14 @@ def _write_direct(fd: int, view: memoryview) -> int:
     finally:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
     return start
+
+
+def _read(fd: int, target: memoryview, offset: int, *, bulk: bool) -> int:
+    done = 0
+    if bulk and _DIRECT:
+        done = _read_cached(fd, target, offset)
+        done = _read_direct(fd, target, offset, done)
+    return _read_buffered(fd, target, offset, done)
 
 
 def _read_cached(fd: int, target: memoryview, offset: int) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 
-from casnap.backends.base import Backend
+from casnap.backends.base import Backend, Target
 from casnap.runtime.typing import override
 
 _stores: dict[str, dict[str, bytes]] = {}
@@ -52,10 +53,13 @@ class MemoryBackend(Backend):
             raise FileNotFoundError(key) from None
 
     @override
-    def read_into(self, key: str, offset: int, target: memoryview, *, bulk: bool = False) -> int:
-        part = self.read(key)[offset : offset + len(target)]
-        target[: len(part)] = part
-        return len(part)
+    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+        content, lengths = self.read(key), []
+        for offset, target in targets:
+            part = content[offset : offset + len(target)]
+            target[: len(part)] = part
+            lengths.append(len(part))
+        return lengths
 
     @override
     def size(self, key: str) -> int:
@@ -75,3 +79,10 @@ class MemoryBackend(Backend):
     @override
     def delete(self, key: str) -> None:
         self._objects.pop(key, None)
+
+    @override
+    def sizes(self, folder: str) -> dict[str, int]:
+        prefix = f"{folder}/" if folder else ""
+        with _lock:
+            objects = list(self._objects.items())
+        return {key: len(content) for key, content in objects if key.startswith(prefix)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from casnap.backends import Backend
-from casnap.errors import CasnapError, DamagedError, ExhaustedError
+from casnap.errors import CasnapError, DamagedError, UnavailableError
 from casnap.format.records import CONFIG_KEY, pack_key, root_key, segment_key
 from casnap.maintenance.damage import (
     ALL,
@@ -129,7 +129,7 @@ def _damaged_config(objects: Objects) -> list[Damage]:
         if read_config(objects.backend) == objects.config:
             return []
         why = "it has changed since this store was opened; restore it from a backup"
-    except ExhaustedError:
+    except UnavailableError:
         raise
     except CasnapError as e:
         why = str(e)

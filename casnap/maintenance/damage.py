@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from casnap.backends import Backend
-from casnap.errors import BackendError, DamagedError, ExhaustedError
+from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import root_key
 from casnap.storage.objects import Reason
 from casnap.storage.roots import read_root
@@ -68,9 +68,9 @@ def kind_and_message(error: Exception, what: str) -> tuple[str, str]:
     """Return the kind of a damage and its message, given the error of reading an object.
 
     Raises:
-        ExhaustedError: The error was this one, which says nothing about the object.
+        UnavailableError: The error was this one, which says nothing about the object.
     """
-    if isinstance(error, ExhaustedError):
+    if isinstance(error, UnavailableError):
         raise error
     if isinstance(error, FileNotFoundError):
         return "missing", f"{what} is missing"

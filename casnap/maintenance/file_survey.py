@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from casnap.errors import BackendError, DamagedError, ExhaustedError
+from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.digest import Digest
 from casnap.format.records import (
     FOOTER_RECORD_SIZE,
@@ -134,7 +134,7 @@ class FileSurvey:
                 self._pack(pack)
             except FileNotFoundError:
                 self._lose_pack(pack, "missing", "the pack is missing")
-            except ExhaustedError:
+            except UnavailableError:
                 raise
             except BackendError as e:
                 self._lose_pack(pack, "unreadable", f"the pack cannot be read: {e}")
@@ -162,7 +162,7 @@ class FileSurvey:
         try:
             footer = read_footer(backend, pack, size, len(records))
         except (DamagedError, BackendError) as e:
-            if isinstance(e, ExhaustedError) or isinstance(e.__cause__, PermissionError):
+            if isinstance(e, UnavailableError) or isinstance(e.__cause__, PermissionError):
                 raise
             self._hurt_pack(pack, "changed", f"{e}; its chunks may be whole")
             return

@@ -113,7 +113,7 @@ def read_footer(backend: Backend, pack: PackId, size: int, guess: int = 0) -> li
 
 def _tail(backend: Backend, pack: PackId, size: int, count: int) -> bytes:
     tail = bytearray(min(size, count * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE))
-    n = backend.read_into(pack_key(pack), size - len(tail), memoryview(tail))
+    [n] = backend.read_into(pack_key(pack), [(size - len(tail), memoryview(tail))])
     return bytes(tail[:n])
 
 

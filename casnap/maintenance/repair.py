@@ -20,7 +20,7 @@ from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
-    ExhaustedError,
+    UnavailableError,
 )
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
@@ -237,7 +237,7 @@ class _Repair:
             footer = read_footer(backend, pack, size)
         except FileNotFoundError:  # collected meanwhile
             return []
-        except ExhaustedError:
+        except UnavailableError:
             raise
         except (DamagedError, BackendError) as e:
             if self._survey.unreadable:

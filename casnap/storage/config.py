@@ -8,8 +8,8 @@ from casnap.backends.base import Backend
 from casnap.errors import (
     BackendError,
     DamagedError,
-    ExhaustedError,
     NotAStoreError,
+    UnavailableError,
     UnsupportedFormatError,
 )
 from casnap.format.records import (
@@ -52,7 +52,7 @@ def read_config(backend: Backend) -> StoreConfig:
     where = f"{backend.uri}/{CONFIG_KEY}"
     try:
         raw = _config_bytes(backend)
-    except ExhaustedError:
+    except UnavailableError:
         raise
     except (FileNotFoundError, BackendError):
         if backend.names("roots/0"):

@@ -14,7 +14,7 @@ from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
-    ExhaustedError,
+    UnavailableError,
 )
 from casnap.format.codec import decompress
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
@@ -366,10 +366,10 @@ class Objects:
     ) -> list[Unread]:
         target = buffer[: -(-(read.stop - read.start) // PAGE) * PAGE]
         try:
-            n = self.backend.read_into(pack_key(read.pack), read.start, target, bulk=bulk)
+            [n] = self.backend.read_into(pack_key(read.pack), [(read.start, target)], bulk=bulk)
         except FileNotFoundError:
             return [Unread(*chunk, Why(Reason.MISSING)) for chunk in read.chunks]
-        except ExhaustedError:
+        except UnavailableError:
             raise
         except BackendError as e:
             return [Unread(*chunk, Why(Reason.UNREADABLE, str(e))) for chunk in read.chunks]

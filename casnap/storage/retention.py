@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from casnap.errors import BackendError, DamagedError, ExhaustedError
+from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import Row
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects
@@ -327,7 +327,7 @@ class Pruning:
         """Return a row with its metadata; without, and note the name, if they cannot be read."""
         try:
             metadata = Contents(self._objects, name, row).metadata
-        except ExhaustedError:
+        except UnavailableError:
             raise
         except (DamagedError, BackendError) as e:
             _log.warning("%.200s is judged without its metadata: %.500s", name, e)

@@ -15,9 +15,9 @@ from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
-    ExhaustedError,
     NotAStoreError,
     StoreError,
+    UnavailableError,
     UnsupportedFormatError,
 )
 from casnap.format.digest import DIGEST_SIZE
@@ -85,7 +85,7 @@ def check_writable(uri: str, features: Iterable[str], doing: str = "write to") -
 def _stands(backend: Backend, root: Root) -> bool:
     try:
         return _read_if_there(backend, root.seq) == root
-    except ExhaustedError:
+    except UnavailableError:
         raise
     except (DamagedError, BackendError):
         # It may be an older root by now, which has no copy.
@@ -98,6 +98,8 @@ def _lost(backend: Backend, root: Root) -> Root | None:
     When a store is copied while it is written to, the copy may catch a root's copy, but not the
     files that it names. Then it does not count.
     """
+    if not backend.keeps_copies:
+        return None
     seq = max(_numbers(backend, COPIES), default=-1)
     copy = _read_copy(backend, seq) if seq > root.seq else None
     if copy is None:
@@ -133,7 +135,7 @@ def _read_if_there(backend: Backend, seq: int) -> Root | None:
         return read_root(backend, seq)
     except FileNotFoundError:
         return None
-    except ExhaustedError:
+    except UnavailableError:
         raise
     except (DamagedError, BackendError):
         copy = _read_copy(backend, seq)
@@ -143,9 +145,11 @@ def _read_if_there(backend: Backend, seq: int) -> Root | None:
 
 
 def _read_copy(backend: Backend, seq: int) -> Root | None:
+    if not backend.keeps_copies:
+        return None
     try:
         return _read(backend, f"{COPIES}/{seq}", seq)
-    except ExhaustedError:
+    except UnavailableError:
         raise
     except (FileNotFoundError, CasnapError):
         return None
@@ -153,15 +157,17 @@ def _read_copy(backend: Backend, seq: int) -> Root | None:
 
 def _keep_copy(backend: Backend, seq: int, content: bytes) -> None:
     """Keep a copy of a root that was put, and remove older copies; ignore failures."""
+    if not backend.keeps_copies:
+        return
     try:
-        backend.mark(f"{COPIES}/{seq}", content)
+        backend.keep_copy(f"{COPIES}/{seq}", content)
         kept = [number for number in _numbers(backend, COPIES) if number < seq]
     except (CasnapError, OSError) as e:
         _log.debug("%s: root %d has no copy: %s", backend.uri, seq, e)
         return
     for older in kept:
         try:
-            backend.mark(f"{COPIES}/{older}", None)
+            backend.keep_copy(f"{COPIES}/{older}", None)
         except (CasnapError, OSError) as e:
             # It is another user's, in a sticky folder.
             _log.debug("%s: the copy of root %d stays: %s", backend.uri, older, e)

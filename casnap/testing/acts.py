@@ -125,11 +125,11 @@ class Gate:
 def hold(calls: int | None = None) -> Act:
     """Return at once, and do the call later: after so many others, at the latest before a sync.
 
-    Only for calls without an answer: ``write``, ``copy``, ``delete`` and ``mark``.
+    Only for calls without an answer: ``write``, ``copy``, ``delete``, ``mark`` and ``keep_copy``.
     """
 
     def act(call: Call) -> object:
-        if call.name not in ("write", "copy", "delete", "mark"):
+        if call.name not in ("write", "copy", "delete", "mark", "keep_copy"):
             raise TypeError(f"{call} has an answer, which cannot be known before it is done")
         # A copy, since the caller may use its buffer again.
         kept = [bytes(a) if isinstance(a, memoryview) else a for a in call.arguments]
@@ -152,11 +152,15 @@ def alter(change: Callable[[bytes], bytes]) -> Act:
             return change(call.go())
         if call.name != "read_into":
             raise TypeError(f"{call} moves no bytes that could be changed")
-        target, n = call.arguments[1], call.go()
-        changed = change(bytes(target[:n]))
-        # The rest of the buffer must not be right by chance.
-        target[:n] = changed + bytes(n - len(changed))
-        return len(changed)
+        targets, lengths = [target for _, target in call.arguments[0]], call.go()
+        content = b"".join(target[:n] for target, n in zip(targets, lengths, strict=True))
+        changed, left = change(content), []
+        for target, n in zip(targets, lengths, strict=True):
+            part, changed = changed[:n], changed[n:]
+            # The rest of the buffer must not be right by chance.
+            target[:n] = part + bytes(n - len(part))
+            left.append(len(part))
+        return left
 
     return act
 

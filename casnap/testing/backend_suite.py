@@ -64,7 +64,7 @@ def assert_absent(backend: Backend, key: str) -> None:
     with pytest.raises(FileNotFoundError):
         backend.read(key)
     with pytest.raises(FileNotFoundError):
-        backend.read_into(key, 0, memoryview(bytearray(8)))
+        backend.read_into(key, [(0, memoryview(bytearray(8)))])
     with pytest.raises(FileNotFoundError):
         backend.size(key)
     with pytest.raises(FileNotFoundError):
@@ -118,7 +118,7 @@ class BackendSuite:
             assert backend.read(key) == content
             assert backend.size(key) == nbytes
             target = bytearray(nbytes)
-            assert backend.read_into(key, 0, memoryview(target)) == nbytes
+            assert backend.read_into(key, [(0, memoryview(target))]) == [nbytes]
             assert target == content
 
     @pytest.mark.parametrize("start", [0, 1, 8, 4096])
@@ -218,7 +218,7 @@ class BackendSuite:
         for unaligned in (0, 3):
             memory = bytearray(nbytes + unaligned)
             target = memoryview(memory)[unaligned:]
-            assert backend.read_into("packs/ab/x", offset, target, bulk=bulk) == nbytes
+            assert backend.read_into("packs/ab/x", [(offset, target)], bulk=bulk) == [nbytes]
             assert target == content[offset : offset + nbytes]
             assert memory[:unaligned] == bytes(unaligned)
 
@@ -229,10 +229,24 @@ class BackendSuite:
         backend.write("packs/ab/x", content)
         for offset, expected in [(0, 10_000), (9_999, 1), (4096, 5904), (10_000, 0), (1 << 40, 0)]:
             target = bytearray(16_384)
-            found = backend.read_into("packs/ab/x", offset, memoryview(target), bulk=bulk)
+            [found] = backend.read_into("packs/ab/x", [(offset, memoryview(target))], bulk=bulk)
             assert found == expected
             assert target[:found] == content[offset : offset + found]
-        assert backend.read_into("packs/ab/x", 5, memoryview(bytearray()), bulk=bulk) == 0
+        nothing = [(5, memoryview(bytearray()))]
+        assert backend.read_into("packs/ab/x", nothing, bulk=bulk) == [0]
+
+    @pytest.mark.parametrize("bulk", [False, True])
+    def test_several_runs_are_read_at_once(self, backend: Backend, bulk: bool) -> None:
+        """Runs in any order, neighbours, overlapping ones, and some past the end."""
+        content = pattern(2 * _MIB + 5)
+        backend.write("packs/ab/x", content)
+        runs = [(_MIB, 4096), (0, 10), (10, 10), (5, 10), (2 * _MIB, 4096), (3 * _MIB, 1), (7, 0)]
+        targets = [(offset, memoryview(bytearray(nbytes))) for offset, nbytes in runs]
+        lengths = backend.read_into("packs/ab/x", targets, bulk=bulk)
+        assert lengths == [4096, 10, 10, 10, 5, 0, 0]
+        for (offset, target), n in zip(targets, lengths, strict=True):
+            assert target[:n] == content[offset : offset + n]
+        assert backend.read_into("packs/ab/x", [], bulk=bulk) == []
 
     # --- listings ---
 
@@ -247,6 +261,11 @@ class BackendSuite:
         assert sorted(backend.names("packs/aa")) == ["1", "2"]
         assert backend.names("packs/a") == []
         assert backend.names("packs/aa/1/2") == []
+        assert backend.sizes("packs") == {"packs/aa/1": 0, "packs/aa/2": 0, "packs/ab/3": 0}
+        assert backend.sizes("packs/a") == {}
+        backend.write("packs/aa/5", b"12345")
+        assert backend.sizes("packs/aa") == {"packs/aa/1": 0, "packs/aa/2": 0, "packs/aa/5": 5}
+        backend.delete("packs/aa/5")
         top = sorted(set(backend.names("")) - {"tmp"})
         assert top == ["index", "packs", "packs-", "packsx"]
         assert backend.names("tmp") == []
@@ -281,7 +300,7 @@ class BackendSuite:
                 target = bytearray(nbytes)
                 try:
                     size = backend.size(f"packs/ab/{name}")
-                    found = backend.read_into(f"packs/ab/{name}", 0, memoryview(target))
+                    [found] = backend.read_into(f"packs/ab/{name}", [(0, memoryview(target))])
                 except FileNotFoundError:
                     continue
                 assert (size, found) == (nbytes, nbytes)
@@ -356,10 +375,11 @@ class BrokenBackendSuite:
             ("write", ("a/b", b"x")),
             ("put_if_absent", ("a/b", b"x")),
             ("read", ("a/b",)),
-            ("read_into", ("a/b", 0, memoryview(bytearray(1)))),
+            ("read_into", ("a/b", [(0, memoryview(bytearray(1)))])),
             ("size", ("a/b",)),
             ("copy", ("a/b", "a/c")),
             ("delete", ("a/b",)),
+            ("delete_all", (["a/b", "a/c"],)),
             ("mark", ("a/b", b"x")),
         ],
     )

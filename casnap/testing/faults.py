@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from casnap.backends.base import Backend
+from casnap.backends.base import Backend, Target
 from casnap.runtime.typing import override
 
 T = TypeVar("T")
@@ -137,6 +137,10 @@ class FaultyBackend(Backend):
     def __init__(self, inner: Backend, *faults: Fault) -> None:
         self.inner = inner
         self.uri = inner.uri
+        self.is_remote = inner.is_remote
+        self.in_flight = inner.in_flight
+        self.max_chunk_bytes = inner.max_chunk_bytes
+        self.keeps_copies = inner.keeps_copies
         self.faults: list[Fault] = list(faults)
         self.log: list[tuple[str, str]] = []
         self._dead = False
@@ -153,6 +157,11 @@ class FaultyBackend(Backend):
     @override
     def identity(self) -> str:
         return self.inner.identity
+
+    @property
+    @override
+    def requests(self) -> Mapping[str, int]:
+        return self.inner.requests
 
     @contextmanager
     def during(self, *faults: Fault) -> Iterator[tuple[Fault, ...]]:
@@ -196,10 +205,8 @@ class FaultyBackend(Backend):
         return self._call("read", self.inner.read, key)
 
     @override
-    def read_into(self, key: str, offset: int, target: memoryview, *, bulk: bool = False) -> int:
-        return self._call(
-            "read_into", partial(self.inner.read_into, bulk=bulk), key, offset, target
-        )
+    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+        return self._call("read_into", partial(self.inner.read_into, bulk=bulk), key, targets)
 
     @override
     def size(self, key: str) -> int:
@@ -224,6 +231,10 @@ class FaultyBackend(Backend):
     @override
     def mark(self, key: str, content: bytes | None) -> None:
         self._call("mark", self.inner.mark, key, content)
+
+    @override
+    def keep_copy(self, key: str, content: bytes | None) -> None:
+        self._call("keep_copy", self.inner.keep_copy, key, content)
 
     def _call(self, name: str, do: Callable[..., T], key: str, *arguments: Any) -> T:
         self.log.append((name, key))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from casnap import StateDict, Store
+from casnap.backends.base import Target
 from casnap.errors import BackendError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
@@ -235,12 +237,12 @@ def test_what_the_storage_refuses(store: Path) -> None:
     real = LocalBackend.read_into
 
     def read_into(
-        self: LocalBackend, key: str, offset: int, target: memoryview, **how: bool
-    ) -> int:
+        self: LocalBackend, key: str, targets: Sequence[Target], **how: bool
+    ) -> list[int]:
         sector = place.offset + 4096
-        if key == pack_key(place.pack) and offset <= sector < offset + len(target):
+        if key == pack_key(place.pack) and any(at <= sector < at + len(t) for at, t in targets):
             raise BackendError(f"{key}: Input/output error")
-        return real(self, key, offset, target, **how)
+        return real(self, key, targets, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalBackend, "read_into", read_into)

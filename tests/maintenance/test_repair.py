@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import stack
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import torch
 
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
+from casnap.backends.base import Target
 from casnap.errors import BackendError, DamagedError
 from casnap.format.digest import digest_of
 from casnap.format.records import PackId, pack_key
@@ -307,10 +308,12 @@ def test_what_cannot_be_read_now_is_not_given_up(
     real = LocalBackend.read_into
     before = files(store)
 
-    def read_into(self: LocalBackend, key: str, at: int, target: memoryview, **how: bool) -> int:
+    def read_into(
+        self: LocalBackend, key: str, targets: Sequence[Target], **how: bool
+    ) -> list[int]:
         if key.startswith("packs/") and any(f.function == "read_places" for f in stack()):
             raise BackendError(f"/missing/cut off/{key}: Too many open files")
-        return real(self, key, at, target, **how)
+        return real(self, key, targets, **how)
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalBackend, "read_into", read_into)

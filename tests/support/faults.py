@@ -187,7 +187,7 @@ def while_stopped(
 
 # --- faults -----------------------------------------------------------------------------------
 
-WRITING_CALLS = ["write", "put_if_absent", "copy", "sync", "delete", "tidy", "mark"]
+WRITING_CALLS = ["write", "put_if_absent", "copy", "sync", "delete", "tidy", "mark", "keep_copy"]
 BACKEND_CALLS = [*WRITING_CALLS, "read", "read_into", "size", "names"]
 SYSTEM_CALLS = ["open", "pwrite", "fsync", "link", "mkdir", "unlink", "chmod", "fchmod", "rmdir"]
 FILLING_CALLS = ["open", "pwrite", "fsync", "link", "mkdir"]

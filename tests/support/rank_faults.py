@@ -155,8 +155,8 @@ PHASES = {
     "restore": ("beginning a restore", "reading", "loading states"),
 }
 CALLS = {
-    "take": ("write packs/*", "sync", "put_if_absent", "mark"),
-    "async_take": ("write packs/*", "sync", "put_if_absent", "mark"),
+    "take": ("write packs/*", "sync", "put_if_absent", "mark", "keep_copy"),
+    "async_take": ("write packs/*", "sync", "put_if_absent", "mark", "keep_copy"),
     "restore": ("read_into",),
 }
 

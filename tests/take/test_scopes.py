@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
+from casnap.backends.base import Target
 from casnap.testing import FaultyBackend
 from tests.support import bitwise
 from tests.support.ranks import World
@@ -343,10 +344,10 @@ class Counting(FaultyBackend):
         super().__init__(LocalBackend(Path(folder)))
         self.reads: list[tuple[str, int, int]] = []
 
-    def read_into(self, key: str, offset: int, target: memoryview, *, bulk: bool = False) -> int:
-        n = super().read_into(key, offset, target, bulk=bulk)
-        self.reads.append((key, offset, n))
-        return n
+    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+        lengths = super().read_into(key, targets, bulk=bulk)
+        self.reads += [(key, at, n) for (at, _), n in zip(targets, lengths, strict=True)]
+        return lengths
 
 
 def save(folder: str, layout: str) -> None:
