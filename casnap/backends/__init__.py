@@ -5,7 +5,9 @@ May import ``format`` and ``runtime``. Begin with ``base.py``, the contract of a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from casnap.backends.base import Backend
 from casnap.backends.local import LocalBackend
@@ -15,7 +17,7 @@ from casnap.errors import NotAStoreError
 __all__ = ["Backend", "LocalBackend", "MemoryBackend", "backend_at"]
 
 
-def backend_at(uri: str) -> Backend:
+def backend_at(uri: str, storage_options: Mapping[str, Any] | None = None) -> Backend:
     """Return the backend that a URI or a path names.
 
     Raises:

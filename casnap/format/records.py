@@ -69,12 +69,15 @@ class Stats(Struct, frozen=True, array_like=True):
         new_bytes: Bytes that this take added to the store, as stored.
         entries: Leaves of the state.
         seconds: From the call to the commit.
+        requests: How many requests its ranks made until the root was written, by kind; empty on
+            a local disk. Only for people: a writer that does not know this drops it.
     """
 
     logical_bytes: int = 0
     new_bytes: int = 0
     entries: int = 0
     seconds: float = 0.0
+    requests: dict[str, int] = {}
 
 
 class Row(Struct, frozen=True, omit_defaults=True):

@@ -32,6 +32,7 @@ from casnap.runtime.threads import Crew, Shared, cores
 from casnap.storage.config import read_config
 from casnap.storage.index import Index, View
 from casnap.storage.pack_runs import Run, coalesced, is_possible
+from casnap.storage.probe import check_kept_apart
 from casnap.storage.roots import check_writable, newest_root
 from casnap.storage.tree import Tree, table_shape
 
@@ -140,25 +141,33 @@ class Objects:
     Args:
         backend: Where the objects live.
         opened: The same store, if it is open already; its config and index are used here too.
+
+    Attributes:
+        marks: Whether snapshots get markers, files for people.
     """
 
     def __init__(self, backend: Backend, opened: Objects | None = None) -> None:
         self.backend = backend
         self.config: StoreConfig = opened.config if opened else read_config(backend)
         self.index: Index = opened.index if opened else Index(backend, self.config.store_id)
+        self.marks = True
         self._newest: Root | None = None
 
-    def check_writable(self, doing: str) -> None:
-        """Check that this version may write to the store.
+    def check_writable(self, doing: str, *, dry_run: bool = False) -> None:
+        """Check that this version may write to the store, and that its place keeps writers apart.
 
         Args:
             doing: What the caller is about to do, for the message.
+            dry_run: Whether the caller will not write at all.
 
         Raises:
             UnsupportedFormatError: The store uses a feature that this version cannot write.
+            StoreError: The place does not honour put-if-absent.
         """
         features = (*self.config.write_features, *self.newest().write_features)
         check_writable(self.backend.uri, features, doing)
+        if not dry_run:
+            check_kept_apart(self.backend, self.config)
 
     def newest(self) -> Root:
         """Return the newest root, which says what the store holds."""

@@ -7,6 +7,8 @@ that publishes one root for all (``handover.py``).
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Mapping
 
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
@@ -27,6 +29,7 @@ class Transaction:
         objects: The store.
         crew: The crew of the background threads.
         codec: How new chunks are stored.
+        before: How many requests the backend had made when the change began.
 
     Attributes:
         objects: The store.
@@ -40,7 +43,14 @@ class Transaction:
         UnsupportedFormatError: The store uses a feature that its writers have to know.
     """
 
-    def __init__(self, objects: Objects, crew: Crew, codec: Codec = Codec.RAW) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        crew: Crew,
+        codec: Codec = Codec.RAW,
+        before: Mapping[str, int] | None = None,
+    ) -> None:
+        self._before = Counter(objects.backend.requests if before is None else before)
         objects.check_writable("write to")
         self.objects = objects
         self.base: View = objects.view()
@@ -50,6 +60,11 @@ class Transaction:
         self.may_stand = False
         self._codec = codec
         self._segment: SegmentRef | None = None
+
+    @property
+    def requests(self) -> Counter[str]:
+        """How many requests the change has made so far, by kind."""
+        return Counter(self.objects.backend.requests) - self._before
 
     def chunk_writer(self, ask: Choose | None = None) -> ChunkWriter:
         """Return what one thread stores chunks with.

@@ -50,6 +50,7 @@ class Publication:
 
         def row(seq: int) -> Row:
             duration = time.monotonic() - self.started
+            requests = dict(transaction.requests + others.requests)
             new_bytes = transaction.new_packs.stored_bytes + others.new_bytes
             made.append(
                 Row(
@@ -58,7 +59,7 @@ class Publication:
                     seq=seq,
                     time=time.time(),
                     world_size=self.world_size,
-                    stats=Stats(built.logical_bytes, new_bytes, built.entries, duration),
+                    stats=Stats(built.logical_bytes, new_bytes, built.entries, duration, requests),
                     metadata=dict(self.options.metadata or {}),
                 )
             )
@@ -66,7 +67,8 @@ class Publication:
 
         uri, overwrite = self.objects.backend.uri, self.options.overwrite
         publish(transaction, setting(self.name, row, overwrite=overwrite, uri=uri), others)
-        self._write_marker(made[-1])
+        if self.objects.marks:
+            self._write_marker(made[-1])
         if self.options.retention is not None:
             self._prune(made[-1], self.options.retention)
         return made[-1]

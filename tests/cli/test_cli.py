@@ -88,6 +88,7 @@ SNAPSHOT_KEYS = {
     "new_bytes",
     "entries",
     "seconds",
+    "requests",
     "metadata",
     "tags",
 }
