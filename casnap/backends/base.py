@@ -65,6 +65,11 @@ class Backend(ABC):
         """
         return ""
 
+    @property
+    def can_put_if_absent(self) -> bool:
+        """Whether the place can be asked to put an object only if it is absent."""
+        return True
+
     def is_object(self) -> bool:
         """Whether this place is itself an object, so that it can hold none."""
         return False

@@ -58,6 +58,8 @@ def honours_put_if_absent(backend: Backend) -> bool:
     Raises:
         BackendError: The place cannot be written to.
     """
+    if not backend.can_put_if_absent:
+        return False
     endpoint = backend.endpoint
     if not endpoint or endpoint in _known:
         return True
