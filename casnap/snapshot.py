@@ -389,6 +389,14 @@ class Snapshot:
         return self.row.stats
 
     @property
+    def requests(self) -> dict[str, int]:
+        """How many requests the take made, by kind, on all ranks.
+
+        Empty for a store on this machine, and for a snapshot that was looked up.
+        """
+        return self.row.requests
+
+    @property
     def tags(self) -> tuple[str, ...]:
         """The tags of the snapshot."""
         return self.row.tags

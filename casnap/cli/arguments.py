@@ -180,7 +180,6 @@ def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
         "new_bytes": snapshot.stats.new_bytes,
         "entries": snapshot.stats.entries,
         "seconds": snapshot.stats.seconds,
-        "requests": snapshot.stats.requests,
         "metadata": metadata_of(snapshot),
         "tags": list(snapshot.tags),
     }

@@ -14,7 +14,7 @@ from casnap.cli.arguments import (
     request_fields,
 )
 from casnap.cli.option_types import positive_share
-from casnap.cli.output import counted, emit, json_option, phases, safe, size
+from casnap.cli.output import counted, emit, json_option, phases, print_warnings, safe, size
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.check import check as check_store
 from casnap.maintenance.damage import ALL, Damage
@@ -79,6 +79,7 @@ def _print(uri: str, found: CheckReport) -> None:
     if found.history:
         older = counted(len(found.history), "older root")
         click.echo(f"{older} damaged or lost (--json): no snapshot needs them")
+    print_warnings(found.warnings)
     if found.ok:
         click.echo("no damage found")
         return

@@ -15,7 +15,7 @@ from casnap.cli.arguments import (
     store_fields,
 )
 from casnap.cli.option_types import duration_or_none, share
-from casnap.cli.output import counted, emit, json_option, phases, safe, size
+from casnap.cli.output import counted, emit, json_option, phases, print_warnings, safe, size
 from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.store import Store
 
@@ -108,6 +108,7 @@ def show(place: Store, report: GcReport) -> None:
             f"{files} could not be deleted: only their owners may do that, by running gc; "
             f"such as {safe(r.refused[first])}"
         )
+    print_warnings(r.warnings)
     if r.waiting_packs:
         packs = counted(r.waiting_packs, "condemned pack")
         click.echo(f"{packs} of {size(r.waiting_bytes)} go when the grace is over: run gc again")

@@ -69,15 +69,12 @@ class Stats(Struct, frozen=True, array_like=True):
         new_bytes: Bytes that this take added to the store, as stored.
         entries: Leaves of the state.
         seconds: From the call to the commit.
-        requests: How many requests its ranks made until the root was written, by kind; empty on
-            a local disk. Only for people: a writer that does not know this drops it.
     """
 
     logical_bytes: int = 0
     new_bytes: int = 0
     entries: int = 0
     seconds: float = 0.0
-    requests: dict[str, int] = {}
 
 
 class Row(Struct, frozen=True, omit_defaults=True):
@@ -93,6 +90,8 @@ class Row(Struct, frozen=True, omit_defaults=True):
         metadata: The user's metadata, if they are small.
         tags: Sorted.
         metadata_node: The digest of the node that holds the user's metadata, if they are large.
+        requests: How many requests the take made, by kind, as the take itself returns it. It is
+            never stored: when a row is stored, its take still has to put the root.
     """
 
     commit: bytes
@@ -104,6 +103,7 @@ class Row(Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, Any] = {}
     tags: tuple[str, ...] = ()
     metadata_node: bytes = b""
+    requests: dict[str, int] = {}
 
 
 class Root(Struct, frozen=True):

@@ -16,12 +16,13 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
 from casnap.errors import (
+    BackendError,
     DamagedError,
     FencedError,
     StorageFullError,
@@ -100,6 +101,7 @@ class GcReport:
         lost_chunks: Chunks that snapshots need and that are known to be lost.
         refused: Unreferenced files that this user may not delete, and why: other users' files in
             a sticky folder. Their owners' collections delete them.
+        warnings: Rules of the bucket that can hurt the store, or keep what was deleted.
         seconds: How long it took.
     """
 
@@ -121,6 +123,7 @@ class GcReport:
     waiting_bytes: int = 0
     lost_chunks: int = 0
     refused: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -160,6 +163,9 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
 
     with _vouching(objects, options):
         report = undisturbed(work)
+    if report.freed_bytes:
+        with suppress(BackendError):
+            report.warnings = objects.backend.bucket_warnings()
     report.seconds = time.monotonic() - started
     return report
 

@@ -18,6 +18,7 @@ import msgspec
 
 from casnap.backends import Backend, LocalBackend, backend_at
 from casnap.errors import (
+    BackendError,
     InvalidNameError,
     NotAStoreError,
     StoreError,
@@ -371,7 +372,18 @@ def create_store(
             root = msgspec.structs.replace(root, format=2, read_features=(DEEP_TABLE,))
         backend.put_if_absent(root_key(0), sealed_root(root))
     backend.sync()
+    if is_new:
+        _warn_of_rules(backend)
     return is_new
+
+
+def _warn_of_rules(backend: Backend) -> None:
+    try:
+        for text in backend.bucket_warnings():
+            _log.warning("%s: %s", backend.uri, text)
+    except BackendError as e:
+        # `casnap check` says so.
+        _log.debug("%s: the rules of the bucket cannot be looked at: %s", backend.uri, e)
 
 
 def _put_config(backend: Backend, chunk_size: int, version: int, *, asked: bool) -> None:

@@ -50,7 +50,6 @@ class Publication:
 
         def row(seq: int) -> Row:
             duration = time.monotonic() - self.started
-            requests = dict(transaction.requests + others.requests)
             new_bytes = transaction.new_packs.stored_bytes + others.new_bytes
             made.append(
                 Row(
@@ -59,7 +58,7 @@ class Publication:
                     seq=seq,
                     time=time.time(),
                     world_size=self.world_size,
-                    stats=Stats(built.logical_bytes, new_bytes, built.entries, duration, requests),
+                    stats=Stats(built.logical_bytes, new_bytes, built.entries, duration),
                     metadata=dict(self.options.metadata or {}),
                 )
             )
@@ -71,7 +70,8 @@ class Publication:
             self._write_marker(made[-1])
         if self.options.retention is not None:
             self._prune(made[-1], self.options.retention)
-        return made[-1]
+        requests = dict(transaction.requests + others.requests)
+        return msgspec.structs.replace(made[-1], requests=requests)
 
     def find(self, commit: bytes) -> Row | None:
         """Return the row of this take if the store has it, given the commit id."""

@@ -88,7 +88,6 @@ SNAPSHOT_KEYS = {
     "new_bytes",
     "entries",
     "seconds",
-    "requests",
     "metadata",
     "tags",
 }
