@@ -58,7 +58,7 @@ class Worker(threading.Thread):
 
     @property
     def ended(self) -> bool:
-        """Whether it does not run: no longer, not yet, or not in this forked child."""
+        """Whether its work is not being done: no longer, not yet, or not in this forked child."""
         return self._has_ended or not self.is_alive()
 
     def wait(self) -> None:
@@ -67,6 +67,9 @@ class Worker(threading.Thread):
             # Not an Event: a signal handler could find its lock held by its own thread.
             if self._running.acquire(timeout=1):
                 self._running.release()
+        # It says that it has ended a little before it has. Now an interrupted join does no harm.
+        if self.is_alive():
+            self.join()
 
 
 @contextmanager
@@ -155,9 +158,11 @@ class Crew:
         An interrupt stops the threads, and is raised when they have ended.
         """
         for thread in list(self._threads if threads is None else threads):
-            while not thread.ended:
+            waiting = True
+            while waiting:
                 try:
                     thread.wait()
+                    waiting = False
                 except BaseException as e:  # noqa: BLE001 - raised below
                     self.fail(e)
         if self.error is not None:

@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import StateError
 from casnap.runtime.buffers import SLOTS, Pool, shared_pool
+from casnap.runtime.threads import Worker, undisturbed
 from casnap.storage.pack import PackWriter
 from casnap.take import staging
 from tests.support.faults import CHUNK, app_state, assert_holds, assert_store, faults, take
@@ -69,6 +72,27 @@ def test_a_thread_that_cannot_start(store: Store, k: int, lasting: bool) -> None
         store.repair()
     async_take(store, 4)
     assert_store(store.uri, steps - {1} | {4})
+
+
+def test_threads_that_are_slow_to_end_have_ended_when_a_call_returns(store: Store) -> None:
+    """A thread on a busy machine may stand between its last step and its end."""
+
+    def wait_at_the_end(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code is Worker.run.__code__:
+            time.sleep(0.05)
+
+    # Reported after the thread has said that its work is done.
+    threading.setprofile(wait_at_the_end)
+    try:
+        take(store, 2)
+        assert_nothing_is_lost()
+        async_take(store, 3)
+        assert_nothing_is_lost()
+        with pytest.raises(ZeroDivisionError):
+            undisturbed(lambda _: 1 // 0)
+        assert_nothing_is_lost()
+    finally:
+        threading.setprofile(None)
 
 
 def test_async_takes_fail_and_then_work(store: Store) -> None:
