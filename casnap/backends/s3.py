@@ -55,7 +55,8 @@ class S3Client(Client):
     def __init__(self, uri: str, storage_options: Mapping[str, Any], retries: Retries) -> None:
         self._uri = uri
         self._fs = S3FileSystem(**_options(storage_options, retries))
-        self._bucket, prefix, _ = self._fs.split_path(uri)
+        # Not `split_path`, which takes a part of some names for a version.
+        self._bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._connecting = asyncio.Lock()
         self._client: Any = None
