@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from weakref import ref
 
 import msgspec
 
+from casnap.backends import Backend
 from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError, nearest
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
@@ -87,7 +89,11 @@ class OpenStore:
             )
         found.backend.exclusive |= exclusive
         self.is_new = False
-        if create and not found.name:
+        may_make = create and not found.name
+        objects = _at(found.backend, or_none=may_make) if found.backend.is_remote else None
+        if objects is not None:
+            pass
+        elif may_make:
             # If the store exists, this finishes a creation that was interrupted.
             self.is_new = create_store(found.backend, chunk_size=chunk_size, asked=asked)
         elif not found.exists:
@@ -95,7 +101,7 @@ class OpenStore:
                 f"{found.backend.uri} is not a casnap store, nor is any folder above it; make one "
                 f"with `casnap init {found.backend.uri}`, or check the path"
             )
-        self.objects = Objects(found.backend)
+        self.objects = objects or Objects(found.backend)
         self.prefix = found.name
         self.codec = codec
         # Weak, since the Store refers to this: else both would stay until a garbage collection.
@@ -105,8 +111,8 @@ class OpenStore:
         """Return the whole store that this is a view of."""
         if not self.prefix:
             return self
-        whole = OpenStore(Location(self.objects.backend, "", True), create=False, codec=self.codec)
-        whole.objects = self.objects
+        whole = copy(self)
+        whole.prefix, whole._store = "", None
         return whole
 
     @property
@@ -189,6 +195,20 @@ class OpenStore:
 
         options = replace(options, codec=self.codec)
         return async_take(self.objects, self.full_name(name), app_state, options, comm)
+
+
+def _at(backend: Backend, *, or_none: bool) -> Objects | None:
+    """Open a remote store.
+
+    Raises:
+        NotAStoreError: There is no store, or its creation was cut off; unless ``or_none``.
+    """
+    try:
+        return Objects.at(backend)
+    except NotAStoreError:
+        if or_none:
+            return None
+        raise
 
 
 def find(

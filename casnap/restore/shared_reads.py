@@ -31,7 +31,8 @@ from casnap.ranks.comm import Comm
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot
 from casnap.runtime.threads import Crew, Shared, cores
-from casnap.storage.objects import DEFAULT_READ, Objects, ReadOptions, Want
+from casnap.storage.objects import Objects
+from casnap.storage.place_reads import DEFAULT_READ, ReadOptions, Want
 
 _log = logging.getLogger("casnap")
 _LEAST_WINDOW, _LARGEST_WINDOW = 64 << 20, 256 << 20

@@ -16,7 +16,7 @@ from casnap.format.records import (
     encode_segment,
 )
 from casnap.storage.pack_set import PackSet
-from casnap.storage.segments import write_segment
+from casnap.storage.segments import write_segments
 from casnap.storage.transaction import Transaction
 
 # Up to so many records, over all ranks, go into the one segment that the publishing rank writes.
@@ -70,10 +70,10 @@ def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
     handover = Handover(relied, packs.base, packs.stored_bytes)
     segment = packs.segment()
     if len(segment.records) * world > _MOST_RECORDS:
-        transaction.delete_segment()
-        ref = write_segment(objects, segment, packs.base)
-        transaction.note_segment(ref)
-        handover.segments = (ref,)
+        transaction.delete_segments()
+        refs = write_segments(objects, segment, packs.base)
+        transaction.note_segments(refs)
+        handover.segments = refs
     elif segment.packs:
         handover.records = encode_segment(segment)
     # The publishing rank can sync only what it wrote itself.

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
-from casnap.format.records import NodeRef, SegmentRef, segment_key
+from casnap.format.records import NodeRef, Root, SegmentRef, segment_key
 from casnap.runtime.threads import Crew
 from casnap.storage.index import View
+from casnap.storage.looks import note_seen
 from casnap.storage.new_packs import ChunkWriter, NewPacks
 from casnap.storage.objects import Objects
 from casnap.storage.pack import Choose
@@ -53,13 +54,13 @@ class Transaction:
         self._before = Counter(objects.backend.requests if before is None else before)
         objects.check_writable("write to")
         self.objects = objects
-        self.base: View = objects.view()
+        self.base: View = objects.recent_view()
         self.commit = os.urandom(16)
         self.relied = ReliedPacks(objects, self.base)
         self.new_packs = NewPacks(objects, self.base.root.seq, crew, codec)
         self.may_stand = False
         self._codec = codec
-        self._segment: SegmentRef | None = None
+        self._segments: list[SegmentRef] = []
 
     @property
     def requests(self) -> Counter[str]:
@@ -102,9 +103,12 @@ class Transaction:
         return NodeRef(digest, self.objects.index.find(self.base, [digest])[0])
 
     def cache_nodes(self) -> None:
-        """Keep the new nodes in the cache of this host."""
+        """Keep the new nodes in the cache of this host; note that it has seen the new packs."""
         nodes = [(digest, node) for digest, (node, _) in self.new_packs.nodes.items()]
-        self.objects.index.cache.keep_nodes(nodes)
+        cache = self.objects.index.cache
+        cache.keep_nodes(nodes)
+        if self.objects.backend.is_remote:
+            note_seen(cache, self.new_packs.lengths)
 
     def move(self, seq: int) -> None:
         """Give the new packs ids that were made under another root, past a fence.
@@ -125,19 +129,23 @@ class Transaction:
         """Note that no root names the new packs, and none will."""
         self.may_stand = False
 
-    def note_segment(self, segment: SegmentRef) -> None:
-        """Note the segment that was written of the new packs, for :meth:`delete_segment`."""
-        self._segment = segment
+    def note_committed(self, root: Root) -> None:
+        """Note that the root was put."""
+        self.objects.note_newest(root)
 
-    def delete_segment(self) -> None:
-        """Delete the segment of a failed try to commit."""
-        segment, self._segment = self._segment, None
-        if segment is not None:
+    def note_segments(self, segments: Iterable[SegmentRef]) -> None:
+        """Note the segments that were written of the new packs, for :meth:`delete_segments`."""
+        self._segments = list(segments)
+
+    def delete_segments(self) -> None:
+        """Delete the segments of a failed try to commit."""
+        segments, self._segments = self._segments, []
+        for segment in segments:
             self.objects.backend.delete(segment_key(segment.id))
 
     def close(self) -> None:
         """Give memory back, and delete the new packs unless a root may stand that names them."""
         self.new_packs.close()
         if not self.may_stand:
-            self.delete_segment()
+            self.delete_segments()
             self.new_packs.delete()

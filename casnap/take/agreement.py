@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from casnap.errors import DamagedError, SnapshotExistsError
 from casnap.format.codec import Codec
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
@@ -83,4 +84,8 @@ def _check_name_is_free(objects: Objects, name: str, options: TakeOptions) -> No
         table = objects.table(root)
         check_free(table, name, overwrite=options.overwrite, uri=objects.backend.uri)
 
-    objects.current(check)
+    try:
+        check(objects.recent())
+    except (SnapshotExistsError, DamagedError):
+        # That root may be a moment old.
+        objects.current(check)
