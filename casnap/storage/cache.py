@@ -74,10 +74,12 @@ class Cache(ABC):
 
     Attributes:
         listed: The packs of each segment of the root that was looked at last.
+        identity: What tells this cache from every other, also from those of other hosts.
     """
 
     def __init__(self) -> None:
         self.listed: dict[SegmentId, frozenset[PackId]] = {}
+        self.identity = os.urandom(16)
 
     # --- the index: if one of these fails, the caller makes another cache ---
 
@@ -204,6 +206,7 @@ class LmdbCache(Cache):
         self._busy = False
         self._env = open_environment(folder)
         self._inode = inode(folder)
+        self.identity = f"{boot_id()} {folder.stat().st_dev} {self._inode}".encode()
         with self._turn(_PATIENCE), self._marked():
             self._segments = self._env.open_db(b"segments")
             self._places = self._env.open_db(b"places", dupsort=True)

@@ -57,7 +57,9 @@ def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
         FencedError: A pack that it wrote or relies on is gone.
     """
     objects, packs = transaction.objects, transaction.new_packs
-    transaction.relied.confirm(objects.view())
+    # Asked to move, it looks at the newest root. Before that, a told one does: rank 0 compares what
+    # all ranks rely on with the newest root.
+    transaction.relied.confirm(objects.view(None if seq else transaction.told))
     if not transaction.may_stand:
         packs.finish()
         transaction.cache_nodes()

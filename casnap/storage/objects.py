@@ -148,16 +148,18 @@ class Objects:
         self.index: Index = opened.index if opened else Index(backend, self.config.store_id)
         self._newest: Root | None = None
 
-    def check_writable(self, doing: str) -> None:
+    def check_writable(self, doing: str, root: Root | None = None) -> None:
         """Check that this version may write to the store.
 
         Args:
             doing: What the caller is about to do, for the message.
+            root: The root that it stands on; by default the newest one.
 
         Raises:
             UnsupportedFormatError: The store uses a feature that this version cannot write.
         """
-        features = (*self.config.write_features, *self.newest().write_features)
+        root = root or self.newest()
+        features = (*self.config.write_features, *root.write_features)
         check_writable(self.backend.uri, features, doing)
 
     def newest(self) -> Root:
@@ -165,17 +167,18 @@ class Objects:
         self._newest = newest_root(self.backend, self._newest)
         return self._newest
 
-    def current(self, read: Callable[[Root], V]) -> V:
+    def current(self, read: Callable[[Root], V], first: Root | None = None) -> V:
         """Read from the newest root; read again if a collector has changed the store meanwhile.
 
         Args:
             read: Reads from the store, given the root.
+            first: A root to begin with, which some rank has just read.
 
         Raises:
             DamagedError: The store is damaged; no collector has moved anything meanwhile.
         """
         for look in count(1):
-            root = self.newest()
+            root = first if look == 1 and first is not None else self.newest()
             try:
                 return read(root)
             except DamagedError:
@@ -185,9 +188,9 @@ class Objects:
                     raise
         raise AssertionError
 
-    def view(self) -> View:
-        """Return the view of the index at the newest root."""
-        return self.current(self.index.view)
+    def view(self, first: Root | None = None) -> View:
+        """Return the view of the index at the newest root, or at one that was just read."""
+        return self.current(self.index.view, first)
 
     # --- nodes ---
 

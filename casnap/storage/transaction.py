@@ -11,7 +11,7 @@ import os
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
-from casnap.format.records import NodeRef, SegmentRef, segment_key
+from casnap.format.records import NodeRef, Root, SegmentRef, segment_key
 from casnap.runtime.threads import Crew
 from casnap.storage.index import View
 from casnap.storage.new_packs import ChunkWriter, NewPacks
@@ -27,10 +27,12 @@ class Transaction:
         objects: The store.
         crew: The crew of the background threads.
         codec: How new chunks are stored.
+        told: The root that rank 0 has just read for all ranks; by default the newest one is read.
 
     Attributes:
         objects: The store.
         base: The index as the root sees it that this change is based on.
+        told: The root that rank 0 told, if it did.
         commit: The commit id of the root to be put.
         relied: The packs of earlier commits that it relies on.
         new_packs: The packs that it writes.
@@ -40,10 +42,17 @@ class Transaction:
         UnsupportedFormatError: The store uses a feature that its writers have to know.
     """
 
-    def __init__(self, objects: Objects, crew: Crew, codec: Codec = Codec.RAW) -> None:
-        objects.check_writable("write to")
+    def __init__(
+        self,
+        objects: Objects,
+        crew: Crew,
+        codec: Codec = Codec.RAW,
+        told: Root | None = None,
+    ) -> None:
+        objects.check_writable("write to", told)
         self.objects = objects
-        self.base: View = objects.view()
+        self.told = told
+        self.base: View = objects.view(told)
         self.commit = os.urandom(16)
         self.relied = ReliedPacks(objects, self.base)
         self.new_packs = NewPacks(objects, self.base.root.seq, crew, codec)

@@ -100,11 +100,17 @@ def _check_written(backend: Backend, others: OtherRanks) -> None:
     Raises:
         StoreError: It does not: they write to another storage, such as a copy of the store.
     """
-    ends = {pack_key(pack): 0 for pack in others.packs}
+    packs = others.packs
+    if backend.is_remote:
+        # One of each rank says where it writes, and a put that was answered is seen by all. All
+        # packs of a rank lie in one folder.
+        packs = tuple({pack[-1]: pack for pack in packs}.values())
+    ends = {pack_key(pack): 0 for pack in packs}
     ends |= {segment_key(SegmentId(ref.id)): 0 for ref in others.segments}
     for _, place in others.records:
         key = pack_key(place.pack)
-        ends[key] = max(ends[key], place.offset + place.stored)
+        if key in ends:
+            ends[key] = max(ends[key], place.offset + place.stored)
     for key, end in ends.items():
         size = backend.size_if_there(key)
         if size is None or size < end:
