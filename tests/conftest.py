@@ -64,7 +64,7 @@ def disk_path() -> Iterator[Path]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _skip_gpu_tests(items)
     if STEP > 1:
-        _leave_every_second_case(config, items)
+        _leave_some_cases(config, items)
 
 
 def _skip_gpu_tests(items: list[pytest.Item]) -> None:
@@ -79,15 +79,15 @@ def _skip_gpu_tests(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
-def _leave_every_second_case(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect every second case of each test that is marked ``sampled``."""
+def _leave_some_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep every third case of each test that is marked ``sampled``; ``make soak`` runs all."""
     seen: Counter[str] = Counter()
     left, deselected = [], []
     for item in items:
         function = item.nodeid.partition("[")[0]
         seen[function] += 1
-        odd = seen[function] % 2 == 1
-        (left if odd or not item.get_closest_marker("sampled") else deselected).append(item)
+        chosen = seen[function] % STEP == 1
+        (left if chosen or not item.get_closest_marker("sampled") else deselected).append(item)
     items[:] = left
     if deselected:
         config.hook.pytest_deselected(items=deselected)

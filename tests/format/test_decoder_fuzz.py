@@ -366,7 +366,7 @@ def fuzz(decoder: Decoder, examples: int) -> int:
 def test_a_decoder(
     every: dict[str, Decoder], name: str, record_property: Callable[[str, int], None]
 ) -> None:
-    record_property("examples", fuzz(every[name], 40))
+    record_property("examples", fuzz(every[name], 20))
 
 
 @pytest.mark.slow

@@ -309,10 +309,10 @@ def count_reads(monkeypatch, snapshot):
     backend = snapshot.store.objects.backend
     through = backend.read_into
 
-    def counted(key, offset, target, **options):
-        n = through(key, offset, target, **options)
-        done.append((key, offset, n))
-        return n
+    def counted(key, targets, **options):
+        lengths = through(key, targets, **options)
+        done.extend((key, at, n) for (at, _), n in zip(targets, lengths, strict=True))
+        return lengths
 
     monkeypatch.setattr(backend, "read_into", counted)
     return done

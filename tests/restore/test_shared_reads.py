@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from casnap import Store
 from casnap.backends import Backend, LocalBackend, MemoryBackend
+from casnap.backends.base import Target
 from casnap.errors import DamagedError, RankError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
@@ -127,11 +128,11 @@ class Counting(FaultyBackend):
         super().__init__(inner)
         self.reads: list[tuple[str, int, int]] = []
 
-    def read_into(self, key: str, offset: int, target: memoryview, *, bulk: bool = False) -> int:
-        n = super().read_into(key, offset, target, bulk=bulk)
+    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+        lengths = super().read_into(key, targets, bulk=bulk)
         if key.startswith("packs/"):
-            self.reads.append((key, offset, n))
-        return n
+            self.reads += [(key, at, n) for (at, _), n in zip(targets, lengths, strict=True)]
+        return lengths
 
 
 def put(objects: Objects, raws: Iterable[bytes], codec: Codec = Codec.RAW) -> None:

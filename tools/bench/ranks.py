@@ -65,10 +65,10 @@ class _Counted:
             counted.written += len(content) if key.startswith("packs/") else 0
             counted._write(backend, key, content)
 
-        def read_into(backend: LocalBackend, key: str, *rest: Any, **options: Any) -> int:
-            n = counted._read_into(backend, key, *rest, **options)
-            counted.read += n
-            return n
+        def read_into(backend: LocalBackend, key: str, *rest: Any, **options: Any) -> list[int]:
+            lengths = counted._read_into(backend, key, *rest, **options)
+            counted.read += sum(lengths)
+            return lengths
 
         LocalBackend.write, LocalBackend.read_into = write, read_into  # type: ignore[method-assign]
         return self
