@@ -58,8 +58,9 @@ def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
     """
     objects, packs = transaction.objects, transaction.new_packs
     # Asked to move, it looks at the newest root. Before that, a told one does: rank 0 compares what
-    # all ranks rely on with the newest root.
-    transaction.relied.confirm(objects.view(None if seq else transaction.told))
+    # all ranks rely on with the newest root, and looks at the index.
+    told = None if seq else transaction.told
+    transaction.relied.confirm(objects.view(told), with_index=told is None)
     if not transaction.may_stand:
         packs.finish()
         transaction.cache_nodes()

@@ -111,8 +111,12 @@ class ReliedPacks:
         size = self._objects.backend.size_if_there(key)
         return -1 if size is None else size
 
-    def confirm(self, latest: View) -> None:
+    def confirm(self, latest: View, *, with_index: bool = True) -> None:
         """Look at all packs again, for a newer root; rely on other places of what is gone.
+
+        Args:
+            latest: The index as that root sees it.
+            with_index: Look at its segments, too.
 
         Raises:
             FencedError: A digest is in no live pack any more.
@@ -130,7 +134,8 @@ class ReliedPacks:
             raise FencedError(_GONE.format(key=pack_key(min(bad))) if bad else COLLECTED)
         for pack in gone:
             del self._digests[pack], self._ends[pack]
-        self._confirm_segments(latest)
+        if with_index:
+            self._confirm_segments(latest)
 
     def _confirm_segments(self, latest: View) -> None:
         """Check that a host that has not cached the index can read it too."""
