@@ -7,12 +7,14 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import servers
 from tests.support.ranks import Pool, World
 from tests.support.sweep import STEP
 
@@ -130,3 +132,29 @@ def world(_cache_dir: Path) -> Iterator[Callable[[int], World]]:
     """
     with Pool() as pool:
         yield pool.world
+
+
+@pytest.fixture(scope="session")
+def server_of(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], servers.Server]]:
+    """Return the server of a kind, which all workers of this run share, started on first use."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    found: dict[str, servers.Server] = {}
+    with ExitStack() as stack:
+
+        def server_of(kind: str) -> servers.Server:
+            if kind not in found:
+                found[kind] = stack.enter_context(servers.shared(kind, folder))
+            return found[kind]
+
+        yield server_of
+
+
+@pytest.fixture
+def bucket(server_of: Callable[[str], servers.Server]) -> Iterator[servers.Bucket]:
+    """Return an empty bucket of SeaweedFS, which this test alone uses."""
+    with server_of("seaweedfs").bucket() as bucket:
+        yield bucket

@@ -19,6 +19,7 @@ from tools.bench import (
     machine,
     many,
     memory,
+    object_store,
     ranks,
     ranks_plan,
     read_object,
@@ -45,6 +46,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "gc": (gc.measure, ("garbage", "take meanwhile")),
     "long": (long_run.measure, ("incremental take of 64 MiB, 1 % changed each step",)),
     "tiny": (tiny.measure, ("take of two numbers",)),
+    "s3": (object_store.measure, object_store.WORKLOADS),
     "plan": (ranks_plan.measure, ranks_plan.WORKLOADS),
 }
 _QUICK_NAMES = {"10 GB": "1 GB", "50,000": "5,000"}
