@@ -76,7 +76,11 @@ class Backend(ABC):
 
     @abstractmethod
     def put_if_absent(self, key: str, content: bytes) -> bool:
-        """Create an object unless the key is taken; return whether it was created."""
+        """Create an object unless the key is taken; return whether it was created.
+
+        A remote backend also says so of an object with these very bytes: the answer to an earlier
+        attempt may have been lost. So where it matters who won, the bytes must differ.
+        """
 
     @abstractmethod
     def sync(self, *keys: str) -> None:

@@ -1,0 +1,134 @@
+"""A thread of this process that runs all requests to other machines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from casnap.errors import ExhaustedError
+from casnap.runtime.fork import PerProcess
+from casnap.runtime.threads import NO_THREADS
+from casnap.runtime.typing import override
+
+T = TypeVar("T")
+# Between two looks for an interrupt, in seconds.
+_SLICE = 0.5
+# How long the end of the process waits for connections to close, in seconds.
+_CLOSING = 1.0
+
+
+class EventLoop:
+    """An event loop on a thread of its own, started at first use.
+
+    It is not fsspec's, which loses its helpers once the interpreter begins to exit: then no host
+    could be looked up, and a pending take must still finish.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                loop.set_default_executor(_Threads())
+                try:
+                    threading.Thread(target=loop.run_forever, name="casnap-io", daemon=True).start()
+                except RuntimeError as e:
+                    loop.close()
+                    raise ExhaustedError(NO_THREADS) from e
+                self._loop = loop
+            return self._loop
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do some work on the loop, and return its result.
+
+        An interrupt cancels the work, and is raised once the work has ended: until then it may
+        write into the caller's buffers.
+        """
+        try:
+            loop = self._running()
+        except ExhaustedError:
+            work.close()
+            raise
+        ended = threading.Event()
+        tasks: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            tasks.append(loop.create_task(work))
+            tasks[0].add_done_callback(lambda _: ended.set())
+
+        loop.call_soon_threadsafe(start)
+        try:
+            _wait(ended)
+        except BaseException:
+            loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            _wait(ended)
+            if not tasks[0].cancelled():
+                tasks[0].exception()
+            raise
+        return tasks[0].result()
+
+    def close_with(self, owner: object, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Close connections once their owner is gone, or the process ends.
+
+        Args:
+            owner: What uses the connections. ``close`` must not refer to it.
+            close: Closes them, on the loop.
+        """
+        weakref.finalize(owner, _close, os.getpid(), self._running(), close)
+
+
+def _wait(ended: threading.Event) -> None:
+    while not ended.wait(_SLICE):
+        pass
+
+
+def _close(
+    pid: int, loop: asyncio.AbstractEventLoop, close: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    if pid != os.getpid():
+        return  # The connections are those of the parent process.
+    closing = asyncio.run_coroutine_threadsafe(_closed(close), loop)
+    with suppress(RuntimeError):
+        if asyncio.get_running_loop() is loop:
+            return
+    with suppress(TimeoutError, Exception):
+        closing.result(_CLOSING)
+
+
+async def _closed(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    await close()
+
+
+class _Threads(ThreadPoolExecutor):
+    """A thread for each call. The pool of the base class refuses work once the process exits."""
+
+    @override
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as e:  # noqa: BLE001 - raised to who waits
+                future.set_exception(e)
+
+        try:
+            threading.Thread(target=work, name="casnap-io-call", daemon=True).start()
+        except RuntimeError:
+            work()
+        return future
+
+
+event_loop = PerProcess(EventLoop)
+"""The loop of this process; a forked child has its own."""
