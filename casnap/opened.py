@@ -11,6 +11,7 @@ from weakref import ref
 
 import msgspec
 
+from casnap.backends import Backend
 from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError, nearest
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
@@ -82,7 +83,10 @@ class OpenStore:
                 f"{found.backend.uri} cannot be used on this machine: the bytes of tensors are "
                 "little-endian, and this casnap does not swap them for a big-endian one"
             )
-        if create and not found.name:
+        objects = _at(found.backend) if found.backend.is_remote and found.exists else None
+        if objects is not None:
+            pass
+        elif create and not found.name:
             # If the store exists, this finishes a creation that was interrupted.
             create_store(found.backend, chunk_size=chunk_size, asked=asked)
         elif not found.exists:
@@ -90,7 +94,7 @@ class OpenStore:
                 f"{found.backend.uri} is not a casnap store, nor is any folder above it; make one "
                 f"with `casnap init {found.backend.uri}`, or check the path"
             )
-        self.objects = Objects(found.backend)
+        self.objects = objects or Objects(found.backend)
         self.prefix = found.name
         self.codec = codec
         # Weak, since the Store refers to this: else both would stay until a garbage collection.
@@ -176,6 +180,14 @@ class OpenStore:
 
         options = replace(options, codec=self.codec)
         return async_take(self.objects, self.full_name(name), app_state, options, comm)
+
+
+def _at(backend: Backend) -> Objects | None:
+    """Open a remote store; None if there is none, or its creation was cut off."""
+    try:
+        return Objects.at(backend)
+    except NotAStoreError:
+        return None
 
 
 def find(

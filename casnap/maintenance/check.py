@@ -137,7 +137,7 @@ def _damaged_config(objects: Objects) -> list[Damage]:
 
 
 def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> None:
-    inventory = StoredFiles(backend)
+    inventory = StoredFiles(survey.objects, survey.root)
     named = {ref.id for ref in survey.root.segments}.union(survey.places.packs)
     keys = [segment_key(ident) for ident in inventory.segments - named]
     # An unreadable segment may list any pack, so no pack is known to be left over then.

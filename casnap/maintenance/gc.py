@@ -17,6 +17,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -215,17 +216,17 @@ class _Collector:
             )
 
     def _collect(self) -> None:
-        self._files = gently(lambda: StoredFiles(self._backend))
+        self._files = gently(lambda: StoredFiles(self._objects, self._objects.recent()))
         while True:
             try:
-                self._objects.current(self._mark_and_condemn)
+                self._objects.current(self._mark_and_condemn, self._objects.recent)
                 break
             except FencedError:
                 # Another collector was faster, and deleted the copies of this one.
                 continue
         if self.report.copied_bytes:
             # The copies came with new segments, which may be merged away again.
-            self._files = gently(lambda: StoredFiles(self._backend))
+            self._files = gently(lambda: StoredFiles(self._objects, self._objects.recent()))
         while not self._objects.current(self._raise_fence):
             continue
         if not self._options.dry_run:
@@ -357,13 +358,19 @@ class _Collector:
             # After a root with a time in the future nothing would ever seem old, so put one with
             # the time of this host.
             if condemned != root.condemned or lost != root.lost or root.time > time.time() + _SKEW:
-                new = put_next_root(self._backend, root, condemned=condemned, lost=lost)
+                new = self._put_next(root, condemned=condemned, lost=lost)
             if new is not None:
                 self.report.repacked_packs += len(doomed & sparse)
                 self._note_condemned(doomed, rescued)
                 if root.seq == marked_seq and doomed == dead | sparse:
                     self._note_clean(new)
                 return
+
+    def _put_next(self, root: Root, **changes: Any) -> Root | None:
+        new = put_next_root(self._backend, root, **changes)
+        if new is not None:
+            self._objects.note_newest(new)
+        return new
 
     def _condemned_since(self, condemned_at: int, root: Root) -> int:
         """Return the root that condemned a pack; one with a time in the future counts as new."""
@@ -402,9 +409,7 @@ class _Collector:
         raised = max(root.fence, fence) if going or orphans else root.fence
         kept = {p: seq for p, seq in root.condemned.items() if p not in going}
         try:
-            new = put_next_root(
-                self._backend, root, fence=raised, condemned=kept, segments=segments
-            )
+            new = self._put_next(root, fence=raised, condemned=kept, segments=segments)
         except StorageFullError:
             rewriting.discard(self._objects)
             raise

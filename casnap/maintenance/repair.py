@@ -45,8 +45,9 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.index import View
 from casnap.storage.new_packs import NewPacks
-from casnap.storage.objects import Objects, ReadOptions, Reason, Want
+from casnap.storage.objects import Objects
 from casnap.storage.pack import moved_place, new_id
+from casnap.storage.place_reads import ReadOptions, Reason, Want
 from casnap.storage.roots import put_next_root
 from casnap.storage.segments import add_segment, drop_packs
 
@@ -210,7 +211,8 @@ class _Repair:
         """Yield the packs to list again, and the whole records of each."""
         survey = self._survey
         seen: set[bytes] = set()
-        for ident in sorted(StoredFiles(self._objects.backend).packs - set(survey.places.packs)):
+        files = StoredFiles(self._objects, survey.root)
+        for ident in sorted(files.packs - set(survey.places.packs)):
             pack = PackId(ident)
             footer = self._footer(pack)
             wanted = {d for d, _ in footer if not survey.whole_places(d)}

@@ -11,6 +11,7 @@ import torch
 
 from casnap.errors import MismatchError
 from casnap.format.entries import Entry, TensorEntry
+from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.restore.key_state import key_state
 from casnap.restore.loading import Loading
@@ -106,13 +107,13 @@ class _Agreed(msgspec.Struct, array_like=True):
         commit: The commit id of the snapshot.
         read_once: The option.
         order: The keys of all ranks, in the order in which all ranks load them.
-        share_trees: Whether rank 0 reads the trees for all.
+        root: A recent root, if rank 0 reads that and the trees for all.
     """
 
     commit: bytes
     read_once: bool
     order: list[str]
-    share_trees: bool
+    root: Root | None = None
 
 
 def _agreed_keys(
@@ -128,12 +129,14 @@ def _agreed_keys(
         asked.cache = contents.objects.index.cache.identity
     everyone = comm.gather_messages(asked, _Asked)
     order = list(dict.fromkeys(key for of_rank in everyone for key in of_rank.keys))
-    own = _Agreed(contents.row.commit, options.read_once, order, is_remote)
+    root = contents.objects.recent() if is_remote and comm.rank == 0 else None
+    own = _Agreed(contents.row.commit, options.read_once, order, root)
     agreed = comm.broadcast_message(own, _Agreed)
     commit = agreed.commit.hex()
     comm.check_same(f"the commit of {contents.where}", contents.row.commit.hex(), commit)
     comm.check_same("the option read_once=", options.read_once, agreed.read_once)
-    if agreed.share_trees:
+    if agreed.root is not None:
+        contents.objects.hear(agreed.root)
         components = [component_of(key) for key in agreed.order]
         share_trees(comm, contents, components, [of_rank.cache for of_rank in everyone])
     return [key for key in agreed.order if key in app_state]

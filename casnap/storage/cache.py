@@ -17,7 +17,7 @@ import threading
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
@@ -132,8 +132,12 @@ class Cache(ABC):
         """Return a note, or None."""
 
     @abstractmethod
+    def keep_notes(self, notes: Mapping[bytes, bytes]) -> None:
+        """Cache notes. They must do no harm if they are lost, or out of date."""
+
     def keep_note(self, key: bytes, text: bytes) -> None:
-        """Cache a note. It must stay true, and do no harm if it is lost."""
+        """Cache a note."""
+        self.keep_notes({key: text})
 
     # Each process remembers by itself what it found damaged. A shared cache tells other processes.
 
@@ -197,8 +201,8 @@ class MemoryCache(Cache):
         return self._notes.get(key)
 
     @override
-    def keep_note(self, key: bytes, text: bytes) -> None:
-        self._notes[key] = text
+    def keep_notes(self, notes: Mapping[bytes, bytes]) -> None:
+        self._notes.update(notes)
 
 
 class LmdbCache(Cache):
@@ -337,9 +341,10 @@ class LmdbCache(Cache):
 
     @override
     @_if_possible
-    def keep_note(self, key: bytes, text: bytes) -> None:
+    def keep_notes(self, notes: Mapping[bytes, bytes]) -> None:
         with self._writing(_LITTLE) as txn:
-            txn.put(key, struct.pack("<I", zlib.crc32(key + text)) + text, db=self._notes)
+            for key, text in notes.items():
+                txn.put(key, struct.pack("<I", zlib.crc32(key + text)) + text, db=self._notes)
 
     @contextlib.contextmanager
     def _writing(self, patience: float) -> Iterator[lmdb.Transaction]:

@@ -15,7 +15,7 @@ from casnap.format.records import (
     encode_segment,
 )
 from casnap.storage.pack_set import PackSet
-from casnap.storage.segments import write_segment
+from casnap.storage.segments import write_segments
 from casnap.storage.transaction import Transaction
 
 # Up to so many records, over all ranks, go into the one segment that the publishing rank writes.
@@ -57,10 +57,11 @@ def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
         FencedError: A pack that it wrote or relies on is gone.
     """
     objects, packs = transaction.objects, transaction.new_packs
-    # Asked to move, it looks at the newest root. Before that, a told one does: rank 0 compares what
-    # all ranks rely on with the newest root, and looks at the index.
-    told = None if seq else transaction.told
-    transaction.relied.confirm(objects.view(told), with_index=told is None)
+    # Asked to move, it looks at the newest root. Before that, at a remote place, its base does: the
+    # publishing rank compares what all rely on with the newest root, and looks at the index.
+    base_does = objects.backend.is_remote and not seq
+    latest = transaction.base if base_does else objects.view()
+    transaction.relied.confirm(latest, with_index=not base_does)
     if not transaction.may_stand:
         packs.finish()
         transaction.cache_nodes()
@@ -70,10 +71,10 @@ def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
     handover = Handover(relied, packs.base, packs.stored_bytes)
     segment = packs.segment()
     if len(segment.records) * world > _MOST_RECORDS:
-        transaction.delete_segment()
-        ref = write_segment(objects, segment, packs.base)
-        transaction.note_segment(ref)
-        handover.segments = (ref,)
+        transaction.delete_segments()
+        refs = write_segments(objects, segment, packs.base)
+        transaction.note_segments(refs)
+        handover.segments = refs
     elif segment.packs:
         handover.records = encode_segment(segment)
     # The publishing rank can sync only what it wrote itself.

@@ -7,6 +7,7 @@ that publishes one root for all (``handover.py``).
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
@@ -14,6 +15,7 @@ from casnap.format.digest import Digest, digest_of
 from casnap.format.records import NodeRef, Root, SegmentRef, segment_key
 from casnap.runtime.threads import Crew
 from casnap.storage.index import View
+from casnap.storage.looks import note_seen
 from casnap.storage.new_packs import ChunkWriter, NewPacks
 from casnap.storage.objects import Objects
 from casnap.storage.pack import Choose
@@ -27,12 +29,11 @@ class Transaction:
         objects: The store.
         crew: The crew of the background threads.
         codec: How new chunks are stored.
-        told: The root that rank 0 has just read for all ranks; by default the newest one is read.
+        told: The root that rank 0 has just read for all ranks; by default a recent one.
 
     Attributes:
         objects: The store.
         base: The index as the root sees it that this change is based on.
-        told: The root that rank 0 told, if it did.
         commit: The commit id of the root to be put.
         relied: The packs of earlier commits that it relies on.
         new_packs: The packs that it writes.
@@ -51,14 +52,13 @@ class Transaction:
     ) -> None:
         objects.check_writable("write to", told)
         self.objects = objects
-        self.told = told
-        self.base: View = objects.view(told)
+        self.base: View = objects.recent_view(told)
         self.commit = os.urandom(16)
         self.relied = ReliedPacks(objects, self.base)
         self.new_packs = NewPacks(objects, self.base.root.seq, crew, codec)
         self.may_stand = False
         self._codec = codec
-        self._segment: SegmentRef | None = None
+        self._segments: list[SegmentRef] = []
 
     def chunk_writer(self, ask: Choose | None = None) -> ChunkWriter:
         """Return what one thread stores chunks with.
@@ -96,9 +96,12 @@ class Transaction:
         return NodeRef(digest, self.objects.index.find(self.base, [digest])[0])
 
     def cache_nodes(self) -> None:
-        """Keep the new nodes in the cache of this host."""
+        """Keep the new nodes in the cache of this host; note that it has seen the new packs."""
         nodes = [(digest, node) for digest, (node, _) in self.new_packs.nodes.items()]
-        self.objects.index.cache.keep_nodes(nodes)
+        cache = self.objects.index.cache
+        cache.keep_nodes(nodes)
+        if self.objects.backend.is_remote:
+            note_seen(cache, self.new_packs.lengths)
 
     def move(self, seq: int) -> None:
         """Give the new packs ids that were made under another root, past a fence.
@@ -119,19 +122,23 @@ class Transaction:
         """Note that no root names the new packs, and none will."""
         self.may_stand = False
 
-    def note_segment(self, segment: SegmentRef) -> None:
-        """Note the segment that was written of the new packs, for :meth:`delete_segment`."""
-        self._segment = segment
+    def note_committed(self, root: Root) -> None:
+        """Note that the root was put."""
+        self.objects.note_newest(root)
 
-    def delete_segment(self) -> None:
-        """Delete the segment of a failed try to commit."""
-        segment, self._segment = self._segment, None
-        if segment is not None:
+    def note_segments(self, segments: Iterable[SegmentRef]) -> None:
+        """Note the segments that were written of the new packs, for :meth:`delete_segments`."""
+        self._segments = list(segments)
+
+    def delete_segments(self) -> None:
+        """Delete the segments of a failed try to commit."""
+        segments, self._segments = self._segments, []
+        for segment in segments:
             self.objects.backend.delete(segment_key(segment.id))
 
     def close(self) -> None:
         """Give memory back, and delete the new packs unless a root may stand that names them."""
         self.new_packs.close()
         if not self.may_stand:
-            self.delete_segment()
+            self.delete_segments()
             self.new_packs.delete()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from casnap.errors import DamagedError, SnapshotExistsError
 from casnap.format.codec import Codec
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
@@ -70,6 +71,8 @@ def agree_on_request(
         root=root if objects.backend.is_remote else None,
     )
     first = comm.broadcast_message(own, Request)
+    if first.root is not None and comm.rank:
+        objects.hear(first.root)
     for what, here, on_rank_0 in (
         ("the store", own.store, first.store),
         ("the name", own.name, first.name),
@@ -88,4 +91,8 @@ def _check_name_is_free(objects: Objects, name: str, options: TakeOptions) -> Ro
         check_free(table, name, overwrite=options.overwrite, uri=objects.backend.uri)
         return root
 
-    return objects.current(check)
+    try:
+        return check(objects.recent())
+    except (SnapshotExistsError, DamagedError):
+        # That root may be a moment old.
+        return objects.current(check)

@@ -176,9 +176,7 @@ class _Take:
                 )
             comm.enter_phase("committing")
             publish = partial(publication.publish, transaction, built)
-            return commit_together(
-                comm, self.objects.backend, transaction, publish, publication.find
-            )
+            return commit_together(comm, transaction, publish, publication.find)
         except BaseException as e:
             crew.fail(e)
             raise
