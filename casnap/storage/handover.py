@@ -60,7 +60,11 @@ def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
         FencedError: A pack that it wrote or relies on is gone.
     """
     objects, packs = transaction.objects, transaction.new_packs
-    transaction.relied.confirm(objects.view())
+    # Asked to move, it looks at the newest root. Before that, at a remote place, its base does: the
+    # publishing rank compares what all rely on with the newest root, and looks at the index.
+    base_does = objects.backend.is_remote and not seq
+    latest = transaction.base if base_does else objects.view()
+    transaction.relied.confirm(latest, with_index=not base_does)
     if not transaction.may_stand:
         packs.finish()
         transaction.cache_nodes()

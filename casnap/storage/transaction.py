@@ -31,6 +31,7 @@ class Transaction:
         crew: The crew of the background threads.
         codec: How new chunks are stored.
         before: How many requests the backend had made when the change began.
+        told: The root that rank 0 has just read for all ranks; by default a recent one.
 
     Attributes:
         objects: The store.
@@ -50,11 +51,12 @@ class Transaction:
         crew: Crew,
         codec: Codec = Codec.RAW,
         before: Mapping[str, int] | None = None,
+        told: Root | None = None,
     ) -> None:
         self._before = Counter(objects.backend.requests if before is None else before)
-        objects.check_writable("write to")
+        objects.check_writable("write to", told)
         self.objects = objects
-        self.base: View = objects.recent_view()
+        self.base: View = objects.recent_view(told)
         self.commit = os.urandom(16)
         self.relied = ReliedPacks(objects, self.base)
         self.new_packs = NewPacks(objects, self.base.root.seq, crew, codec)
