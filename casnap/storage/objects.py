@@ -40,6 +40,7 @@ from casnap.storage.place_reads import (
     Want,
     read_places,
 )
+from casnap.storage.probe import check_kept_apart
 from casnap.storage.roots import check_writable, last_listed, newest_root
 from casnap.storage.tree import Tree, table_shape
 
@@ -81,6 +82,9 @@ class Objects:
         backend: Where the objects live.
         opened: The same store, if it is open already; its config and index are used here too.
         config: Its record, if that was read already.
+
+    Attributes:
+        marks: Whether snapshots get markers, files for people.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Objects:
         self.backend = backend
         self.config: StoreConfig = opened.config if opened else config or read_config(backend)
         self.index: Index = opened.index if opened else Index(backend, self.config.store_id)
+        self.marks = True
         self._last_seen = LastSeen(backend)
         self._newest: Root | None = None
         # When the newest root was read or put, by `time.monotonic`.
@@ -111,19 +116,25 @@ class Objects:
             objects.note_newest(last_listed(backend) if seen is None else seen[1])
         return objects
 
-    def check_writable(self, doing: str, root: Root | None = None) -> None:
-        """Check that this version may write to the store.
+    def check_writable(
+        self, doing: str, root: Root | None = None, *, dry_run: bool = False
+    ) -> None:
+        """Check that this version may write to the store, and that its place keeps writers apart.
 
         Args:
             doing: What the caller is about to do, for the message.
             root: The root that it stands on; by default a recent one.
+            dry_run: Whether the caller will not write at all.
 
         Raises:
             UnsupportedFormatError: The store uses a feature that this version cannot write.
+            StoreError: The place does not honour put-if-absent.
         """
         root = root or self.recent()
         features = (*self.config.write_features, *root.write_features)
         check_writable(self.backend.uri, features, doing)
+        if not dry_run:
+            check_kept_apart(self.backend, self.config)
 
     def newest(self) -> Root:
         """Return the newest root, which says what the store holds."""

@@ -122,6 +122,7 @@ def _begin(
 ) -> _Take:
     """Do what needs the caller's state: agree with the other ranks, capture, divide the work."""
     options = replace(options, metadata=checked_metadata(options.metadata or {}))
+    before = dict(objects.backend.requests)
     comm.enter_phase("beginning a take")
     request = agree_on_request(objects, name, app_state, options, comm)
     options = replace(options, codec=request.codec)
@@ -131,7 +132,7 @@ def _begin(
     division = divide(comm, capture, state, options, chunk_size, request.seed)
     capture.assign(division.assigned)
     publication = Publication(objects, name, options, comm.size, started)
-    return _Take(objects, options, comm, capture, division, publication, request.root)
+    return _Take(objects, options, comm, capture, division, publication, before, request.root)
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ class _Take:
     capture: Capture
     division: Division
     publication: Publication
+    requests_before: Mapping[str, int]
     told: Root | None
 
     def pieces(self) -> Iterable[Piece]:
@@ -164,7 +166,9 @@ class _Take:
 
     def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Row:
         comm, publication = self.comm, self.publication
-        transaction = Transaction(self.objects, crew, self.options.codec, self.told)
+        transaction = Transaction(
+            self.objects, crew, self.options.codec, self.requests_before, self.told
+        )
         try:
             comm.enter_phase("hashing and writing")
             hasher = Hasher(self.capture, transaction, self.options.progress)
