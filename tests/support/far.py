@@ -63,4 +63,4 @@ class FarFolder(LocalBackend):
     @override
     def sizes(self, folder: str) -> dict[str, int]:
         self._note("list", folder)
-        return super().sizes(folder)
+        return LocalBackend(self.folder).sizes(folder)
