@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from casnap.errors import BackendError, CredentialsError
 
@@ -142,5 +145,34 @@ class Client(ABC):
     """How many objects one request can delete."""
 
     @abstractmethod
+    async def is_object(self) -> bool:
+        """Whether the URI is itself an object."""
+
+    rule_kinds: Sequence[str] = ()
+    """The rules of the bucket that can be looked at, one request each."""
+
+    async def rules(self, kind: str) -> Mapping[str, Any]:
+        """Return the rules of one kind; nothing if there are none, or none can be."""
+        return {}
+
+    def warnings(self, rules: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+        """Return how the rules of all kinds can hurt a store here, in words."""
+        return []
+
+    @abstractmethod
     async def close(self) -> None:
         """Close the connections."""
+
+
+def without_secrets(message: str) -> str:
+    """Return a message without the user and password of its URLs."""
+    return re.sub(r"//[^/@\s]*@", "//", message)
+
+
+@contextmanager
+def valid_options(uri: str) -> Iterator[None]:
+    """Tell the user of arguments that a library does not take."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError) as e:
+        raise BackendError(f"{uri}: wrong storage_options: {without_secrets(str(e))}") from e

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from casnap.backends.base import Backend, Target
@@ -35,8 +36,6 @@ _LARGEST = 48 << 20
 # A page of a listing that shows fewer folders than this is full of their objects. Then listing the
 # other folders side by side is faster, and costs few requests more.
 _FEW_FOLDERS = 4
-# What a forked child keeps of its parent, so that it does not try to close that.
-_inherited: list[_Connected] = []
 
 
 class RemoteBackend(Backend):
@@ -75,6 +74,38 @@ class RemoteBackend(Backend):
     def identity(self) -> str:
         """The URI and the server's address."""
         return f"{self.uri} {self._run(self._endpoint())}"
+
+    @property
+    @override
+    def endpoint(self) -> str:
+        """The server's address, and the bucket."""
+        return f"{self._run(self._endpoint())} {'/'.join(self.uri.split('/')[:3])}"
+
+    @property
+    @override
+    def can_put_if_absent(self) -> bool:
+        async def ask() -> bool:
+            return self._reach().client.puts_if_absent
+
+        return self._run(ask())
+
+    @override
+    def is_object(self) -> bool:
+        return self._run(
+            self._request("get", f"look at {self.uri}", lambda client: client.is_object())
+        )
+
+    @override
+    def bucket_warnings(self) -> list[str]:
+        return self._run(self._warnings())
+
+    async def _warnings(self) -> list[str]:
+        client = self._reach().client
+        looks = [
+            self._request("get", f"look at {kind}", partial(_rules, kind=kind))
+            for kind in client.rule_kinds
+        ]
+        return list(client.warnings(await together(looks)))
 
     @override
     def write(self, key: str, content: memoryview | bytes) -> None:
@@ -149,19 +180,16 @@ class RemoteBackend(Backend):
     # --- one process, one client ---
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return event_loop.value.run(work)
+        return event_loop.run(work)
 
     def _reach(self) -> _Connected:
         """Return what this process uses. Runs on the loop."""
         pid = os.getpid()
-        if self._connected is not None and self._connected.pid != pid:
-            _inherited.append(self._connected)
-            self._connected = None
-        if self._connected is None:
+        if self._connected is None or self._connected.pid != pid:
             client = self._connect()
             self._connected = _Connected(pid, client, asyncio.Semaphore(_REQUESTS))
             # Once no request uses them.
-            event_loop.value.close_with(self._connected, client.close)
+            event_loop.close_with(self._connected, client.close)
         return self._connected
 
     async def _endpoint(self) -> str:
@@ -184,19 +212,18 @@ class RemoteBackend(Backend):
         what: str,
         work: Callable[[Client], Coroutine[Any, Any, T]],
         transfer: Transfer | None = None,
-        nbytes: int = 0,
     ) -> T:
         """Make a request, again and again while it may still succeed."""
         async with self._reach().slots:
-            operation = self._operation(what, nbytes)
+            operation = self._operation(what)
             while True:
                 try:
                     return await self._once(operation, kind, work, transfer)
                 except TransientError as e:
                     await operation.pause(e)
 
-    def _operation(self, what: str, nbytes: int = 0) -> Operation:
-        return Operation(f"{what} at {self.uri}", self._retries, nbytes, known=self._known)
+    def _operation(self, what: str) -> Operation:
+        return Operation(f"{what} at {self.uri}", self._retries, known=self._known)
 
     async def _once(
         self,
@@ -226,9 +253,9 @@ class RemoteBackend(Backend):
         raise AssertionError
 
     async def _get(self, key: str, sink: Scatter) -> Found:
-        run, nbytes = (sink.start, sink.stop), sink.stop - sink.start
+        run = sink.start, sink.stop
         return await self._request(
-            "get", f"read {key}", lambda client: client.get(key, run, sink), sink, nbytes
+            "get", f"read {key}", lambda client: client.get(key, run, sink), sink
         )
 
     async def _found(self, key: str) -> Found:
@@ -240,15 +267,13 @@ class RemoteBackend(Backend):
     async def _read(self, key: str) -> bytes:
         whole = Whole()
         await self._request(
-            "get", f"read {key}", lambda client: client.get(key, None, whole), whole, _LARGEST
+            "get", f"read {key}", lambda client: client.get(key, None, whole), whole
         )
         return whole.content()
 
     async def _put(self, key: str, content: memoryview) -> None:
         source = Source(content)
-        await self._request(
-            "put", f"put {key}", lambda client: client.put(key, source), source, len(content)
-        )
+        await self._request("put", f"put {key}", lambda client: client.put(key, source), source)
 
     async def _put_if_absent(self, key: str, content: memoryview) -> bool:
         connected = self._reach()
@@ -259,7 +284,7 @@ class RemoteBackend(Backend):
                 "only one process may write here; say so with exclusive=True"
             )
         source = Source(content)
-        operation = self._operation(f"put {key}", len(content))
+        operation = self._operation(f"put {key}")
         if self.exclusive:
             there = await self._there(key)
             if there is not None:
@@ -365,6 +390,10 @@ class _Connected:
     pid: int
     client: Client
     slots: asyncio.Semaphore
+
+
+async def _rules(client: Client, kind: str) -> Mapping[str, Any]:
+    return await client.rules(kind)
 
 
 def _deleting(
