@@ -285,17 +285,22 @@ class GcsClient(Client):
     def _deleted(
         self, keys: Sequence[str], told: str
     ) -> Mapping[str, TransientError | BackendError]:
-        """Return the errors in the answer to a batch, which names each part ``response-<i>``."""
+        """Return the errors in the answer to a batch; its parts may come in another order."""
         errors: dict[str, TransientError | BackendError] = {
             key: TransientError("the answer does not tell of it") for key in keys
         }
-        pattern = r"Content-ID:\s*<?response-<?(\d+)>?.*?HTTP/[\d.]+ (\d+)(.*?)(?=Content-ID:|\Z)"
-        for part in re.finditer(pattern, told, re.DOTALL | re.IGNORECASE):
-            key, status = keys[int(part[1])], int(part[2])
-            del errors[key]
-            if status == 404 or status < 300:
+        boundary = told.lstrip().partition("\n")[0].strip()
+        for i, part in enumerate(told.split(boundary)[1:] if boundary else ()):
+            status = re.search(r"HTTP/[\d.]+ (\d+)", part)
+            if status is None:
                 continue
-            error = typed(RefusedError(status, part[3]), f"{self._uri}/{key}", self._uri)
+            named = re.search(r"response-<?(\d+)", part)
+            key = keys[int(named[1]) if named else i]
+            del errors[key]
+            refusal = RefusedError(int(status[1]), part[status.end() :])
+            if refusal.status == 404 or refusal.status < 300:
+                continue
+            error = typed(refusal, f"{self._uri}/{key}", self._uri)
             if isinstance(error, TransientError | BackendError):
                 errors[key] = error
         return errors
