@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from casnap.errors import BackendError, CredentialsError
 
@@ -146,6 +147,21 @@ class Client(ABC):
 
     deletes: int = 1000
     """How many objects one request can delete."""
+
+    @abstractmethod
+    async def is_object(self) -> bool:
+        """Whether the URI is itself an object."""
+
+    rule_kinds: Sequence[str] = ()
+    """The rules of the bucket that can be looked at, one request each."""
+
+    async def rules(self, kind: str) -> Mapping[str, Any]:
+        """Return the rules of one kind; nothing if there are none, or none can be."""
+        return {}
+
+    def warnings(self, rules: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+        """Return how the rules of all kinds can hurt a store here, in words."""
+        return []
 
     @abstractmethod
     async def close(self) -> None:

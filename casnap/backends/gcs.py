@@ -21,6 +21,7 @@ from gcsfs.retry import HttpError
 from google.auth.exceptions import GoogleAuthError, TransportError
 
 from casnap.backends.bodies import Body, receive
+from casnap.backends.bucket_rules import gcs_warnings
 from casnap.backends.client import (
     Client,
     Found,
@@ -304,6 +305,29 @@ class GcsClient(Client):
             if isinstance(error, TransientError | BackendError):
                 errors[key] = error
         return errors
+
+    @override
+    async def is_object(self) -> bool:
+        name = quote(self._prefix.rstrip("/"), safe="")
+        if not name:
+            return False
+        try:
+            await self._ask("GET", f"{self._objects()}/{name}", self._uri)
+        except FileNotFoundError:
+            return False
+        return True
+
+    rule_kinds = ("bucket",)
+
+    @override
+    async def rules(self, kind: str) -> Mapping[str, Any]:
+        what = f"the rules of {self._uri}"
+        told: dict[str, Any] = await self._ask("GET", self._objects().removesuffix("/o"), what)
+        return told
+
+    @override
+    def warnings(self, rules: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+        return gcs_warnings(self._prefix, *rules)
 
     @override
     async def close(self) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from casnap.backends.base import Backend, Target
@@ -76,6 +77,35 @@ class RemoteBackend(Backend):
     def identity(self) -> str:
         """The URI and the server's address."""
         return f"{self.uri} {self._run(self._reach().client.endpoint())}"
+
+    @property
+    @override
+    def endpoint(self) -> str:
+        """The server's address, and the bucket."""
+        return f"{self._run(self._reach().client.endpoint())} {'/'.join(self.uri.split('/')[:3])}"
+
+    @property
+    @override
+    def can_put_if_absent(self) -> bool:
+        return self._reach().client.puts_if_absent
+
+    @override
+    def is_object(self) -> bool:
+        return self._run(
+            self._request("get", f"look at {self.uri}", lambda client: client.is_object())
+        )
+
+    @override
+    def bucket_warnings(self) -> list[str]:
+        return self._run(self._warnings())
+
+    async def _warnings(self) -> list[str]:
+        client = self._reach().client
+        looks = [
+            self._request("get", f"look at {kind}", partial(_rules, kind=kind))
+            for kind in client.rule_kinds
+        ]
+        return list(client.warnings(await together(looks)))
 
     @override
     def write(self, key: str, content: memoryview | bytes) -> None:
@@ -363,6 +393,10 @@ class _Connected:
     pid: int
     client: Client
     slots: asyncio.Semaphore
+
+
+async def _rules(client: Client, kind: str) -> Mapping[str, Any]:
+    return await client.rules(kind)
 
 
 def _deleting(

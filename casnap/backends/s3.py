@@ -15,6 +15,7 @@ from botocore.handlers import add_expect_header
 from s3fs import S3FileSystem
 
 from casnap.backends.bodies import Body, receive
+from casnap.backends.bucket_rules import s3_warnings
 from casnap.backends.client import (
     Client,
     Found,
@@ -27,7 +28,7 @@ from casnap.backends.client import (
 )
 from casnap.backends.retries import Retries
 from casnap.backends.s3_errors import BehindItsEndError, delete_error, typed
-from casnap.errors import BackendError
+from casnap.errors import BackendError, UnavailableError
 from casnap.runtime.typing import override
 
 # Connections of one process at a time.
@@ -62,7 +63,8 @@ class S3Client(Client):
         self._uri = uri
         with valid_options(uri):
             self._fs = S3FileSystem(**_options(storage_options, retries))
-        self._bucket, prefix, _ = self._fs.split_path(uri)
+        # Not `split_path`, which takes a part of some names for a version.
+        self._bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._connecting = asyncio.Lock()
         self._client: Any = None
@@ -181,6 +183,39 @@ class S3Client(Client):
             error["Key"][skip:]: delete_error(error, f"{self._uri}/{error['Key'][skip:]}")
             for error in answer.get("Errors", ())
         }
+
+    @override
+    async def is_object(self) -> bool:
+        key = self._prefix.rstrip("/")
+        if not key:
+            return False
+        try:
+            answer = await self._call("get_object", self._uri, Key=key, Range="bytes=0-0")
+        except BehindItsEndError:
+            return True
+        except FileNotFoundError:
+            return False
+        answer["Body"].close()
+        return True
+
+    rule_kinds = (
+        "get_bucket_lifecycle_configuration",
+        "get_bucket_versioning",
+        "get_object_lock_configuration",
+    )
+
+    @override
+    async def rules(self, kind: str) -> Mapping[str, Any]:
+        try:
+            return await self._call(kind, f"the rules of {self._uri}")
+        except UnavailableError:
+            raise
+        except BackendError:
+            return {}  # There are none of this kind, or the server does not know them.
+
+    @override
+    def warnings(self, rules: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+        return s3_warnings(self._prefix, *rules)
 
     @override
     async def close(self) -> None:

@@ -20,7 +20,7 @@ from casnap.format.entries import (
 )
 from casnap.format.plain_values import PLAIN_CODECS, decode_text
 from casnap.storage.contents import Contents
-from casnap.storage.objects import Want
+from casnap.storage.place_reads import Want
 
 SMALL = 1 << 10
 

@@ -10,7 +10,7 @@ import re
 import struct
 from collections.abc import Collection, Iterable, Iterator
 from operator import itemgetter
-from typing import Any, NewType, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NewType, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -90,6 +90,8 @@ class Row(Struct, frozen=True, omit_defaults=True):
         metadata: The user's metadata, if they are small.
         tags: Sorted.
         metadata_node: The digest of the node that holds the user's metadata, if they are large.
+        requests: How many requests the take made, by kind, as the take itself returns it. It is
+            never stored: when a row is stored, its take still has to put the root.
     """
 
     commit: bytes
@@ -101,6 +103,7 @@ class Row(Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, Any] = {}
     tags: tuple[str, ...] = ()
     metadata_node: bytes = b""
+    requests: dict[str, int] = {}
 
 
 class Root(Struct, frozen=True):
@@ -239,6 +242,7 @@ def read_pack_footer(pack: PackId, tail: bytes) -> list[tuple[Digest, Place]]:
 
 
 _RECORD, _SEGMENT_HEAD = struct.Struct("<32sIQIIB"), struct.Struct("<IQ")
+SEGMENT_RECORD_SIZE = _RECORD.size
 
 Record: TypeAlias = tuple[Digest, Place]
 RawRecord: TypeAlias = tuple[bytes, int, int, int, int, int]
@@ -299,6 +303,36 @@ def _checked_records(body: memoryview, n_packs: int, what: str) -> Iterator[RawR
         if record[1] >= n_packs:
             raise DamagedError(f"{what} is malformed: a record names a pack that it does not list")
         yield record
+
+
+class SegmentLayout(NamedTuple):
+    """Where the parts of a sealed segment lie.
+
+    Attributes:
+        packs: How many packs it lists.
+        records: How many records it has.
+    """
+
+    packs: int
+    records: int
+
+    @staticmethod
+    def of(count: int, length: int) -> SegmentLayout | None:
+        """Return the layout of a segment of so many records and bytes; None if there is none."""
+        listed = length - 8 - _SEGMENT_HEAD.size - count * _RECORD.size - DIGEST_SIZE
+        return None if listed < 0 or listed % ID_SIZE else SegmentLayout(listed // ID_SIZE, count)
+
+    def pack_offset(self, number: int) -> int:
+        """Return where the id of a pack begins."""
+        return 8 + _SEGMENT_HEAD.size + number * ID_SIZE
+
+    def offset(self, index: int) -> int:
+        """Return where a record begins."""
+        return self.pack_offset(self.packs) + index * _RECORD.size
+
+    def decode(self, data: bytes | bytearray) -> list[RawRecord]:
+        """Return the records in some bytes that begin and end with one. Nothing is verified."""
+        return list(_RECORD.iter_unpack(data))
 
 
 def decode_segment(data: bytes, what: str) -> Segment:

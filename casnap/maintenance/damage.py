@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from casnap.backends import Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import root_key
-from casnap.storage.objects import Reason
+from casnap.storage.place_reads import Reason
 from casnap.storage.roots import read_root
 
 

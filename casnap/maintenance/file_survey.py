@@ -23,7 +23,9 @@ from casnap.format.records import (
 from casnap.maintenance.damage import ALL, KINDS, READ_ERRORS, Damage, kind_and_message
 from casnap.maintenance.places import Places, bad_records, can_lie_at, read_footer
 from casnap.runtime.progress import Progress
-from casnap.storage.objects import Objects, Reason, Why
+from casnap.storage.looks import listed_packs
+from casnap.storage.objects import Objects
+from casnap.storage.place_reads import Reason, Why
 
 _ROOT_ADVICE = (
     "It is the newest root, so nothing else can be looked at. Restore this file from a backup; "
@@ -127,22 +129,25 @@ class FileSurvey:
 
     def look_at_packs(self) -> None:
         """Compare the size and the footer of each pack with the index."""
-        packs = self.places.packs
+        packs, backend = self.places.packs, self.objects.backend
+        listed = listed_packs(backend, many=False) if backend.is_remote else None
         for done, pack in enumerate(packs):
             self.progress("looking at packs", done, len(packs))
             try:
-                self._pack(pack)
-            except FileNotFoundError:
+                self._pack(pack, self._length(pack) if listed is None else listed[pack])
+            except (FileNotFoundError, KeyError):
                 self._lose_pack(pack, "missing", "the pack is missing")
             except UnavailableError:
                 raise
             except BackendError as e:
                 self._lose_pack(pack, "unreadable", f"the pack cannot be read: {e}")
 
-    def _pack(self, pack: PackId) -> None:
+    def _length(self, pack: PackId) -> int:
+        return self.objects.backend.size(pack_key(pack))
+
+    def _pack(self, pack: PackId, size: int) -> None:
         records = self.places.of_pack(pack)
         backend = self.objects.backend
-        size = backend.size(pack_key(pack))
         end = max((place.offset + place.stored for _, place in records), default=0)
         whole = end + len(records) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
         if size < whole:

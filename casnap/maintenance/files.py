@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from collections.abc import Iterable
 from functools import cache
 
 from casnap.backends.base import Backend
-from casnap.errors import BackendError, DamagedError
+from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import PackId, Root, id_from_name, pack_key, segment_key
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, Shared
 from casnap.storage.index import View
+from casnap.storage.looks import listed_packs
+from casnap.storage.objects import Objects
 from casnap.storage.roots import read_root
 
 _DELETERS = 4
+# An object store deletes so many objects by one request.
+_BATCH = 1000
+_MANY_RECORDS = 1_000_000
+_TIME = struct.Struct("<d")
 
 
 def base_of(ident: bytes) -> int:
@@ -27,24 +34,30 @@ class StoredFiles:
     """The packs and segments that the store had when this object was created.
 
     Args:
-        backend: Where the store lives.
+        objects: The store.
+        root: A root of it, which says how large it is.
 
     Attributes:
         packs: The ids of the packs.
         segments: The ids of the segments.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self.packs: set[bytes] = set()
-        for folder in backend.names("packs"):
-            for name in backend.names(f"packs/{folder}"):
-                ident = id_from_name(name)
-                # casnap deletes only files whose names match its own grammar.
-                if ident is not None and pack_key(ident) == f"packs/{folder}/{name}":
-                    self.packs.add(ident)
-        names = map(id_from_name, backend.names("index"))
-        self.segments = {ident for ident in names if ident is not None}
+    def __init__(self, objects: Objects, root: Root) -> None:
+        self._backend = backend = objects.backend
+        self._cache = objects.index.cache if backend.is_remote else None
+        # On a remote store, from the listing: to look at a file is a request.
+        self._sizes: dict[bytes, int] = {}
+        if backend.is_remote:
+            many = sum(ref.count for ref in root.segments) > _MANY_RECORDS
+            self._sizes = listed_packs(backend, many=many)
+            self.packs = set(self._sizes)
+            names = {key.rpartition("/")[2]: size for key, size in backend.sizes("index").items()}
+            of_segments = {id_from_name(name): size for name, size in names.items()}
+            self._sizes |= {i: size for i, size in of_segments.items() if i is not None}
+        else:
+            self.packs = _packs_of_folders(backend)
+            of_segments = dict.fromkeys(map(id_from_name, backend.names("index")), 0)
+        self.segments = {ident for ident in of_segments if ident is not None}
         self.time_of = cache(self._time_of)
 
     def unnamed(self, view: View) -> dict[str, bytes]:
@@ -54,7 +67,12 @@ class StoredFiles:
 
     def size_of(self, keys: Iterable[str]) -> int:
         """Return the bytes of some files; a file that is gone counts as 0."""
-        return sum(self._backend.size_if_there(key) or 0 for key in keys)
+        return sum(map(self._size, keys))
+
+    def _size(self, key: str) -> int:
+        if not self._backend.is_remote:
+            return self._backend.size_if_there(key) or 0
+        return self._sizes.get(id_from_name(key.rpartition("/")[2]) or b"", 0)
 
     def delete(
         self, files: dict[str, bytes], progress: Progress
@@ -65,35 +83,48 @@ class StoredFiles:
             The bytes of each deleted file; and the reason for each file that this user may not
             delete, such as another user's file in a sticky folder.
         """
-        todo = list(files)
+        most = _BATCH if self._backend.is_remote else 1
+        keys = list(files)
+        batches = [keys[at : at + most] for at in range(0, len(keys), most)]
         sizes: dict[str, int] = {}
         refused: dict[str, str] = {}
         lock = threading.Lock()
 
         def work() -> None:
-            for key in source:
-                size = self._backend.size_if_there(key) or 0
-                why = _delete(self._backend, key)
+            for batch in source:
+                found = {key: self._size(key) for key in batch}
+                why = self._backend.delete_all(batch)
                 with lock:
-                    if why is None:
-                        sizes[key] = size
-                    else:
-                        refused[key] = why
-                    progress("deleting", len(sizes) + len(refused), len(todo))
+                    refused.update({key: str(error) for key, error in why.items()})
+                    sizes.update({key: n for key, n in found.items() if key not in why})
+                    progress("deleting", len(sizes) + len(refused), len(keys))
 
         with Crew() as crew:
-            source = Shared(todo, crew)
-            crew.run(work, min(_DELETERS, len(todo)))
+            source = Shared(batches, crew)
+            crew.run(work, min(_DELETERS, len(batches)))
         # The next collection tries the refused files again.
         self.packs.difference_update(files.values())
         self.segments.difference_update(files.values())
         return sizes, refused
 
     def _time_of(self, seq: int) -> float | None:
+        """Return the time in a root; None if it cannot be read.
+
+        It says only how patient to be, so a host that has read a remote one believes what it noted.
+        """
+        key = b"time" + seq.to_bytes(8, "big")
+        kept = self._cache.note(key) if self._cache is not None else None
+        if kept is not None and len(kept) == _TIME.size:
+            return float(_TIME.unpack(kept)[0])
         try:
-            return read_root(self._backend, seq).time
+            put_at = read_root(self._backend, seq).time
+        except UnavailableError:
+            raise
         except (FileNotFoundError, DamagedError, BackendError):
             return None
+        if self._cache is not None:
+            self._cache.keep_note(key, _TIME.pack(put_at))
+        return put_at
 
     def age_of(self, seq: int, newest: Root) -> float:
         """Return the age of a root in seconds: this host's time less the time in the root.
@@ -110,12 +141,12 @@ class StoredFiles:
         return time.time() - newest.time
 
 
-def _delete(backend: Backend, key: str) -> str | None:
-    """Delete a file; return None, or why this user may not delete it."""
-    try:
-        backend.delete(key)
-    except BackendError as e:
-        if not isinstance(e.__cause__, PermissionError):
-            raise
-        return str(e)
-    return None
+def _packs_of_folders(backend: Backend) -> set[bytes]:
+    packs = set()
+    for folder in backend.names("packs"):
+        for name in backend.names(f"packs/{folder}"):
+            ident = id_from_name(name)
+            # casnap deletes only files whose names match its own grammar.
+            if ident is not None and pack_key(ident) == f"packs/{folder}/{name}":
+                packs.add(ident)
+    return packs

@@ -20,8 +20,9 @@ from casnap.format.records import (
     read_pack_footer,
     segment_records,
 )
-from casnap.storage.objects import Objects, Want, Why
+from casnap.storage.objects import Objects
 from casnap.storage.pack_runs import is_possible
+from casnap.storage.place_reads import Want, Why
 
 _WINDOW_BYTES = 128 << 20
 _WINDOW_RECORDS = 1 << 15

@@ -17,7 +17,8 @@ from casnap.runtime.fork import PerProcess
 from casnap.runtime.threads import Crew
 from casnap.storage.commit import publish
 from casnap.storage.index import View
-from casnap.storage.objects import Objects, ReadOptions, Want
+from casnap.storage.objects import Objects
+from casnap.storage.place_reads import ReadOptions, Want
 from casnap.storage.transaction import Transaction
 
 _log = logging.getLogger("casnap")

@@ -24,7 +24,8 @@ from casnap.format.records import (
 from casnap.maintenance.damage import ALL, Damage, Hurt
 from casnap.maintenance.file_survey import FileSurvey
 from casnap.storage.contents import Contents
-from casnap.storage.objects import Objects, Want, Why
+from casnap.storage.objects import Objects
+from casnap.storage.place_reads import Want, Why
 from casnap.storage.tree import Branch, Child, Leaf, Tree
 
 T = TypeVar("T")

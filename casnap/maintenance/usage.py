@@ -17,6 +17,7 @@ from casnap.maintenance.references import MANIFEST, digest_in, is_node, referenc
 from casnap.runtime.progress import Progress
 from casnap.storage.contents import Contents
 from casnap.storage.index import View
+from casnap.storage.looks import listed_packs
 from casnap.storage.objects import Objects
 
 _NO_OWNER, _SHARED = -1, -2
@@ -75,7 +76,11 @@ def usage(
 
 def stored_bytes(objects: Objects) -> int:
     """Return the bytes of all live packs: nearly all that the store takes up."""
-    keys = map(pack_key, objects.view().live)
+    live = objects.view().live
+    if objects.backend.is_remote:
+        sizes = listed_packs(objects.backend, many=False)
+        return sum(sizes.get(pack, 0) for pack in live)
+    keys = map(pack_key, live)
     return sum(objects.backend.size_if_there(key) or 0 for key in keys)
 
 

@@ -42,7 +42,7 @@ from casnap.state.tensors import (
     itemsize_of,
 )
 from casnap.storage.contents import Contents
-from casnap.storage.objects import ReadOptions, Want
+from casnap.storage.place_reads import ReadOptions, Want
 
 Sink = Callable[[memoryview], None]
 Fetch = Callable[[Iterable[Want], ReadOptions], None]

@@ -31,7 +31,8 @@ from casnap.ranks.comm import Comm
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot
 from casnap.runtime.threads import Crew, Shared, cores
-from casnap.storage.objects import DEFAULT_READ, Objects, ReadOptions, Want
+from casnap.storage.objects import Objects
+from casnap.storage.place_reads import DEFAULT_READ, ReadOptions, Want
 
 _log = logging.getLogger("casnap")
 _LEAST_WINDOW, _LARGEST_WINDOW = 64 << 20, 256 << 20
@@ -179,7 +180,7 @@ class _SharedFetch:
     def _by_unit(self, nbytes: int) -> dict[Unit, list[Digest]]:
         """Return the chunks to read by their units, in order."""
         digests = list(self._left)
-        places = self._objects.index.find(self._objects.view(), digests)
+        places = self._objects.index.find(self._objects.recent_view(), digests)
         by_unit: dict[Unit, list[Digest]] = {}
         for digest, place in zip(digests, places, strict=True):
             if place is not None:

@@ -110,6 +110,49 @@ class Pool:
             self.release(slot)
 
 
+class Parts:
+    """Equal buffers in some slots of a pool, which go back to it at the end of a ``with`` block.
+
+    Args:
+        pool: The pool.
+        nbytes: The length of each buffer.
+        prepare: Called with each slot before it is used.
+
+    Attributes:
+        of_slot: How many buffers a slot holds.
+    """
+
+    def __init__(
+        self, pool: Pool, nbytes: int, prepare: Callable[[Slot], None] | None = None
+    ) -> None:
+        self._pool = pool
+        self._nbytes = -(-nbytes // PAGE) * PAGE
+        self._prepare = prepare
+        self._lock = threading.Lock()
+        self._slots: list[Slot] = []
+        self._free: list[memoryview] = []
+        self.of_slot = max(1, pool.slot_bytes // self._nbytes)
+
+    def take(self) -> memoryview:
+        """Return a buffer that no other thread has; if that takes another slot, wait for one."""
+        with self._lock:
+            if not self._free:
+                slot = self._pool.take()
+                self._slots.append(slot)
+                if self._prepare is not None:
+                    self._prepare(slot)
+                starts = range(0, self.of_slot * self._nbytes, self._nbytes)
+                self._free = [slot.view[at : at + self._nbytes] for at in starts]
+            return self._free.pop()
+
+    def __enter__(self) -> Parts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for slot in self._slots:
+            self._pool.release(slot)
+
+
 _pools: dict[int, Pool] = {}
 _lock = PerProcess(threading.Lock)
 

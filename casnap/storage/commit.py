@@ -56,14 +56,19 @@ def publish(
     others = others or OtherRanks()
     transaction.new_packs.finish_chunks()
     publishing = _Publishing(transaction, change, others, become)
+    objects = transaction.objects
+    # If another commit was put meanwhile, the number is taken.
+    newest = objects.recent
     while True:
-        root = transaction.objects.current(publishing.root_after)
+        root = objects.current(publishing.root_after, newest)
+        newest = objects.newest
         if root is None:
             continue
         others.check()
         transaction.announce()
         try:
             if put_root(transaction.objects.backend, root):
+                transaction.note_committed(root)
                 return root
         except StorageFullError:
             # Nothing can have been put.
@@ -71,7 +76,7 @@ def publish(
             raise
         # The number is another commit's for ever.
         transaction.withdraw()
-        transaction.delete_segment()
+        transaction.delete_segments()
 
 
 class _Publishing:
@@ -168,8 +173,8 @@ class _Publishing:
         if not packs:
             return (*latest.root.segments, *others.segments)
         segment = Segment(packs, [*own.records, *others.records])
-        self._transaction.delete_segment()
+        self._transaction.delete_segments()
         segments = add_segment(self._objects, latest, segment, self._packs.base)
-        self._transaction.note_segment(segments[-1])
+        self._transaction.note_segments(set(segments).difference(latest.root.segments))
         self._transaction.cache_nodes()
         return (*segments, *others.segments)

@@ -16,9 +16,10 @@ from typing import TypeVar
 import lmdb
 
 from casnap.backends.base import EXHAUSTED, Backend
-from casnap.errors import DamagedError
+from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import (
+    SEGMENT_RECORD_SIZE,
     PackId,
     Place,
     Record,
@@ -30,13 +31,32 @@ from casnap.format.records import (
     segment_count,
     segment_key,
 )
+from casnap.runtime.threads import Crew, Shared
 from casnap.storage.cache import Cache, LmdbCache, MemoryCache, open_cache
+from casnap.storage.looks import Looks, note_seen
 from casnap.storage.pack_set import PackSet
+from casnap.storage.segment_search import search, window_bytes
 
 _log = logging.getLogger("casnap")
 T = TypeVar("T")
 # A cache has some 220 bytes a record, tree nodes included.
 _CACHE_BYTES, _BYTES_A_RECORD = 1 << 30, 1024
+# Segments of together so many records are read at a time; a record has 61 bytes.
+_TOGETHER_RECORDS = 1 << 20
+SMALL_RECORDS = 10_000
+"""On a remote store, each commit writes a segment of up to so many records again."""
+# A smaller index is read whole even for one digest.
+_WHOLE_BYTES = 8 << 20
+_LAST_SMALL = b"last small segment"
+
+
+def _listed(cache: Cache, ref: SegmentRef) -> frozenset[PackId] | None:
+    """Return the packs of a segment, if it is cached."""
+    ident = SegmentId(ref.id)
+    listed = cache.listed.get(ident)
+    if listed is None and (packs := cache.packs_of(ident)) is not None:
+        listed = frozenset(packs)
+    return listed
 
 
 @dataclass(frozen=True)
@@ -99,7 +119,7 @@ class Index:
             BackendError: The store is gone.
         """
         self._look_where_it_is()
-        cache, segments = self._ask(self.cache, root, lambda cache: self._learn_all(cache, root))
+        cache, segments = self._ask(self.cache, root, lambda cache: self._learn_once(cache, root))
         self._shed(cache, root)
         packs = PackSet(segments.values())
         return View(root, segments, packs, packs.without(root.condemned.keys()), cache)
@@ -140,30 +160,92 @@ class Index:
             _log.info("the cache %s has outgrown its store, and is made anew", cache.folder)
             cache.delete()
 
+    def _learn_once(self, cache: Cache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
+        """Cache all segments of a root; of a remote store one process of this host reads them."""
+        idents = [SegmentId(ref.id) for ref in root.segments]
+        known = (i in cache.listed or cache.packs_of(i) is not None for i in idents)
+        if not self._backend.is_remote or all(known):
+            return self._learn_all(cache, root)
+        with cache.learning():
+            return self._learn_all(cache, root)
+
     def _learn_all(
         self, cache: Cache, root: Root, only: frozenset[Digest] | None = None
     ) -> dict[SegmentId, frozenset[PackId]]:
         """Cache all segments of a root, or only these digests of them; return their packs."""
-        segments: dict[SegmentId, frozenset[PackId]] = {}
-        for ref in root.segments:
-            ident = SegmentId(ref.id)
-            segments[ident] = cache.listed.get(ident) or self._learn(cache, ref, only)
+        packs = self._learn(cache, root.segments, only)
         # For the next view, which differs in few segments.
-        cache.listed = segments
-        return segments
+        cache.listed = packs
+        return packs
 
     def _learn(
-        self, cache: Cache, ref: SegmentRef, only: frozenset[Digest] | None
-    ) -> frozenset[PackId]:
-        ident = SegmentId(ref.id)
-        known = cache.packs_of(ident)
-        if known is None:
-            content = self.segment(ref)
-            known, records = content.packs, content.records
-            if only is not None:
-                records = [record for record in records if record[0] in only]
-            cache.learn(ident, known, records)
-        return frozenset(known)
+        self,
+        cache: Cache,
+        segments: Collection[SegmentRef],
+        only: frozenset[Digest] | None = None,
+    ) -> dict[SegmentId, frozenset[PackId]]:
+        """Cache some segments, or only these digests of them; return their packs."""
+        packs = {SegmentId(ref.id): _listed(cache, ref) for ref in segments}
+        missing = [ref for ref in segments if packs[SegmentId(ref.id)] is None]
+        while missing:
+            for ref, sealed in self._read_some(missing):
+                content = decode_segment(*sealed)
+                self.keep_small(SegmentId(ref.id), sealed[0])
+                records = content.records
+                if only is not None:
+                    records = [record for record in records if record[0] in only]
+                cache.learn(SegmentId(ref.id), content.packs, records)
+                packs[SegmentId(ref.id)] = frozenset(content.packs)
+        return {ident: listed or frozenset() for ident, listed in packs.items()}
+
+    def find_few(self, root: Root, digests: list[Digest]) -> list[Place | None]:
+        """Find some digests without reading a large index, where that is a remote one.
+
+        Returns:
+            For each digest a place, or None where it was not found so. A place may be wrong.
+        """
+        try:
+            return self._find_few(self.cache, root, digests)
+        except UnavailableError:
+            raise
+        except (lmdb.Error, OSError, BackendError, DamagedError) as e:
+            _log.debug("%s: the index is read whole: %s", self._backend.uri, e)
+            return [None] * len(digests)
+
+    def _find_few(self, cache: Cache, root: Root, digests: list[Digest]) -> list[Place | None]:
+        unknown = [ref for ref in root.segments if _listed(cache, ref) is None]
+        large = [ref for ref in unknown if ref.count > SMALL_RECORDS]
+        nbytes = sum(ref.count for ref in unknown) * SEGMENT_RECORD_SIZE
+        windows = sum(window_bytes(ref.count) for ref in large) * len(digests)
+        if nbytes < _WHOLE_BYTES or windows * 4 > nbytes:
+            return [None] * len(digests)
+        known = self._learn(cache, [ref for ref in root.segments if ref not in large])
+        places = cache.place(digests, PackSet(known.values()))
+        missing = [d for d, place in zip(digests, places, strict=True) if place is None]
+        looks = Looks(self._backend, cache)
+        lengths = looks.segments([SegmentId(ref.id) for ref in large]) if missing else {}
+        found = search(self._backend, large if missing else (), lengths, missing)
+        return [p or next(iter(found[d]), None) for d, p in zip(digests, places, strict=True)]
+
+    def _read_some(self, missing: list[SegmentRef]) -> list[tuple[SegmentRef, tuple[bytes, str]]]:
+        """Take some segments off a list, and read them: on a remote store several at a time."""
+        refs = [missing.pop(0)]
+        while self._backend.is_remote and missing and len(refs) < self._backend.in_flight:
+            if sum(ref.count for ref in refs) + missing[0].count > _TOGETHER_RECORDS:
+                break
+            refs.append(missing.pop(0))
+        if len(refs) == 1:
+            return [(refs[0], self.sealed(refs[0]))]
+        read: dict[SegmentRef, tuple[bytes, str]] = {}
+
+        def work() -> None:
+            for ref in todo:
+                read[ref] = self.sealed(ref)
+
+        with Crew() as crew:
+            todo = Shared(refs, crew)
+            crew.run(work, len(refs))
+        return list(read.items())
 
     def _ask(self, cache: Cache, root: Root, ask: Callable[[Cache], T]) -> tuple[Cache, T]:
         """Ask a cache; if it fails, ask a new one in memory; return the one that answered too."""
@@ -211,12 +293,31 @@ class Index:
             data = self._backend.read(key)
         except FileNotFoundError:
             raise DamagedError(f"the index segment {what} is missing; see `casnap check`") from None
+        if self._backend.is_remote:
+            note_seen(self.cache, {SegmentId(ref.id): len(data)})
         count = segment_count(data)
         if count != ref.count:
             raise DamagedError(
                 f"the index segment {what} has {count} records, not {ref.count}; see `casnap check`"
             )
         return data, what
+
+    def keep_small(self, ident: SegmentId, sealed: bytes) -> None:
+        """Keep the bytes of a small segment of a remote store, so that a commit need not read it.
+
+        Only those of one are kept: each commit replaces the one before.
+        """
+        if self._backend.is_remote and segment_count(sealed) <= SMALL_RECORDS:
+            self.cache.keep_note(_LAST_SMALL, ident + sealed)
+
+    def sealed_or_kept(self, ref: SegmentRef) -> tuple[bytes, str]:
+        """Return what :meth:`sealed` does, from this host's cache if it is kept there."""
+        if self._backend.is_remote:
+            kept = self.cache.note(_LAST_SMALL) or b""
+            ident, data = kept[: len(ref.id)], kept[len(ref.id) :]
+            if ident == ref.id and segment_count(data) == ref.count:
+                return data, f"the cached segment {ref.id.hex()}"
+        return self.sealed(ref)
 
     def find(
         self, view: View, digests: list[Digest], *, to_rely: bool = False

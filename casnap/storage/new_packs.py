@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
-from casnap.format.records import Place, Segment
+from casnap.format.records import PackId, Place, Segment
 from casnap.runtime.buffers import shared_pool
 from casnap.runtime.threads import Crew
 from casnap.storage.objects import Objects
@@ -95,6 +95,11 @@ class NewPacks:
         moved = self._chunks.move(base) | self._nodes.move(base)
         self.nodes = {d: (node, moved_place(p, moved)) for d, (node, p) in self.nodes.items()}
         self.base = base
+
+    @property
+    def lengths(self) -> dict[PackId, int]:
+        """How many bytes each pack has that was written."""
+        return self._chunks.lengths | self._nodes.lengths
 
     def segment(self) -> Segment:
         """Return the segment that lists all that was written."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable
-from enum import Enum
+from contextlib import suppress
 from functools import partial
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import NamedTuple, TypeVar
 
 from casnap.backends import Backend
@@ -14,110 +16,49 @@ from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
-    UnavailableError,
 )
-from casnap.format.codec import decompress
-from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
+from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.records import (
-    MAX_NODE_BYTES,
+    PackId,
     Place,
     Record,
     Root,
     Row,
     StoreConfig,
-    pack_key,
 )
-from casnap.runtime.buffers import PAGE, SLOTS, Slot, shared_pool
-from casnap.runtime.threads import Crew, Shared, cores
 from casnap.storage.config import read_config
 from casnap.storage.index import Index, View
-from casnap.storage.pack_runs import Run, coalesced, is_possible
-from casnap.storage.roots import check_writable, newest_root
+from casnap.storage.last_seen import LastSeen
+from casnap.storage.looks import GONE, note_seen
+from casnap.storage.node_packs import nodes_around
+from casnap.storage.place_reads import (
+    DEFAULT_READ,
+    WITHOUT_POOL,
+    ReadOptions,
+    Reason,
+    Unread,
+    Want,
+    read_places,
+)
+from casnap.storage.probe import check_kept_apart
+from casnap.storage.roots import check_writable, last_listed, newest_root
 from casnap.storage.tree import Tree, table_shape
 
 V = TypeVar("V")
 
 _log = logging.getLogger("casnap")
 _WINDOW = 1 << 15
+# So many chunks are looked for in a remote index without reading it whole, if it is large.
+_FEW = 64
 # How often to read again from a newer root, after a collector has changed the store.
 _LOOKS = 10
-_READ_BYTES = 16 << 20
-_BULK_BYTES = 64 << 20
-_SMALL_BYTES = 1 << 20
+# How many seconds a remote root counts as standing, and as recent enough to begin with.
+_STANDS, _RECENT = 60.0, 10.0
 _NODES_BYTES = 32 << 20
-
-Sink = Callable[[memoryview], None]
-"""Called with the verified bytes of a chunk, from any thread. It must copy what it keeps."""
-
-
-class Want(NamedTuple):
-    """A chunk to read: its digest, its raw length, its sink, and the path that needs it."""
-
-    digest: Digest
-    nbytes: int
-    sink: Sink
-    path: str
-
-
-class ReadOptions(NamedTuple):
-    """How to read chunks.
-
-    Attributes:
-        budget: The most bytes of buffers; at least one chunk is always read. None for no bound
-            but that of the pool.
-        prepare: Called with each buffer from the pool before it is used.
-        readers: The most threads, each with a buffer of the pool. Lower it if the sinks take
-            buffers too. 0: the calling thread reads, into a buffer of its own.
-    """
-
-    budget: int | None = None
-    prepare: Callable[[Slot], None] | None = None
-    readers: int = SLOTS
-
-
-DEFAULT_READ = ReadOptions()
-# For one chunk: the caller may hold buffers of the pool, and must not wait for another one.
-_WITHOUT_POOL = ReadOptions(readers=0)
-
-
-class Reason(Enum):
-    """Why a chunk cannot be read. The values are texts for messages."""
-
-    NOWHERE = "it is in no pack of the index"
-    MISSING = "its pack is missing"
-    UNREADABLE = "its pack cannot be read"
-    CUT_OFF = "its pack is cut off"
-    IMPOSSIBLE = "the index gives it an impossible place"
-    CHANGED = "its bytes differ from what was written"
-
 
 # Places to distrust. A take notices by itself if a file is gone or too short, and a file that
 # cannot be read may be whole.
 _DISTRUSTED = (Reason.IMPOSSIBLE, Reason.CHANGED)
-
-
-class Why(NamedTuple):
-    """Why a chunk cannot be read, with the words of the backend or the decoder, if any."""
-
-    reason: Reason
-    detail: str = ""
-
-    def __str__(self) -> str:
-        """Return it in words."""
-        return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
-
-
-class Unread(NamedTuple):
-    """A place where a chunk could not be read, the wants for that chunk, and why it failed."""
-
-    place: Place
-    wants: list[Want]
-    why: Why
-
-
-def _readers() -> int:
-    """Return how many threads read: some wait for the disk while all cores verify."""
-    return min(cores() + 2, SLOTS)
 
 
 class _Failed(NamedTuple):
@@ -140,42 +81,106 @@ class Objects:
     Args:
         backend: Where the objects live.
         opened: The same store, if it is open already; its config and index are used here too.
+        config: Its record, if that was read already.
+
+    Attributes:
+        marks: Whether snapshots get markers, files for people.
     """
 
-    def __init__(self, backend: Backend, opened: Objects | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        opened: Objects | None = None,
+        config: StoreConfig | None = None,
+    ) -> None:
         self.backend = backend
-        self.config: StoreConfig = opened.config if opened else read_config(backend)
+        self.config: StoreConfig = opened.config if opened else config or read_config(backend)
         self.index: Index = opened.index if opened else Index(backend, self.config.store_id)
+        self.marks = True
+        self._last_seen = LastSeen(backend)
         self._newest: Root | None = None
+        # When the newest root was read or put, by `time.monotonic`.
+        self._seen_at = -math.inf
 
-    def check_writable(self, doing: str) -> None:
-        """Check that this version may write to the store.
+    @classmethod
+    def at(cls, backend: Backend) -> Objects:
+        """Open a remote store; with one request if this host has seen it before.
+
+        Raises:
+            NotAStoreError: There is no store, or its creation was cut off.
+        """
+        seen = LastSeen(backend).look()
+        objects = cls(backend, config=None if seen is None else seen[0])
+        # A damaged root is for the first use to report.
+        with suppress(DamagedError):
+            objects.note_newest(last_listed(backend) if seen is None else seen[1])
+        return objects
+
+    def check_writable(
+        self, doing: str, root: Root | None = None, *, dry_run: bool = False
+    ) -> None:
+        """Check that this version may write to the store, and that its place keeps writers apart.
 
         Args:
             doing: What the caller is about to do, for the message.
+            root: The root that it stands on; by default a recent one.
+            dry_run: Whether the caller will not write at all.
 
         Raises:
             UnsupportedFormatError: The store uses a feature that this version cannot write.
+            StoreError: The place does not honour put-if-absent.
         """
-        features = (*self.config.write_features, *self.newest().write_features)
+        root = root or self.recent()
+        features = (*self.config.write_features, *root.write_features)
         check_writable(self.backend.uri, features, doing)
+        if not dry_run:
+            check_kept_apart(self.backend, self.config)
 
     def newest(self) -> Root:
         """Return the newest root, which says what the store holds."""
-        self._newest = newest_root(self.backend, self._newest)
-        return self._newest
+        # Roots are never removed, so a remote one is not read again each time. It is now and then,
+        # for the store may have been rolled back.
+        known = self._newest
+        stands = self._is_recent(_STANDS)
+        root = newest_root(self.backend, known, stands=stands)
+        if root is not known or not stands:
+            self.note_newest(root)
+        return root
 
-    def current(self, read: Callable[[Root], V]) -> V:
+    def recent(self) -> Root:
+        """Return the newest root, or on a remote store one that was the newest a moment ago.
+
+        This does where an older root is as safe: to begin a change, and to read, since what is not
+        found is looked for in newer roots.
+        """
+        known = self._newest
+        return known if known is not None and self._is_recent(_RECENT) else self.newest()
+
+    def _is_recent(self, seconds: float) -> bool:
+        return self.backend.is_remote and time.monotonic() - self._seen_at < seconds
+
+    def note_newest(self, root: Root) -> None:
+        """Note a root that this process has just read, or put, as the newest one."""
+        self._newest, self._seen_at = root, time.monotonic()
+        self._last_seen.keep(self.config, root)
+
+    def hear(self, root: Root) -> None:
+        """Note a root that another rank has just read, unless a newer one is known here."""
+        if self._newest is None or root.seq >= self._newest.seq:
+            self.note_newest(root)
+
+    def current(self, read: Callable[[Root], V], first: Callable[[], Root] | None = None) -> V:
         """Read from the newest root; read again if a collector has changed the store meanwhile.
 
         Args:
             read: Reads from the store, given the root.
+            first: Returns the root to begin with, by default the newest.
 
         Raises:
             DamagedError: The store is damaged; no collector has moved anything meanwhile.
         """
         for look in count(1):
-            root = self.newest()
+            root = (first or self.newest)() if look == 1 else self.newest()
             try:
                 return read(root)
             except DamagedError:
@@ -188,6 +193,10 @@ class Objects:
     def view(self) -> View:
         """Return the view of the index at the newest root."""
         return self.current(self.index.view)
+
+    def recent_view(self, told: Root | None = None) -> View:
+        """Return the view of the index at a recent root: as :meth:`recent` returns it, or told."""
+        return self.current(self.index.view, lambda: told or self.recent())
 
     # --- nodes ---
 
@@ -204,9 +213,14 @@ class Objects:
         cached = self.index.cache.node(digest)
         if cached is not None:
             return cached
+        if hint is not None and self.backend.is_remote:
+            around = nodes_around(self.backend, hint)
+            self.index.cache.keep_nodes(around)
+            if (node := dict(around).get(digest)) is not None:
+                return node
         found: list[bytes] = []
         want = Want(digest, -1, lambda raw: found.append(bytes(raw)), "")
-        if hint is not None and self.read_places([(hint, [want])], _WITHOUT_POOL):
+        if hint is not None and self.read_places([(hint, [want])], WITHOUT_POOL):
             _log.debug("the hint to node %s is stale", digest.hex())
         if not found:
             self.fetch([want])
@@ -220,7 +234,7 @@ class Objects:
             DamagedError: Some nodes have no whole place.
         """
         missing = [digest for digest in digests if self.index.cache.node(digest) is None]
-        places = self.index.find(self.view(), missing) if missing else []
+        places = self.index.find(self.recent_view(), missing) if missing else []
         while missing:
             found: dict[Digest, bytes] = {}
             nbytes = 0
@@ -253,15 +267,40 @@ class Objects:
             DamagedError: Some chunks have no whole place. All others were handed over.
             BackendError: Some chunks could not be read, and may be whole.
         """
-        view = self.view()
         pending = iter(wants)
+        if self.backend.is_remote:
+            few = list(islice(pending, _FEW + 1))
+            rest = self._fetch_few(few, how) if len(few) <= _FEW else few
+            if few and not rest:
+                return
+            pending = chain(rest, pending)
+        view = self.recent_view()
         failed: list[_Failed] = []
         while window := list(islice(pending, _WINDOW)):
             view, bad = self._fetch_window(view, window, how, ask_store=not failed)
             failed += bad
         if failed:
             self.index.distrust(view, _damaged_records(failed))
+            self._forget_seen(view, failed)
             raise _error(self.backend.uri, failed)
+
+    def _fetch_few(self, wants: list[Want], how: ReadOptions) -> list[Want]:
+        """Read a few chunks without reading a large index first; return those that remain."""
+        by_digest: dict[Digest, list[Want]] = {}
+        for want in wants:
+            by_digest.setdefault(want.digest, []).append(want)
+        places = self.index.find_few(self.recent(), list(by_digest))
+        found = [(p, w) for p, w in zip(places, by_digest.values(), strict=True) if p is not None]
+        bad = {unread.wants[0].digest for unread in self.read_places(found, how)}
+        whole = {same[0].digest for _, same in found} - bad
+        return [want for want in wants if want.digest not in whole]
+
+    def _forget_seen(self, view: View, failed: list[_Failed]) -> None:
+        """Have the next take look at packs again that are missing or cut off."""
+        tried = [unread for f in failed for unread in f.tried]
+        gone = {PackId(u.place.pack) for u in tried if u.why.reason not in _DISTRUSTED}
+        if gone and self.backend.is_remote:
+            note_seen(view.cache, dict.fromkeys(gone, GONE))
 
     def _fetch_window(
         self, view: View, window: list[Want], how: ReadOptions, *, ask_store: bool
@@ -311,7 +350,7 @@ class Objects:
         tried = [unread]
         for place in self.index.find_all(view, unread.wants[0].digest):
             if place != unread.place:
-                bad = self.read_places([(place, unread.wants)], _WITHOUT_POOL)
+                bad = self.read_places([(place, unread.wants)], WITHOUT_POOL)
                 if not bad:
                     return []
                 tried += bad
@@ -330,87 +369,16 @@ class Objects:
         self, places: list[tuple[Place, list[Want]]], how: ReadOptions = DEFAULT_READ
     ) -> list[Unread]:
         """Read the chunks at these places; return the places that failed, and why."""
-        found, failed = [], []
-        for place, wants in places:
-            if _plausible(place, wants[0], self.config.chunk_size):
-                found.append((place, wants))
-            else:
-                failed.append(Unread(place, wants, Why(Reason.IMPOSSIBLE)))
-        total = sum(place.stored for place, _ in found)
-        largest = max((place.stored for place, _ in found), default=0)
-        share = max(_SMALL_BYTES, total // _readers())
-        unit = min(_READ_BYTES, share, _READ_BYTES if how.budget is None else how.budget)
-        reads = list(coalesced(found, max(largest + 2 * PAGE, unit)))
-        most = max((read.stop - read.start for read in reads), default=0) + PAGE
-        if total <= _SMALL_BYTES or how.readers == 0:
-            buffer = memoryview(bytearray(most))
-            return failed + [bad for read in reads for bad in self._read_run(read, buffer)]
-        affordable = SLOTS if how.budget is None else max(1, how.budget // most)
-        threads = min(len(reads), _readers(), affordable, how.readers)
-        with Crew() as crew:
-            source = Shared(reads, crew)
-            pool = shared_pool(max(most, self.config.chunk_size + (64 << 10)))
-
-            def work() -> None:
-                with pool.lease() as slot:
-                    if how.prepare is not None:
-                        how.prepare(slot)
-                    for read in source:
-                        failed.extend(self._read_run(read, slot.view, bulk=total >= _BULK_BYTES))
-
-            crew.run(work, threads)
-        return failed
-
-    def _read_run(
-        self, read: Run[list[Want]], buffer: memoryview, *, bulk: bool = False
-    ) -> list[Unread]:
-        target = buffer[: -(-(read.stop - read.start) // PAGE) * PAGE]
-        try:
-            [n] = self.backend.read_into(pack_key(read.pack), [(read.start, target)], bulk=bulk)
-        except FileNotFoundError:
-            return [Unread(*chunk, Why(Reason.MISSING)) for chunk in read.chunks]
-        except UnavailableError:
-            raise
-        except BackendError as e:
-            return [Unread(*chunk, Why(Reason.UNREADABLE, str(e))) for chunk in read.chunks]
-        failed = []
-        for place, wants in read.chunks:
-            start = place.offset - read.start
-            stored = target[start : min(start + place.stored, n)]
-            raw = _proven(wants[0].digest, place, stored)
-            if isinstance(raw, Why):
-                failed.append(Unread(place, wants, raw))
-                continue
-            for want in wants:
-                want.sink(raw)
-        return failed
+        return read_places(self.backend, self.config.chunk_size, places, how)
 
     def holds(self, place: Place, digest: Digest) -> bool:
         """Whether a chunk or node can be read and verified at this place."""
         want = Want(digest, -1, lambda raw: None, "")
-        return not self.read_places([(place, [want])], _WITHOUT_POOL)
+        return not self.read_places([(place, [want])], WITHOUT_POOL)
 
 
 def _keep_copy(found: dict[Digest, bytes], digest: Digest, raw: memoryview) -> None:
     found[digest] = bytes(raw)
-
-
-def _plausible(place: Place, want: Want, chunk_size: int) -> bool:
-    """Whether a place fits the wanted length. Checked before memory is taken for it."""
-    limit = chunk_size if want.nbytes >= 0 else MAX_NODE_BYTES
-    return (want.nbytes in (-1, place.raw)) and is_possible(place, max(limit, 1 << 16))
-
-
-def _proven(digest: Digest, place: Place, stored: memoryview) -> memoryview | Why:
-    """Return the raw bytes if they have this digest, else why not."""
-    if len(stored) != place.stored:
-        return Why(Reason.CUT_OFF)
-    try:
-        raw = decompress(place.codec, stored, place.raw)
-    except DamagedError as e:
-        return Why(Reason.CHANGED, str(e))
-    intact = len(raw) == place.raw and digest_of(raw) == digest
-    return raw if intact else Why(Reason.CHANGED)
 
 
 def _damaged_records(failed: list[_Failed]) -> list[Record]:

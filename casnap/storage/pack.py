@@ -24,8 +24,8 @@ from casnap.format.records import (
     pack_key,
 )
 from casnap.runtime import buffers
-from casnap.runtime.buffers import PAGE, Pool, Slot
-from casnap.runtime.threads import Crew, Worker
+from casnap.runtime.buffers import PAGE, SLOTS, Pool, Slot
+from casnap.runtime.threads import Crew, Shared, Worker
 
 CHUNKS, NODES = b"p", b"t"
 _ALIGN_FROM = 64 << 10
@@ -69,6 +69,7 @@ class PackWriter:
     Attributes:
         packs: The packs that were begun.
         records: Where each chunk or node lies in the packs that were written.
+        lengths: How many bytes each of these has.
         stored_bytes: Bytes of the chunks or nodes in full packs.
     """
 
@@ -92,8 +93,11 @@ class PackWriter:
         self._lock = threading.Lock()
         self._full: queue.SimpleQueue[_FullPack | None] = queue.SimpleQueue()
         self._writers: list[Worker] = []
+        # Each holds a slot of the pool.
+        self._most_writers = min(backend.in_flight, SLOTS) if backend.is_remote else _WRITERS
         self.packs: list[PackId] = []
         self.records: list[Record] = []
+        self.lengths: dict[PackId, int] = {}
         self.stored_bytes = 0
 
     def filler(self) -> PackFiller:
@@ -101,14 +105,19 @@ class PackWriter:
         return PackFiller(self)
 
     def new_pack(self) -> PackId:
-        """Return a new id. All packs of a take lie in one folder, which is synced once."""
-        return PackId(new_id(self._base)[:-1] + self._folder)
+        """Return a new id.
+
+        On a disk all packs of a take lie in one folder, which is synced once. An object store
+        spreads its work by the beginnings of names.
+        """
+        ident = new_id(self._base)
+        return PackId(ident if self._backend.is_remote else ident[:-1] + self._folder)
 
     def hand_over(self, pack: _FullPack) -> None:
         """Write a pack in the background, then give its slot back to the pool."""
         with self._lock:
             self.stored_bytes += sum(place.stored for _, place in pack.records)
-            if len(self._writers) < _WRITERS:
+            if len(self._writers) < self._most_writers:
                 self._writers += self.crew.start_some(self._write_packs)
             in_background = bool(self._writers)
         if in_background:
@@ -148,6 +157,7 @@ class PackWriter:
         self._backend.write(pack_key(pack.id), pack.slot.view[:end])
         with self._lock:
             self.records += records
+            self.lengths[pack.id] = end
 
     def finish(self) -> None:
         """Wait until all full packs are written."""
@@ -175,16 +185,26 @@ class PackWriter:
         """
         self._base = base
         moved = {pack: self.new_pack() for pack in self.packs}
-        for pack, to in moved.items():
-            self._backend.copy(pack_key(pack), pack_key(to))
+
+        def copy() -> None:
+            for pack, to in todo:
+                self._backend.copy(pack_key(pack), pack_key(to))
+
+        with Crew() as crew:
+            todo = Shared(moved.items(), crew)
+            if self._backend.is_remote:
+                crew.run(copy, min(len(moved), self._backend.in_flight))
+            else:
+                copy()
         self.packs = list(moved.values())
+        self.lengths = {moved[pack]: n for pack, n in self.lengths.items()}
         self.records = [(digest, moved_place(place, moved)) for digest, place in self.records]
         return moved
 
     def delete_packs(self) -> None:
         """Delete all packs that were begun."""
-        for pack in self.packs:
-            self._backend.delete(pack_key(pack))
+        for refused in self._backend.delete_all(map(pack_key, self.packs)).values():
+            raise refused
         self.packs = []
 
 

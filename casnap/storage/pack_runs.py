@@ -10,7 +10,8 @@ from casnap.format.records import ID_SIZE, MAX_NODE_BYTES, Place
 from casnap.runtime.buffers import PAGE
 
 T = TypeVar("T")
-_GAP = 64 << 10
+# To read over a gap takes less time than another read.
+_GAP, _REMOTE_GAP = 64 << 10, 1 << 20
 _MAX_OFFSET = 1 << 62
 
 
@@ -24,15 +25,18 @@ class Run(Generic[T]):
     chunks: list[tuple[Place, T]]
 
 
-def coalesced(found: list[tuple[Place, T]], most: int) -> Iterator[Run[T]]:
+def coalesced(
+    found: list[tuple[Place, T]], most: int, *, is_remote: bool = False
+) -> Iterator[Run[T]]:
     """Join places that are neighbours in a pack into runs of at most ``most`` bytes."""
+    gap = _REMOTE_GAP if is_remote else _GAP
     run: Run[T] | None = None
     for place, wants in sorted(found, key=lambda f: (f[0].pack, f[0].offset)):
         stop = place.offset + place.stored
         if (
             run is not None
             and run.pack == place.pack
-            and place.offset - run.stop <= _GAP
+            and place.offset - run.stop <= gap
             and stop - run.start <= most - PAGE
         ):
             run.stop = max(run.stop, stop)

@@ -36,6 +36,11 @@ class PackSet:
     def __bool__(self) -> bool:
         return any(pack not in self._without for part in self._parts for pack in part)
 
+    @property
+    def at_most(self) -> int:
+        """As many packs as it has, or more: a pack that lies in several sets counts for each."""
+        return sum(map(len, self._parts))
+
     def issuperset(self, packs: Iterable[PackId]) -> bool:
         """Whether it has all of these packs."""
         return all(pack in self for pack in packs)

@@ -26,6 +26,7 @@ from casnap.format.records import (
     segment_key,
 )
 from casnap.storage.index import View
+from casnap.storage.looks import Looks
 from casnap.storage.objects import Objects
 
 _log = logging.getLogger("casnap")
@@ -56,7 +57,7 @@ class ReliedPacks:
         # Pack → the digests relied on there, one behind the other; and where the last of them ends.
         self._digests: dict[PackId, bytearray] = {}
         self._ends: dict[PackId, int] = {}
-        self._sizes: dict[PackId, int] = {}
+        self._looks = Looks(objects.backend, view.cache)
 
     @property
     def packs(self) -> KeysView[PackId]:
@@ -95,31 +96,27 @@ class ReliedPacks:
 
     def _bad(self, found: Iterable[Place | None]) -> set[PackId]:
         """Return the packs that are too short or missing; look at each file only once."""
-        bad = set()
+        ends: dict[PackId, int] = {}
         for place in found:
             if place is not None:
-                pack = PackId(place.pack)
-                size = self._sizes.get(pack)
-                if size is None:
-                    size = self._sizes[pack] = self._size(pack_key(pack))
-                if size < place.offset + place.stored:
-                    bad.add(pack)
-        return bad
+                pack, end = PackId(place.pack), place.offset + place.stored
+                ends[pack] = max(end, ends.get(pack, 0))
+        lengths = self._looks.lengths(ends.keys(), self._view.packs.at_most)
+        return {pack for pack, end in ends.items() if lengths[pack] < end}
 
-    def _size(self, key: str) -> int:
-        """Return the length of an object, -1 if there is none; raise if that cannot be said."""
-        size = self._objects.backend.size_if_there(key)
-        return -1 if size is None else size
-
-    def confirm(self, latest: View) -> None:
+    def confirm(self, latest: View, *, with_index: bool = True) -> None:
         """Look at all packs again, for a newer root; rely on other places of what is gone.
+
+        Args:
+            latest: The index as that root sees it.
+            with_index: Look at its segments, too.
 
         Raises:
             FencedError: A digest is in no live pack any more.
             DamagedError: A segment of the root is gone.
         """
-        self._sizes = {pack: self._size(pack_key(pack)) for pack in self._ends}
-        bad = {pack for pack, end in self._ends.items() if self._sizes[pack] < end}
+        lengths = self._looks.again(self._ends.keys())
+        bad = {pack for pack, end in self._ends.items() if lengths[pack] < end}
         self._view = replace(latest, live=latest.live.without(bad))
         gone = latest.packs.lacking(self._digests) | bad
         lacking = self.rely(
@@ -130,16 +127,18 @@ class ReliedPacks:
             raise FencedError(_GONE.format(key=pack_key(min(bad))) if bad else COLLECTED)
         for pack in gone:
             del self._digests[pack], self._ends[pack]
-        self._confirm_segments(latest)
+        if with_index:
+            self._confirm_segments(latest)
 
     def _confirm_segments(self, latest: View) -> None:
         """Check that a host that has not cached the index can read it too."""
+        lengths = self._looks.segments([SegmentId(ref.id) for ref in latest.root.segments])
         for ref in latest.root.segments:
             ident = SegmentId(ref.id)
             packs = len(latest.segments[ident])
             whole = _EMPTY_SEGMENT + packs * ID_SIZE + ref.count * _SEGMENT_RECORD
             key = segment_key(ident)
-            if self._size(key) != whole:
+            if lengths[ident] != whole:
                 raise DamagedError(
                     f"the index segment {self._objects.backend.uri}/{key} is missing, or has "
                     f"another length than the {whole:,} bytes that it was written with; "

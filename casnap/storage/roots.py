@@ -35,11 +35,13 @@ from casnap.format.records import (
 )
 
 _log = logging.getLogger("casnap")
+# If so many roots were put since the last look, a listing is cheaper than reading them all.
+_MOST_PROBES = 4
 # Holds a copy of the newest root; no other is needed to read the store.
 COPIES = "roots/copies"
 
 
-def newest_root(backend: Backend, known: Root | None = None) -> Root:
+def newest_root(backend: Backend, known: Root | None = None, *, stands: bool = False) -> Root:
     """Return the newest root.
 
     Listings may be stale, so numbers after the greatest listed one are probed. Roots are never
@@ -49,15 +51,21 @@ def newest_root(backend: Backend, known: Root | None = None) -> Root:
         backend: Where the store lives.
         known: A root that was the newest one before. If it still stands (it does, unless the store
             was rolled back), nothing is listed.
+        stands: Whether the caller has just seen that it stands.
 
     Raises:
         NotAStoreError: There is no root.
         DamagedError: Neither the newest root nor its copy can be read. An older one does not do.
         UnsupportedFormatError: It has a feature that readers have to know.
     """
-    root = known if known is not None and _stands(backend, known) else _last_listed(backend)
+    standing = known if known is not None and (stands or _stands(backend, known)) else None
+    root = last_listed(backend) if standing is None else standing
+    first = root.seq
     while (newer := _read_if_there(backend, root.seq + 1) or _lost(backend, root)) is not None:
         root = newer
+        if backend.is_remote and root.seq == first + _MOST_PROBES:
+            listed = last_listed(backend)
+            root = max(root, listed, key=lambda r: r.seq)
     unknown = set(root.read_features) - KNOWN_FEATURES
     if unknown:
         raise UnsupportedFormatError(_lacks(f"to read {backend.uri}", unknown))
@@ -110,7 +118,13 @@ def _lost(backend: Backend, root: Root) -> Root | None:
     return found or (copy if all(ref.id in there for ref in copy.segments) else None)
 
 
-def _last_listed(backend: Backend) -> Root:
+def last_listed(backend: Backend) -> Root:
+    """Return the newest root that is listed; where listings are stale, there may be newer ones.
+
+    Raises:
+        NotAStoreError: There is no root.
+        DamagedError: It cannot be read.
+    """
     folders = _numbers(backend, "roots")
     seqs = _numbers(backend, f"roots/{max(folders)}") if folders else []
     if not seqs and folders and max(folders) > 0:

@@ -17,13 +17,17 @@ from casnap.format.records import (
     merged_segment,
     segment_key,
 )
-from casnap.storage.index import View
+from casnap.storage.index import SMALL_RECORDS, View
+from casnap.storage.looks import note_seen
 from casnap.storage.objects import Objects
 from casnap.storage.pack import new_id
 
 _MERGE_AT = 16
-_MERGE_MOST = 1 << 20
+# A segment of so many records has less than 48 MiB, whatever packs they are in.
+_MERGE_MOST = 640_000
 _SMALL = 1 << 15
+# On a remote store: up to how many records a level has, and how many more of it are merged.
+_REMOTE_LEVELS = ((SMALL_RECORDS, 1), (4 * SMALL_RECORDS, 3), (16 * SMALL_RECORDS, 3))
 
 
 def add_segment(
@@ -37,10 +41,14 @@ def add_segment(
         segment: What is new.
         base: The root number that the id begins with.
     """
-    merged = _to_merge(view.root.segments, len(segment.records))
+    *large, segment = _parts(segment)
+    written = [write_segment(objects, part, base) for part in large]
+    choose = _to_merge_remote if objects.backend.is_remote else _to_merge
+    merged = choose(view.root.segments, len(segment.records))
     new = (encode_segment(segment), "a new segment")
     kept = tuple(ref for ref in view.root.segments if ref not in merged)
-    return (*kept, *_write_merged(objects, view, [new], merged, (), base, segment.records))
+    last = _write_merged(objects, view, [new], merged, (), base, segment.records)
+    return (*kept, *written, *last)
 
 
 @dataclass(frozen=True)
@@ -120,19 +128,41 @@ def _write_merged(
     new: list[Record],
 ) -> list[SegmentRef]:
     """Write parts and segments as one segment; return it, or nothing if it lists no pack."""
-    parts = parts + [objects.index.sealed(ref) for ref in refs]
+    parts = parts + [objects.index.sealed_or_kept(ref) for ref in refs]
     content, packs, count = merged_segment(parts, without)
     if not packs:
         return []
     ident = _put(objects, content, base)
     view.cache.keep_segment(ident, packs, new)
+    objects.index.keep_small(ident, content)
     return [SegmentRef(ident, count)]
 
 
 def write_segment(objects: Objects, segment: Segment, base: int) -> SegmentRef:
-    """Write a segment as it is. Another process names it in a root."""
+    """Write a segment as it is. Another process may name it in a root."""
     ident = _put(objects, encode_segment(segment), base)
     return SegmentRef(ident, len(segment.records))
+
+
+def write_segments(objects: Objects, segment: Segment, base: int) -> tuple[SegmentRef, ...]:
+    """Write a segment as it is; as several if it is large."""
+    return tuple(write_segment(objects, part, base) for part in _parts(segment))
+
+
+def _parts(segment: Segment) -> list[Segment]:
+    """Divide a segment by packs into some that are not too large."""
+    if len(segment.records) <= _MERGE_MOST:
+        return [segment]
+    of_pack: dict[bytes, list[Record]] = {pack: [] for pack in segment.packs}
+    for record in segment.records:
+        of_pack[record[1].pack].append(record)
+    parts: list[tuple[list[PackId], list[Record]]] = [([], [])]
+    for pack, records in of_pack.items():
+        if parts[-1][1] and len(parts[-1][1]) + len(records) > _MERGE_MOST:
+            parts.append(([], []))
+        parts[-1][0].append(PackId(pack))
+        parts[-1][1].extend(records)
+    return [Segment(tuple(packs), records) for packs, records in parts]
 
 
 def _put(objects: Objects, content: bytes, base: int) -> SegmentId:
@@ -141,6 +171,8 @@ def _put(objects: Objects, content: bytes, base: int) -> SegmentId:
     objects.backend.sync()
     objects.backend.write(segment_key(ident), content)
     objects.backend.sync()
+    if objects.backend.is_remote:
+        note_seen(objects.index.cache, {ident: len(content)})
     return ident
 
 
@@ -175,6 +207,25 @@ def _to_merge(segments: tuple[SegmentRef, ...], count: int) -> list[SegmentRef]:
         merged += same
         total += more
         tier = max(_tier(total), tier + 1)
+
+
+def _to_merge_remote(segments: tuple[SegmentRef, ...], count: int) -> list[SegmentRef]:
+    """Return the segments to merge with a new one of ``count`` records on a remote store.
+
+    There a segment is a request for each reader that has not cached it, so there are fewer: one
+    small one, which each commit writes again, and up to three of each size above, by factors of
+    four. This host has the small one cached.
+    """
+    merged: list[SegmentRef] = []
+    total = count
+    for most, others in _REMOTE_LEVELS:
+        same = [s for s in segments if s.count <= most and s not in merged]
+        if len(same) >= others and total + sum(s.count for s in same) <= _MERGE_MOST:
+            merged += same
+            total += sum(s.count for s in same)
+        if total <= most:
+            break
+    return merged
 
 
 def _tier(count: int) -> int:

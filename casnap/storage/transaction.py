@@ -7,13 +7,16 @@ that publishes one root for all (``handover.py``).
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
-from casnap.format.records import NodeRef, SegmentRef, segment_key
+from casnap.format.records import NodeRef, Root, SegmentRef, segment_key
 from casnap.runtime.threads import Crew
 from casnap.storage.index import View
+from casnap.storage.looks import note_seen
 from casnap.storage.new_packs import ChunkWriter, NewPacks
 from casnap.storage.objects import Objects
 from casnap.storage.pack import Choose
@@ -27,6 +30,8 @@ class Transaction:
         objects: The store.
         crew: The crew of the background threads.
         codec: How new chunks are stored.
+        before: How many requests the backend had made when the change began.
+        told: The root that rank 0 has just read for all ranks; by default a recent one.
 
     Attributes:
         objects: The store.
@@ -40,16 +45,29 @@ class Transaction:
         UnsupportedFormatError: The store uses a feature that its writers have to know.
     """
 
-    def __init__(self, objects: Objects, crew: Crew, codec: Codec = Codec.RAW) -> None:
-        objects.check_writable("write to")
+    def __init__(
+        self,
+        objects: Objects,
+        crew: Crew,
+        codec: Codec = Codec.RAW,
+        before: Mapping[str, int] | None = None,
+        told: Root | None = None,
+    ) -> None:
+        self._before = Counter(objects.backend.requests if before is None else before)
+        objects.check_writable("write to", told)
         self.objects = objects
-        self.base: View = objects.view()
+        self.base: View = objects.recent_view(told)
         self.commit = os.urandom(16)
         self.relied = ReliedPacks(objects, self.base)
         self.new_packs = NewPacks(objects, self.base.root.seq, crew, codec)
         self.may_stand = False
         self._codec = codec
-        self._segment: SegmentRef | None = None
+        self._segments: list[SegmentRef] = []
+
+    @property
+    def requests(self) -> Counter[str]:
+        """How many requests the change has made so far, by kind."""
+        return Counter(self.objects.backend.requests) - self._before
 
     def chunk_writer(self, ask: Choose | None = None) -> ChunkWriter:
         """Return what one thread stores chunks with.
@@ -87,9 +105,12 @@ class Transaction:
         return NodeRef(digest, self.objects.index.find(self.base, [digest])[0])
 
     def cache_nodes(self) -> None:
-        """Keep the new nodes in the cache of this host."""
+        """Keep the new nodes in the cache of this host; note that it has seen the new packs."""
         nodes = [(digest, node) for digest, (node, _) in self.new_packs.nodes.items()]
-        self.objects.index.cache.keep_nodes(nodes)
+        cache = self.objects.index.cache
+        cache.keep_nodes(nodes)
+        if self.objects.backend.is_remote:
+            note_seen(cache, self.new_packs.lengths)
 
     def move(self, seq: int) -> None:
         """Give the new packs ids that were made under another root, past a fence.
@@ -110,19 +131,23 @@ class Transaction:
         """Note that no root names the new packs, and none will."""
         self.may_stand = False
 
-    def note_segment(self, segment: SegmentRef) -> None:
-        """Note the segment that was written of the new packs, for :meth:`delete_segment`."""
-        self._segment = segment
+    def note_committed(self, root: Root) -> None:
+        """Note that the root was put."""
+        self.objects.note_newest(root)
 
-    def delete_segment(self) -> None:
-        """Delete the segment of a failed try to commit."""
-        segment, self._segment = self._segment, None
-        if segment is not None:
+    def note_segments(self, segments: Iterable[SegmentRef]) -> None:
+        """Note the segments that were written of the new packs, for :meth:`delete_segments`."""
+        self._segments = list(segments)
+
+    def delete_segments(self) -> None:
+        """Delete the segments of a failed try to commit."""
+        segments, self._segments = self._segments, []
+        for segment in segments:
             self.objects.backend.delete(segment_key(segment.id))
 
     def close(self) -> None:
         """Give memory back, and delete the new packs unless a root may stand that names them."""
         self.new_packs.close()
         if not self.may_stand:
-            self.delete_segment()
+            self.delete_segments()
             self.new_packs.delete()

@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from casnap.backends import Backend
 from casnap.errors import FencedError, RankError, StoreError
-from casnap.format.records import Row, SegmentId, pack_key, segment_key
+from casnap.format.records import PackId, Row, SegmentId, pack_key, segment_key
 from casnap.ranks.comm import Comm
 from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
 from casnap.storage.handover import Handover, OtherRanks, hand_over
+from casnap.storage.looks import Looks
+from casnap.storage.objects import Objects
 from casnap.storage.transaction import Transaction
 
 _log = logging.getLogger("casnap")
@@ -34,7 +35,6 @@ class _Instruction(msgspec.Struct, array_like=True):
 
 def commit_together(
     comm: Comm,
-    backend: Backend,
     transaction: Transaction,
     publish: Callable[[OtherRanks], Row],
     find: Callable[[bytes], Row | None],
@@ -43,7 +43,6 @@ def commit_together(
 
     Args:
         comm: The ranks.
-        backend: Where they wrote.
         transaction: What this rank wrote.
         publish: Called on rank 0: commits, with what the others wrote, and returns the row.
         find: Returns the row of this take if the store has it, given the commit id.
@@ -53,13 +52,11 @@ def commit_together(
         RankError: Another rank failed, died or hangs.
     """
     if comm.rank == 0:
-        return _lead(comm, backend, transaction, publish)
+        return _lead(comm, transaction, publish)
     return _follow(comm, transaction, find)
 
 
-def _lead(
-    comm: Comm, backend: Backend, transaction: Transaction, publish: Callable[[OtherRanks], Row]
-) -> Row:
+def _lead(comm: Comm, transaction: Transaction, publish: Callable[[OtherRanks], Row]) -> Row:
     comm.broadcast(transaction.commit)
 
     def move(seq: int) -> list[Handover]:
@@ -68,7 +65,7 @@ def _lead(
 
     try:
         others = OtherRanks(_handovers(comm), move, comm.check_not_abandoned)
-        _check_written(backend, others)
+        _check_written(transaction.objects, others)
         row = publish(others)
     except Exception as e:
         if not comm.ended and not transaction.may_stand:
@@ -94,25 +91,33 @@ def _handovers(comm: Comm) -> list[Handover]:
     return handovers
 
 
-def _check_written(backend: Backend, others: OtherRanks) -> None:
+def _check_written(objects: Objects, others: OtherRanks) -> None:
     """Check that rank 0 sees the files that the other ranks wrote.
 
     Raises:
         StoreError: It does not: they write to another storage, such as a copy of the store.
     """
-    ends = {pack_key(pack): 0 for pack in others.packs}
-    ends |= {segment_key(SegmentId(ref.id)): 0 for ref in others.segments}
+    written = others.packs
+    if objects.backend.is_remote:
+        # One of each rank says where it writes, and a put that was answered is seen by all. All
+        # packs of a rank lie in one folder.
+        written = tuple({pack[-1]: pack for pack in written}.values())
+    looks, base = Looks(objects.backend, objects.index.cache), objects.recent_view()
+    ends = dict.fromkeys(written, 0)
     for _, place in others.records:
-        key = pack_key(place.pack)
-        ends[key] = max(ends[key], place.offset + place.stored)
-    for key, end in ends.items():
-        size = backend.size_if_there(key)
-        if size is None or size < end:
-            raise StoreError(
-                f"{backend.uri}/{key}, which another rank has written, is not there, or not whole, "
-                "where rank 0 looks; all ranks must see one storage (a copy of a store, on a disk "
-                "of each host, is another one)"
-            )
+        pack = PackId(place.pack)
+        if pack in ends:
+            ends[pack] = max(ends[pack], place.offset + place.stored)
+    packs = looks.lengths(ends.keys(), base.packs.at_most)
+    segments = looks.segments([SegmentId(ref.id) for ref in others.segments])
+    lacking = [pack_key(pack) for pack, end in ends.items() if packs[pack] < end]
+    lacking += [segment_key(ident) for ident, size in segments.items() if size < 0]
+    if lacking:
+        raise StoreError(
+            f"{objects.backend.uri}/{lacking[0]}, which another rank has written, is not there, or "
+            "not whole, where rank 0 looks; all ranks must see one storage (a copy of a store, on "
+            "a disk of each host, is another one)"
+        )
 
 
 def _follow(comm: Comm, transaction: Transaction, find: Callable[[bytes], Row | None]) -> Row:

@@ -27,7 +27,8 @@ from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import publish
 from casnap.storage.index import Index
-from casnap.storage.objects import DEFAULT_READ, Objects, ReadOptions, Want
+from casnap.storage.objects import Objects
+from casnap.storage.place_reads import DEFAULT_READ, ReadOptions, Want
 from casnap.storage.transaction import Transaction
 from casnap.testing import FaultyBackend
 from tests.support.examples import FEW

@@ -1,0 +1,61 @@
+"""The newest root that this host saw at a remote place, so that opening lists nothing.
+
+Roots are never removed, and a commit id is random. So if the root of that number still has that
+commit id, the same store lies at the place, and no older root is the newest one.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from casnap.backends.base import Backend
+from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.format.digest import digest_of
+from casnap.format.records import Root, StoreConfig, encode
+from casnap.storage.cache import Cache, open_cache
+from casnap.storage.roots import read_root
+
+_NOTE = b"last seen"
+
+
+class _Note(msgspec.Struct, array_like=True):
+    config: StoreConfig
+    seq: int
+    commit: bytes
+
+
+class LastSeen:
+    """What this host saw last at one place, whatever store lies there.
+
+    Args:
+        backend: The place.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._kept: tuple[int, bytes] | None = None
+
+    @property
+    def _cache(self) -> Cache:
+        # Not the cache of the store: its name has the store's id, which is not known yet.
+        return open_cache(digest_of(self._backend.identity.encode()).hex()[:32])
+
+    def look(self) -> tuple[StoreConfig, Root] | None:
+        """Return the record of the store and the root seen last, if that root still stands."""
+        if not self._backend.is_remote:
+            return None
+        try:
+            note = msgspec.msgpack.decode(self._cache.note(_NOTE) or b"", type=_Note)
+            root = read_root(self._backend, note.seq)
+        except UnavailableError:
+            raise
+        except (msgspec.DecodeError, FileNotFoundError, DamagedError, BackendError):
+            return None
+        self._kept = (note.seq, note.commit)
+        return (note.config, root) if root.commit == note.commit else None
+
+    def keep(self, config: StoreConfig, root: Root) -> None:
+        """Note the newest root, for later processes of this host."""
+        if self._backend.is_remote and self._kept != (root.seq, root.commit):
+            self._kept = (root.seq, root.commit)
+            self._cache.keep_note(_NOTE, encode(_Note(config, root.seq, root.commit)))

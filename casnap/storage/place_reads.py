@@ -1,0 +1,192 @@
+"""Reading chunks at their places: neighbours in a pack together, several packs at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import NamedTuple
+
+from casnap.backends.base import Backend
+from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.format.codec import decompress
+from casnap.format.digest import Digest, digest_of
+from casnap.format.records import MAX_NODE_BYTES, Place, pack_key
+from casnap.runtime.buffers import PAGE, SLOTS, Parts, Slot, shared_pool
+from casnap.runtime.threads import Crew, Shared, cores
+from casnap.storage.pack_runs import Run, coalesced, is_possible
+
+_READ_BYTES = 16 << 20
+_BULK_BYTES = 64 << 20
+_SMALL_BYTES = 1 << 20
+_SMALL_IN_ALL = 16 << 20
+
+Sink = Callable[[memoryview], None]
+"""Called with the verified bytes of a chunk, from any thread. It must copy what it keeps."""
+
+
+class Want(NamedTuple):
+    """A chunk to read: its digest, its raw length, its sink, and the path that needs it."""
+
+    digest: Digest
+    nbytes: int
+    sink: Sink
+    path: str
+
+
+class ReadOptions(NamedTuple):
+    """How to read chunks.
+
+    Attributes:
+        budget: The most bytes of buffers; at least one chunk is always read. None for no bound
+            but that of the pool.
+        prepare: Called with each buffer from the pool before it is used.
+        readers: The most threads, each with a buffer of the pool. Lower it if the sinks take
+            buffers too. 0: the calling thread reads, into a buffer of its own.
+    """
+
+    budget: int | None = None
+    prepare: Callable[[Slot], None] | None = None
+    readers: int = SLOTS
+
+
+DEFAULT_READ = ReadOptions()
+# For one chunk: the caller may hold buffers of the pool, and must not wait for another one.
+WITHOUT_POOL = ReadOptions(readers=0)
+
+
+class Reason(Enum):
+    """Why a chunk cannot be read. The values are texts for messages."""
+
+    NOWHERE = "it is in no pack of the index"
+    MISSING = "its pack is missing"
+    UNREADABLE = "its pack cannot be read"
+    CUT_OFF = "its pack is cut off"
+    IMPOSSIBLE = "the index gives it an impossible place"
+    CHANGED = "its bytes differ from what was written"
+
+
+class Why(NamedTuple):
+    """Why a chunk cannot be read, with the words of the backend or the decoder, if any."""
+
+    reason: Reason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        return f"{self.reason.value}: {self.detail}" if self.detail else self.reason.value
+
+
+class Unread(NamedTuple):
+    """A place where a chunk could not be read, the wants for that chunk, and why it failed."""
+
+    place: Place
+    wants: list[Want]
+    why: Why
+
+
+def _readers() -> int:
+    """Return how many threads read: some wait for the disk while all cores verify."""
+    return min(cores() + 2, SLOTS)
+
+
+def read_places(
+    backend: Backend,
+    chunk_size: int,
+    places: list[tuple[Place, list[Want]]],
+    how: ReadOptions = DEFAULT_READ,
+) -> list[Unread]:
+    """Read the chunks at these places; return the places that failed, and why."""
+    found, failed = [], []
+    for place, wants in places:
+        if _plausible(place, wants[0], chunk_size):
+            found.append((place, wants))
+        else:
+            failed.append(Unread(place, wants, Why(Reason.IMPOSSIBLE)))
+    total = sum(place.stored for place, _ in found)
+    largest = max((place.stored for place, _ in found), default=0)
+    is_remote = backend.is_remote
+    readers = backend.in_flight if is_remote else _readers()
+    share = max(_SMALL_BYTES, total // readers)
+    unit = min(_READ_BYTES, share, _READ_BYTES if how.budget is None else how.budget)
+    reads = list(coalesced(found, max(largest + 2 * PAGE, unit), is_remote=is_remote))
+    most = max((read.stop - read.start for read in reads), default=0) + PAGE
+    if total <= _SMALL_BYTES or how.readers == 0:
+        return failed + _read_small(backend, reads, most)
+    pool = shared_pool(max(most, chunk_size + (64 << 10)))
+    # The threads share slots, if these hold several buffers.
+    buffers = Parts(pool, most if is_remote else pool.slot_bytes, how.prepare)
+    affordable = readers if how.budget is None else max(1, how.budget // most)
+    most_buffers = min(SLOTS, how.readers) * buffers.of_slot
+    with Crew() as crew, buffers:
+        source = Shared(reads, crew)
+
+        def work() -> None:
+            buffer = buffers.take()
+            for read in source:
+                failed.extend(_read_run(backend, read, buffer, bulk=total >= _BULK_BYTES))
+
+        crew.run(work, min(len(reads), readers, affordable, most_buffers))
+    return failed
+
+
+def _read_small(backend: Backend, reads: list[Run[list[Want]]], most: int) -> list[Unread]:
+    """Read without the pool: in the calling thread, or on a remote store on a few threads."""
+    failed: list[Unread] = []
+
+    def work() -> None:
+        buffer = memoryview(bytearray(most))
+        for read in source:
+            failed.extend(_read_run(backend, read, buffer))
+
+    with Crew() as crew:
+        source: Iterable[Run[list[Want]]] = reads
+        at_once = min(len(reads), backend.in_flight, _SMALL_IN_ALL // most)
+        if not backend.is_remote or at_once < 2:
+            work()
+        else:
+            source = Shared(reads, crew)
+            crew.run(work, at_once)
+    return failed
+
+
+def _read_run(
+    backend: Backend, read: Run[list[Want]], buffer: memoryview, *, bulk: bool = False
+) -> list[Unread]:
+    target = buffer[: -(-(read.stop - read.start) // PAGE) * PAGE]
+    try:
+        [n] = backend.read_into(pack_key(read.pack), [(read.start, target)], bulk=bulk)
+    except FileNotFoundError:
+        return [Unread(*chunk, Why(Reason.MISSING)) for chunk in read.chunks]
+    except UnavailableError:
+        raise
+    except BackendError as e:
+        return [Unread(*chunk, Why(Reason.UNREADABLE, str(e))) for chunk in read.chunks]
+    failed = []
+    for place, wants in read.chunks:
+        start = place.offset - read.start
+        stored = target[start : min(start + place.stored, n)]
+        raw = _proven(wants[0].digest, place, stored)
+        if isinstance(raw, Why):
+            failed.append(Unread(place, wants, raw))
+            continue
+        for want in wants:
+            want.sink(raw)
+    return failed
+
+
+def _plausible(place: Place, want: Want, chunk_size: int) -> bool:
+    """Whether a place fits the wanted length. Checked before memory is taken for it."""
+    limit = chunk_size if want.nbytes >= 0 else MAX_NODE_BYTES
+    return (want.nbytes in (-1, place.raw)) and is_possible(place, max(limit, 1 << 16))
+
+
+def _proven(digest: Digest, place: Place, stored: memoryview) -> memoryview | Why:
+    """Return the raw bytes if they have this digest, else why not."""
+    if len(stored) != place.stored:
+        return Why(Reason.CUT_OFF)
+    try:
+        raw = decompress(place.codec, stored, place.raw)
+    except DamagedError as e:
+        return Why(Reason.CHANGED, str(e))
+    intact = len(raw) == place.raw and digest_of(raw) == digest
+    return raw if intact else Why(Reason.CHANGED)

@@ -1,0 +1,146 @@
+"""Looking a few digests up in large segments by ranges, without reading them whole.
+
+The records of a segment are sorted, and digests are evenly spread: so it is known to a few thousand
+records where one must lie. What is found is not verified here. A chunk is, when it is read; if a
+record lies, the reader reads the whole index instead.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+
+from casnap.backends.base import Backend
+from casnap.format.digest import Digest
+from casnap.format.records import (
+    ID_SIZE,
+    SEGMENT_RECORD_SIZE,
+    PackId,
+    Place,
+    RawRecord,
+    SegmentId,
+    SegmentLayout,
+    SegmentRef,
+    segment_key,
+)
+from casnap.runtime.threads import Crew, Shared
+
+# A digest is nearly always within so many standard deviations of where it is expected.
+_DEVIATIONS = 4
+_LOOKS = 3
+
+
+def search(
+    backend: Backend,
+    segments: Iterable[SegmentRef],
+    lengths: Mapping[SegmentId, int],
+    digests: list[Digest],
+) -> dict[Digest, list[Place]]:
+    """Return the places that some segments give for some digests, as far as they are found.
+
+    Args:
+        backend: Where the store lives.
+        segments: The segments.
+        lengths: How many bytes each of them has.
+        digests: What to look for.
+
+    Raises:
+        BackendError: A segment cannot be read.
+        FileNotFoundError: A segment is missing.
+    """
+    found: dict[Digest, list[Place]] = {digest: [] for digest in digests}
+
+    def work() -> None:
+        for ref in todo:
+            layout = SegmentLayout.of(ref.count, lengths.get(SegmentId(ref.id), 0))
+            if layout is not None:
+                for digest, place in _Search(backend, ref, layout).places(digests):
+                    found[digest].append(place)
+
+    with Crew() as crew:
+        todo = Shared(segments, crew)
+        crew.run(work, backend.in_flight)
+    return found
+
+
+def window_bytes(count: int) -> int:
+    """Return about how many bytes are read to find one digest among ``count`` records."""
+    return min(count, 2 * _reach(count, 0.5)) * SEGMENT_RECORD_SIZE
+
+
+def _reach(count: int, share: float) -> int:
+    return 8 + math.ceil(_DEVIATIONS * math.sqrt(count * share * (1 - share)))
+
+
+def _digest(record: RawRecord) -> bytes:
+    return record[0]
+
+
+class _Search:
+    """A search in one segment."""
+
+    def __init__(self, backend: Backend, ref: SegmentRef, layout: SegmentLayout) -> None:
+        self._backend = backend
+        self._key = segment_key(ref.id)
+        self._count = ref.count
+        self._layout = layout
+
+    def places(self, digests: list[Digest]) -> list[tuple[Digest, Place]]:
+        """Return the places of those digests that the segment has."""
+        found: list[tuple[Digest, RawRecord]] = []
+        todo = {digest: self._window(digest, 0) for digest in digests}
+        for look in range(1, _LOOKS + 1):
+            beside = {}
+            for digest, records in self._records(todo).items():
+                start, stop = todo[digest]
+                whole = not records or (
+                    (start == 0 or records[0][0] < digest)
+                    and (stop == self._count or records[-1][0] > digest)
+                )
+                if not whole:
+                    beside[digest] = self._window(digest, look)
+                    continue
+                at = bisect_left(records, bytes(digest), key=_digest)
+                while at < len(records) and records[at][0] == digest:
+                    found.append((digest, records[at]))
+                    at += 1
+            todo = beside
+            if not todo:
+                break
+        return self._placed(found)
+
+    def _window(self, digest: Digest, look: int) -> tuple[int, int]:
+        share = int.from_bytes(digest[:8], "big") / 2**64
+        reach = _reach(self._count, share) * 4**look
+        middle = int(self._count * share)
+        return max(0, middle - reach), min(self._count, middle + reach)
+
+    def _records(self, windows: dict[Digest, tuple[int, int]]) -> dict[Digest, list[RawRecord]]:
+        buffers = {
+            digest: bytearray((stop - start) * SEGMENT_RECORD_SIZE)
+            for digest, (start, stop) in windows.items()
+        }
+        targets = [
+            (self._layout.offset(windows[digest][0]), memoryview(buffer))
+            for digest, buffer in buffers.items()
+        ]
+        sizes = self._backend.read_into(self._key, targets) if targets else []
+        return {
+            digest: self._layout.decode(buffer)
+            for (digest, buffer), n in zip(buffers.items(), sizes, strict=True)
+            if n == len(buffer)
+        }
+
+    def _placed(self, found: list[tuple[Digest, RawRecord]]) -> list[tuple[Digest, Place]]:
+        """Return the places of records: read the ids of their packs."""
+        numbers = sorted({n for _, (_, n, *_) in found if n < self._layout.packs})
+        ids = {n: bytearray(ID_SIZE) for n in numbers}
+        if ids:
+            offsets = [(self._layout.pack_offset(n), memoryview(ids[n])) for n in numbers]
+            self._backend.read_into(self._key, offsets)
+        return [
+            (digest, Place(PackId(bytes(ids[n])), *rest))
+            for digest, (_, n, *rest) in found
+            if n in ids
+        ]

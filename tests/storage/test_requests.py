@@ -1,0 +1,220 @@
+"""On a remote store, how many requests a take, an open and a read make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.errors import DamagedError, NotAStoreError, SnapshotNotFoundError
+from casnap.format.records import pack_key
+from casnap.storage.objects import Objects
+from casnap.storage.roots import newest_root, put_next_root
+from tests.support.remote import RemoteDouble
+
+
+def state_of(tensors: int = 20, seed: int = 0) -> dict[str, StateDict]:
+    drawn = torch.Generator().manual_seed(seed)
+    return {
+        "model": StateDict(
+            **{f"w{i}": torch.randn(100_000, generator=drawn) for i in range(tensors)}
+        )
+    }
+
+
+@pytest.fixture
+def name(tmp_path: Path) -> str:
+    """Return the name of a store of its own, with one snapshot of this host."""
+    name = str(tmp_path)
+    Store(RemoteDouble(name)).take(state_of(), "first")
+    return name
+
+
+def fresh_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "another-host"
+    folder.mkdir()
+    monkeypatch.setenv("CASNAP_CACHE_DIR", str(folder))
+
+
+def chunk_requests(backend: RemoteDouble, store: Store, path: str) -> int:
+    """Return how many requests read the packs of chunks of an entry."""
+    contents = store["first"].contents
+    inner, entry, _ = contents.entry(path)
+    digests = [digest for digest, _ in contents.chunks(inner, entry)]
+    places = store.objects.index.find(store.objects.view(), digests)
+    keys = {pack_key(place.pack) for place in places if place is not None}
+    return sum(kind == "get" and key in keys for kind, key in backend.log)
+
+
+# --- takes ---
+
+
+def test_an_unchanged_take_of_a_warm_host(name: str) -> None:
+    """Also in a new process, which the cache of the host makes warm."""
+    for number in range(40):
+        backend = RemoteDouble(name)
+        store = Store(backend)
+        store.take(state_of(), f"step_{number}")
+        assert backend.count <= 8, backend.log
+        assert set(backend.requests) <= {"get", "put"}
+        backend.reset()
+        store.take(state_of(), f"again_{number}")
+        assert backend.count <= 8, backend.log
+
+
+def test_an_unchanged_take_of_a_fresh_host(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It opens the store by six requests, lists the packs by one, and puts four objects."""
+    fresh_host(tmp_path, monkeypatch)
+    backend = RemoteDouble(name)
+    snapshot = Store(backend).take(state_of(), "second")
+    assert backend.requests == {"get": 4, "list": 3, "put": 4}
+    assert snapshot.stats.new_bytes < 10_000
+
+
+def test_packs_are_looked_at_by_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are, and once a day: what this host has seen, it believes."""
+    backend = RemoteDouble(str(tmp_path))
+    store = Store(backend)
+    for number in range(12):
+        store.take(state_of(2, seed=number), f"step_{number}")
+    every = {
+        "model": StateDict(
+            **{f"w{n}_{k}": v for n in range(12) for k, v in state_of(2, n)["model"].items()}
+        )
+    }
+    fresh_host(tmp_path, monkeypatch)
+    backend = RemoteDouble(str(tmp_path))
+    store = Store(backend)
+    store.take(every, "all")
+    assert backend.requests.get("head", 0) == 0
+    assert sum(key == "packs" for kind, key in backend.log if kind == "list") == 1
+    backend.reset()
+    store.take(every, "again")
+    assert "list" not in backend.requests
+
+
+def test_a_pack_that_is_gone_is_stored_anew_after_a_read_has_missed_it(name: str) -> None:
+    """A warm host believes that it is there; the read tells it otherwise."""
+    backend = RemoteDouble(name)
+    store = Store(backend)
+    contents = store["first"].contents
+    inner, entry, _ = contents.entry("model/w0")
+    digests = [digest for digest, _ in contents.chunks(inner, entry)]
+    place = store.objects.index.find(store.objects.view(), digests)[0]
+    assert place is not None
+    backend.delete(pack_key(place.pack))
+    with pytest.raises(DamagedError):
+        store["first"].read_object("model/w0")
+    store.take(state_of(), "second")
+    for path, tensor in state_of()["model"].items():
+        assert torch.equal(store["second"].read_object(f"model/{path}"), tensor)
+
+
+# --- opening and reading ---
+
+
+def test_a_read_of_a_fresh_host(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh_host(tmp_path, monkeypatch)
+    backend = RemoteDouble(name)
+    store = Store(backend)
+    tensor = store["first"].read_object("model/w3")
+    assert torch.equal(tensor, state_of()["model"]["w3"])
+    beside = backend.count - chunk_requests(backend, store, "model/w3")
+    assert beside <= 8, backend.log
+    assert backend.read_bytes < tensor.nbytes + (1 << 20)
+
+
+def test_a_read_of_a_warm_host(name: str) -> None:
+    Store(RemoteDouble(name))["first"].read_object("model/w3")
+    backend = RemoteDouble(name)
+    store = Store(backend)
+    store["first"].read_object("model/w3")
+    assert backend.count - chunk_requests(backend, store, "model/w3") <= 2, backend.log
+
+
+def test_requests_do_not_grow_with_the_snapshots(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double = RemoteDouble(name)
+    root = newest_root(double)
+    for _ in range(3500):
+        after = put_next_root(double, root)
+        assert after is not None
+        root = after
+    fresh_host(tmp_path, monkeypatch)
+    backend = RemoteDouble(name)
+    store = Store(backend)
+    store["first"].read_object("model/w3")
+    beside = backend.count - chunk_requests(backend, store, "model/w3")
+    assert beside <= 8, backend.log
+    assert backend.requests["list"] == 2
+
+
+# --- the newest root ---
+
+
+def test_many_newer_roots_are_not_read_one_by_one(name: str) -> None:
+    """A host that has not looked for long lists the roots instead."""
+    store = Store(RemoteDouble(name))
+    double = RemoteDouble(name)
+    root = newest_root(double)
+    for _ in range(1200):
+        after = put_next_root(double, root)
+        assert after is not None
+        root = after
+    backend = store.objects.backend
+    assert isinstance(backend, RemoteDouble)
+    backend.reset()
+    assert store.objects.newest() == root
+    assert backend.count <= 10, backend.log
+
+
+def test_another_store_at_the_place_is_noticed(name: str) -> None:
+    """The root that this host saw last has another commit id there, or is not there."""
+    double = RemoteDouble(name)
+    old = Store(double).id
+    for key in double.sizes(""):
+        double.delete(key)
+    store = Store(RemoteDouble(name))
+    assert store.id != old
+    assert store.snapshots() == []
+
+
+def test_a_store_that_was_rolled_back_is_noticed_when_it_is_opened(name: str) -> None:
+    double = RemoteDouble(name)
+    before = {key: double.read(key) for key in double.sizes("")}
+    Store(RemoteDouble(name)).take(state_of(1), "lost")
+    for key in double.sizes(""):
+        if key not in before:
+            double.delete(key)
+    store = Store(RemoteDouble(name))
+    assert [snapshot.name for snapshot in store.snapshots()] == ["first"]
+    with pytest.raises(SnapshotNotFoundError):
+        store["lost"]
+
+
+def test_what_another_process_committed_is_seen_at_once(name: str) -> None:
+    """Only a root that nothing depends on may be a moment old."""
+    one, other = Store(RemoteDouble(name)), Store(RemoteDouble(name))
+    one.snapshots()
+    other.take(state_of(1, seed=5), "new")
+    assert {snapshot.name for snapshot in one.snapshots()} == {"first", "new"}
+    other.delete("new")
+    # The name is free, though the root that `one` saw a moment ago has it.
+    one.take(state_of(1, seed=6), "new")
+    other.take(state_of(1, seed=7), "newer")
+    one.take(state_of(1, seed=8), "newest")
+    assert len(other.snapshots()) == 4
+
+
+def test_an_open_that_finds_nothing(tmp_path: Path) -> None:
+    backend = RemoteDouble(str(tmp_path))
+    with pytest.raises(NotAStoreError):
+        Store(backend, create=False)
+    assert not backend.sizes("")
+    Store(backend)
+    assert Objects(backend).newest().seq == 0

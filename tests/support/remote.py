@@ -1,0 +1,161 @@
+"""A remote backend in memory, which counts requests as an object store would bill them.
+
+::
+
+    backend = RemoteDouble("a-store")       # another one of this name sees the same objects
+    Store(backend).take(state, "a")
+    assert backend.requests["put"] == 4
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from casnap.backends.base import Target
+from casnap.backends.memory import MemoryBackend
+from casnap.errors import BackendError
+from casnap.runtime.typing import override
+
+PAGE_KEYS = BATCH_KEYS = 1000
+MOST_BYTES = 48 << 20
+_GAP = 64 << 10
+
+
+class RemoteDouble(MemoryBackend):
+    """Objects in memory behind requests that are counted.
+
+    Args:
+        name: Its name; the objects are shared with all others of this name.
+
+    Attributes:
+        log: Each request: its kind, and the key or folder.
+        read_bytes: How many bytes were read.
+        latency: How many seconds each read and copy takes.
+        most_at_once: The most of them that ran at the same time.
+    """
+
+    is_remote = True
+    in_flight = 16
+    max_chunk_bytes = 32 << 20
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.uri = f"s3://{name}"
+        self.log: list[tuple[str, str]] = []
+        self.read_bytes = 0
+        self.latency = 0.0
+        self.most_at_once = 0
+        self._running = 0
+        self._counts: Counter[str] = Counter()
+        self._count_lock = threading.Lock()
+
+    @override
+    @property
+    def requests(self) -> Mapping[str, int]:
+        return Counter(self._counts)
+
+    @property
+    def count(self) -> int:
+        """How many requests were made."""
+        return sum(self._counts.values())
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self._counts.clear()
+        self.log.clear()
+        self.read_bytes = 0
+
+    def _note(self, kind: str, key: str, requests: int = 1) -> None:
+        with self._count_lock:
+            self._counts[kind] += requests
+            self.log += [(kind, key)] * requests
+
+    @contextmanager
+    def _taking_time(self) -> Iterator[None]:
+        with self._count_lock:
+            self._running += 1
+            self.most_at_once = max(self.most_at_once, self._running)
+        try:
+            if self.latency:
+                time.sleep(self.latency)
+            yield
+        finally:
+            with self._count_lock:
+                self._running -= 1
+
+    @override
+    def write(self, key: str, content: memoryview | bytes) -> None:
+        assert len(content) <= MOST_BYTES, f"{key} has {len(content):,} bytes"
+        self._note("put", key)
+        super().write(key, content)
+
+    @override
+    def put_if_absent(self, key: str, content: bytes) -> bool:
+        self._note("put", key)
+        return super().put_if_absent(key, content)
+
+    @override
+    def read(self, key: str) -> bytes:
+        self._note("get", key)
+        content = super().read(key)
+        self.read_bytes += len(content)
+        return content
+
+    @override
+    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+        ranges = sorted((offset, offset + len(target)) for offset, target in targets)
+        stops = [stop for _, stop in ranges]
+        gaps = sum(b[0] - stop > _GAP for stop, b in zip(stops, ranges[1:], strict=False))
+        self._note("get", key, 1 + gaps)
+        with self._taking_time():
+            content, lengths = MemoryBackend.read(self, key), []
+        for offset, target in targets:
+            part = content[offset : offset + len(target)]
+            target[: len(part)] = part
+            lengths.append(len(part))
+        self.read_bytes += sum(lengths)
+        return lengths
+
+    @override
+    def size(self, key: str) -> int:
+        self._note("head", key)
+        return len(MemoryBackend.read(self, key))
+
+    @override
+    def names(self, folder: str) -> list[str]:
+        names = super().names(folder)
+        self._note("list", folder, max(1, -(-len(names) // PAGE_KEYS)))
+        return names
+
+    @override
+    def sizes(self, folder: str) -> dict[str, int]:
+        found = super().sizes(folder)
+        self._note("list", folder, max(1, -(-len(found) // PAGE_KEYS)))
+        return found
+
+    @override
+    def copy(self, key: str, to: str) -> None:
+        self._note("copy", key)
+        with self._taking_time():
+            MemoryBackend.write(self, to, MemoryBackend.read(self, key))
+
+    @override
+    def delete(self, key: str) -> None:
+        self._note("delete", key)
+        super().delete(key)
+
+    @override
+    def delete_all(self, keys: Iterable[str]) -> dict[str, BackendError]:
+        todo = list(keys)
+        self._note("delete", f"{len(todo)} keys", -(-len(todo) // BATCH_KEYS))
+        for key in todo:
+            MemoryBackend.delete(self, key)
+        return {}
+
+    @override
+    def mark(self, key: str, content: bytes | None) -> None:
+        self._note("put" if content is not None else "delete", key)
