@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,3 +162,17 @@ class Client(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Close the connections."""
+
+
+def without_secrets(message: str) -> str:
+    """Return a message without the user and password of its URLs."""
+    return re.sub(r"//[^/@\s]*@", "//", message)
+
+
+@contextmanager
+def valid_options(uri: str) -> Iterator[None]:
+    """Tell the user of arguments that a library does not take."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError) as e:
+        raise BackendError(f"{uri}: wrong storage_options: {without_secrets(str(e))}") from e

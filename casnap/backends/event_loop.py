@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from casnap.errors import ExhaustedError
-from casnap.runtime.fork import PerProcess
 from casnap.runtime.threads import NO_THREADS
 from casnap.runtime.typing import override
 
 T = TypeVar("T")
+_Close: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 # Between two looks for an interrupt, in seconds.
 _SLICE = 0.5
 # How long the end of the process waits for connections to close, in seconds.
@@ -31,8 +32,23 @@ class EventLoop:
     """
 
     def __init__(self) -> None:
+        self._begin()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _begin(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._open: set[_Close] = set()
+
+    def _forked(self) -> None:
+        """Begin anew in a forked child, and never free what the parent uses.
+
+        The child shares the parent's selector: a connection that is freed in the child would be
+        taken out of it, and the parent would wait for ever.
+        """
+        for shared in (self._loop, *self._open):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(shared))
+        self._begin()
 
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -76,36 +92,32 @@ class EventLoop:
             raise
         return tasks[0].result()
 
-    def close_with(self, owner: object, close: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def close_with(self, owner: object, close: _Close) -> None:
         """Close connections once their owner is gone, or the process ends.
 
         Args:
             owner: What uses the connections. ``close`` must not refer to it.
             close: Closes them, on the loop.
         """
-        weakref.finalize(owner, _close, os.getpid(), self._running(), close)
+        self._open.add(close)
+        weakref.finalize(owner, self._close, os.getpid(), close)
+
+    def _close(self, pid: int, close: _Close) -> None:
+        if pid != os.getpid():
+            return
+        self._open.discard(close)
+        loop = self._running()
+        closing = asyncio.run_coroutine_threadsafe(close(), loop)
+        with suppress(RuntimeError):
+            if asyncio.get_running_loop() is loop:
+                return
+        with suppress(Exception):
+            closing.result(_CLOSING)
 
 
 def _wait(ended: threading.Event) -> None:
     while not ended.wait(_SLICE):
         pass
-
-
-def _close(
-    pid: int, loop: asyncio.AbstractEventLoop, close: Callable[[], Coroutine[Any, Any, None]]
-) -> None:
-    if pid != os.getpid():
-        return  # The connections are those of the parent process.
-    closing = asyncio.run_coroutine_threadsafe(_closed(close), loop)
-    with suppress(RuntimeError):
-        if asyncio.get_running_loop() is loop:
-            return
-    with suppress(TimeoutError, Exception):
-        closing.result(_CLOSING)
-
-
-async def _closed(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    await close()
 
 
 class _Threads(ThreadPoolExecutor):
@@ -130,5 +142,5 @@ class _Threads(ThreadPoolExecutor):
         return future
 
 
-event_loop = PerProcess(EventLoop)
+event_loop = EventLoop()
 """The loop of this process; a forked child has its own."""

@@ -36,8 +36,6 @@ _LARGEST = 48 << 20
 # A page of a listing that shows fewer folders than this is full of their objects. Then listing the
 # other folders side by side is faster, and costs few requests more.
 _FEW_FOLDERS = 4
-# What a forked child keeps of its parent, so that it does not try to close that.
-_inherited: list[_Connected] = []
 
 
 class RemoteBackend(Backend):
@@ -187,19 +185,16 @@ class RemoteBackend(Backend):
     # --- one process, one client ---
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return event_loop.value.run(work)
+        return event_loop.run(work)
 
     def _reach(self) -> _Connected:
         """Return what this process uses. Runs on the loop."""
         pid = os.getpid()
-        if self._connected is not None and self._connected.pid != pid:
-            _inherited.append(self._connected)
-            self._connected = None
-        if self._connected is None:
+        if self._connected is None or self._connected.pid != pid:
             client = self._connect()
             self._connected = _Connected(pid, client, asyncio.Semaphore(_REQUESTS))
             # Once no request uses them.
-            event_loop.value.close_with(self._connected, client.close)
+            event_loop.close_with(self._connected, client.close)
         return self._connected
 
     async def _endpoint(self) -> str:
@@ -222,19 +217,18 @@ class RemoteBackend(Backend):
         what: str,
         work: Callable[[Client], Coroutine[Any, Any, T]],
         transfer: Transfer | None = None,
-        nbytes: int = 0,
     ) -> T:
         """Make a request, again and again while it may still succeed."""
         async with self._reach().slots:
-            operation = self._operation(what, nbytes)
+            operation = self._operation(what)
             while True:
                 try:
                     return await self._once(operation, kind, work, transfer)
                 except TransientError as e:
                     await operation.pause(e)
 
-    def _operation(self, what: str, nbytes: int = 0) -> Operation:
-        return Operation(f"{what} at {self.uri}", self._retries, nbytes, known=self._known)
+    def _operation(self, what: str) -> Operation:
+        return Operation(f"{what} at {self.uri}", self._retries, known=self._known)
 
     async def _once(
         self,
@@ -264,9 +258,9 @@ class RemoteBackend(Backend):
         raise AssertionError
 
     async def _get(self, key: str, sink: Scatter) -> Found:
-        run, nbytes = (sink.start, sink.stop), sink.stop - sink.start
+        run = sink.start, sink.stop
         return await self._request(
-            "get", f"read {key}", lambda client: client.get(key, run, sink), sink, nbytes
+            "get", f"read {key}", lambda client: client.get(key, run, sink), sink
         )
 
     async def _found(self, key: str) -> Found:
@@ -278,15 +272,13 @@ class RemoteBackend(Backend):
     async def _read(self, key: str) -> bytes:
         whole = Whole()
         await self._request(
-            "get", f"read {key}", lambda client: client.get(key, None, whole), whole, _LARGEST
+            "get", f"read {key}", lambda client: client.get(key, None, whole), whole
         )
         return whole.content()
 
     async def _put(self, key: str, content: memoryview) -> None:
         source = Source(content)
-        await self._request(
-            "put", f"put {key}", lambda client: client.put(key, source), source, len(content)
-        )
+        await self._request("put", f"put {key}", lambda client: client.put(key, source), source)
 
     async def _put_if_absent(self, key: str, content: memoryview) -> bool:
         connected = self._reach()
@@ -297,7 +289,7 @@ class RemoteBackend(Backend):
                 "only one process may write here; say so with exclusive=True"
             )
         source = Source(content)
-        operation = self._operation(f"put {key}", len(content))
+        operation = self._operation(f"put {key}")
         if self.exclusive:
             there = await self._there(key)
             if there is not None:

@@ -23,8 +23,8 @@ class Retries:
 
     Attributes:
         attempts: How often a request is tried at most.
-        deadline: How long one operation may take with all its attempts. A large body has more time:
-            a second for each 256 KiB.
+        deadline: How long one operation may take with all its attempts, and a second longer for
+            each 256 KiB that move.
         silence: An attempt fails if no byte moves for so long.
         connect: An attempt fails if there is no connection after so long.
         first_contact: How long to try to reach a server that has never answered this process.
@@ -48,16 +48,16 @@ class Operation:
     Args:
         what: What it does and to which object, for messages.
         retries: How patient it is.
-        nbytes: The length of the body.
         known: Whether the server has ever answered.
     """
 
-    def __init__(self, what: str, retries: Retries, nbytes: int = 0, *, known: bool = True) -> None:
+    def __init__(self, what: str, retries: Retries, *, known: bool = True) -> None:
         self._what = what
         self._retries = retries
         self._began = time.monotonic()
         self._attempts = 0
-        self.until = self._began + retries.deadline + nbytes / _SLOWEST
+        self._until = self._began + retries.deadline
+        self._furthest = 0
         self._reached = known
 
     async def pause(self, error: TransientError) -> None:
@@ -68,7 +68,7 @@ class Operation:
         """
         self._attempts += 1
         self._reached |= error.reached
-        until = self.until
+        until = self._until
         if not self._reached:
             until = min(until, self._began + self._retries.first_contact)
         delay = self._retries.first_delay * 2 ** (self._attempts - 1 + 2 * error.busy)
@@ -88,17 +88,19 @@ class Operation:
         try:
             while True:
                 silent = since + self._retries.silence
-                wait = min(silent, self.until) - time.monotonic()
+                wait = min(silent, self._until) - time.monotonic()
                 await asyncio.wait({task}, timeout=max(0.0, wait))
                 if task.done():
                     return task.result()
                 now = time.monotonic()
-                if now >= self.until:
-                    raise TransientError("the time was over")
                 if transfer.nbytes != moved:
                     moved, since = transfer.nbytes, now
+                    self._until += max(0, moved - self._furthest) / _SLOWEST
+                    self._furthest = max(moved, self._furthest)
                 elif now >= silent:
                     raise TransientError(f"no byte moved for {self._retries.silence:g} s")
+                if now >= self._until:
+                    raise TransientError("there was no more time")
         finally:
             await ended(task)
 

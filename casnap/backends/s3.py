@@ -16,9 +16,18 @@ from botocore.handlers import add_expect_header
 from s3fs import S3FileSystem
 
 from casnap.backends.bucket_rules import s3_warnings
-from casnap.backends.client import Client, Found, Page, Sink, Source, TransientError
+from casnap.backends.client import (
+    Client,
+    Found,
+    Page,
+    Sink,
+    Source,
+    TransientError,
+    valid_options,
+    without_secrets,
+)
 from casnap.backends.retries import Retries
-from casnap.backends.s3_errors import BehindItsEndError, delete_error, typed, without_secrets
+from casnap.backends.s3_errors import BehindItsEndError, delete_error, typed
 from casnap.errors import BackendError, UnavailableError
 from casnap.runtime.typing import override
 
@@ -54,7 +63,8 @@ class S3Client(Client):
 
     def __init__(self, uri: str, storage_options: Mapping[str, Any], retries: Retries) -> None:
         self._uri = uri
-        self._fs = S3FileSystem(**_options(storage_options, retries))
+        with valid_options(uri):
+            self._fs = S3FileSystem(**_options(storage_options, retries))
         # Not `split_path`, which takes a part of some names for a version.
         self._bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
@@ -65,7 +75,8 @@ class S3Client(Client):
     async def _connected(self) -> Any:
         async with self._connecting:
             if self._client is None:
-                client = await self._fs.set_session()
+                with valid_options(self._uri):
+                    client = await self._fs.set_session()
                 # It would cost a round trip before each body.
                 client.meta.events.unregister("before-call.s3", add_expect_header)
                 self._client = client

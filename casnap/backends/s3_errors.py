@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import botocore.exceptions as boto
 from botocore.parsers import ResponseParserError
 
 from casnap.backends.base import EXHAUSTED
-from casnap.backends.client import ExpiredError, TakenError, TransientError
+from casnap.backends.client import ExpiredError, TakenError, TransientError, without_secrets
 from casnap.errors import (
     AccessDeniedError,
     ArchivedError,
@@ -141,11 +140,6 @@ def delete_error(error: dict[str, Any], what: str) -> TransientError | BackendEr
     if code == "AccessDenied":
         return _denied(code, message, what)
     return BackendError(f"{what} cannot be deleted: {code}: {message}")
-
-
-def without_secrets(message: str) -> str:
-    """Return a message without the user and password of its URLs."""
-    return re.sub(r"//[^/@\s]*@", "//", message)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

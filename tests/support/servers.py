@@ -249,6 +249,8 @@ class _Rclone(Kind):
         (folder / "data").mkdir()
         options = ["--auth-key", f"{WRITER},{SECRET}", "--addr", f"127.0.0.1:{ports[0]}"]
         config = ["--config", str(folder / "none"), "--cache-dir", str(folder / "cache")]
+        # Buckets are made as folders, which it has to see.
+        options += ["--dir-cache-time", "0s"]
         return [_program("rclone"), "serve", "s3", *options, *config, str(folder / "data")]
 
     def inner(self, folder: Path, ports: list[int]) -> str:
