@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from weakref import ref
@@ -54,11 +55,13 @@ class OpenStore:
         asked: Whether the user named this very place as a store.
         chunk_size: For a new store, in bytes.
         codec: The codec for new chunks.
+        exclusive: Whether the user vouches that no other process writes to the store.
 
     Attributes:
         objects: The objects of the store.
         prefix: The beginning of the full names of all snapshots; empty for the whole store.
         codec: The codec for new chunks.
+        is_new: Whether this made the store.
 
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
@@ -77,18 +80,22 @@ class OpenStore:
         asked: bool = True,
         chunk_size: int = DEFAULT_CHUNK_SIZE,
         codec: Codec = Codec.RAW,
+        exclusive: bool = False,
     ) -> None:
         if sys.byteorder != "little":
             raise UnsupportedFormatError(
                 f"{found.backend.uri} cannot be used on this machine: the bytes of tensors are "
                 "little-endian, and this casnap does not swap them for a big-endian one"
             )
-        objects = _at(found.backend) if found.backend.is_remote and found.exists else None
+        found.backend.exclusive |= exclusive
+        self.is_new = False
+        may_make = create and not found.name
+        objects = _at(found.backend, or_none=may_make) if found.backend.is_remote else None
         if objects is not None:
             pass
-        elif create and not found.name:
+        elif may_make:
             # If the store exists, this finishes a creation that was interrupted.
-            create_store(found.backend, chunk_size=chunk_size, asked=asked)
+            self.is_new = create_store(found.backend, chunk_size=chunk_size, asked=asked)
         elif not found.exists:
             raise NotAStoreError(
                 f"{found.backend.uri} is not a casnap store, nor is any folder above it; make one "
@@ -99,6 +106,14 @@ class OpenStore:
         self.codec = codec
         # Weak, since the Store refers to this: else both would stay until a garbage collection.
         self._store: ref[Store] | None = None
+
+    def whole(self) -> OpenStore:
+        """Return the whole store that this is a view of."""
+        if not self.prefix:
+            return self
+        whole = copy(self)
+        whole.prefix, whole._store = "", None
+        return whole
 
     @property
     def store(self) -> Store:
@@ -182,12 +197,18 @@ class OpenStore:
         return async_take(self.objects, self.full_name(name), app_state, options, comm)
 
 
-def _at(backend: Backend) -> Objects | None:
-    """Open a remote store; None if there is none, or its creation was cut off."""
+def _at(backend: Backend, *, or_none: bool) -> Objects | None:
+    """Open a remote store.
+
+    Raises:
+        NotAStoreError: There is no store, or its creation was cut off; unless ``or_none``.
+    """
     try:
         return Objects.at(backend)
     except NotAStoreError:
-        return None
+        if or_none:
+            return None
+        raise
 
 
 def find(
@@ -197,16 +218,20 @@ def find(
     *,
     create: bool,
 ) -> tuple[OpenStore, str]:
-    """Return the store, and the name in it, that the arguments of a Snapshot name."""
-    if storage_options:
-        raise NotImplementedError("storage_options are not supported in this version")
+    """Return the store, and the name in it, that the arguments of a Snapshot name.
+
+    Raises:
+        ValueError: The storage options are for a store that is open, or local.
+    """
     if store is None:
-        found = locate_snapshot(path)
+        found = locate_snapshot(path, storage_options)
         return OpenStore(found._replace(name=""), create=create, asked=False), found.name
     if isinstance(store, str | os.PathLike):
-        store = OpenStore.store_class(store, create=create)
+        store = OpenStore.store_class(store, create=create, storage_options=storage_options)
     elif not isinstance(store, OpenStore.store_class):
         raise TypeError(f"store= is a Store or its URI; got a {type(store).__name__}")
+    elif storage_options:
+        raise ValueError(f"{store.uri} is open already; give storage_options to Store(...)")
     return store.opened, os.fspath(path)
 
 
@@ -227,4 +252,8 @@ def find_together(
             return opened, name
         there, uri, full = msgspec.msgpack.decode(comm.broadcast(), type=tuple[str, str, str])
         comm.check_same("the path", os.fspath(path), there)
-        return OpenStore.store_class(uri, create=False).opened, full
+        # Each rank reaches the store in its own way, but never looks for another one.
+        if isinstance(store, OpenStore.store_class) and store.objects.backend.uri == uri:
+            return store.opened.whole(), full
+        options = storage_options or None
+        return OpenStore.store_class(uri, create=False, storage_options=options).opened, full

@@ -87,10 +87,10 @@ class Snapshot:
     name later, this object does not change.
 
     Args:
-        path: The path of the store, then the name of the snapshot.
+        path: The path or URI of the store, then the name of the snapshot.
         pg: The process group whose ranks restore together. By default this is the whole world, or
             this process alone.
-        storage_options: For TorchSnapshot's users; must be empty in this version.
+        storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
         store: A store or its URI. ``path`` is then the name in this store.
 
     Raises:
@@ -145,15 +145,17 @@ class Snapshot:
 
         Args:
             path: The path of the store, then the name of the snapshot. The nearest store above the
-                path is used. If there is none, the parent folder becomes a store. All ranks use
-                the absolute path of rank 0.
+                path is used. If there is none, the parent folder becomes a store. Of a URI, such as
+                ``s3://bucket/run1/step_100``, the parent is the store. All ranks use the absolute
+                path of rank 0.
             app_state: Key → module, optimizer, :class:`StateDict`, … ; the same keys on all ranks.
             pg: The process group whose ranks take the snapshot together. By default this is the
                 whole world, or this process alone.
             replicated: Globs (``*`` crosses ``/``) of paths like ``model/**`` that are equal on
                 all ranks, so that each rank hashes and writes only a part. Samples are compared
                 first; values that differ are refused. The parameters of DDP modules need no glob.
-            storage_options: Must be empty in this version.
+            storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
+                Each rank uses its own.
             store: A store or its URI. ``path`` is then the name in this store.
             metadata: Anything that JSON can hold, up to 64 KiB, kept with the snapshot. The
                 metadata of rank 0 count.
@@ -385,6 +387,14 @@ class Snapshot:
     def stats(self) -> Stats:
         """The logical bytes, new bytes, entries and seconds of the take."""
         return self.row.stats
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """How many requests the take made, by kind, on all ranks.
+
+        Empty for a store on this machine, and for a snapshot that was looked up.
+        """
+        return self.row.requests
 
     @property
     def tags(self) -> tuple[str, ...]:

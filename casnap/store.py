@@ -34,19 +34,27 @@ class Store:
     """Many snapshots at one place. Each chunk is stored once.
 
     Args:
-        uri: A folder, ``memory://name``, or a :class:`casnap.backends.Backend`. A folder below an
-            existing store opens a view of that store. The full names of all snapshots in the view
-            begin with the rest of the path.
+        uri: A folder, ``s3://bucket/run1``, ``gs://bucket/run1``, another URI of fsspec's,
+            ``memory://name``, or a :class:`casnap.backends.Backend`. A folder below an existing
+            store opens a view of that store, and so does ``s3://bucket/ckpts//run1``. The full
+            names of all snapshots in the view begin with the rest of the path.
         create: Make the store if there is none.
         chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
         compress: Compress new chunks with zstd where that makes them smaller. When several ranks
             take together, the choice of rank 0 counts.
-        storage_options: Must be empty in this version.
+        storage_options: How to reach a remote store: what s3fs, gcsfs or another file system of
+            fsspec takes, such as ``{"endpoint_url": ...}``. It is neither stored nor shown.
+        exclusive: You make sure that no other process writes to this store. This is asked
+            only where the server cannot keep two writers apart (no put-if-absent).
+        markers: Put ``<name>/casnap-snapshot.json`` for each snapshot, so that ``ls``,
+            ``os.path.exists`` and ``fsspec`` see the snapshot; remove it with the snapshot. On a
+            remote store each is one request.
 
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
         UnsupportedFormatError: A newer casnap made the store.
-        StoreError: A store cannot be made at this place.
+        StoreError: A store cannot be made at this place, or cannot be reached.
+        ValueError: ``storage_options`` were given for a store on this machine.
     """
 
     @calls.named("Store()")
@@ -58,14 +66,18 @@ class Store:
         chunk_size: int = DEFAULT_CHUNK_SIZE,
         compress: bool = False,
         storage_options: Mapping[str, Any] | None = None,
+        exclusive: bool = False,
+        markers: bool = True,
     ) -> None:
-        if storage_options:
-            raise NotImplementedError("storage_options are not supported in this version")
         if not isinstance(uri, OpenStore):
-            # A backend without a store is noticed when the store's record is read.
-            found = Location(uri, "", True) if isinstance(uri, Backend) else locate_store(uri)
-            codec = Codec.ZSTD if compress else Codec.RAW
-            uri = OpenStore(found, create=create, chunk_size=chunk_size, codec=codec)
+            uri = OpenStore(
+                _located(uri, storage_options),
+                create=create,
+                chunk_size=chunk_size,
+                codec=Codec.ZSTD if compress else Codec.RAW,
+                exclusive=exclusive,
+            )
+            uri.objects.marks = markers
         self.opened = uri
         uri.note_store(self)
         self.objects = uri.objects
@@ -87,6 +99,11 @@ class Store:
     def chunk_size(self) -> int:
         """The size of the largest chunks, in bytes."""
         return self.objects.config.chunk_size
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """How many requests this object has made, by kind; empty for a store on this machine."""
+        return dict(self.objects.backend.requests)
 
     def __repr__(self) -> str:
         return f"Store({self.uri!r})"
@@ -372,7 +389,7 @@ class Store:
     def repair(
         self,
         *,
-        sources: Sequence[str | os.PathLike[str]] = (),
+        sources: Sequence[str | os.PathLike[str] | Store] = (),
         progress: Progress | None = None,
         dry_run: bool = False,
     ) -> RepairReport:
@@ -384,8 +401,8 @@ class Store:
         whole store is repaired, not only this view.
 
         Args:
-            sources: Other casnap stores, and files or folders of tensors: ``.safetensors``,
-                ``.npy``, and files of ``torch.save``.
+            sources: Other casnap stores (open, or a path or URI), and files or folders of tensors:
+                ``.safetensors``, ``.npy``, and files of ``torch.save``.
             progress: Called now and then: what is being done, how much is done, how much there is.
             dry_run: Change nothing; only report what would be done.
 
@@ -396,7 +413,19 @@ class Store:
 
         if isinstance(sources, str | os.PathLike):
             raise TypeError(f"sources is a list, such as [{str(sources)!r}]; got one alone")
-        return repair(self.objects, sources=sources, progress=progress, dry_run=dry_run)
+        places = [s.objects.backend if isinstance(s, Store) else s for s in sources]
+        return repair(self.objects, sources=places, progress=progress, dry_run=dry_run)
+
+
+def _located(
+    uri: str | os.PathLike[str] | Backend, storage_options: Mapping[str, Any] | None
+) -> Location:
+    if not isinstance(uri, Backend):
+        return locate_store(uri, storage_options)
+    if storage_options:
+        raise ValueError("a backend knows how it is reached; give storage_options to its maker")
+    # A backend without a store is noticed when the store's record is read.
+    return Location(uri, "", True)
 
 
 OpenStore.store_class = Store

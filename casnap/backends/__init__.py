@@ -1,25 +1,33 @@
-"""Where objects live: a local folder or this process's memory.
+"""Where objects live: a local folder, this process's memory, or another machine.
 
 May import ``format`` and ``runtime``. Begin with ``base.py``, the contract of a backend.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from casnap.backends.base import Backend
 from casnap.backends.local import LocalBackend
 from casnap.backends.memory import MemoryBackend
-from casnap.errors import NotAStoreError
 
 __all__ = ["Backend", "LocalBackend", "MemoryBackend", "backend_at"]
 
 
-def backend_at(uri: str) -> Backend:
+def backend_at(uri: str, storage_options: Mapping[str, Any] | None = None) -> Backend:
     """Return the backend that a URI or a path names.
+
+    Args:
+        uri: A path, or ``memory://name``, ``s3://bucket/prefix``, ``gs://bucket/prefix``, or any
+            other URI that fsspec knows.
+        storage_options: For a remote place, the arguments of its file system in fsspec. Under the
+            key ``casnap`` it takes a dict of :class:`~casnap.backends.retries.Retries`.
 
     Raises:
         NotAStoreError: No backend knows the URI's scheme.
+        BackendError: What the scheme needs is not installed, or the options are wrong.
     """
     scheme, separator, rest = uri.partition("://")
     if not separator:
@@ -28,7 +36,6 @@ def backend_at(uri: str) -> Backend:
         return MemoryBackend(rest)
     if scheme == "file":
         return LocalBackend(Path(rest))
-    raise NotAStoreError(
-        f"{uri}: this version keeps stores on local disk (a path) or in memory (memory://name), "
-        f"not on {scheme}://"
-    )
+    from casnap.backends.schemes import remote_backend  # only here is anything remote imported
+
+    return remote_backend(uri, storage_options or {})

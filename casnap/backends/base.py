@@ -57,6 +57,31 @@ class Backend(ABC):
         """How many requests were made so far, by kind; empty where nothing is counted."""
         return {}
 
+    @property
+    def endpoint(self) -> str:
+        """What honours put-if-absent here, or does not: the server and bucket, or the file system.
+
+        Empty where nobody needs to find out.
+        """
+        return ""
+
+    @property
+    def can_put_if_absent(self) -> bool:
+        """Whether the place can be asked to put an object only if it is absent."""
+        return True
+
+    def is_object(self) -> bool:
+        """Whether this place is itself an object, so that it can hold none."""
+        return False
+
+    def bucket_warnings(self) -> list[str]:
+        """Return which rules of the bucket can hurt a store here, in words.
+
+        Raises:
+            AccessDeniedError: The rules may not be looked at.
+        """
+        return []
+
     def make(self) -> None:  # noqa: B027 - nothing by default
         """Make the place itself before a store is made in it, where it does not exist yet."""
 
@@ -76,7 +101,11 @@ class Backend(ABC):
 
     @abstractmethod
     def put_if_absent(self, key: str, content: bytes) -> bool:
-        """Create an object unless the key is taken; return whether it was created."""
+        """Create an object unless the key is taken; return whether it was created.
+
+        A remote backend also says so of an object with these very bytes: the answer to an earlier
+        attempt may have been lost. So where it matters who won, the bytes must differ.
+        """
 
     @abstractmethod
     def sync(self, *keys: str) -> None:

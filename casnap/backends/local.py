@@ -18,6 +18,7 @@ from casnap.backends.durability import NewNames
 from casnap.errors import BackendError
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.buffers import PAGE, address_of
+from casnap.runtime.environment import boot_id
 from casnap.runtime.typing import override
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -77,6 +78,13 @@ class LocalBackend(Backend):
             f"{real} {folder.st_dev} {folder.st_ino} "
             f"{record.st_dev} {record.st_ino} {record.st_ctime_ns}"
         )
+
+    @override
+    @property
+    def endpoint(self) -> str:
+        """The mounted file system, for as long as this host runs."""
+        with translated(self.uri):
+            return f"{boot_id()} {self.folder.stat().st_dev}"
 
     @override
     def write(self, key: str, content: memoryview | bytes) -> None:

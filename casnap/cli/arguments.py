@@ -6,21 +6,78 @@ import re
 from pathlib import Path
 from typing import Any
 
-from casnap.cli.output import Failure, quoted
+import click
+
+from casnap.cli.output import Failure, counted, quoted
 from casnap.errors import CasnapError, DamagedError, SnapshotNotFoundError, nearest
 from casnap.snapshot import Snapshot
+from casnap.storage.uris import store_uri
 from casnap.store import Store
 
-_ELSEWHERE = re.compile(r"/|\.{1,2}/|[a-z0-9+]+://")
+_ELSEWHERE = re.compile(r"/|\.{1,2}/|[A-Za-z0-9+]+://")
+_ENDPOINT, _EXCLUSIVE = "casnap.endpoint_url", "casnap.exclusive"
 
 
-def open_store(store: str | None) -> Store:
-    """Return the store at, or above, a folder; by default the current one.
+def _note(ctx: click.Context, param: click.Parameter, value: object) -> None:
+    ctx.meta[f"casnap.{param.name}"] = value
+
+
+endpoint_option = click.option(
+    "--endpoint-url",
+    metavar="URL",
+    expose_value=False,
+    callback=_note,
+    help="The server of an s3:// or gs:// store, if it is not the usual one.",
+)
+exclusive_option = click.option(
+    "--exclusive",
+    is_flag=True,
+    expose_value=False,
+    callback=_note,
+    help="No other process writes to the store: for servers that cannot tell writers apart.",
+)
+
+
+def options_for(uri: str) -> dict[str, Any] | None:
+    """Return how the store of a URI is reached, as the options of the command say.
+
+    Raises:
+        click.UsageError: There are options, but the URI is a local path.
+    """
+    url = click.get_current_context().meta.get(_ENDPOINT)
+    if url is None:
+        return None
+    if store_uri(uri) is None:
+        raise click.UsageError("--endpoint-url is for a store on a server, like s3://bucket/run1")
+    return {"endpoint_url": url}
+
+
+def open_store(store: str | None, **how: Any) -> Store:
+    """Return the store at, or above, a folder, or at a URI; by default the current folder.
+
+    Args:
+        store: The folder or URI.
+        how: Further arguments of :class:`casnap.Store`.
 
     Raises:
         StoreError: There is no store, or it cannot be used.
     """
-    return Store(store or ".", create=False)
+    exclusive = bool(click.get_current_context().meta.get(_EXCLUSIVE))
+    uri = store or "."
+    how = {"create": False, **how}
+    return Store(uri, storage_options=options_for(uri), exclusive=exclusive, **how)
+
+
+def open_snapshot(path: str) -> Snapshot:
+    """Return the snapshot at a path or URI.
+
+    Raises:
+        CasnapError: There is no such snapshot, or its store cannot be used.
+    """
+    snapshot = Snapshot(path, storage_options=options_for(path))
+    if click.get_current_context().meta.get(_EXCLUSIVE):
+        snapshot.store.objects.backend.exclusive = True
+    return snapshot
 
 
 def open_whole_store(store: str | None) -> Store:
@@ -31,8 +88,10 @@ def open_whole_store(store: str | None) -> Store:
         Failure: The folder was named, but does not exist.
     """
     place = open_store(store)
-    if store and place.prefix and not Path(store.removeprefix("file://")).exists():
-        uri = place.objects.backend.uri
+    backend = place.objects.backend
+    is_local_path = store and place.prefix and not backend.is_remote
+    if is_local_path and not Path(str(store).removeprefix("file://")).exists():
+        uri = backend.uri
         raise Failure(f"{store} does not exist; if you mean the whole store above it, name {uri}")
     return place
 
@@ -47,7 +106,7 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
     outer = "/".join(part for part in (store.prefix, (prefix or "").strip("/")) if part)
     if found or not outer:
         return found
-    whole = Store(store.objects.backend.uri, create=False)
+    whole = Store(store.opened.whole())
     every = whole.snapshots()
     named = [snapshot for snapshot in every if snapshot.name == outer]
     if named or not every:
@@ -63,10 +122,15 @@ def second_snapshot(path: str, first: Snapshot) -> Snapshot:
     Raises:
         CasnapError: There is no such snapshot.
     """
+    failed: CasnapError | None = None
+    elsewhere = _ELSEWHERE.match(path)
     try:
-        return Snapshot(path)
+        if store_uri(path) is not None:
+            return open_snapshot(path)
+        if elsewhere or not first.store.objects.backend.is_remote:
+            return Snapshot(path)
     except CasnapError as e:
-        if _ELSEWHERE.match(path):
+        if elsewhere:
             raise
         failed = e
     beside = f"{first.name.rpartition('/')[0]}/{path}".strip("/")
@@ -81,6 +145,18 @@ def second_snapshot(path: str, first: Snapshot) -> Snapshot:
 def store_fields(store: Store) -> dict[str, Any]:
     """Return the store and the prefix, for JSON."""
     return {"store": store.objects.backend.uri, "prefix": store.prefix}
+
+
+def request_fields(store: Store) -> dict[str, Any]:
+    """Return how many requests were made so far, for JSON; nothing for a store on this machine."""
+    return {"requests": store.requests} if store.requests else {}
+
+
+def print_requests(store: Store) -> None:
+    """Print how many requests were made so far, if any were."""
+    if store.requests:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(store.requests.items()))
+        click.echo(f"{counted(sum(store.requests.values()), 'request')}: {kinds}")
 
 
 def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:

@@ -7,9 +7,14 @@ from typing import Any
 
 import click
 
-from casnap.cli.arguments import open_whole_store
+from casnap.cli.arguments import (
+    endpoint_option,
+    open_whole_store,
+    print_requests,
+    request_fields,
+)
 from casnap.cli.option_types import positive_share
-from casnap.cli.output import counted, emit, json_option, phases, safe, size
+from casnap.cli.output import counted, emit, json_option, phases, print_warnings, safe, size
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.check import check as check_store
 from casnap.maintenance.damage import ALL, Damage
@@ -27,6 +32,7 @@ BEYOND_REPAIR = {"lost", "malformed"}
     "--sample", type=positive_share, metavar="SHARE", help="Read a random share, like 5%."
 )
 @click.option("--seed", type=int, help="Choose the same share as an earlier check.")
+@endpoint_option
 @json_option
 def check(
     store: str | None, data: bool, sample: float | None, seed: int | None, as_json: bool
@@ -47,9 +53,10 @@ def check(
         found = check_store(place.objects, data=data, sample=sample, seed=seed, progress=report)
     uri = place.objects.backend.uri
     if as_json:
-        emit(_document(uri, found))
+        emit({**_document(uri, found), **request_fields(place)})
     else:
         _print(uri, found)
+        print_requests(place)
     if not found.ok:
         raise click.exceptions.Exit(1)
 
@@ -72,6 +79,7 @@ def _print(uri: str, found: CheckReport) -> None:
     if found.history:
         older = counted(len(found.history), "older root")
         click.echo(f"{older} damaged or lost (--json): no snapshot needs them")
+    print_warnings(found.warnings)
     if found.ok:
         click.echo("no damage found")
         return

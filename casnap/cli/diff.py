@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from casnap.cli.arguments import second_snapshot
+from casnap.cli.arguments import endpoint_option, open_snapshot, second_snapshot
 from casnap.cli.entries import entry_fields, type_text
 from casnap.cli.output import emit, json_option, print_rest, safe, size, table
 from casnap.maintenance.diff import Change, Diff
@@ -20,6 +20,7 @@ SIGNS = {"changed": "~", "added": "+", "removed": "-"}
 @click.argument("a", metavar="STORE/A")
 @click.argument("b", metavar="STORE/B")
 @click.option("--limit", type=click.IntRange(min=1), help="The most entries to print [50; all].")
+@endpoint_option
 @json_option
 def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
     """Show the differences between two snapshots: added, removed and changed entries.
@@ -28,7 +29,7 @@ def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
     changed bytes come first. CHANGED counts the bytes in those chunks of an entry that differ from
     the chunks at the same position in A.
     """
-    first = Snapshot(a)
+    first = open_snapshot(a)
     second = second_snapshot(b, first)
     found = compare(first.contents, second.contents)
     ordered = sorted(found.changes, key=lambda c: (-c.changed_bytes, -c.total_bytes, c.path))

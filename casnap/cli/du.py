@@ -6,7 +6,14 @@ from dataclasses import asdict
 
 import click
 
-from casnap.cli.arguments import open_store, snapshots_of, store_fields
+from casnap.cli.arguments import (
+    endpoint_option,
+    open_store,
+    print_requests,
+    request_fields,
+    snapshots_of,
+    store_fields,
+)
 from casnap.cli.output import counted, emit, json_option, phases, safe, size, table
 from casnap.maintenance.usage import stored_bytes, usage
 
@@ -14,6 +21,7 @@ from casnap.maintenance.usage import stored_bytes, usage
 @click.command()
 @click.argument("store", required=False)
 @click.argument("prefix", required=False)
+@endpoint_option
 @json_option
 def du(store: str | None, prefix: str | None, as_json: bool) -> None:
     """Show the disk usage of snapshots: logical, stored and unique bytes.
@@ -30,7 +38,7 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
     if as_json:
         listed = [{**asdict(u), "name": s.name} for s, u in zip(found, usages, strict=True)]
         totals = {"logical_bytes": logical, "store_bytes": stored}
-        emit({**store_fields(place), "snapshots": listed, **totals})
+        emit({**store_fields(place), "snapshots": listed, **totals, **request_fields(place)})
         return
     if found:
         rows = [
@@ -41,3 +49,4 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
         table(header, rows, numbers={"LOGICAL", "STORED", "UNIQUE"})
     what = f"{counted(len(found), 'snapshot')} of {size(logical)}"
     click.echo(f"{what}; {safe(objects.backend.uri)} takes up {size(stored)} in packs")
+    print_requests(place)

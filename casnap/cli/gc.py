@@ -6,9 +6,16 @@ from dataclasses import asdict
 
 import click
 
-from casnap.cli.arguments import open_whole_store, store_fields
+from casnap.cli.arguments import (
+    endpoint_option,
+    exclusive_option,
+    open_whole_store,
+    print_requests,
+    request_fields,
+    store_fields,
+)
 from casnap.cli.option_types import duration_or_none, share
-from casnap.cli.output import counted, emit, json_option, phases, safe, size
+from casnap.cli.output import counted, emit, json_option, phases, print_warnings, safe, size
 from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.store import Store
 
@@ -28,11 +35,6 @@ grace_option = click.option(
     metavar="TIME",
     help="How long to keep unreferenced data (0: delete it now).",
 )
-exclusive_option = click.option(
-    "--exclusive",
-    is_flag=True,
-    help="No other process writes to the store: for places that cannot tell writers apart.",
-)
 
 
 @click.command(epilog=EXAMPLES)
@@ -48,13 +50,13 @@ exclusive_option = click.option(
 )
 @click.option("--dry-run", is_flag=True, help="Only show what would be done.")
 @exclusive_option
+@endpoint_option
 @json_option
 def gc(
     store: str | None,
     grace: float,
     repack: float,
     dry_run: bool,
-    exclusive: bool,
     as_json: bool,
 ) -> None:
     """Collect garbage: delete what no snapshot of a store needs.
@@ -64,11 +66,12 @@ def gc(
     regularly. After an interruption, run it again.
     """
     place = open_whole_store(store)
-    report = collected(place, GcOptions(grace, repack, dry_run, exclusive))
+    report = collected(place, GcOptions(grace, repack, dry_run))
     if as_json:
-        emit({**store_fields(place), **asdict(report)})
+        emit({**store_fields(place), **asdict(report), **request_fields(place)})
     else:
         show(place, report)
+        print_requests(place)
 
 
 def collected(place: Store, options: GcOptions) -> GcReport:
@@ -105,6 +108,7 @@ def show(place: Store, report: GcReport) -> None:
             f"{files} could not be deleted: only their owners may do that, by running gc; "
             f"such as {safe(r.refused[first])}"
         )
+    print_warnings(r.warnings)
     if r.waiting_packs:
         packs = counted(r.waiting_packs, "condemned pack")
         click.echo(f"{packs} of {size(r.waiting_bytes)} go when the grace is over: run gc again")

@@ -6,10 +6,10 @@ import re
 
 import click
 
+from casnap.cli.arguments import endpoint_option, exclusive_option, open_store, options_for
 from casnap.cli.output import Failure, emit, json_option, quoted, safe
 from casnap.format.records import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
 from casnap.storage.location import locate_store
-from casnap.store import Store
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
@@ -32,6 +32,8 @@ def _chunk_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
     metavar="SIZE",
     help="The chunk size, which cannot be changed later: a power of two, 64KiB to 64MiB [1MiB].",
 )
+@exclusive_option
+@endpoint_option
 @json_option
 def init(store: str, chunk_size: int | None, as_json: bool) -> None:
     """Make a store.
@@ -39,13 +41,13 @@ def init(store: str, chunk_size: int | None, as_json: bool) -> None:
     STORE is a folder, the current one by default. All runs that take snapshots below it then use
     this store and share equal chunks. An existing store is left as it is.
     """
-    found = locate_store(store)
+    found = locate_store(store, options_for(store))
     if found.name:
         raise Failure(
             f"{found.backend.uri}/{found.name} lies in the store {found.backend.uri}, which keeps "
             "all snapshots below it; there is nothing to make"
         )
-    place = Store(store, chunk_size=chunk_size or DEFAULT_CHUNK_SIZE)
+    place = open_store(store, create=True, chunk_size=chunk_size or DEFAULT_CHUNK_SIZE)
     if chunk_size not in (None, place.chunk_size):
         raise Failure(
             f"{place.uri} is a store already, of {binary(place.chunk_size)} chunks, which cannot "
@@ -57,11 +59,11 @@ def init(store: str, chunk_size: int | None, as_json: bool) -> None:
                 "store": place.uri,
                 "id": place.id,
                 "chunk_size": place.chunk_size,
-                "created": not found.exists,
+                "created": place.opened.is_new,
             }
         )
         return
-    what = "is a store already" if found.exists else "is a store now"
+    what = "is a store already" if not place.opened.is_new else "is a store now"
     click.echo(f"{safe(place.uri)} {what}, of {binary(place.chunk_size)} chunks")
 
 

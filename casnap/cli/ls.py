@@ -5,8 +5,10 @@ from __future__ import annotations
 import click
 
 from casnap.cli.arguments import (
+    endpoint_option,
     metadata_of,
     open_store,
+    request_fields,
     snapshot_fields,
     snapshots_of,
     store_fields,
@@ -17,6 +19,7 @@ from casnap.cli.output import described, emit, json_option, moment, safe, size, 
 @click.command()
 @click.argument("store", required=False)
 @click.argument("prefix", required=False)
+@endpoint_option
 @json_option
 def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
     """List the snapshots of a store, the newest last.
@@ -27,7 +30,8 @@ def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
     place = open_store(store)
     found = snapshots_of(place, prefix)
     if as_json:
-        emit({**store_fields(place), "snapshots": [snapshot_fields(s) for s in found]})
+        listed = [snapshot_fields(s) for s in found]
+        emit({**store_fields(place), "snapshots": listed, **request_fields(place)})
         return
     if not found:
         click.echo(f"{safe(place.uri)} holds no snapshot yet", err=True)

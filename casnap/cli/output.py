@@ -116,6 +116,12 @@ def print_rest(count: int, thing: str) -> None:
         click.echo(f"… and {counted(count, thing)} more (--limit)")
 
 
+def print_warnings(warnings: Sequence[str]) -> None:
+    """Print what is not wrong now, but will hurt."""
+    for text in warnings:
+        click.echo(f"warning: {safe(text)}")
+
+
 # --- questions --------------------------------------------------------------------------------
 
 

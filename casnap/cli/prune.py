@@ -9,8 +9,15 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from casnap.cli.arguments import open_store, snapshots_of, store_fields
-from casnap.cli.gc import collected, exclusive_option, grace_option, show
+from casnap.cli.arguments import (
+    endpoint_option,
+    exclusive_option,
+    open_store,
+    request_fields,
+    snapshots_of,
+    store_fields,
+)
+from casnap.cli.gc import collected, grace_option, show
 from casnap.cli.option_types import duration
 from casnap.cli.output import (
     Failure,
@@ -65,6 +72,7 @@ def _best_rule(text: str) -> tuple[str, int, str]:
 @exclusive_option
 @click.option("--dry-run", is_flag=True, help="Only show what would be forgotten.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@endpoint_option
 @json_option
 def prune(
     store: str | None,
@@ -75,7 +83,6 @@ def prune(
     keep_best: tuple[Best, ...],
     collect: bool,
     grace: float,
-    exclusive: bool,
     dry_run: bool,
     yes: bool,
     as_json: bool,
@@ -89,7 +96,7 @@ def prune(
     retention = _retention(
         keep_last=keep_last, keep_every=keep_every, keep_within=keep_within, keep_best=keep_best
     )
-    options = GcOptions(grace, dry_run=dry_run, exclusive=exclusive)
+    options = GcOptions(grace, dry_run=dry_run)
     _check_usage(collect=collect, may_ask=not (dry_run or yes))
     place = open_store(store)
     if collect:
@@ -111,7 +118,8 @@ def prune(
             emit({**document, "error": str(e) or "interrupted"})
         raise
     if as_json:
-        emit(document if garbage is None else {**document, "gc": asdict(garbage)})
+        collected_too = {} if garbage is None else {"gc": asdict(garbage)}
+        emit({**document, **collected_too, **request_fields(place)})
     elif garbage is not None:
         show(place, garbage)
 
@@ -126,9 +134,8 @@ def _retention(**rules: Any) -> Retention:
 
 def _check_usage(*, collect: bool, may_ask: bool) -> None:
     source = click.get_current_context().get_parameter_source
-    for name in ("grace", "exclusive"):
-        if not collect and source(name) is not ParameterSource.DEFAULT:
-            raise click.UsageError(f"--{name} is for collecting garbage; it needs --gc")
+    if not collect and source("grace") is not ParameterSource.DEFAULT:
+        raise click.UsageError("--grace is for collecting garbage; it needs --gc")
     if may_ask:
         check_can_ask("--yes, or --dry-run to look")
 

@@ -7,10 +7,18 @@ from typing import Any
 
 import click
 
-from casnap.cli.arguments import open_whole_store
+from casnap.cli.arguments import (
+    endpoint_option,
+    exclusive_option,
+    open_store,
+    open_whole_store,
+    print_requests,
+    request_fields,
+)
 from casnap.cli.check import document_of, print_damages
 from casnap.cli.output import check_can_ask, confirm, emit, json_option, phases, quoted, safe
 from casnap.maintenance.repair import RepairReport
+from casnap.storage.uris import store_uri
 
 
 def _source(text: str) -> str:
@@ -32,6 +40,8 @@ def _source(text: str) -> str:
 )
 @click.option("--dry-run", is_flag=True, help="Change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@exclusive_option
+@endpoint_option
 @json_option
 def repair(
     store: str | None, sources: tuple[str, ...], dry_run: bool, yes: bool, as_json: bool
@@ -48,12 +58,14 @@ def repair(
     if not yes and not dry_run:
         check_can_ask("--yes to repair")
         confirm(f"Repair {safe(uri)}?")
+    places = [open_store(s) if store_uri(s) is not None else s for s in sources]
     with phases() as report:
-        done = place.repair(sources=sources, progress=report, dry_run=dry_run)
+        done = place.repair(sources=places, progress=report, dry_run=dry_run)
     if as_json:
-        emit({"store": uri, **_document(done)})
+        emit({"store": uri, **_document(done), **request_fields(place)})
     else:
         _print(uri, done)
+        print_requests(place)
     if not done.ok:
         raise click.exceptions.Exit(1)
 

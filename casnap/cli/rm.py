@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from casnap.cli.arguments import endpoint_option, exclusive_option, open_snapshot
 from casnap.cli.output import (
     check_can_ask,
     confirm,
@@ -14,12 +15,13 @@ from casnap.cli.output import (
     safe,
     size,
 )
-from casnap.snapshot import Snapshot
 
 
 @click.command()
 @click.argument("snapshots", metavar="STORE/NAME...", nargs=-1, required=True)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@exclusive_option
+@endpoint_option
 @json_option
 def rm(snapshots: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Delete snapshots.
@@ -27,7 +29,7 @@ def rm(snapshots: tuple[str, ...], yes: bool, as_json: bool) -> None:
     Nothing is deleted unless all of them are found. Tags do not protect them. Their bytes stay on
     disk until garbage is collected.
     """
-    found = list({(s.store.uri, s.name): s for s in map(Snapshot, snapshots)}.values())
+    found = list({(s.store.uri, s.name): s for s in map(open_snapshot, snapshots)}.values())
     if not yes:
         check_can_ask("--yes to delete")
         for snapshot in found:

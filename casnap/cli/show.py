@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from casnap.cli.arguments import metadata_of, snapshot_fields
+from casnap.cli.arguments import endpoint_option, metadata_of, open_snapshot, snapshot_fields
 from casnap.cli.entries import entry_fields, small_value, type_text
 from casnap.cli.output import (
     counted,
@@ -33,6 +33,7 @@ Facts = dict[str, Any]
 @click.argument("snapshot", metavar="STORE/NAME")
 @click.argument("path", required=False)
 @click.option("--limit", type=click.IntRange(min=1), help="The most children to print [50; all].")
+@endpoint_option
 @json_option
 def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> None:
     """Show the contents of a snapshot, or one tensor or value.
@@ -41,7 +42,7 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
     counts the bytes of a tensor in chunks that an earlier snapshot of the store has as well: this
     snapshot did not store them again.
     """
-    found = Snapshot(snapshot)
+    found = open_snapshot(snapshot)
     if path is None:
         document = {**snapshot_fields(found), "keys": list(_keys(found.contents))}
         if as_json:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import click
 
+from casnap.cli.arguments import endpoint_option, exclusive_option, open_snapshot
 from casnap.cli.output import described, emit, json_option, safe
-from casnap.snapshot import Snapshot
 
 
 @click.command()
 @click.argument("path", metavar="STORE/NAME")
 @click.argument("tags", metavar="TAG...", nargs=-1)
 @click.option("--remove", is_flag=True, help="Remove these tags.")
+@exclusive_option
+@endpoint_option
 @json_option
 def tag(path: str, tags: tuple[str, ...], remove: bool, as_json: bool) -> None:
     """Add tags, which protect a snapshot, or remove them.
@@ -19,7 +21,7 @@ def tag(path: str, tags: tuple[str, ...], remove: bool, as_json: bool) -> None:
     A snapshot with a tag is neither pruned nor overwritten, but `casnap rm` still deletes it.
     Without TAG, lists the tags.
     """
-    snapshot = Snapshot(path)
+    snapshot = open_snapshot(path)
     store, name = snapshot.store, snapshot.name
     if remove and not tags:
         raise click.UsageError("name the tags to remove")

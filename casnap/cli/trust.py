@@ -8,6 +8,7 @@ from casnap.backends import LocalBackend
 from casnap.cli.arguments import open_store
 from casnap.cli.output import Failure, emit, json_option, quoted, safe
 from casnap.storage.location import trust as add_to_trusted
+from casnap.storage.uris import store_uri
 
 
 @click.command()
@@ -19,6 +20,8 @@ def trust(store: str, as_json: bool) -> None:
     Snapshots with paths below STORE are then stored in it and read from it. Without trust, casnap
     finds only your own stores by walking up, and uses another user's store only if you name it.
     """
+    if store_uri(store) is not None:
+        raise Failure(f"{quoted(store)} is on a server, where no store is looked for above a path")
     place = open_store(store)
     backend = place.objects.backend
     if place.prefix or not isinstance(backend, LocalBackend):

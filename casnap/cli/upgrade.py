@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import click
 
-from casnap.cli.arguments import open_store
+from casnap.cli.arguments import endpoint_option, exclusive_option, open_store
 from casnap.cli.output import emit, json_option, safe
 
 
 @click.command()
 @click.argument("store", default=".")
+@exclusive_option
+@endpoint_option
 @json_option
 def upgrade(store: str, as_json: bool) -> None:
     """Upgrade a store to the newest format.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from casnap.backends import Backend
-from casnap.errors import CasnapError, DamagedError, UnavailableError
+from casnap.errors import AccessDeniedError, CasnapError, DamagedError, UnavailableError
 from casnap.format.records import CONFIG_KEY, pack_key, root_key, segment_key
 from casnap.maintenance.damage import (
     ALL,
@@ -43,6 +43,7 @@ class CheckReport:
         orphan_bytes: Their bytes.
         temporary: Files that are being written, or were left over while being written.
         temporary_bytes: Their bytes.
+        warnings: What hurts a store in the long run: rules of its bucket.
     """
 
     damages: list[Damage] = field(default_factory=list)
@@ -59,6 +60,7 @@ class CheckReport:
     orphan_bytes: int = 0
     temporary: int = 0
     temporary_bytes: int = 0
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -119,9 +121,17 @@ def check(
         read_bytes=survey.read_bytes,
         sample=share,
         seed=seed,
+        warnings=_bucket_warnings(backend),
     )
     _count_orphans(backend, survey, report)
     return report
+
+
+def _bucket_warnings(backend: Backend) -> list[str]:
+    try:
+        return backend.bucket_warnings()
+    except AccessDeniedError as e:
+        return [f"the rules of the bucket (expiration, versions, locks) cannot be looked at: {e}"]
 
 
 def _damaged_config(objects: Objects) -> list[Damage]:

@@ -15,17 +15,18 @@ import struct
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from casnap.errors import (
+    BackendError,
     DamagedError,
     FencedError,
     StorageFullError,
-    StoreError,
 )
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
@@ -36,6 +37,7 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, gently, undisturbed
 from casnap.storage.index import View
 from casnap.storage.objects import Objects
+from casnap.storage.probe import check_kept_apart
 from casnap.storage.roots import put_next_root
 from casnap.storage.segments import Rewriting, rewrite_segments
 
@@ -100,6 +102,7 @@ class GcReport:
         lost_chunks: Chunks that snapshots need and that are known to be lost.
         refused: Unreferenced files that this user may not delete, and why: other users' files in
             a sticky folder. Their owners' collections delete them.
+        warnings: Rules of the bucket that can hurt the store, or keep what was deleted.
         seconds: How long it took.
     """
 
@@ -121,6 +124,7 @@ class GcReport:
     waiting_bytes: int = 0
     lost_chunks: int = 0
     refused: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -158,7 +162,11 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
             raise DamagedError(e.what, e.paths, _advice(objects, collector.report)) from e
         return collector.report
 
-    report = undisturbed(work)
+    with _vouching(objects, options):
+        report = undisturbed(work)
+    if report.freed_bytes:
+        with suppress(BackendError):
+            report.warnings = objects.backend.bucket_warnings()
     report.seconds = time.monotonic() - started
     return report
 
@@ -179,12 +187,21 @@ def check_allowed(objects: Objects, options: GcOptions) -> None:
     Raises:
         StoreError: The store cannot be written to safely beside other writers.
     """
-    if not objects.config.put_if_absent and not options.exclusive:
-        raise StoreError(
-            f"{objects.backend.uri} lies where two writers cannot be told apart (no "
-            "put-if-absent), so garbage may be collected only while no other process writes to "
-            "it: stop all takes, then pass --exclusive (exclusive=True)"
-        )
+    if not options.dry_run:
+        with _vouching(objects, options):
+            check_kept_apart(objects.backend, objects.config)
+
+
+@contextmanager
+def _vouching(objects: Objects, options: GcOptions) -> Iterator[None]:
+    """Have the backend know that nobody else writes, if the options say so."""
+    backend = objects.backend
+    was = backend.exclusive
+    backend.exclusive = was or options.exclusive
+    try:
+        yield
+    finally:
+        backend.exclusive = was
 
 
 class _Collector:
@@ -201,7 +218,7 @@ class _Collector:
         self.report = GcReport(dry_run=options.dry_run)
 
     def run(self) -> None:
-        self._objects.check_writable("collect the garbage of")
+        self._objects.check_writable("collect the garbage of", dry_run=self._options.dry_run)
         self._collect()
         if self._lacks_space and self.report.freed_bytes:
             # Something was deleted, so there may be space for the copies now.

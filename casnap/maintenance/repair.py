@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from casnap.backends import backend_at
+from casnap.backends import Backend, LocalBackend
 from casnap.errors import (
     BackendError,
     CasnapError,
@@ -44,6 +44,7 @@ from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.index import View
+from casnap.storage.location import locate_store
 from casnap.storage.new_packs import NewPacks
 from casnap.storage.objects import Objects
 from casnap.storage.pack import moved_place, new_id
@@ -97,7 +98,7 @@ class RepairReport:
 def repair(
     objects: Objects,
     *,
-    sources: Sequence[str | os.PathLike[str]] = (),
+    sources: Sequence[str | os.PathLike[str] | Backend] = (),
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> RepairReport:
@@ -119,7 +120,11 @@ def repair(
 
 class _Repair:
     def __init__(
-        self, objects: Objects, sources: Sequence[str | os.PathLike[str]], dry_run: bool, crew: Crew
+        self,
+        objects: Objects,
+        sources: Sequence[str | os.PathLike[str] | Backend],
+        dry_run: bool,
+        crew: Crew,
     ) -> None:
         self._objects = objects
         self._sources = sources
@@ -135,7 +140,7 @@ class _Repair:
 
     def run(self, progress: Progress | None) -> RepairReport:
         self._survey = survey = Survey(self._objects, progress)
-        self._objects.check_writable("repair")
+        self._objects.check_writable("repair", dry_run=self.report.dry_run)
         survey.run(share=1.0)
         self._refuse_unreadable()
         stood_in_for, history = root_damages(self._objects.backend, survey.root.seq)
@@ -403,14 +408,15 @@ class _Repair:
             if node is not None:
                 self._heal_one(digest, memoryview(node))
         for source in self._sources:
+            name = source.uri if isinstance(source, Backend) else os.fspath(source)
             try:
-                uri = os.fspath(source)
-                if "://" in uri or (Path(uri) / CONFIG_KEY).exists():
-                    self._heal_from_store(Objects(backend_at(uri)))
+                place = source if isinstance(source, Backend) else _store_at(name)
+                if place is not None:
+                    self._heal_from_store(Objects(place))
                 else:
-                    self._heal_from_files(Path(uri))
+                    self._heal_from_files(Path(name.removeprefix("file://")))
             except CasnapError as e:
-                self._skip(f"{source}: {e}")
+                self._skip(f"{name}: {e}")
 
     def _missing(self) -> set[Digest]:
         return self._lost() - self._found - self._would_adopt
@@ -443,3 +449,10 @@ class _Repair:
     def _skip(self, why: str) -> None:
         if why not in self.report.skipped:
             self.report.skipped.append(why)
+
+
+def _store_at(source: str) -> Backend | None:
+    path = source.removeprefix("file://")
+    if "://" in path:
+        return locate_store(path).backend
+    return LocalBackend(Path(path)) if (Path(path) / CONFIG_KEY).exists() else None

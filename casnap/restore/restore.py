@@ -11,17 +11,19 @@ import torch
 
 from casnap.errors import MismatchError
 from casnap.format.entries import Entry, TensorEntry
-from casnap.format.records import encode
+from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.restore.key_state import key_state
 from casnap.restore.loading import Loading
 from casnap.restore.modules import compare, load_what_fits
 from casnap.restore.report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
+from casnap.restore.shared_trees import share_trees
 from casnap.restore.targets import memory_of, targets_of
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
+from casnap.state.containers import component_of
 from casnap.state.cuda import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import conflicting_groups, fill_shared_memory
@@ -86,6 +88,34 @@ def restore(
     return report
 
 
+class _Asked(msgspec.Struct, array_like=True):
+    """What a rank was asked to restore.
+
+    Attributes:
+        keys: The keys of its app state.
+        cache: What tells its cache from others, where nodes are shared.
+    """
+
+    keys: list[str]
+    cache: bytes = b""
+
+
+class _Agreed(msgspec.Struct, array_like=True):
+    """What rank 0 says to all.
+
+    Attributes:
+        commit: The commit id of the snapshot.
+        read_once: The option.
+        order: The keys of all ranks, in the order in which all ranks load them.
+        root: A recent root, if rank 0 reads that and the trees for all.
+    """
+
+    commit: bytes
+    read_once: bool
+    order: list[str]
+    root: Root | None = None
+
+
 def _agreed_keys(
     contents: Contents, app_state: Mapping[str, Stateful], options: RestoreOptions, comm: Comm
 ) -> list[str]:
@@ -93,15 +123,23 @@ def _agreed_keys(
 
     Reading and loading a state may itself be a collective, so the order must be the same.
     """
-    keys = random_states_first(app_state)
-    gathered = comm.gather(encode(keys))
-    everyone = [msgspec.msgpack.decode(keys, type=list[str]) for keys in gathered]
-    order = list(dict.fromkeys(key for of_rank in everyone for key in of_rank))
-    agreed = comm.broadcast(encode((contents.row.commit, options.read_once, order)))
-    commit, once, order = msgspec.msgpack.decode(agreed, type=tuple[bytes, bool, list[str]])
-    comm.check_same(f"the commit of {contents.where}", contents.row.commit.hex(), commit.hex())
-    comm.check_same("the option read_once=", options.read_once, once)
-    return [key for key in order if key in app_state]
+    is_remote = contents.objects.backend.is_remote and comm.size > 1
+    asked = _Asked(random_states_first(app_state))
+    if is_remote:
+        asked.cache = contents.objects.index.cache.identity
+    everyone = comm.gather_messages(asked, _Asked)
+    order = list(dict.fromkeys(key for of_rank in everyone for key in of_rank.keys))
+    root = contents.objects.recent() if is_remote and comm.rank == 0 else None
+    own = _Agreed(contents.row.commit, options.read_once, order, root)
+    agreed = comm.broadcast_message(own, _Agreed)
+    commit = agreed.commit.hex()
+    comm.check_same(f"the commit of {contents.where}", contents.row.commit.hex(), commit)
+    comm.check_same("the option read_once=", options.read_once, agreed.read_once)
+    if agreed.root is not None:
+        contents.objects.hear(agreed.root)
+        components = [component_of(key) for key in agreed.order]
+        share_trees(comm, contents, components, [of_rank.cache for of_rank in everyone])
+    return [key for key in agreed.order if key in app_state]
 
 
 def _left_behind(contents: Contents, size: int) -> list[str]:

@@ -180,7 +180,7 @@ class _SharedFetch:
     def _by_unit(self, nbytes: int) -> dict[Unit, list[Digest]]:
         """Return the chunks to read by their units, in order."""
         digests = list(self._left)
-        places = self._objects.index.find(self._objects.view(), digests)
+        places = self._objects.index.find(self._objects.recent_view(), digests)
         by_unit: dict[Unit, list[Digest]] = {}
         for digest, place in zip(digests, places, strict=True):
             if place is not None:

@@ -9,17 +9,16 @@ has a cache of its own, since a copy of a store may hold other bytes under the s
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
 import struct
 import threading
-import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -32,7 +31,15 @@ from casnap.format.records import ID_SIZE, PackId, Place, Record, SegmentId
 from casnap.runtime.environment import boot_id, cache_folder
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
-from casnap.storage.lmdb_files import WRITING, inode, nbytes, open_environment, remove
+from casnap.storage.lmdb_files import (
+    WRITING,
+    BusyError,
+    inode,
+    locked,
+    nbytes,
+    open_environment,
+    remove,
+)
 
 _log = logging.getLogger("casnap")
 C = TypeVar("C", bound="Cache")
@@ -46,12 +53,9 @@ MOST_FOLDERS = 64
 """So many caches are kept. A host that uses more stores loses time."""
 # Seconds to wait for other writers: to cache segments, and to cache what only saves time.
 _PATIENCE, _LITTLE = 30.0, 1.0
-_POLL = 0.002
+# Seconds to wait for a process that learns the same segments, before this one reads them too.
+_LEARNING = 60.0
 _NODES_BYTES = 64 << 20
-
-
-class BusyError(OSError):
-    """Another process holds the cache's write lock for too long."""
 
 
 def _if_possible(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R | None]:
@@ -74,10 +78,12 @@ class Cache(ABC):
 
     Attributes:
         listed: The packs of each segment of the root that was looked at last.
+        identity: What tells this cache from every other, also from those of other hosts.
     """
 
     def __init__(self) -> None:
         self.listed: dict[SegmentId, frozenset[PackId]] = {}
+        self.identity = os.urandom(16)
 
     # --- the index: if one of these fails, the caller makes another cache ---
 
@@ -88,6 +94,13 @@ class Cache(ABC):
     @abstractmethod
     def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
         """Cache a segment."""
+
+    def learning(self) -> AbstractContextManager[object]:
+        """Wait while another process of this host learns segments, then keep others waiting.
+
+        Then the caller finds in the cache what that process has learned. Nothing rests on it.
+        """
+        return contextlib.nullcontext()
 
     @abstractmethod
     def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
@@ -208,6 +221,7 @@ class LmdbCache(Cache):
         self._busy = False
         self._env = open_environment(folder)
         self._inode = inode(folder)
+        self.identity = f"{boot_id()} {folder.stat().st_dev} {self._inode}".encode()
         with self._turn(_PATIENCE), self._marked():
             self._segments = self._env.open_db(b"segments")
             self._places = self._env.open_db(b"places", dupsort=True)
@@ -249,6 +263,14 @@ class LmdbCache(Cache):
             txn.put(
                 segment, struct.pack("<I", zlib.crc32(segment + joined)) + joined, db=self._segments
             )
+
+    @override
+    @contextlib.contextmanager
+    def learning(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                stack.enter_context(locked(self.folder / "learning", _LEARNING))
+            yield
 
     @override
     def place(self, digests: Iterable[Digest], live: Container[PackId]) -> list[Place | None]:
@@ -347,26 +369,14 @@ class LmdbCache(Cache):
         Raises:
             BusyError: Another process has held it for so many seconds.
         """
-        fd = os.open(self.folder / "turn", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        end = time.monotonic() + patience
-        try:
-            while not self._try_lock(fd):
-                if time.monotonic() >= end:
-                    self._busy = True
-                    raise BusyError(f"another process has been writing for {patience:g} s")
-                time.sleep(_POLL)
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.folder / "turn", patience))
+            except BusyError:
+                self._busy = True
+                raise
             self._busy = False
             yield
-        finally:
-            os.close(fd)
-
-    @staticmethod
-    def _try_lock(fd: int) -> bool:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
 
 def _u32(data: bytes) -> int:

@@ -31,6 +31,21 @@ def no_config_error(uri: str) -> DamagedError:
     )
 
 
+def not_a_store_error(backend: Backend) -> NotAStoreError:
+    """Return the error for a place that holds no store."""
+    uri = backend.uri
+    if backend.is_object():
+        return NotAStoreError(f"{uri} is an object; a store is a folder of them. Choose another")
+    above = (
+        ". No store is looked for above a remote place; to name one, end it with two slashes, like "
+        "s3://bucket/ckpts//run1/step_100"
+    )
+    return NotAStoreError(
+        f"{uri} is not a casnap store; make one with `casnap init {uri}` or Store(...), or check "
+        f"the path{above if backend.is_remote else ''}"
+    )
+
+
 def _config_bytes(backend: Backend) -> bytes:
     try:
         return backend.read(CONFIG_KEY)
@@ -57,10 +72,7 @@ def read_config(backend: Backend) -> StoreConfig:
     except (FileNotFoundError, BackendError):
         if backend.names("roots/0"):
             raise no_config_error(backend.uri) from None
-        raise NotAStoreError(
-            f"{backend.uri} is not a casnap store; make one with `casnap init {backend.uri}` or "
-            "Store(...), or check the path"
-        ) from None
+        raise not_a_store_error(backend) from None
     try:
         version = msgspec.json.decode(raw, type=dict).get("format", 0)
         if isinstance(version, int) and version > FORMAT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from msgspec import Struct
@@ -33,6 +34,7 @@ class Handover(Struct, array_like=True):
             none, or so many that the rank wrote a segment itself.
         segments: The segments that it wrote.
         fenced: If packs are gone, because a collector deleted them, say: the reason.
+        requests: How many requests it has made, by kind.
     """
 
     relied: bytes
@@ -41,6 +43,7 @@ class Handover(Struct, array_like=True):
     records: bytes = b""
     segments: tuple[SegmentRef, ...] = ()
     fenced: str = ""
+    requests: dict[str, int] = {}
 
 
 def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
@@ -57,7 +60,11 @@ def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
         FencedError: A pack that it wrote or relies on is gone.
     """
     objects, packs = transaction.objects, transaction.new_packs
-    transaction.relied.confirm(objects.view())
+    # Asked to move, it looks at the newest root. Before that, at a remote place, its base does: the
+    # publishing rank compares what all rely on with the newest root, and looks at the index.
+    base_does = objects.backend.is_remote and not seq
+    latest = transaction.base if base_does else objects.view()
+    transaction.relied.confirm(latest, with_index=not base_does)
     if not transaction.may_stand:
         packs.finish()
         transaction.cache_nodes()
@@ -75,6 +82,7 @@ def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
         handover.records = encode_segment(segment)
     # The publishing rank can sync only what it wrote itself.
     objects.backend.sync()
+    handover.requests = dict(transaction.requests)
     transaction.announce()
     return handover
 
@@ -91,6 +99,7 @@ class OtherRanks:
     Attributes:
         base: The least base of their packs.
         new_bytes: Bytes that they added to the store.
+        requests: How many requests they have made, by kind.
         relied: The packs that they rely on.
         segments: The segments that they wrote.
         packs: Their packs that no segment lists yet.
@@ -111,6 +120,7 @@ class OtherRanks:
     def _take_over(self, handovers: Sequence[Handover]) -> None:
         self.base = min((h.base for h in handovers), default=1 << 62)
         self.new_bytes = sum(h.new_bytes for h in handovers)
+        self.requests = sum((Counter(h.requests) for h in handovers), Counter[str]())
         self.relied = {
             PackId(h.relied[at : at + ID_SIZE])
             for h in handovers

@@ -119,7 +119,7 @@ class Index:
             BackendError: The store is gone.
         """
         self._look_where_it_is()
-        cache, segments = self._ask(self.cache, root, lambda cache: self._learn_all(cache, root))
+        cache, segments = self._ask(self.cache, root, lambda cache: self._learn_once(cache, root))
         self._shed(cache, root)
         packs = PackSet(segments.values())
         return View(root, segments, packs, packs.without(root.condemned.keys()), cache)
@@ -159,6 +159,15 @@ class Index:
         ):
             _log.info("the cache %s has outgrown its store, and is made anew", cache.folder)
             cache.delete()
+
+    def _learn_once(self, cache: Cache, root: Root) -> dict[SegmentId, frozenset[PackId]]:
+        """Cache all segments of a root; of a remote store one process of this host reads them."""
+        idents = [SegmentId(ref.id) for ref in root.segments]
+        known = (i in cache.listed or cache.packs_of(i) is not None for i in idents)
+        if not self._backend.is_remote or all(known):
+            return self._learn_all(cache, root)
+        with cache.learning():
+            return self._learn_all(cache, root)
 
     def _learn_all(
         self, cache: Cache, root: Root, only: frozenset[Digest] | None = None

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import lmdb
@@ -16,6 +19,42 @@ _log = logging.getLogger("casnap")
 WRITING = "writing-"
 _MAP_SIZES = (64 << 30, 1 << 30)
 _LOCK_BYTES = 8192
+_POLL = 0.002
+
+
+class BusyError(OSError):
+    """Another process holds a lock for too long."""
+
+
+@contextlib.contextmanager
+def locked(path: Path, patience: float) -> Iterator[None]:
+    """Hold a lock that the processes of this host share.
+
+    Raises:
+        BusyError: Another process has held it for so many seconds.
+    """
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    end = time.monotonic() + patience
+    try:
+        while not _try_lock(fd):
+            if time.monotonic() >= end:
+                raise BusyError(f"another process has held {path.name!r} for {patience:g} s")
+            time.sleep(_POLL)
+        try:
+            yield
+        finally:
+            # To close it is not enough: a child that was forked meanwhile has it open too.
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def open_environment(folder: Path) -> lmdb.Environment:

@@ -1,7 +1,7 @@
 """Finding the store and the snapshot name that a path means, and making stores.
 
 A local path is a store plus a name. The store is the nearest folder above that holds
-``casnap.json``, as ``git`` finds its repository.
+``casnap.json``, as ``git`` finds its repository. ``uris.py`` says what a URI means.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from casnap.backends import Backend, LocalBackend, backend_at
 from casnap.errors import (
+    BackendError,
     InvalidNameError,
     NotAStoreError,
     StoreError,
@@ -36,8 +37,10 @@ from casnap.format.records import (
     root_key,
 )
 from casnap.runtime.environment import crowded_folders, trust_file
-from casnap.storage.config import no_config_error, read_config
+from casnap.storage.config import no_config_error, not_a_store_error, read_config
+from casnap.storage.probe import honours_put_if_absent, no_put_if_absent_error
 from casnap.storage.roots import sealed_root
+from casnap.storage.uris import Uri, snapshot_uri, store_uri
 
 _log = logging.getLogger("casnap")
 
@@ -48,7 +51,8 @@ class Location(NamedTuple):
     Attributes:
         backend: Where the store lives, or would.
         name: A name or prefix in the store; empty for the store itself.
-        exists: Whether the store was found.
+        exists: Whether the store was found. A remote one is not looked for: to read its record
+            costs no more.
     """
 
     backend: Backend
@@ -56,22 +60,26 @@ class Location(NamedTuple):
     exists: bool
 
 
-def locate_snapshot(path: str | os.PathLike[str]) -> Location:
+def locate_snapshot(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Location:
     """Return the store and the name that a snapshot's path means.
+
+    Args:
+        path: A path or URI.
+        storage_options: How a remote place is reached.
 
     Raises:
         InvalidNameError: The path is a store itself, or no name.
         StoreError: The path holds something else, or a store that is not trusted.
         DamagedError: It lies in a store that has lost its ``casnap.json``.
+        ValueError: A local path has storage options.
     """
+    uri = snapshot_uri(path)
+    if uri is not None:
+        return _located(uri, storage_options)
     text = os.fspath(path)
-    if "://" in text and not text.startswith("file://"):
-        scheme, _, rest = text.partition("://")
-        parent, slash, name = rest.strip("/").rpartition("/")
-        if not slash:
-            raise InvalidNameError(f"{text} names a store, not a snapshot in it; add a name")
-        backend = backend_at(f"{scheme}://{parent}")
-        return Location(backend, check_name(name), _holds(backend, CONFIG_KEY))
+    _check_no_options(text, storage_options)
     plain = text.removeprefix("file://")
     if not plain.strip("/") or Path(plain).name in ("", ".", ".."):
         raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
@@ -95,17 +103,25 @@ def locate_snapshot(path: str | os.PathLike[str]) -> Location:
     return Location(LocalBackend(store), check_name(f"{below}/{last}"), exists=True)
 
 
-def locate_store(uri: str | os.PathLike[str]) -> Location:
+def locate_store(
+    uri: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Location:
     """Return the store that a URI means, and the prefix in it if it lies below.
+
+    Args:
+        uri: A path or URI.
+        storage_options: How a remote place is reached.
 
     Raises:
         StoreError: A file is there, or the store is not trusted.
         DamagedError: The store has lost its ``casnap.json``.
+        ValueError: A local path has storage options.
     """
+    place = store_uri(uri)
+    if place is not None:
+        return _located(place, storage_options)
     text = os.fspath(uri)
-    if "://" in text and not text.startswith("file://"):
-        backend = backend_at(text.rstrip("/"))
-        return Location(backend, "", _holds(backend, CONFIG_KEY))
+    _check_no_options(text, storage_options)
     plain = text.removeprefix("file://")
     if not plain:
         raise NotAStoreError("an empty path is no store; for the current folder write '.'")
@@ -117,6 +133,21 @@ def locate_store(uri: str | os.PathLike[str]) -> Location:
         return Location(LocalBackend(folder), "", exists=False)
     store, below = found
     return Location(LocalBackend(store), check_name(below) if below else "", exists=True)
+
+
+def _located(uri: Uri, storage_options: Mapping[str, Any] | None) -> Location:
+    if uri.store.startswith("memory://"):
+        _check_no_options(uri.store, storage_options)
+    backend = backend_at(uri.store, storage_options)
+    return Location(backend, uri.name, backend.is_remote or _holds(backend, CONFIG_KEY))
+
+
+def _check_no_options(path: str, storage_options: Mapping[str, Any] | None) -> None:
+    if storage_options:
+        raise ValueError(
+            f"storage_options say how to reach a remote store, but {path} is on this machine; "
+            "leave them out"
+        )
 
 
 def _resolved(folder: Path) -> Path:
@@ -304,7 +335,7 @@ def create_store(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     asked: bool,
     version: int = FORMAT,
-) -> None:
+) -> bool:
     """Make a store, or finish making one; do nothing if it is complete.
 
     Args:
@@ -312,6 +343,9 @@ def create_store(
         chunk_size: Bytes; a power of two from 64 KiB to 64 MiB.
         asked: Whether the user named this very place as a store.
         version: The format of a new store.
+
+    Returns:
+        Whether there was no store yet.
 
     Raises:
         StoreError: No store can be made here.
@@ -324,21 +358,12 @@ def create_store(
             raise NotAStoreError(f"{backend.folder} is a file; a store is a folder")
         _check_place(backend.folder, asked=asked)
     backend.make()
-    if not _holds(backend, CONFIG_KEY):
-        foreign = {"roots", "packs", "index"} & set(backend.names(""))
-        # Another process may have just made the store: it puts the record before any root.
-        if foreign and not _holds(backend, CONFIG_KEY):
-            raise StoreError(
-                f"{backend.uri} holds {', '.join(sorted(foreign))}, but no {CONFIG_KEY}: part of "
-                "something else, or of a damaged store. Choose another folder"
-            )
-        config = StoreConfig(os.urandom(16).hex(), chunk_size, version)
-        content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
-        backend.put_if_absent(CONFIG_KEY, content)
-        backend.sync()
+    is_new = not _holds(backend, CONFIG_KEY)
+    if is_new:
+        _put_config(backend, chunk_size, version, asked=asked)
     config = read_config(backend)  # raises if a newer version began to make it
     if config.write_features:
-        return
+        return is_new
     # If the creation was cut off, folders may be there already.
     made = _holds(backend, root_key(0)) or any(map(backend.names, ("roots/0", "packs", "index")))
     if not made:
@@ -347,6 +372,52 @@ def create_store(
             root = msgspec.structs.replace(root, format=2, read_features=(DEEP_TABLE,))
         backend.put_if_absent(root_key(0), sealed_root(root))
     backend.sync()
+    if is_new:
+        _warn_of_rules(backend)
+    return is_new
+
+
+def _warn_of_rules(backend: Backend) -> None:
+    try:
+        for text in backend.bucket_warnings():
+            _log.warning("%s: %s", backend.uri, text)
+    except BackendError as e:
+        # `casnap check` says so.
+        _log.debug("%s: the rules of the bucket cannot be looked at: %s", backend.uri, e)
+
+
+def _put_config(backend: Backend, chunk_size: int, version: int, *, asked: bool) -> None:
+    """Put the record of a new store, which begins to exist by that."""
+    if chunk_size > backend.max_chunk_bytes:
+        most = backend.max_chunk_bytes >> 20
+        raise ValueError(f"chunk_size is at most {most} MiB at {backend.uri}; got {chunk_size}")
+    _check_remote_place(backend, asked=asked)
+    foreign = {"roots", "packs", "index"} & set(backend.names(""))
+    # Another process may have just made the store: it puts the record before any root.
+    if foreign and not _holds(backend, CONFIG_KEY):
+        raise StoreError(
+            f"{backend.uri} holds {', '.join(sorted(foreign))}, but no {CONFIG_KEY}: part of "
+            "something else, or of a damaged store. Choose another folder"
+        )
+    honoured = honours_put_if_absent(backend)
+    if not honoured and not backend.exclusive:
+        raise no_put_if_absent_error(backend.uri)
+    config = StoreConfig(os.urandom(16).hex(), chunk_size, version, put_if_absent=honoured)
+    content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
+    backend.put_if_absent(CONFIG_KEY, content)
+    backend.sync()
+
+
+def _check_remote_place(backend: Backend, *, asked: bool) -> None:
+    uri = store_uri(backend.uri) if backend.is_remote else None
+    if uri is not None and uri.is_bucket and not asked:
+        raise StoreError(
+            f"no store is made unasked at the root of a bucket, {backend.uri}. Take to a path "
+            f"further down, like {backend.uri}/run1/step_100; or if the whole bucket is meant to "
+            f"be one store, make it with `casnap init {backend.uri}`, or Store(...)"
+        )
+    if backend.is_object():
+        raise not_a_store_error(backend)
 
 
 def _holds(backend: Backend, key: str) -> bool:

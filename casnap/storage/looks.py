@@ -85,9 +85,18 @@ class Looks:
 
     def _look_together(self, packs: list[PackId], known: int) -> None:
         """Note the lengths of packs: those that were seen, and others by single looks or a list."""
+        if unseen := self._unseen(packs):
+            # Another rank of this host may be looking at the same packs.
+            with self._cache.learning():
+                self._look(self._unseen(unseen), known)
+
+    def _unseen(self, packs: list[PackId]) -> list[PackId]:
+        """Note the lengths of packs that this host has seen, and return the others."""
         seen = {pack: seen_length(self._cache, pack) for pack in packs}
         self._packs |= {pack: size for pack, size in seen.items() if size != GONE}
-        unseen = [pack for pack in packs if pack not in self._packs]
+        return [pack for pack in packs if seen[pack] == GONE]
+
+    def _look(self, unseen: list[PackId], known: int) -> None:
         if self._listed is None and self._heads + len(unseen) > known // _PAGE_KEYS:
             self._listed = listed_packs(self._backend, many=known > _MANY)
         if self._listed is None:

@@ -40,6 +40,7 @@ from casnap.storage.place_reads import (
     Want,
     read_places,
 )
+from casnap.storage.probe import check_kept_apart
 from casnap.storage.roots import check_writable, last_listed, newest_root
 from casnap.storage.tree import Tree, table_shape
 
@@ -81,6 +82,9 @@ class Objects:
         backend: Where the objects live.
         opened: The same store, if it is open already; its config and index are used here too.
         config: Its record, if that was read already.
+
+    Attributes:
+        marks: Whether snapshots get markers, files for people.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Objects:
         self.backend = backend
         self.config: StoreConfig = opened.config if opened else config or read_config(backend)
         self.index: Index = opened.index if opened else Index(backend, self.config.store_id)
+        self.marks = True
         self._last_seen = LastSeen(backend)
         self._newest: Root | None = None
         # When the newest root was read or put, by `time.monotonic`.
@@ -111,17 +116,25 @@ class Objects:
             objects.note_newest(last_listed(backend) if seen is None else seen[1])
         return objects
 
-    def check_writable(self, doing: str) -> None:
-        """Check that this version may write to the store.
+    def check_writable(
+        self, doing: str, root: Root | None = None, *, dry_run: bool = False
+    ) -> None:
+        """Check that this version may write to the store, and that its place keeps writers apart.
 
         Args:
             doing: What the caller is about to do, for the message.
+            root: The root that it stands on; by default a recent one.
+            dry_run: Whether the caller will not write at all.
 
         Raises:
             UnsupportedFormatError: The store uses a feature that this version cannot write.
+            StoreError: The place does not honour put-if-absent.
         """
-        features = (*self.config.write_features, *self.recent().write_features)
+        root = root or self.recent()
+        features = (*self.config.write_features, *root.write_features)
         check_writable(self.backend.uri, features, doing)
+        if not dry_run:
+            check_kept_apart(self.backend, self.config)
 
     def newest(self) -> Root:
         """Return the newest root, which says what the store holds."""
@@ -151,6 +164,11 @@ class Objects:
         self._newest, self._seen_at = root, time.monotonic()
         self._last_seen.keep(self.config, root)
 
+    def hear(self, root: Root) -> None:
+        """Note a root that another rank has just read, unless a newer one is known here."""
+        if self._newest is None or root.seq >= self._newest.seq:
+            self.note_newest(root)
+
     def current(self, read: Callable[[Root], V], first: Callable[[], Root] | None = None) -> V:
         """Read from the newest root; read again if a collector has changed the store meanwhile.
 
@@ -176,9 +194,9 @@ class Objects:
         """Return the view of the index at the newest root."""
         return self.current(self.index.view)
 
-    def recent_view(self) -> View:
-        """Return the view of the index at a recent root, as :meth:`recent` returns it."""
-        return self.current(self.index.view, self.recent)
+    def recent_view(self, told: Root | None = None) -> View:
+        """Return the view of the index at a recent root: as :meth:`recent` returns it, or told."""
+        return self.current(self.index.view, lambda: told or self.recent())
 
     # --- nodes ---
 

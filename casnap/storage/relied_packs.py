@@ -104,8 +104,12 @@ class ReliedPacks:
         lengths = self._looks.lengths(ends.keys(), self._view.packs.at_most)
         return {pack for pack, end in ends.items() if lengths[pack] < end}
 
-    def confirm(self, latest: View) -> None:
+    def confirm(self, latest: View, *, with_index: bool = True) -> None:
         """Look at all packs again, for a newer root; rely on other places of what is gone.
+
+        Args:
+            latest: The index as that root sees it.
+            with_index: Look at its segments, too.
 
         Raises:
             FencedError: A digest is in no live pack any more.
@@ -123,7 +127,8 @@ class ReliedPacks:
             raise FencedError(_GONE.format(key=pack_key(min(bad))) if bad else COLLECTED)
         for pack in gone:
             del self._digests[pack], self._ends[pack]
-        self._confirm_segments(latest)
+        if with_index:
+            self._confirm_segments(latest)
 
     def _confirm_segments(self, latest: View) -> None:
         """Check that a host that has not cached the index can read it too."""

@@ -148,8 +148,8 @@ def upgrade(objects: Objects) -> bool:
 
 
 def unmark(objects: Objects, names: Iterable[str]) -> None:
-    """Remove the markers of deleted snapshots."""
-    for name in names:
+    """Remove the markers of deleted snapshots, if the store has any."""
+    for name in names if objects.marks else ():
         try:
             # The table is untrusted input: a name in it may point outside the store.
             objects.backend.mark(f"{check_name(name)}/{MARKER}", None)

@@ -7,7 +7,8 @@ that publishes one root for all (``handover.py``).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
@@ -29,6 +30,8 @@ class Transaction:
         objects: The store.
         crew: The crew of the background threads.
         codec: How new chunks are stored.
+        before: How many requests the backend had made when the change began.
+        told: The root that rank 0 has just read for all ranks; by default a recent one.
 
     Attributes:
         objects: The store.
@@ -42,16 +45,29 @@ class Transaction:
         UnsupportedFormatError: The store uses a feature that its writers have to know.
     """
 
-    def __init__(self, objects: Objects, crew: Crew, codec: Codec = Codec.RAW) -> None:
-        objects.check_writable("write to")
+    def __init__(
+        self,
+        objects: Objects,
+        crew: Crew,
+        codec: Codec = Codec.RAW,
+        before: Mapping[str, int] | None = None,
+        told: Root | None = None,
+    ) -> None:
+        self._before = Counter(objects.backend.requests if before is None else before)
+        objects.check_writable("write to", told)
         self.objects = objects
-        self.base: View = objects.recent_view()
+        self.base: View = objects.recent_view(told)
         self.commit = os.urandom(16)
         self.relied = ReliedPacks(objects, self.base)
         self.new_packs = NewPacks(objects, self.base.root.seq, crew, codec)
         self.may_stand = False
         self._codec = codec
         self._segments: list[SegmentRef] = []
+
+    @property
+    def requests(self) -> Counter[str]:
+        """How many requests the change has made so far, by kind."""
+        return Counter(self.objects.backend.requests) - self._before
 
     def chunk_writer(self, ask: Choose | None = None) -> ChunkWriter:
         """Return what one thread stores chunks with.

@@ -27,6 +27,7 @@ class Request(msgspec.Struct, array_like=True):
         options: The options that must be the same on all ranks.
         codec: How chunks are stored; that of rank 0 counts.
         seed: A random number; that of rank 0 chooses which bytes of replicas are compared.
+        root: The newest root, which rank 0 reads for all where each look is a request.
     """
 
     store: str
@@ -35,6 +36,7 @@ class Request(msgspec.Struct, array_like=True):
     options: dict[str, str]
     codec: Codec
     seed: int
+    root: Root | None = None
 
 
 def agree_on_request(
@@ -54,8 +56,7 @@ def agree_on_request(
         StateError: The ranks were asked for different things.
     """
     keys = random_states_first(app_state)
-    if comm.rank == 0:
-        _check_name_is_free(objects, name, options)
+    root = _check_name_is_free(objects, name, options) if comm.rank == 0 else None
     own = Request(
         objects.config.store_id,
         name,
@@ -67,8 +68,11 @@ def agree_on_request(
         },
         options.codec,
         seed=int.from_bytes(os.urandom(7), "big"),
+        root=root if objects.backend.is_remote else None,
     )
     first = comm.broadcast_message(own, Request)
+    if first.root is not None and comm.rank:
+        objects.hear(first.root)
     for what, here, on_rank_0 in (
         ("the store", own.store, first.store),
         ("the name", own.name, first.name),
@@ -79,13 +83,16 @@ def agree_on_request(
     return first
 
 
-def _check_name_is_free(objects: Objects, name: str, options: TakeOptions) -> None:
-    def check(root: Root) -> None:
+def _check_name_is_free(objects: Objects, name: str, options: TakeOptions) -> Root:
+    """Check it in the newest root, and return that."""
+
+    def check(root: Root) -> Root:
         table = objects.table(root)
         check_free(table, name, overwrite=options.overwrite, uri=objects.backend.uri)
+        return root
 
     try:
-        check(objects.recent())
+        return check(objects.recent())
     except (SnapshotExistsError, DamagedError):
         # That root may be a moment old.
-        objects.current(check)
+        return objects.current(check)

@@ -97,11 +97,17 @@ def _check_written(objects: Objects, others: OtherRanks) -> None:
     Raises:
         StoreError: It does not: they write to another storage, such as a copy of the store.
     """
+    written = others.packs
+    if objects.backend.is_remote:
+        # One of each rank says where it writes, and a put that was answered is seen by all. All
+        # packs of a rank lie in one folder.
+        written = tuple({pack[-1]: pack for pack in written}.values())
     looks, base = Looks(objects.backend, objects.index.cache), objects.recent_view()
-    ends = dict.fromkeys(others.packs, 0)
+    ends = dict.fromkeys(written, 0)
     for _, place in others.records:
         pack = PackId(place.pack)
-        ends[pack] = max(ends[pack], place.offset + place.stored)
+        if pack in ends:
+            ends[pack] = max(ends[pack], place.offset + place.stored)
     packs = looks.lengths(ends.keys(), base.packs.at_most)
     segments = looks.segments([SegmentId(ref.id) for ref in others.segments])
     lacking = [pack_key(pack) for pack, end in ends.items() if packs[pack] < end]

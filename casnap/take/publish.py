@@ -66,10 +66,12 @@ class Publication:
 
         uri, overwrite = self.objects.backend.uri, self.options.overwrite
         publish(transaction, setting(self.name, row, overwrite=overwrite, uri=uri), others)
-        self._write_marker(made[-1])
+        if self.objects.marks:
+            self._write_marker(made[-1])
         if self.options.retention is not None:
             self._prune(made[-1], self.options.retention)
-        return made[-1]
+        requests = dict(transaction.requests + others.requests)
+        return msgspec.structs.replace(made[-1], requests=requests)
 
     def find(self, commit: bytes) -> Row | None:
         """Return the row of this take if the store has it, given the commit id."""

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 
 from casnap.errors import FencedError
-from casnap.format.records import Row
+from casnap.format.records import Root, Row
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, collector_paused, undisturbed
 from casnap.state.stateful import Stateful
@@ -63,6 +63,7 @@ def take(
                 if tries == _FENCED_TRIES or comm.ended:
                     raise
                 _log.info("%s: a collector went past the take, which starts again", name)
+                work = replace(work, told=None)
     raise AssertionError
 
 
@@ -121,6 +122,7 @@ def _begin(
 ) -> _Take:
     """Do what needs the caller's state: agree with the other ranks, capture, divide the work."""
     options = replace(options, metadata=checked_metadata(options.metadata or {}))
+    before = dict(objects.backend.requests)
     comm.enter_phase("beginning a take")
     request = agree_on_request(objects, name, app_state, options, comm)
     options = replace(options, codec=request.codec)
@@ -130,12 +132,16 @@ def _begin(
     division = divide(comm, capture, state, options, chunk_size, request.seed)
     capture.assign(division.assigned)
     publication = Publication(objects, name, options, comm.size, started)
-    return _Take(objects, options, comm, capture, division, publication)
+    return _Take(objects, options, comm, capture, division, publication, before, request.root)
 
 
 @dataclass(frozen=True)
 class _Take:
-    """A take whose state is captured, and whose work is divided among the ranks."""
+    """A take whose state is captured, and whose work is divided among the ranks.
+
+    Attributes:
+        told: The root to base it on, if rank 0 has told one; by default the newest one is read.
+    """
 
     objects: Objects
     options: TakeOptions
@@ -143,6 +149,8 @@ class _Take:
     capture: Capture
     division: Division
     publication: Publication
+    requests_before: Mapping[str, int]
+    told: Root | None
 
     def pieces(self) -> Iterable[Piece]:
         """Return the bytes that this rank hashes; each rank begins with another part of them."""
@@ -158,7 +166,9 @@ class _Take:
 
     def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Row:
         comm, publication = self.comm, self.publication
-        transaction = Transaction(self.objects, crew, self.options.codec)
+        transaction = Transaction(
+            self.objects, crew, self.options.codec, self.requests_before, self.told
+        )
         try:
             comm.enter_phase("hashing and writing")
             hasher = Hasher(self.capture, transaction, self.options.progress)

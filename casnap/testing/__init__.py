@@ -1,6 +1,8 @@
 """Tools to test a backend, and to test against one that fails.
 
 - :class:`FaultyBackend` wraps a backend and makes its calls fail as each :class:`Fault` says.
+- :class:`FaultyProxy` stands before a server and makes requests fail as each :class:`HttpFault`
+  says.
 - ``casnap.testing.backend_suite`` holds the tests, for pytest, that every backend must pass. Its
   docstring says how to run them on your own backend.
 
@@ -32,27 +34,40 @@ from casnap.testing.acts import (
     tear,
 )
 from casnap.testing.faults import Act, Call, Crash, Fault, FaultyBackend
+from casnap.testing.http_acts import HttpAct, answer, break_off, change, cut, hang_up, stall
+from casnap.testing.proxy import Answer, Exchange, FaultyProxy, HttpFault
 
 __all__ = [
     "Act",
+    "Answer",
     "Call",
     "Crash",
+    "Exchange",
     "Fault",
     "FaultyBackend",
+    "FaultyProxy",
     "Gate",
+    "HttpAct",
+    "HttpFault",
     "after",
     "alter",
+    "answer",
     "before",
+    "break_off",
+    "change",
     "crash",
+    "cut",
     "delay",
     "fail",
     "flip",
+    "hang_up",
     "hold",
     "lose_answer",
     "open_store",
     "repeat",
     "short",
     "stale",
+    "stall",
     "tear",
 ]
 

@@ -175,14 +175,19 @@ class BackendSuite:
 
     @pytest.mark.parametrize("how", ["write", "put_if_absent", "copy"])
     def test_a_taken_key_is_not_put(self, backend: Backend, how: str) -> None:
-        """An existing object stays, whichever call made it."""
+        """An existing object stays, whichever call made it.
+
+        A remote backend takes these very bytes for its own: the answer to an earlier attempt may
+        have been lost.
+        """
         backend.write("source", b"first")
         if how == "copy":
             backend.copy("source", "roots/0/1")
         else:
             getattr(backend, how)("roots/0/1", b"first")
         for content in (b"second", b"first", b""):
-            assert backend.put_if_absent("roots/0/1", content) is False
+            mine = backend.is_remote and content == b"first"
+            assert backend.put_if_absent("roots/0/1", content) is mine
             assert backend.read("roots/0/1") == b"first"
 
     def test_threads_that_put_one_key(self, backend: Backend) -> None:
@@ -349,7 +354,7 @@ class BackendSuite:
     def test_markers_come_and_go(self, backend: Backend) -> None:
         """Markers may be put again and removed twice, and change nothing else."""
         backend.write("roots/0/0", b"root")
-        before = set(backend.names(""))
+        before = backend.sizes(""), backend.names("")
         for key in ("step_1/marker", "run 1/größe/step_2/marker"):
             backend.mark(key, b"first")
             backend.mark(key, b"second")
@@ -357,7 +362,9 @@ class BackendSuite:
             backend.mark(key, None)
             backend.mark(key, None)
             backend.sync()
-        assert set(backend.names("")) == before
+        assert backend.sizes("") == before[0]
+        # Some servers show empty folders for a while.
+        assert backend.is_remote or sorted(backend.names("")) == sorted(before[1])
         assert backend.read("roots/0/0") == b"root"
 
 

@@ -53,8 +53,8 @@ class Call:
         return f"{self.name}({self.key})"
 
 
-Act: TypeAlias = Callable[[Call], object]
-"""What is done in place of a call. It returns the answer."""
+Act: TypeAlias = Callable[[Any], object]
+"""What is done in place of a call. It gets the call, and returns the answer."""
 
 
 class Crash(BaseException):

@@ -151,7 +151,7 @@ def test_gc_names_the_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         (["repair", "--yes", "--from", "absent"], "'absent' does not exist"),
         (["repair", "--yes", "--from", "file:///absent"], "does not exist"),
         (["prune", "--keep-last", "1", "--yes", "--grace", "24h"], "--grace is for"),
-        (["prune", "--keep-last", "1", "--yes", "--exclusive"], "it needs --gc"),
+        (["check", "--endpoint-url", "http://127.0.0.1:1"], "like s3://bucket/run1"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )
@@ -281,7 +281,17 @@ def test_where_writers_cannot_be_kept_apart(runs: Path) -> None:
     before = files(runs)
     assert "pass --exclusive" in failure("prune", runs, *PRUNE, "--yes")
     assert files(runs) == before
+    path = f"{runs}/step_3"
+    writes = [("rm", path, "--yes"), ("tag", path, "best"), ("repair", runs, "--yes"), ("gc", runs)]
+    for command in writes:
+        assert "pass --exclusive" in failure(*command), command
+        assert files(runs) == before
+    invoke("check", runs)
+    invoke("gc", runs, "--dry-run")
+    assert files(runs) == before
+    invoke("tag", path, "best", "--exclusive")
     assert document("prune", runs, *PRUNE, "--yes", "--exclusive")["gc"]["deleted_packs"]
+    invoke("rm", path, "--yes", "--exclusive")
 
 
 def test_a_copy_of_the_store_does_heal(store: Path, tmp_path: Path) -> None:

@@ -8,13 +8,17 @@ import os
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
+from unittest import mock
 from weakref import ref
 
 import pytest
 
 from casnap import Store
 from casnap.storage.cache import LmdbCache
+from casnap.storage.lmdb_files import locked
+from tests.support.far import FarFolder
 from tests.support.faults import (
     CHUNK,
     app_state,
@@ -420,3 +424,43 @@ def test_a_store_that_nobody_has_is_freed_at_once(tmp_path: Path) -> None:
         assert opened() is None
     finally:
         gc.enable()
+
+
+def test_a_child_that_was_forked_meanwhile_holds_no_lock(tmp_path: Path) -> None:
+    """As a worker of a data loader, forked while a take in the background writes to the cache."""
+    gate, end = os.pipe()
+    with locked(tmp_path / "turn", 0):
+        child = start(lambda: os.read(gate, 1))
+    try:
+        with locked(tmp_path / "turn", 0):
+            pass
+    finally:
+        os.write(end, b"1")
+        wait(child)
+
+
+def test_one_process_of_a_host_learns_what_is_new(tmp_path: Path) -> None:
+    """The others wait, and then find it in the cache."""
+    Store(FarFolder(tmp_path / "store"), chunk_size=CHUNK)
+    take(Store(FarFolder(tmp_path / "store")), 1)
+
+    def look() -> None:
+        backend = FarFolder(tmp_path / "store")
+        objects = Store(backend, create=False).objects
+        real = backend.read
+
+        def slow(key: str) -> bytes:
+            if key.startswith("index/"):
+                (tmp_path / f"read-{os.getpid()}").touch()
+                time.sleep(0.3)
+            return real(key)
+
+        with mock.patch.object(backend, "read", slow):
+            assert objects.view().packs
+
+    def look_anew() -> None:
+        os.environ["CASNAP_CACHE_DIR"] = str(tmp_path / "cache")
+        look()
+
+    assert [wait(pid) for pid in [start(look_anew) for _ in range(4)]] == [0] * 4
+    assert len(list(tmp_path.glob("read-*"))) == 1

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.support.servers import Bucket, shared
 
 from casnap import Snapshot, StateDict
 from casnap.backends import Backend, backend_at
+from tests.support.servers import Bucket, shared
 from tools.bench import peers, states
 from tools.bench.measure import PeakMemory, rotated, seconds, settle
 from tools.bench.settings import MIB, Settings

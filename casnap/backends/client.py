@@ -1,0 +1,178 @@
+"""The seam below a remote backend: single requests, each tried once."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from casnap.errors import BackendError, CredentialsError
+
+
+class TransientError(Exception):
+    """A request failed in a way that may pass: it can be tried again.
+
+    Attributes:
+        reached: Whether the server was reached at all.
+        busy: Whether the server asks for fewer requests.
+    """
+
+    def __init__(self, message: str, *, reached: bool = True, busy: bool = False) -> None:
+        super().__init__(message)
+        self.reached = reached
+        self.busy = busy
+
+
+class TakenError(Exception):
+    """The server says that an object is there already."""
+
+
+class ExpiredError(CredentialsError):
+    """Credentials have expired. New ones may be there for a new client."""
+
+
+class Transfer:
+    """A body on its way.
+
+    Attributes:
+        nbytes: How many bytes have moved so far.
+    """
+
+    nbytes: int = 0
+
+    def restart(self) -> None:
+        """Begin again, for another attempt."""
+        self.nbytes = 0
+
+
+class Source(Transfer):
+    """The body of a request.
+
+    Args:
+        content: Its bytes.
+    """
+
+    def __init__(self, content: memoryview) -> None:
+        self.content = content
+
+
+class Sink(Transfer):
+    """Takes the body of an answer, piece by piece, in order."""
+
+    def take(self, data: bytes) -> None:
+        """Take the next piece. This one drops it."""
+        self.nbytes += len(data)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an answer tells of an object.
+
+    Attributes:
+        size: Its length in bytes; None if the answer does not tell.
+        tag: Its ETag; equal tags mean equal bytes. Empty if the answer does not tell.
+        kept: What a copy has to be given so that it is stored like this object.
+    """
+
+    size: int | None
+    tag: str = ""
+    kept: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A part of a listing.
+
+    Attributes:
+        sizes: The length in bytes of each object, by its key.
+        folders: The folders, without a slash at the end.
+        after: What continues the listing; None at its end.
+    """
+
+    sizes: Mapping[str, int]
+    folders: Sequence[str]
+    after: str | None
+
+
+class Client(ABC):
+    """Makes single requests for objects below one URI. Each call runs on the event loop.
+
+    A missing object is a ``FileNotFoundError``, and what may pass a :class:`TransientError`. All
+    else is a :class:`BackendError`, mostly an ``UnavailableError``. No error holds credentials.
+
+    Attributes:
+        puts_if_absent: Whether the server can be asked to create an object only if it is absent.
+    """
+
+    puts_if_absent: bool = True
+
+    @abstractmethod
+    async def endpoint(self) -> str:
+        """Return what tells this place from those of other servers."""
+
+    @abstractmethod
+    async def put(self, key: str, source: Source, *, if_absent: bool = False) -> None:
+        """Put an object, with a checksum that the server verifies.
+
+        Raises:
+            TakenError: It is there, and ``if_absent`` was asked for.
+        """
+
+    @abstractmethod
+    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> Found:
+        """Get an object, or a run of it: where that begins and ends.
+
+        A run may end, or even begin, behind the object. If it begins there, ``size`` is where it
+        begins, and ``sink`` gets nothing.
+        """
+
+    @abstractmethod
+    async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
+        """List a page of the objects whose keys begin so; if not deep, one level of them."""
+
+    @abstractmethod
+    async def copy(self, key: str, to: str, found: Found) -> Found:
+        """Copy an object on the server, stored as it is."""
+
+    @abstractmethod
+    async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
+        """Delete up to :attr:`deletes` objects; return the errors of those that are still there."""
+
+    deletes: int = 1000
+    """How many objects one request can delete."""
+
+    @abstractmethod
+    async def is_object(self) -> bool:
+        """Whether the URI is itself an object."""
+
+    rule_kinds: Sequence[str] = ()
+    """The rules of the bucket that can be looked at, one request each."""
+
+    async def rules(self, kind: str) -> Mapping[str, Any]:
+        """Return the rules of one kind; nothing if there are none, or none can be."""
+        return {}
+
+    def warnings(self, rules: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+        """Return how the rules of all kinds can hurt a store here, in words."""
+        return []
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the connections."""
+
+
+def without_secrets(message: str) -> str:
+    """Return a message without the user and password of its URLs."""
+    return re.sub(r"//[^/@\s]*@", "//", message)
+
+
+@contextmanager
+def valid_options(uri: str) -> Iterator[None]:
+    """Tell the user of arguments that a library does not take."""
+    try:
+        yield
+    except (TypeError, ValueError, KeyError) as e:
+        raise BackendError(f"{uri}: wrong storage_options: {without_secrets(str(e))}") from e

@@ -1,0 +1,146 @@
+"""A thread of this process that runs all requests to other machines."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeAlias, TypeVar
+
+from casnap.errors import ExhaustedError
+from casnap.runtime.threads import NO_THREADS
+from casnap.runtime.typing import override
+
+T = TypeVar("T")
+_Close: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+# Between two looks for an interrupt, in seconds.
+_SLICE = 0.5
+# How long the end of the process waits for connections to close, in seconds.
+_CLOSING = 1.0
+
+
+class EventLoop:
+    """An event loop on a thread of its own, started at first use.
+
+    It is not fsspec's, which loses its helpers once the interpreter begins to exit: then no host
+    could be looked up, and a pending take must still finish.
+    """
+
+    def __init__(self) -> None:
+        self._begin()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open: set[_Close] = set()
+
+    def _forked(self) -> None:
+        """Begin anew in a forked child, and never free what the parent uses.
+
+        The child shares the parent's selector: a connection that is freed in the child would be
+        taken out of it, and the parent would wait for ever.
+        """
+        for shared in (self._loop, *self._open):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(shared))
+        self._begin()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                loop.set_default_executor(_Threads())
+                try:
+                    threading.Thread(target=loop.run_forever, name="casnap-io", daemon=True).start()
+                except RuntimeError as e:
+                    loop.close()
+                    raise ExhaustedError(NO_THREADS) from e
+                self._loop = loop
+            return self._loop
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do some work on the loop, and return its result.
+
+        An interrupt cancels the work, and is raised once the work has ended: until then it may
+        write into the caller's buffers.
+        """
+        try:
+            loop = self._running()
+        except ExhaustedError:
+            work.close()
+            raise
+        ended = threading.Event()
+        tasks: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            tasks.append(loop.create_task(work))
+            tasks[0].add_done_callback(lambda _: ended.set())
+
+        loop.call_soon_threadsafe(start)
+        try:
+            _wait(ended)
+        except BaseException:
+            loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            _wait(ended)
+            if not tasks[0].cancelled():
+                tasks[0].exception()
+            raise
+        return tasks[0].result()
+
+    def close_with(self, owner: object, close: _Close) -> None:
+        """Close connections once their owner is gone, or the process ends.
+
+        Args:
+            owner: What uses the connections. ``close`` must not refer to it.
+            close: Closes them, on the loop.
+        """
+        self._open.add(close)
+        weakref.finalize(owner, self._close, os.getpid(), close)
+
+    def _close(self, pid: int, close: _Close) -> None:
+        if pid != os.getpid():
+            return
+        self._open.discard(close)
+        loop = self._running()
+        closing = asyncio.run_coroutine_threadsafe(close(), loop)
+        with suppress(RuntimeError):
+            if asyncio.get_running_loop() is loop:
+                return
+        with suppress(Exception):
+            closing.result(_CLOSING)
+
+
+def _wait(ended: threading.Event) -> None:
+    while not ended.wait(_SLICE):
+        pass
+
+
+class _Threads(ThreadPoolExecutor):
+    """A thread for each call. The pool of the base class refuses work once the process exits."""
+
+    @override
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as e:  # noqa: BLE001 - raised to who waits
+                future.set_exception(e)
+
+        try:
+            threading.Thread(target=work, name="casnap-io-call", daemon=True).start()
+        except RuntimeError:
+            work()
+        return future
+
+
+event_loop = EventLoop()
+"""The loop of this process; a forked child has its own."""

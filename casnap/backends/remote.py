@@ -1,0 +1,411 @@
+"""Objects on another machine, by single requests that are counted and tried again here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from casnap.backends.base import Backend, Target
+from casnap.backends.client import (
+    Client,
+    ExpiredError,
+    Found,
+    Page,
+    Sink,
+    Source,
+    TakenError,
+    Transfer,
+    TransientError,
+)
+from casnap.backends.event_loop import event_loop
+from casnap.backends.retries import Operation, Retries, ended
+from casnap.backends.scatter import Scatter, Whole, runs
+from casnap.errors import AccessDeniedError, BackendError
+from casnap.runtime.sizes import size as in_words
+from casnap.runtime.typing import override
+
+T = TypeVar("T")
+# Requests of one backend at a time. The server and the line are busy then, and memory is bounded.
+_REQUESTS = 24
+_LARGEST = 48 << 20
+# A page of a listing that shows fewer folders than this is full of their objects. Then listing the
+# other folders side by side is faster, and costs few requests more.
+_FEW_FOLDERS = 4
+
+
+class RemoteBackend(Backend):
+    """Objects below a URI, reached by a :class:`Client`.
+
+    Safe to use from many threads, and in forked children, which connect anew.
+
+    Args:
+        uri: Where the objects are, without a slash at the end.
+        connect: Makes a client.
+        retries: How patient this is.
+    """
+
+    is_remote = True
+    in_flight = 16
+    max_chunk_bytes = 32 << 20
+
+    def __init__(
+        self, uri: str, connect: Callable[[], Client], retries: Retries | None = None
+    ) -> None:
+        self.uri = uri
+        self._connect = connect
+        self._retries = retries or Retries()
+        self._counts: Counter[str] = Counter()
+        self._connected: _Connected | None = None
+        self._known = False
+
+    @property
+    @override
+    def requests(self) -> Mapping[str, int]:
+        """How many attempts were made, by kind: get, put, list, copy, delete."""
+        return dict(self._counts)
+
+    @property
+    @override
+    def identity(self) -> str:
+        """The URI and the server's address."""
+        return f"{self.uri} {self._run(self._endpoint())}"
+
+    @property
+    @override
+    def endpoint(self) -> str:
+        """The server's address, and the bucket."""
+        return f"{self._run(self._endpoint())} {'/'.join(self.uri.split('/')[:3])}"
+
+    @property
+    @override
+    def can_put_if_absent(self) -> bool:
+        async def ask() -> bool:
+            return self._reach().client.puts_if_absent
+
+        return self._run(ask())
+
+    @override
+    def is_object(self) -> bool:
+        return self._run(
+            self._request("get", f"look at {self.uri}", lambda client: client.is_object())
+        )
+
+    @override
+    def bucket_warnings(self) -> list[str]:
+        return self._run(self._warnings())
+
+    async def _warnings(self) -> list[str]:
+        client = self._reach().client
+        looks = [
+            self._request("get", f"look at {kind}", partial(_rules, kind=kind))
+            for kind in client.rule_kinds
+        ]
+        return list(client.warnings(await together(looks)))
+
+    @override
+    def write(self, key: str, content: memoryview | bytes) -> None:
+        self._run(self._put(key, self._checked(key, content)))
+
+    @override
+    def put_if_absent(self, key: str, content: bytes) -> bool:
+        """Put an object unless there is one, and read what is there if that is not clear.
+
+        True also if these very bytes are there already: an earlier attempt may have put them. So
+        the bytes must be this writer's own.
+        """
+        return self._run(self._put_if_absent(key, self._checked(key, content)))
+
+    @override
+    def sync(self, *keys: str) -> None:
+        """Do nothing: what a server has taken is durable."""
+
+    @override
+    def read(self, key: str) -> bytes:
+        return self._run(self._read(key))
+
+    @override
+    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+        """Read runs by ranges: near ones in one request, long ones in several at once."""
+        sinks = runs(targets)
+        found = self._run(together([self._get(key, sink) for sink in sinks])) if sinks else []
+        # A range behind the end tells only that the object is no longer.
+        size = min((f.size for f in found if f.size is not None), default=0)
+        return [max(0, min(len(target), size - offset)) for offset, target in targets]
+
+    @override
+    def size(self, key: str) -> int:
+        return self._run(self._found(key)).size or 0
+
+    @override
+    def names(self, folder: str) -> list[str]:
+        prefix = f"{folder}/" if folder else ""
+        pages = self._run(self._pages(prefix, deep=False))
+        paths = [path for page in pages for path in (*page.sizes, *page.folders)]
+        return list({path[len(prefix) :] for path in paths})
+
+    @override
+    def sizes(self, folder: str) -> dict[str, int]:
+        return self._run(self._sizes(f"{folder}/" if folder else ""))
+
+    @override
+    def copy(self, key: str, to: str) -> None:
+        """Copy on the server, stored as the source is."""
+        self._run(self._copy(key, to))
+
+    @override
+    def delete(self, key: str) -> None:
+        for error in self._run(self._delete([key])).values():
+            raise error
+
+    @override
+    def delete_all(self, keys: Iterable[str]) -> dict[str, BackendError]:
+        errors: dict[str, BackendError] = self._run(self._delete_all(list(keys)))
+        for error in errors.values():
+            if not isinstance(error, AccessDeniedError):
+                raise error
+        return errors
+
+    @override
+    def mark(self, key: str, content: bytes | None) -> None:
+        if content is None:
+            self.delete(key)
+        else:
+            self.write(key, content)
+
+    # --- one process, one client ---
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return event_loop.run(work)
+
+    def _reach(self) -> _Connected:
+        """Return what this process uses. Runs on the loop."""
+        pid = os.getpid()
+        if self._connected is None or self._connected.pid != pid:
+            client = self._connect()
+            self._connected = _Connected(pid, client, asyncio.Semaphore(_REQUESTS))
+            # Once no request uses them.
+            event_loop.close_with(self._connected, client.close)
+        return self._connected
+
+    async def _endpoint(self) -> str:
+        return await self._reach().client.endpoint()
+
+    def _checked(self, key: str, content: memoryview | bytes) -> memoryview:
+        view = memoryview(content).cast("B")
+        if len(view) > _LARGEST:
+            raise BackendError(
+                f"{self.uri}/{key} has {in_words(len(view))}; objects here have "
+                f"{in_words(_LARGEST)} at most, so that one request puts them"
+            )
+        return view
+
+    # --- requests ---
+
+    async def _request(
+        self,
+        kind: str,
+        what: str,
+        work: Callable[[Client], Coroutine[Any, Any, T]],
+        transfer: Transfer | None = None,
+    ) -> T:
+        """Make a request, again and again while it may still succeed."""
+        async with self._reach().slots:
+            operation = self._operation(what)
+            while True:
+                try:
+                    return await self._once(operation, kind, work, transfer)
+                except TransientError as e:
+                    await operation.pause(e)
+
+    def _operation(self, what: str) -> Operation:
+        return Operation(f"{what} at {self.uri}", self._retries, known=self._known)
+
+    async def _once(
+        self,
+        operation: Operation,
+        kind: str,
+        work: Callable[[Client], Coroutine[Any, Any, T]],
+        transfer: Transfer | None = None,
+    ) -> T:
+        """Make a request once; if the credentials have expired, once more with new ones."""
+        transfer = transfer or Transfer()
+        connected = self._reach()
+        for attempt in range(2):
+            transfer.restart()
+            self._counts[kind] += 1
+            try:
+                result = await operation.watched(work(connected.client), transfer)
+            except ExpiredError:
+                if attempt:
+                    raise
+                # Unless another request just did.
+                if self._connected is connected:
+                    self._connected = None
+                connected = self._reach()
+            else:
+                self._known = True
+                return result
+        raise AssertionError
+
+    async def _get(self, key: str, sink: Scatter) -> Found:
+        run = sink.start, sink.stop
+        return await self._request(
+            "get", f"read {key}", lambda client: client.get(key, run, sink), sink
+        )
+
+    async def _found(self, key: str) -> Found:
+        """Look at an object. A HEAD would be no answer: it does not tell why there is none."""
+        return await self._request(
+            "get", f"look at {key}", lambda client: client.get(key, (0, 1), Sink())
+        )
+
+    async def _read(self, key: str) -> bytes:
+        whole = Whole()
+        await self._request(
+            "get", f"read {key}", lambda client: client.get(key, None, whole), whole
+        )
+        return whole.content()
+
+    async def _put(self, key: str, content: memoryview) -> None:
+        source = Source(content)
+        await self._request("put", f"put {key}", lambda client: client.put(key, source), source)
+
+    async def _put_if_absent(self, key: str, content: memoryview) -> bool:
+        connected = self._reach()
+        conditional = connected.client.puts_if_absent and not self.exclusive
+        if not conditional and not self.exclusive:
+            raise BackendError(
+                f"{self.uri}: this place cannot be asked to put an object only if it is absent, so "
+                "only one process may write here; say so with exclusive=True"
+            )
+        source = Source(content)
+        operation = self._operation(f"put {key}")
+        if self.exclusive:
+            there = await self._there(key)
+            if there is not None:
+                return there == content
+        while True:
+            try:
+                await self._once(
+                    operation,
+                    "put",
+                    lambda client: client.put(key, source, if_absent=conditional),
+                    source,
+                )
+            except (TakenError, TransientError) as e:
+                # Also "taken" is no clear answer: an attempt of ours may have been lost on its way
+                # back, and sent again by what lies between.
+                error = e if isinstance(e, TransientError) else TransientError(str(e))
+            else:
+                return True
+            there = await self._there(key)
+            if there is not None:
+                return there == content
+            await operation.pause(error)
+
+    async def _there(self, key: str) -> bytes | None:
+        try:
+            return await self._read(key)
+        except FileNotFoundError:
+            return None
+
+    async def _pages(self, prefix: str, *, deep: bool, after: str | None = None) -> list[Page]:
+        pages: list[Page] = []
+        while True:
+            page = await self._page(prefix, deep=deep, after=after)
+            pages.append(page)
+            after = page.after
+            if after is None:
+                return pages
+
+    async def _page(self, prefix: str, *, deep: bool, after: str | None = None) -> Page:
+        return await self._request(
+            "list", f"list {prefix}", lambda client: client.list(prefix, deep=deep, after=after)
+        )
+
+    async def _sizes(self, prefix: str) -> dict[str, int]:
+        first = await self._page(prefix, deep=True)
+        if first.after is None:
+            return dict(first.sizes)
+        folders = {key[len(prefix) :].partition("/")[0] for key in first.sizes}
+        if len(folders) >= _FEW_FOLDERS:
+            rest = await self._pages(prefix, deep=True, after=first.after)
+            return {key: n for page in (first, *rest) for key, n in page.sizes.items()}
+        level = await self._pages(prefix, deep=False)
+        found = {key: n for page in level for key, n in page.sizes.items()}
+        below = [f"{folder}/" for page in level for folder in page.folders]
+        for pages in await together([self._pages(folder, deep=True) for folder in below]):
+            found |= {key: n for page in pages for key, n in page.sizes.items()}
+        return found
+
+    async def _copy(self, key: str, to: str) -> None:
+        found = await self._found(key)
+        copied = await self._request(
+            "copy", f"copy {key} to {to}", lambda client: client.copy(key, to, found)
+        )
+        if copied.tag and copied.tag == found.tag:
+            return
+        size = copied.size
+        if size is None:
+            size = (await self._found(to)).size
+        if size != found.size:
+            raise BackendError(
+                f"{self.uri}/{to} has {size} bytes after it was copied from {key}, which has "
+                f"{found.size}"
+            )
+
+    async def _delete(self, keys: Sequence[str]) -> dict[str, BackendError]:
+        errors: dict[str, BackendError] = {}
+        async with self._reach().slots:
+            operation = self._operation(f"delete {keys[0]}" + " and others" * (len(keys) > 1))
+            while True:
+                try:
+                    told = await self._once(operation, "delete", _deleting(keys))
+                except TransientError as e:
+                    await operation.pause(e)
+                    continue
+                errors |= {k: e for k, e in told.items() if isinstance(e, BackendError)}
+                again = {k: e for k, e in told.items() if isinstance(e, TransientError)}
+                if not again:
+                    return errors
+                keys = list(again)
+                await operation.pause(again[keys[0]])
+
+    async def _delete_all(self, keys: Sequence[str]) -> dict[str, BackendError]:
+        step = self._reach().client.deletes
+        batches = [keys[i : i + step] for i in range(0, len(keys), step)]
+        told = await together([self._delete(batch) for batch in batches])
+        return {key: error for errors in told for key, error in errors.items()}
+
+
+@dataclass(eq=False)
+class _Connected:
+    """The client of one process, and what bounds its requests."""
+
+    pid: int
+    client: Client
+    slots: asyncio.Semaphore
+
+
+async def _rules(client: Client, kind: str) -> Mapping[str, Any]:
+    return await client.rules(kind)
+
+
+def _deleting(
+    keys: Sequence[str],
+) -> Callable[[Client], Coroutine[Any, Any, Mapping[str, TransientError | BackendError]]]:
+    return lambda client: client.delete(keys)
+
+
+async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Do several things at once. The first error ends the others, and is then raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await ended(*tasks)

@@ -1,0 +1,116 @@
+"""When a request is tried again, and for how long: here, and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from casnap.backends.client import Transfer, TransientError
+from casnap.errors import UnreachableError
+
+T = TypeVar("T")
+# A line slower than this counts as broken, in bytes a second.
+_SLOWEST = 256 << 10
+
+
+@dataclass(frozen=True)
+class Retries:
+    """How patient a remote backend is; all times in seconds.
+
+    Attributes:
+        attempts: How often a request is tried at most.
+        deadline: How long one operation may take with all its attempts, and a second longer for
+            each 256 KiB that move.
+        silence: An attempt fails if no byte moves for so long.
+        connect: An attempt fails if there is no connection after so long.
+        first_contact: How long to try to reach a server that has never answered this process.
+        first_delay: How long to wait at most before the second attempt; twice as long before each
+            one that follows. The wait is random, so that many hosts do not come back together.
+        longest_delay: How long to wait at most between two attempts.
+    """
+
+    attempts: int = 10
+    deadline: float = 120.0
+    silence: float = 15.0
+    connect: float = 5.0
+    first_contact: float = 8.0
+    first_delay: float = 0.2
+    longest_delay: float = 10.0
+
+
+class Operation:
+    """One call of the backend, with all its attempts.
+
+    Args:
+        what: What it does and to which object, for messages.
+        retries: How patient it is.
+        known: Whether the server has ever answered.
+    """
+
+    def __init__(self, what: str, retries: Retries, *, known: bool = True) -> None:
+        self._what = what
+        self._retries = retries
+        self._began = time.monotonic()
+        self._attempts = 0
+        self._until = self._began + retries.deadline
+        self._furthest = 0
+        self._reached = known
+
+    async def pause(self, error: TransientError) -> None:
+        """Wait after an attempt that failed.
+
+        Raises:
+            UnreachableError: There is no attempt, or no time, left.
+        """
+        self._attempts += 1
+        self._reached |= error.reached
+        until = self._until
+        if not self._reached:
+            until = min(until, self._began + self._retries.first_contact)
+        delay = self._retries.first_delay * 2 ** (self._attempts - 1 + 2 * error.busy)
+        delay = random.uniform(0, min(delay, self._retries.longest_delay))
+        if self._attempts >= self._retries.attempts or time.monotonic() + delay > until:
+            seconds = time.monotonic() - self._began
+            times = f"{self._attempts} attempt{'s' * (self._attempts > 1)}"
+            raise UnreachableError(
+                f"cannot {self._what}: {times} in {seconds:.1f} s; the last one failed: {error}"
+            ) from error
+        await asyncio.sleep(delay)
+
+    async def watched(self, request: Coroutine[Any, Any, T], transfer: Transfer) -> T:
+        """Make a request; cancel it once no byte moves, or the time is over."""
+        task = asyncio.ensure_future(request)
+        moved, since = transfer.nbytes, time.monotonic()
+        try:
+            while True:
+                silent = since + self._retries.silence
+                wait = min(silent, self._until) - time.monotonic()
+                await asyncio.wait({task}, timeout=max(0.0, wait))
+                if task.done():
+                    return task.result()
+                now = time.monotonic()
+                if transfer.nbytes != moved:
+                    moved, since = transfer.nbytes, now
+                    self._until += max(0, moved - self._furthest) / _SLOWEST
+                    self._furthest = max(moved, self._furthest)
+                elif now >= silent:
+                    raise TransientError(f"no byte moved for {self._retries.silence:g} s")
+                if now >= self._until:
+                    raise TransientError("there was no more time")
+        finally:
+            await ended(task)
+
+
+async def ended(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks that still run, and wait until all have ended."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()

@@ -1,0 +1,318 @@
+"""``s3://``: requests to S3 and what speaks like it, by s3fs."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import botocore.exceptions
+from botocore.handlers import add_expect_header
+from s3fs import S3FileSystem
+
+from casnap.backends.bucket_rules import s3_warnings
+from casnap.backends.client import (
+    Client,
+    Found,
+    Page,
+    Sink,
+    Source,
+    TransientError,
+    valid_options,
+    without_secrets,
+)
+from casnap.backends.retries import Retries
+from casnap.backends.s3_errors import BehindItsEndError, delete_error, typed
+from casnap.errors import BackendError, UnavailableError
+from casnap.runtime.typing import override
+
+# Connections of one process at a time.
+_CONNECTIONS = 32
+# How much of a body is handed to the socket at once.
+_PIECE = 256 << 10
+# What s3fs makes of errors, and what aiohttp raises in the middle of a body.
+_ERRORS = (
+    OSError,
+    asyncio.TimeoutError,
+    aiohttp.ClientError,
+    botocore.exceptions.BotoCoreError,
+    botocore.exceptions.ClientError,
+)
+# What a copy is given of its source: response header → parameter of the request.
+_KEPT = {
+    "StorageClass": "StorageClass",
+    "ServerSideEncryption": "ServerSideEncryption",
+    "SSEKMSKeyId": "SSEKMSKeyId",
+    "BucketKeyEnabled": "BucketKeyEnabled",
+}
+
+
+class S3Client(Client):
+    """Single requests to one bucket, below one prefix.
+
+    Args:
+        uri: ``s3://bucket/prefix``.
+        storage_options: The arguments of ``s3fs.S3FileSystem``.
+        retries: Gives the time for making a connection.
+    """
+
+    def __init__(self, uri: str, storage_options: Mapping[str, Any], retries: Retries) -> None:
+        self._uri = uri
+        with valid_options(uri):
+            self._fs = S3FileSystem(**_options(storage_options, retries))
+        # Not `split_path`, which takes a part of some names for a version.
+        self._bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self._connecting = asyncio.Lock()
+        self._client: Any = None
+        self._knows_crc = True
+
+    async def _connected(self) -> Any:
+        async with self._connecting:
+            if self._client is None:
+                with valid_options(self._uri):
+                    client = await self._fs.set_session()
+                # It would cost a round trip before each body.
+                client.meta.events.unregister("before-call.s3", add_expect_header)
+                self._client = client
+        return self._client
+
+    async def _call(self, method: str, what: str, **arguments: Any) -> dict[str, Any]:
+        try:
+            await self._connected()
+            # Not public, but the only door that adds the user's `s3_additional_kwargs` and leaves
+            # statuses, headers and bodies to us.
+            return await self._fs._call_s3(method, Bucket=self._bucket, **arguments)  # type: ignore[no-any-return]
+        except _ERRORS as e:
+            raise typed(e, what, self._uri) from e
+
+    @override
+    async def endpoint(self) -> str:
+        client = await self._connected()
+        return without_secrets(str(client.meta.endpoint_url))
+
+    @override
+    async def put(self, key: str, source: Source, *, if_absent: bool = False) -> None:
+        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        # On other threads, since a hash would hold up all requests.
+        crc = (await asyncio.to_thread(zlib.crc32, source.content)).to_bytes(4, "big")
+        checksums = {"ChecksumCRC32": base64.b64encode(crc).decode()}
+        if not self._knows_crc:
+            md5 = await asyncio.to_thread(hashlib.md5, source.content, usedforsecurity=False)
+            checksums["ContentMD5"] = base64.b64encode(md5.digest()).decode()
+        answer = await self._call(
+            "put_object",
+            f"{self._uri}/{key}",
+            Key=self._prefix + key,
+            Body=_Body(source),
+            **checksums,
+            **condition,
+        )
+        # A server that verifies it says so. Older ones verify an MD5, which costs more.
+        self._knows_crc = bool(answer.get("ChecksumCRC32"))
+
+    @override
+    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> Found:
+        what = f"{self._uri}/{key}"
+        asked = {} if run is None else {"Range": f"bytes={run[0]}-{run[1] - 1}"}
+        try:
+            answer = await self._call("get_object", what, Key=self._prefix + key, **asked)
+        except BehindItsEndError:
+            assert run is not None
+            return Found(run[0])
+        headers = answer["ResponseMetadata"]["HTTPHeaders"]
+        body = answer["Body"]
+        try:
+            size = await _receive(body, headers, run, sink)
+        except _ERRORS as e:
+            raise typed(e, what, self._uri) from e
+        finally:
+            # Nothing is done if the body was read to its end; else this ends the connection.
+            body.close()
+        kept = {name: answer[name] for name in _KEPT if answer.get(name)}
+        return Found(size, answer.get("ETag", ""), kept)
+
+    @override
+    async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
+        arguments = {} if deep else {"Delimiter": "/"}
+        if after is not None:
+            arguments["ContinuationToken"] = after
+        what = f"{self._uri}/{prefix}"
+        full = self._prefix + prefix
+        answer = await self._call("list_objects_v2", what, Prefix=full, **arguments)
+        skip = len(self._prefix)
+        # Consoles make empty objects for folders, which end with a slash.
+        sizes = {
+            found["Key"][skip:]: found["Size"]
+            for found in answer.get("Contents", ())
+            if not found["Key"].endswith("/")
+        }
+        folders = [found["Prefix"][skip:-1] for found in answer.get("CommonPrefixes", ())]
+        return Page(sizes, folders, answer.get("NextContinuationToken"))
+
+    @override
+    async def copy(self, key: str, to: str, found: Found) -> Found:
+        answer = await self._call(
+            "copy_object",
+            f"{self._uri}/{key}",
+            Key=self._prefix + to,
+            CopySource={"Bucket": self._bucket, "Key": self._prefix + key},
+            **found.kept,
+        )
+        return Found(None, answer.get("CopyObjectResult", {}).get("ETag", ""))
+
+    @override
+    async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
+        if len(keys) == 1:
+            await self._call("delete_object", f"{self._uri}/{keys[0]}", Key=self._prefix + keys[0])
+            return {}
+        objects = [{"Key": self._prefix + key} for key in keys]
+        answer = await self._call(
+            "delete_objects", self._uri, Delete={"Objects": objects, "Quiet": True}
+        )
+        skip = len(self._prefix)
+        return {
+            error["Key"][skip:]: delete_error(error, f"{self._uri}/{error['Key'][skip:]}")
+            for error in answer.get("Errors", ())
+        }
+
+    @override
+    async def is_object(self) -> bool:
+        key = self._prefix.rstrip("/")
+        if not key:
+            return False
+        try:
+            answer = await self._call("get_object", self._uri, Key=key, Range="bytes=0-0")
+        except BehindItsEndError:
+            return True
+        except FileNotFoundError:
+            return False
+        answer["Body"].raw_stream.close()
+        return True
+
+    rule_kinds = (
+        "get_bucket_lifecycle_configuration",
+        "get_bucket_versioning",
+        "get_object_lock_configuration",
+    )
+
+    @override
+    async def rules(self, kind: str) -> Mapping[str, Any]:
+        try:
+            return await self._call(kind, f"the rules of {self._uri}")
+        except UnavailableError:
+            raise
+        except BackendError:
+            return {}  # There are none of this kind, or the server does not know them.
+
+    @override
+    def warnings(self, rules: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+        return s3_warnings(self._prefix, *rules)
+
+    @override
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+
+def _options(storage_options: Mapping[str, Any], retries: Retries) -> dict[str, Any]:
+    config = {
+        "connect_timeout": retries.connect,
+        # Silence is watched by `Operation`; this only ends what nobody waits for.
+        "read_timeout": 2 * retries.silence,
+        "max_pool_connections": _CONNECTIONS,
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        **storage_options.get("config_kwargs", {}),
+        "retries": {"max_attempts": 0},
+    }
+    # The body has a checksum. Its SHA-256 besides would be computed on the event loop.
+    config["s3"] = {"payload_signing_enabled": False, **(config.get("s3") or {})}
+    return {
+        **storage_options,
+        "config_kwargs": config,
+        "asynchronous": True,
+        "loop": None,
+        "use_listings_cache": False,
+        "skip_instance_cache": True,
+    }
+
+
+async def _receive(
+    body: Any, headers: Mapping[str, str], run: tuple[int, int] | None, sink: Sink
+) -> int:
+    """Hand a body on to ``sink``; return the length of the whole object."""
+    ranged = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", headers.get("content-range", ""))
+    size = int(ranged[2] if ranged else headers["content-length"])
+    first, end = (0, size) if run is None else run
+    # A server may send the whole object instead of the run.
+    position = int(ranged[1]) if ranged else 0
+    while position < min(end, size):
+        data = await body.read(_PIECE)
+        if not data:
+            raise TransientError(f"the body broke off at byte {position}")
+        begin = max(0, first - position)
+        piece = data[begin : end - position] if begin or position + len(data) > end else data
+        if piece:
+            sink.take(piece)
+        position += len(data)
+    return size
+
+
+class _Body(aiohttp.Payload):
+    """A body that is sent from the caller's buffer, piece by piece, once.
+
+    botocore signs it as a file; aiohttp sends it.
+    """
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source.content)
+        self._source = source
+        self._size = len(source.content)
+        self._position = 0
+        self._begun = False
+
+    @property
+    @override
+    def consumed(self) -> bool:
+        """Whether it was sent. Then aiohttp does not send it again, unseen by us."""
+        return self._begun
+
+    @override
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        raise TypeError("a body is no text")
+
+    @override
+    async def write(self, writer: Any) -> None:
+        self._begun = True
+        content = self._source.content
+        for start in range(0, len(content), _PIECE):
+            piece = content[start : start + _PIECE]
+            await writer.write(piece)
+            await writer.drain()
+            self._source.nbytes += len(piece)
+
+    def __len__(self) -> int:
+        return len(self._source.content)
+
+    def read(self, nbytes: int = -1) -> bytes:
+        """Read on, as from a file."""
+        end = len(self) if nbytes < 0 else self._position + nbytes
+        data = bytes(self._source.content[self._position : end])
+        self._position += len(data)
+        return data
+
+    def seek(self, position: int, whence: int = 0) -> int:
+        """Move to a position, as in a file."""
+        self._position = position + (0, self._position, len(self))[whence]
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position

@@ -1,0 +1,212 @@
+"""What an error of S3 means: by status and code, never by the type that a library made of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import botocore.exceptions as boto
+from botocore.parsers import ResponseParserError
+
+from casnap.backends.base import EXHAUSTED
+from casnap.backends.client import ExpiredError, TakenError, TransientError, without_secrets
+from casnap.errors import (
+    AccessDeniedError,
+    ArchivedError,
+    BackendError,
+    CredentialsError,
+    ExhaustedError,
+    NoBucketError,
+    UnreachableError,
+)
+
+_BUSY = frozenset(
+    {
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "ThrottledException",
+        "RequestThrottled",
+        "RequestLimitExceeded",
+        "TooManyRequests",
+        "TooManyRequestsException",
+        "BandwidthLimitExceeded",
+        "ServiceUnavailable",
+    }
+)
+# Sent again, these may succeed: the body was hurt on its way, or the server had a bad moment.
+_MAY_PASS = frozenset(
+    {
+        "InternalError",
+        "RequestTimeout",
+        "RequestTimeoutException",
+        "OperationAborted",
+        "IncompleteBody",
+        "BadDigest",
+        "XAmzContentSHA256Mismatch",
+        "XAmzContentChecksumMismatch",
+        "ConditionalRequestConflict",
+    }
+)
+_EXPIRED = frozenset(
+    {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
+)
+_CREDENTIALS = frozenset(
+    {
+        "InvalidAccessKeyId",
+        "SignatureDoesNotMatch",
+        "InvalidToken",
+        "InvalidSecurity",
+        "CredentialsNotSupported",
+        "InvalidClientTokenId",
+        "UnrecognizedClientException",
+        "AuthorizationQueryParametersError",
+    }
+)
+_ELSEWHERE = frozenset(
+    {
+        "PermanentRedirect",
+        "TemporaryRedirect",
+        "Redirect",
+        "AuthorizationHeaderMalformed",
+        "IllegalLocationConstraintException",
+    }
+)
+_CONNECTING = (
+    boto.EndpointConnectionError,
+    boto.ConnectTimeoutError,
+    boto.ProxyConnectionError,
+)
+_BROKEN = (
+    OSError,
+    asyncio.TimeoutError,
+    boto.HTTPClientError,
+    boto.IncompleteReadError,
+    boto.ResponseStreamingError,
+    ResponseParserError,
+    aiohttp.ClientError,
+)
+_NO_CREDENTIALS = (
+    boto.NoCredentialsError,
+    boto.PartialCredentialsError,
+    boto.CredentialRetrievalError,
+    boto.TokenRetrievalError,
+    boto.ProfileNotFound,
+)
+
+
+class BehindItsEndError(Exception):
+    """A run begins behind the end of its object."""
+
+
+def typed(error: Exception, what: str, uri: str) -> Exception:
+    """Return the error of ours that one of a client means.
+
+    Args:
+        error: What the client raised.
+        what: The object, for messages.
+        uri: The store, for messages.
+    """
+    answer = _answer(error)
+    if answer is not None:
+        return _answered(answer, what, uri)
+    told = f"{type(error).__name__}: {without_secrets(str(error))}"
+    if any(isinstance(e, OSError) and e.errno in EXHAUSTED for e in _chain(error)):
+        return ExhaustedError(
+            f"{what}: {told}; this process or host has too many files open (`ulimit -n`), or no "
+            "memory left"
+        )
+    if isinstance(error, _NO_CREDENTIALS):
+        return CredentialsError(
+            f"{uri}: {told}. Pass key, secret and token in storage_options, or anon=True for none, "
+            "or set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    if "CERTIFICATE_VERIFY_FAILED" in told:
+        return UnreachableError(f"{what}: the server's certificate is not trusted: {told}")
+    if isinstance(error, _CONNECTING):
+        return TransientError(told, reached=False)
+    if isinstance(error, _BROKEN):
+        return TransientError(told)
+    return BackendError(f"{what}: {told}")
+
+
+def delete_error(error: dict[str, Any], what: str) -> TransientError | BackendError:
+    """Return the error of one object of a request that deletes many."""
+    code, message = str(error.get("Code")), str(error.get("Message"))
+    if code in _BUSY | _MAY_PASS:
+        return TransientError(f"{code}: {message}", busy=code in _BUSY)
+    if code == "AccessDenied":
+        return _denied(code, message, what)
+    return BackendError(f"{what} cannot be deleted: {code}: {message}")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        inner = getattr(error, "kwargs", None)  # what botocore wraps
+        of_botocore = inner.get("error") if isinstance(inner, dict) else None
+        error = of_botocore or getattr(error, "os_error", None) or error.__cause__
+
+
+def _answer(error: Exception) -> dict[str, Any] | None:
+    for e in (error, error.__cause__):
+        if isinstance(e, boto.ClientError):
+            return dict(e.response)
+    return None
+
+
+def _answered(answer: dict[str, Any], what: str, uri: str) -> Exception:
+    meta, error = answer.get("ResponseMetadata", {}), answer.get("Error", {})
+    status, code = int(meta.get("HTTPStatusCode", 0)), str(error.get("Code", ""))
+    message = without_secrets(str(error.get("Message", "")))
+    told = f"{status} {code}: {message}"
+    if code == "NoSuchKey":
+        return FileNotFoundError(what)
+    if code == "NoSuchBucket":
+        return NoBucketError(f"{uri}: the bucket does not exist ({told})")
+    if code == "InvalidRange" or status == 416:
+        return BehindItsEndError(what)
+    if status == 412:
+        return TakenError(told)
+    if code in _BUSY or status in (429, 503):
+        return TransientError(told, busy=True)
+    if code in _MAY_PASS or status in (408, 409, 500, 502, 504):
+        return TransientError(told)
+    if code == "InvalidObjectState":
+        return ArchivedError(
+            f"{what} is archived ({error.get('StorageClass', 'its storage class')}); restore it in "
+            "the bucket first, and exclude stores from lifecycle rules that archive"
+        )
+    region = error.get("Region") or meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
+    if code in _ELSEWHERE or status in (301, 307):
+        named = f"{region!r}" if region else "the bucket's region"
+        return UnreachableError(
+            f"{uri}: the bucket is in another region; pass storage_options="
+            f"{{'client_kwargs': {{'region_name': {named}}}}} or set AWS_REGION ({told})"
+        )
+    return _refused(status, code, told, what, uri)
+
+
+def _refused(status: int, code: str, told: str, what: str, uri: str) -> BackendError:
+    if code in _EXPIRED:
+        return ExpiredError(f"{uri}: the credentials have expired; get new ones ({told})")
+    if code == "RequestTimeTooSkewed":
+        return CredentialsError(
+            f"{uri}: the clock of this host and the server's differ; set the clock ({told})"
+        )
+    if code in _CREDENTIALS or status == 401:
+        return CredentialsError(f"{uri}: the server does not know these credentials ({told})")
+    if status == 403 or code.startswith("KMS.") or code == "AccessDenied":
+        return _denied(code, told, what)
+    return BackendError(f"{what}: {told}")
+
+
+def _denied(code: str, told: str, what: str) -> AccessDeniedError:
+    hint = "the user needs s3:GetObject, PutObject, DeleteObject and ListBucket there"
+    if "KMS" in code or "kms" in told:
+        hint = "the user needs kms:Decrypt and kms:GenerateDataKey for the bucket's key"
+    elif "requester" in told.lower() or code == "InvalidPayer":
+        hint = "the requester pays for this bucket: pass storage_options={'requester_pays': True}"
+    return AccessDeniedError(f"{what}: the server does not allow this ({told}); {hint}")

@@ -1,0 +1,60 @@
+"""Which remote backend a URI means, and what has to be installed for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from importlib.util import find_spec
+from typing import Any
+
+from casnap.backends.client import Client
+from casnap.backends.remote import RemoteBackend
+from casnap.backends.retries import Retries
+from casnap.errors import BackendError, NotAStoreError, nearest
+
+_Connect = Callable[[str, Mapping[str, Any], Retries], Client]
+# Scheme → the library, and what installs it.
+_EXTRAS = {"s3": ("s3fs", "casnap[s3]"), "gs": ("gcsfs", "casnap[gcs]")}
+_SAME = {"s3a": "s3", "gcs": "gs"}
+
+
+def remote_backend(uri: str, storage_options: Mapping[str, Any]) -> RemoteBackend:
+    """Return the backend of a URI with a scheme; nothing is connected yet."""
+    scheme, _, rest = uri.partition("://")
+    scheme = _SAME.get(scheme, scheme)
+    if not rest.strip("/"):
+        raise NotAStoreError(f"{uri} names no bucket")
+    uri = f"{scheme}://{rest.rstrip('/')}"
+    options = dict(storage_options)
+    retries = _retries(uri, options.pop("casnap", {}))
+    connect = _client(uri, scheme)
+    return RemoteBackend(uri, lambda: connect(uri, options, retries), retries)
+
+
+def _retries(uri: str, settings: Mapping[str, Any]) -> Retries:
+    known = [field.name for field in fields(Retries)]
+    for name in settings:
+        if name not in known:
+            raise BackendError(
+                f"{uri}: storage_options['casnap'] has no setting {name!r}{nearest(name, known)}"
+            )
+    return Retries(**settings)
+
+
+def _client(uri: str, scheme: str) -> _Connect:
+    if scheme in _EXTRAS:
+        library, extra = _EXTRAS[scheme]
+        if find_spec(library) is None:
+            raise BackendError(
+                f"{uri}: {scheme}:// needs {library}, which is not installed; "
+                f"run: pip install '{extra}'"
+            )
+    if scheme == "s3":
+        return _s3
+    raise NotAStoreError(f"{uri}: casnap does not know {scheme}://{nearest(scheme, _EXTRAS)}")
+
+
+def _s3(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
+    from casnap.backends.s3 import S3Client  # slow to import
+
+    return S3Client(uri, options, retries)

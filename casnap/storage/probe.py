@@ -1,0 +1,122 @@
+"""Whether a place honours put-if-absent, which keeps writers apart: found out by racing puts.
+
+Some servers say that they know ``If-None-Match``, and ignore it. Then two writers at once put the
+same root, the second over the first, and a committed snapshot is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+from casnap.backends.base import Backend
+from casnap.errors import BackendError, StoreError
+from casnap.format.digest import digest_of
+from casnap.format.records import StoreConfig
+from casnap.runtime.environment import cache_folder
+from casnap.runtime.threads import Crew, Shared
+
+_log = logging.getLogger("casnap")
+_PUTS = 4
+# The endpoints that this process knows to honour it.
+_known: set[str] = set()
+
+
+def no_put_if_absent_error(uri: str) -> StoreError:
+    """Return the error for a writer where nothing keeps two writers apart."""
+    return StoreError(
+        f"{uri} lies on a server that does not honour put-if-absent (If-None-Match), so of two "
+        "writers at once one can overwrite the other's commit, and snapshots are lost. Use a "
+        "server that honours it; or make sure that no other process takes, deletes, prunes, tags, "
+        "repairs or collects there meanwhile, and pass --exclusive, or Store(..., exclusive=True)"
+    )
+
+
+def check_kept_apart(backend: Backend, config: StoreConfig) -> None:
+    """Check that other writers cannot harm this one, nor this one them.
+
+    Args:
+        backend: Where the store lives.
+        config: Its record, which says what was found when the store was made. That may have been
+            at another endpoint, so this host finds out for itself before it first writes.
+
+    Raises:
+        StoreError: The place does not honour put-if-absent, and the user does not vouch that there
+            is no other writer.
+    """
+    if backend.exclusive:
+        return
+    if not config.put_if_absent or (backend.is_remote and not honours_put_if_absent(backend)):
+        raise no_put_if_absent_error(backend.uri)
+
+
+def honours_put_if_absent(backend: Backend) -> bool:
+    """Whether a place honours put-if-absent. Each endpoint is asked once by a host.
+
+    Raises:
+        BackendError: The place cannot be written to.
+    """
+    if not backend.can_put_if_absent:
+        return False
+    endpoint = backend.endpoint
+    if not endpoint or endpoint in _known:
+        return True
+    note = _note(endpoint)
+    if note is None or not note.exists():
+        if not _has_one_winner(backend):
+            return False
+        _take_note(note)
+    _known.add(endpoint)
+    return True
+
+
+def _has_one_winner(backend: Backend) -> bool:
+    """Race puts of one fresh key; return whether one of them won, and is what stands there."""
+    key = f"tmp/{os.urandom(12).hex()}"
+    won: list[bytes] = []
+    start = threading.Event()
+    exclusive, backend.exclusive = backend.exclusive, False
+    try:
+        with Crew() as crew:
+            contents = Shared([os.urandom(16) for _ in range(_PUTS)], crew)
+
+            def put() -> None:
+                start.wait()
+                mine = [content for content in contents if backend.put_if_absent(key, content)]
+                won.extend(mine)
+
+            crew.start_some(put, _PUTS - 1)
+            start.set()
+            put()
+        return len(won) == 1 and backend.read(key) == won[0]
+    except FileNotFoundError:
+        return False
+    finally:
+        start.set()
+        backend.exclusive = exclusive
+        _delete(backend, key)
+
+
+def _delete(backend: Backend, key: str) -> None:
+    try:
+        backend.delete(key)
+    except BackendError as e:
+        # A collector deletes it some day.
+        _log.debug("%s/%s stays: %s", backend.uri, key, e)
+
+
+def _note(endpoint: str) -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / "probed" / digest_of(endpoint.encode()).hex()[:32]
+
+
+def _take_note(note: Path | None) -> None:
+    if note is None:
+        return
+    try:
+        note.parent.mkdir(mode=0o700, exist_ok=True)
+        note.touch()
+    except OSError as e:
+        _log.debug("%s is not noted, so the next process probes again: %s", note, e)

@@ -1,0 +1,123 @@
+"""URIs of remote places: what they mean, and what is refused before anything is asked of a server.
+
+``s3://bucket/run1/step_100`` is the store ``s3://bucket/run1`` and the name ``step_100``: no store
+is looked for further up. A double slash ends the store elsewhere: ``s3://bucket/ckpts//run1/step_1``
+is the snapshot ``run1/step_1`` of the store ``s3://bucket/ckpts``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NamedTuple
+
+from casnap.errors import InvalidNameError, NotAStoreError
+from casnap.format.names import check_name
+
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+# What becomes of a URI that went through a Path.
+_ONE_SLASH = re.compile(r"(?i:s3|s3a|gs|gcs):/(?!/)")
+
+
+class Uri(NamedTuple):
+    """A place on a server.
+
+    Attributes:
+        store: The URI of the store, without a slash at its end.
+        name: A name or prefix in the store; empty for the store itself.
+        above: What lies above the store, and the last part of its URI; empty for a bucket.
+    """
+
+    store: str
+    name: str
+    above: tuple[str, str]
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether the store is a whole bucket."""
+        return not self.above[0]
+
+
+def snapshot_uri(path: str | os.PathLike[str]) -> Uri | None:
+    """Return the store and the name that a snapshot's URI means; None if it is a local path.
+
+    Raises:
+        InvalidNameError: It names no snapshot.
+        NotAStoreError: It is no URI that a store can have.
+    """
+    found = store_uri(path)
+    if found is None or found.name:
+        return found
+    store, last = found.above
+    if not store:
+        raise InvalidNameError(
+            f"{found.store} names a bucket, not a snapshot in it; add a name, like "
+            f"{found.store}/run1/step_100"
+        )
+    return _uri(store, check_name(last))
+
+
+def store_uri(uri: str | os.PathLike[str]) -> Uri | None:
+    """Return the store that a URI means, and the prefix in it; None if it is a local path.
+
+    Raises:
+        InvalidNameError: The prefix cannot be one.
+        NotAStoreError: It is no URI that a store can have.
+    """
+    text = os.fspath(uri)
+    if _ONE_SLASH.match(text):
+        scheme = text.partition(":")[0].lower()
+        raise NotAStoreError(
+            f"a URI begins with {scheme}:// and is a str (a Path drops one of the slashes); if a "
+            f"local folder is meant, write ./{scheme}:"
+        )
+    match = _URI.fullmatch(text)
+    if match is None or match[1].lower() == "file":
+        return None
+    scheme, rest = match[1].lower(), match[2]
+    place, _, name = rest.rstrip("/").partition("//")
+    _check(scheme, place)
+    return _uri(f"{scheme}://{place}", check_name(name) if name else "")
+
+
+def _uri(store: str, name: str) -> Uri:
+    scheme, _, place = store.partition("://")
+    above, _, last = place.rpartition("/")
+    return Uri(store, name, (f"{scheme}://{above}" if above else "", last))
+
+
+def _check(scheme: str, place: str) -> None:
+    """Check that a store may be at a place.
+
+    Raises:
+        NotAStoreError: It may not.
+    """
+    bucket, *folders = place.split("/")
+    what = f"{scheme}://{place}"
+    is_arn = bucket.startswith("arn:")
+    if ":" in bucket and not is_arn and (scheme in ("s3", "gs") or "@" in place):
+        # They are not shown: messages go to logs.
+        raise NotAStoreError(
+            f"a {scheme}:// URI with credentials in it is refused, since URIs are shown and "
+            "logged; give them by storage_options=, or by the environment or configuration of the "
+            "client"
+        )
+    if scheme in ("http", "https"):
+        raise NotAStoreError(
+            f"{scheme}:// is no place for a store; name the bucket (s3://bucket/run1), and give "
+            "the server as storage_options={'endpoint_url': ...}, or --endpoint-url"
+        )
+    if not bucket:
+        raise NotAStoreError(f"{what} names no bucket; write {scheme}://bucket/run1")
+    if is_arn:
+        if ".mrap" in place:
+            raise NotAStoreError(
+                f"{what} is a multi-region access point, where a root that one region has may be "
+                "missing in another, so writers cannot be kept apart; name the bucket of one region"
+            )
+        raise NotAStoreError(f"{what} is an ARN; name the bucket, or the access point's alias")
+    if any(part in (".", "..") for part in folders) or not what.isprintable():
+        raise NotAStoreError(
+            f"{what!r} has a '.' or '..' component, or characters that do not print; "
+            "choose another place"
+        )

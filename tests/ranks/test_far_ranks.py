@@ -1,0 +1,109 @@
+"""Ranks at a remote place: rank 0 reads roots and trees for all."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from casnap import StateDict, Store
+from casnap.format.digest import Digest
+from casnap.format.records import Place, pack_key
+from tests.support.far import FarFolder
+from tests.support.ranks import World
+
+RANKS = 3
+
+
+def state(step: int) -> dict[str, StateDict]:
+    """Return large tensors and many small ones, equal on all ranks, and what each has alone."""
+    rank = dist.get_rank()
+    many = {f"layer.{i}": torch.full((30,), float(i)) for i in range(3000)}
+    large = torch.arange(3 << 20, dtype=torch.float32) + step
+    own = {f"own.{i}": torch.full((30,), float(i + rank)) for i in range(500)}
+    return {"model": StateDict(many, large=large), "mine": StateDict(own, step=step)}
+
+
+def requests(store: Store) -> list[tuple[str, str]]:
+    """Return what this rank asked since the last call, other than gets of chunks."""
+    backend = store.objects.backend
+    assert isinstance(backend, FarFolder)
+    log, backend.log = backend.log, []
+    return log
+
+
+def take_and_restore(path: str, caches: str) -> list[list[tuple[str, str]]]:
+    """Take twice and restore on this rank; return its requests of each."""
+    if caches:
+        os.environ["CASNAP_CACHE_DIR"] = f"{caches}/{dist.get_rank()}"
+    store = Store(FarFolder(path), chunk_size=64 << 10)
+    dist.barrier()
+    seen = [requests(store)]
+    for step in (1, 2):
+        store.take(state(step), f"step_{step}")
+        seen.append(requests(store))
+    # As another job, which knows nothing yet.
+    os.environ["CASNAP_CACHE_DIR"] = f"{caches or path}/again-{dist.get_rank() if caches else 0}"
+    store = Store(FarFolder(path), create=False)
+    snapshot = store["step_1"]
+    seen.append(requests(store))
+    dist.barrier()
+    found = state(5)
+    snapshot.restore(found)
+    seen.append(requests(store))
+    assert torch.equal(found["model"]["large"], state(1)["model"]["large"])
+    assert torch.equal(found["mine"]["own.7"], state(1)["mine"]["own.7"])
+    return seen
+
+
+def tree_packs(path: Path) -> set[str]:
+    """Return the packs that hold tree nodes or lists of the snapshots of a store."""
+    store, digests = Store(path, create=False), set[Digest]()
+    objects = store.objects
+    load = objects.node
+
+    def node(digest: Digest, hint: Place | None = None) -> bytes:
+        digests.add(digest)
+        return load(digest, hint)
+
+    with mock.patch.object(objects, "node", node):
+        for snapshot in store.snapshots():
+            contents = snapshot.contents
+            for rank in contents.ranks():
+                for entry_path, entry in contents.entries(rank):
+                    contents.chunks(entry_path, entry)
+    view = objects.view()
+    return {pack_key(p.pack) for d in digests for p in objects.index.find_all(view, d)}
+
+
+@pytest.mark.parametrize("hosts", ["one", "three"])
+def test_rank_0_reads_roots_and_trees_for_all(
+    world: Callable[[int], World], tmp_path: Path, hosts: str
+) -> None:
+    """Another rank asks only for what is its own, and once a host for the index."""
+    caches = str(tmp_path / "caches") if hosts == "three" else ""
+    seen = world(RANKS).run(take_and_restore, str(tmp_path / "store"), caches)
+    trees = tree_packs(tmp_path / "store")
+    for _, *takes, _, restoring in seen[1:]:
+        for log in takes:
+            asked = [(kind, key) for kind, key in log if not key.startswith("index/")]
+            assert all(key.startswith("packs") for _, key in asked)
+            # A host looks once at what it relies on.
+            assert len([kind for kind, _ in asked if kind != "put"]) <= 1
+        read = [key for kind, key in restoring if not key.startswith("index/")]
+        assert {kind for kind, _ in restoring} == {"get"}
+        assert all(key.startswith("packs/") for key in read)
+        assert not trees.intersection(read)
+    index = [
+        [key for log in of_rank for kind, key in log if kind == "get" and key.startswith("index/")]
+        for of_rank in seen
+    ]
+    # Once for the job that takes and once for the one that restores, for all ranks of a host.
+    hosts_read = index if hosts == "three" else [[key for keys in index for key in keys]]
+    assert all(max(Counter(keys).values()) <= 2 for keys in hosts_read)

@@ -1,0 +1,187 @@
+"""Where put-if-absent is not honoured, nobody writes unless nobody else does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from casnap import Retention, Snapshot, StateDict, Store
+from casnap.backends import LocalBackend
+from casnap.errors import AccessDeniedError, StoreError
+from casnap.runtime.typing import override
+from casnap.storage import probe
+from casnap.storage.probe import honours_put_if_absent
+from tests.support.faults import files
+
+TINY = {"s": StateDict(x=1)}
+
+
+class Gateway(LocalBackend):
+    """A folder that stands for a server: it may overwrite what is there, or refuse to delete."""
+
+    is_remote = True
+    overwrites = False
+    refuses_deletes = False
+    fails_at = -1
+
+    def __init__(self, folder: Path, name: str = "") -> None:
+        super().__init__(folder)
+        self._name = name or os.urandom(8).hex()
+        self.puts: list[str] = []
+
+    @override
+    @property
+    def endpoint(self) -> str:
+        return self._name
+
+    @override
+    def put_if_absent(self, key: str, content: bytes) -> bool:
+        self.puts.append(key)
+        if len(self.puts) == self.fails_at:
+            raise AccessDeniedError("on purpose")
+        if self.overwrites and (not self.exclusive or self.size_if_there(key) is None):
+            new = self.folder / os.urandom(8).hex()
+            new.write_bytes(content)
+            (self.folder / key).parent.mkdir(parents=True, exist_ok=True)
+            new.replace(self.folder / key)
+            return True
+        return super().put_if_absent(key, content)
+
+    @override
+    def delete(self, key: str) -> None:
+        if self.refuses_deletes:
+            raise AccessDeniedError("on purpose")
+        super().delete(key)
+
+
+@pytest.fixture
+def gateway(tmp_path: Path, cache_dir: Path) -> Gateway:
+    return Gateway(tmp_path / "store")
+
+
+def test_one_of_several_puts_wins(gateway: Gateway) -> None:
+    gateway.make()
+    assert honours_put_if_absent(gateway)
+    (key,) = set(gateway.puts)
+    assert len(gateway.puts) > 2
+    assert gateway.names("tmp") == []
+    assert key.startswith("tmp/")
+
+
+def test_a_host_probes_an_endpoint_once(
+    gateway: Gateway, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def probes(backend: Gateway) -> bool:
+        backend.puts.clear()
+        backend.make()
+        assert honours_put_if_absent(backend)
+        return bool(backend.puts)
+
+    assert probes(gateway)
+    assert not probes(gateway)
+    assert not probes(Gateway(tmp_path / "another store", gateway.endpoint))
+    assert probes(Gateway(tmp_path / "elsewhere"))
+    # As in another process, then on another host.
+    monkeypatch.setattr(probe, "_known", set())
+    assert not probes(gateway)
+    monkeypatch.setattr(probe, "_known", set())
+    monkeypatch.setenv("CASNAP_CACHE_DIR", str(tmp_path / "another cache"))
+    assert probes(gateway)
+
+
+def test_a_place_that_overwrites_is_no_place_for_a_store(gateway: Gateway) -> None:
+    gateway.overwrites = True
+    for _ in range(2):
+        with pytest.raises(StoreError, match="--exclusive"):
+            Store(gateway)
+        assert files(gateway.folder) == set()
+
+
+def test_exclusive_makes_such_a_store_and_writes_to_it(gateway: Gateway) -> None:
+    gateway.overwrites = True
+    store = Store(gateway, exclusive=True)
+    assert store.objects.config.put_if_absent is False
+    store.take(TINY, "a")
+    store.tag("a", "best")
+    before = files(gateway.folder)
+    gateway.exclusive = False
+    other = Store(gateway)
+    writes = [
+        lambda: other.take(TINY, "b"),
+        lambda: other.async_take(TINY, "b").wait(),
+        lambda: other.tag("a", "x"),
+        lambda: other.delete("a"),
+        lambda: other.prune(Retention(keep_last=1), prefix=""),
+        lambda: other.gc(grace=0),
+        lambda: other.repair(),
+    ]
+    for write in writes:
+        with pytest.raises(StoreError, match="pass --exclusive, or Store"):
+            write()
+    assert files(gateway.folder) == before
+    # Readers need no promise.
+    assert other.latest() is not None
+    assert other.check(data=True).ok
+    assert other["a"].read_object("s/x") == 1
+    other.gc(grace=0, dry_run=True)
+    other.repair(dry_run=True)
+    assert files(gateway.folder) == before
+    other.gc(grace=0, exclusive=True)
+    with pytest.raises(StoreError, match="--exclusive"):
+        other.delete("a")
+
+
+def test_an_endpoint_that_overwrites_before_a_store_that_did_not(
+    gateway: Gateway, tmp_path: Path
+) -> None:
+    """The record says what the maker's endpoint does; another host may use another one."""
+    Store(gateway).take(TINY, "a")
+    worse = Gateway(gateway.folder)
+    worse.overwrites = True
+    before = files(gateway.folder)
+    store = Store(worse)
+    assert store["a"].read_object("s/x") == 1
+    with pytest.raises(StoreError, match="--exclusive"):
+        store.take(TINY, "b")
+    assert files(gateway.folder) == before
+    Store(worse, exclusive=True).take(TINY, "b")
+    assert [s.name for s in Store(gateway).snapshots()] == ["a", "b"]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_a_probe_that_fails_leaves_nothing(gateway: Gateway, k: int) -> None:
+    gateway.fails_at = k
+    with pytest.raises(AccessDeniedError):
+        Store(gateway)
+    assert files(gateway.folder) == set()
+    gateway.puts.clear()
+    gateway.fails_at = -1
+    Store(gateway)
+    assert len(set(gateway.puts)) == 3
+
+
+def test_who_may_not_delete_may_still_write(gateway: Gateway) -> None:
+    gateway.refuses_deletes = True
+    Store(gateway).take(TINY, "a")
+    assert len(gateway.names("tmp")) == 1
+
+
+def test_local_disks_are_probed_once(tmp_path: Path, cache_dir: Path) -> None:
+    probe._known.clear()
+    Store(tmp_path / "one")
+    assert len(list((cache_dir / "probed").iterdir())) == 1
+    (cache_dir / "probed").rename(cache_dir / "kept")
+    Store(tmp_path / "two").take(TINY, "a")
+    assert not (cache_dir / "probed").exists()
+
+
+def test_no_markers(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store", markers=False)
+    store.take(TINY, "a")
+    assert not (tmp_path / "store/a").exists()
+    Store(tmp_path / "store").take(TINY, "b")
+    assert (tmp_path / "store/b/casnap-snapshot.json").exists()
+    assert Snapshot("a", store=store).name == "a"
+    store.delete("a")

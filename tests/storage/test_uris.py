@@ -1,0 +1,102 @@
+"""What URIs of remote places mean, and which are refused before a server is asked anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from casnap import Snapshot, StateDict, Store
+from casnap.errors import CasnapError, InvalidNameError, NotAStoreError
+from casnap.storage.uris import snapshot_uri, store_uri
+
+
+@pytest.mark.parametrize(
+    ("path", "store", "name"),
+    [
+        ("s3://bucket/run1/step_1", "s3://bucket/run1", "step_1"),
+        ("s3://bucket/run1/step_1///", "s3://bucket/run1", "step_1"),
+        ("s3://bucket/step_1", "s3://bucket", "step_1"),
+        ("S3://Bucket/Run/Step", "s3://Bucket/Run", "Step"),
+        ("gs://bucket/a/b/c/step", "gs://bucket/a/b/c", "step"),
+        ("s3://bucket/ckpts//run1/step_1", "s3://bucket/ckpts", "run1/step_1"),
+        ("s3://bucket//run1/step_1/", "s3://bucket", "run1/step_1"),
+        ("s3://bucket/a?b#c/1%25 é名/step 1?#%", "s3://bucket/a?b#c/1%25 é名", "step 1?#%"),
+        ("abfs://box@account.windows.net/a/b", "abfs://box@account.windows.net/a", "b"),
+        ("hdfs://host:8020/a/b", "hdfs://host:8020/a", "b"),
+    ],
+)
+def test_a_snapshot_has_its_parent_as_store(path: str, store: str, name: str) -> None:
+    found = snapshot_uri(path)
+    assert found is not None
+    assert (found.store, found.name) == (store, name)
+
+
+@pytest.mark.parametrize(
+    ("uri", "store", "name", "is_bucket"),
+    [
+        ("s3://bucket", "s3://bucket", "", True),
+        ("s3://bucket/", "s3://bucket", "", True),
+        ("s3://bucket/run1/", "s3://bucket/run1", "", False),
+        ("s3://bucket//run1", "s3://bucket", "run1", True),
+        ("gs://bucket/ckpts//run1/", "gs://bucket/ckpts", "run1", False),
+    ],
+)
+def test_a_store(uri: str, store: str, name: str, is_bucket: bool) -> None:
+    found = store_uri(uri)
+    assert found is not None
+    assert (found.store, found.name, found.is_bucket) == (store, name, is_bucket)
+
+
+@pytest.mark.parametrize(
+    "path", ["run/step", "/run/step", "file:///run/step", "./s3:/run/step", ""]
+)
+def test_local_paths(path: str) -> None:
+    assert store_uri(path) is None
+    assert snapshot_uri(path) is None
+
+
+@pytest.mark.parametrize(
+    ("uri", "problem"),
+    [
+        ("s3:/bucket/run/step", "begins with s3:// and"),
+        (Path("s3://bucket/run/step"), "a Path drops one"),
+        ("s3://", "names no bucket"),
+        ("gs:///run/step", "names no bucket"),
+        ("https://bucket.s3.amazonaws.com/run/step", "endpoint_url"),
+        ("s3://bucket/../run/step", "'.' or '..'"),
+        ("s3://bucket/./run/step", "'.' or '..'"),
+        ("s3://bucket/a\nb/step", "do not print"),
+        ("s3://arn:aws:s3::123456789012:accesspoint/m.mrap/run/step", "multi-region"),
+        ("s3://arn:aws:s3:eu-west-1:123456789012:accesspoint/a/run/step", "alias"),
+    ],
+)
+def test_uris_that_are_refused(uri: str | Path, problem: str) -> None:
+    for use in (
+        lambda: Store(uri),
+        lambda: Snapshot(uri),
+        lambda: Snapshot.take(uri, {"s": StateDict(x=1)}),
+        lambda: Snapshot("step", store=uri),
+    ):
+        with pytest.raises(NotAStoreError) as caught:
+            use()
+        assert problem in str(caught.value)
+
+
+def test_credentials_in_a_uri_are_refused_and_not_shown() -> None:
+    for uri in ("s3://KEYID:hunter2@bucket/run/step", "s3://KEYID:hunter2/x@bucket/run/step"):
+        with pytest.raises(NotAStoreError, match="credentials") as caught:
+            Store(uri)
+        assert "hunter2" not in str(caught.value)
+        assert "KEYID" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["s3://bucket", "gs://bucket/", "s3://bucket/run/tmp", "s3://b/"])
+def test_what_is_no_name(path: str) -> None:
+    with pytest.raises(InvalidNameError):
+        Snapshot(path)
+
+
+def test_a_prefix_that_is_no_name() -> None:
+    with pytest.raises(CasnapError, match="packs"):
+        Store("s3://bucket/ckpts//packs/x")

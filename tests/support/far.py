@@ -1,0 +1,66 @@
+"""A folder that counts as a remote place, for the processes of a world: each call is noted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from casnap.backends.base import Target
+from casnap.backends.local import LocalBackend
+from casnap.runtime.typing import override
+
+
+class FarFolder(LocalBackend):
+    """A folder that says that it is remote.
+
+    Attributes:
+        log: Each request of this process: its kind, and the key or folder.
+    """
+
+    is_remote = True
+    keeps_copies = False
+
+    def __init__(self, folder: Path | str) -> None:
+        super().__init__(Path(folder))
+        self.log: list[tuple[str, str]] = []
+        self._noting = threading.Lock()
+
+    def _note(self, kind: str, key: str) -> None:
+        with self._noting:
+            self.log.append((kind, key))
+
+    @override
+    def write(self, key: str, content: memoryview | bytes) -> None:
+        self._note("put", key)
+        super().write(key, content)
+
+    @override
+    def put_if_absent(self, key: str, content: bytes) -> bool:
+        self._note("put", key)
+        return super().put_if_absent(key, content)
+
+    @override
+    def read(self, key: str) -> bytes:
+        self._note("get", key)
+        return super().read(key)
+
+    @override
+    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+        self._note("get", key)
+        return super().read_into(key, targets, bulk=bulk)
+
+    @override
+    def size(self, key: str) -> int:
+        self._note("head", key)
+        return super().size(key)
+
+    @override
+    def names(self, folder: str) -> list[str]:
+        self._note("list", folder)
+        return super().names(folder)
+
+    @override
+    def sizes(self, folder: str) -> dict[str, int]:
+        self._note("list", folder)
+        return LocalBackend(self.folder).sizes(folder)
