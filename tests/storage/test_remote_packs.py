@@ -84,7 +84,7 @@ class Fencing(RemoteDouble):
     def put_if_absent(self, key: str, content: bytes) -> bool:
         if self.fences and key.startswith("roots/"):
             self.fences -= 1
-            double = RemoteDouble(self.uri.removeprefix("s3://"))
+            double = RemoteDouble("/" + self.uri.removeprefix("double://"))
             root = newest_root(double)
             put_next_root(double, root, fence=root.seq + 1)
             if self.after is not None:

@@ -46,7 +46,7 @@ class RemoteDouble(MemoryBackend):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.uri = f"s3://{name}"
+        self.uri = f"double://{name.strip('/')}"
         self._folders = _folders.setdefault(name, {})
         self.log: list[tuple[str, str]] = []
         self.read_bytes = 0
