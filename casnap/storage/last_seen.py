@@ -10,6 +10,7 @@ import msgspec
 
 from casnap.backends.base import Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
 from casnap.format.records import Root, StoreConfig, encode
 from casnap.storage.cache import Cache, open_cache
@@ -45,7 +46,7 @@ class LastSeen:
         if not self._backend.is_remote:
             return None
         try:
-            note = msgspec.msgpack.decode(self._cache.note(_NOTE) or b"", type=_Note)
+            note = decoder(_Note).decode(self._cache.note(_NOTE) or b"")
             root = read_root(self._backend, note.seq)
         except UnavailableError:
             raise
