@@ -56,6 +56,7 @@ class OpenStore:
         chunk_size: For a new store, in bytes.
         codec: The codec for new chunks.
         exclusive: Whether the user vouches that no other process writes to the store.
+        ahead: Whether a use follows at once, so that a remote store looks for its newest root now.
 
     Attributes:
         objects: The objects of the store.
@@ -81,6 +82,7 @@ class OpenStore:
         chunk_size: int = DEFAULT_CHUNK_SIZE,
         codec: Codec = Codec.RAW,
         exclusive: bool = False,
+        ahead: bool = False,
     ) -> None:
         if sys.byteorder != "little":
             raise UnsupportedFormatError(
@@ -90,7 +92,9 @@ class OpenStore:
         found.backend.exclusive |= exclusive
         self.is_new = False
         may_make = create and not found.name
-        objects = _at(found.backend, or_none=may_make) if found.backend.is_remote else None
+        objects = None
+        if found.backend.is_remote:
+            objects = _at(found.backend, or_none=may_make, ahead=ahead)
         if objects is not None:
             pass
         elif may_make:
@@ -197,14 +201,14 @@ class OpenStore:
         return async_take(self.objects, self.full_name(name), app_state, options, comm)
 
 
-def _at(backend: Backend, *, or_none: bool) -> Objects | None:
-    """Open a remote store.
+def _at(backend: Backend, *, or_none: bool, ahead: bool) -> Objects | None:
+    """Open a remote store; with ``ahead`` for a use that follows at once.
 
     Raises:
         NotAStoreError: There is no store, or its creation was cut off; unless ``or_none``.
     """
     try:
-        return Objects.at(backend)
+        return Objects.at(backend, ahead=ahead)
     except NotAStoreError:
         if or_none:
             return None
@@ -225,7 +229,8 @@ def find(
     """
     if store is None:
         found = locate_snapshot(path, storage_options)
-        return OpenStore(found._replace(name=""), create=create, asked=False), found.name
+        whole = found._replace(name="")
+        return OpenStore(whole, create=create, asked=False, ahead=True), found.name
     if isinstance(store, str | os.PathLike):
         store = OpenStore.store_class(store, create=create, storage_options=storage_options)
     elif not isinstance(store, OpenStore.store_class):
