@@ -36,11 +36,9 @@ FEW = 4
 @pytest.fixture
 def options(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return how the bucket is reached; for the command, the environment says the same."""
-    found = bucket.storage_options
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", found["key"])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", found["secret"])
-    monkeypatch.setenv("AWS_ENDPOINT_URL", found["endpoint_url"])
-    return found
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    return bucket.storage_options
 
 
 @pytest.fixture
