@@ -7,6 +7,7 @@ import base64
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -78,6 +79,8 @@ class S3Client(Client):
             raise typed(e, self._uri, self._uri) from e
         # It would cost a round trip before each body.
         client.meta.events.unregister("before-call.s3", add_expect_header)
+        # After a redirect that names no region, botocore would look for it for ever.
+        client.meta.events.register("before-call.s3.HeadBucket", _no_region)
         self._client = client
 
     async def _call(self, method: str, what: str, **arguments: Any) -> dict[str, Any]:
@@ -220,6 +223,11 @@ class S3Client(Client):
         client, self._client = self._client, None
         if client is not None:
             await client.close()
+
+
+def _no_region(**_: object) -> tuple[Any, dict[str, Any]]:
+    """Answer a look for the region of a bucket, in place of the server."""
+    return SimpleNamespace(status_code=200), {"ResponseMetadata": {"HTTPHeaders": {}}}
 
 
 def _options(storage_options: Mapping[str, Any], retries: Retries) -> dict[str, Any]:

@@ -101,12 +101,12 @@ def test_credentials_that_have_expired(
     assert keys(bucket) == set()
 
 
+@pytest.mark.parametrize("told", [{"x_amz_bucket_region": "eu-west-9"}, {}])
 def test_a_bucket_of_another_region(
-    bucket: Bucket, proxy: FaultyProxy, options: dict[str, Any]
+    bucket: Bucket, proxy: FaultyProxy, options: dict[str, Any], told: dict[str, str]
 ) -> None:
-    proxy.faults.append(
-        HttpFault(answer(301, "PermanentRedirect", x_amz_bucket_region="eu-west-9"), times=None)
-    )
+    elsewhere = answer(301, "PermanentRedirect", **told)
+    proxy.faults.append(HttpFault(elsewhere, times=None))
     reached = {**options, "endpoint_url": proxy.url}
     assert_refused(UnreachableError, "region", bucket.uri, reached)
     assert sum(proxy.requests.values()) <= 5 * FEW
