@@ -16,6 +16,7 @@ from casnap.runtime import calls
 from casnap.runtime.typing import override
 
 T = TypeVar("T")
+U = TypeVar("U")
 # A thread of this priority gets a thirtieth of a busy core: other work hardly feels it, and it
 # still releases its locks soon.
 _NICE = 15
@@ -197,6 +198,22 @@ def undisturbed(work: Callable[[Crew], T]) -> T:
     with Crew() as crew:
         crew.run(lambda: done.append(work(crew)))
     return done[0]
+
+
+def together(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
+    """Call two functions at once, each on a thread, and return their results."""
+    firsts: list[T] = []
+    seconds: list[U] = []
+    with Crew() as crew:
+        calls = [lambda: firsts.append(first()), lambda: seconds.append(second())]
+        todo: Shared[Callable[[], None]] = Shared(calls, crew)
+
+        def work() -> None:
+            for call in todo:
+                call()
+
+        crew.run(work, len(calls))
+    return firsts[0], seconds[0]
 
 
 def gently(work: Callable[[], T]) -> T:

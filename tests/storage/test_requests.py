@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import Snapshot, StateDict, Store
 from casnap.errors import DamagedError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.records import pack_key
 from casnap.storage.objects import Objects
@@ -218,3 +218,25 @@ def test_an_open_that_finds_nothing(tmp_path: Path) -> None:
     assert not backend.sizes("")
     Store(backend)
     assert Objects(backend).newest().seq == 0
+
+
+def test_a_snapshot_is_opened_and_read_in_few_round_trips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not depend on each other is asked for at once: six times cold, two times warm."""
+    name = str(tmp_path)
+    Store(RemoteDouble(name)).take({"m": StateDict(a=torch.arange(1000.0))}, "first")
+
+    def opened() -> RemoteDouble:
+        backend = RemoteDouble(name)
+        backend.latency = 0.05
+        monkeypatch.setattr("casnap.storage.location.backend_at", lambda *_: backend)
+        tensor = Snapshot("double://store/first").read_object("m/a")
+        assert torch.equal(tensor, torch.arange(1000.0))
+        return backend
+
+    fresh_host(tmp_path, monkeypatch)
+    assert opened().trips <= 6
+    warm = opened()
+    assert warm.count == 3
+    assert warm.trips == 2

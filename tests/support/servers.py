@@ -105,6 +105,16 @@ class Bucket:
     def storage_options(self) -> dict[str, Any]:
         return self.server.storage_options()
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the clients of S3 read from the environment."""
+        options = self.storage_options
+        return {
+            "AWS_ACCESS_KEY_ID": options["key"],
+            "AWS_SECRET_ACCESS_KEY": options["secret"],
+            "AWS_ENDPOINT_URL": options["endpoint_url"],
+        }
+
 
 @contextmanager
 def shared(kind: str, folder: Path) -> Iterator[Server]:
@@ -250,8 +260,8 @@ class _Rclone(Kind):
         (folder / "data").mkdir()
         options = ["--auth-key", f"{WRITER},{SECRET}", "--addr", f"127.0.0.1:{ports[0]}"]
         config = ["--config", str(folder / "none"), "--cache-dir", str(folder / "cache")]
-        # Buckets are made as folders, which it has to see.
-        options += ["--dir-cache-time", "0s"]
+        # Buckets are made as folders, which it has to see. With 0s it hangs now and then.
+        options += ["--dir-cache-time", "1s"]
         return [_program("rclone"), "serve", "s3", *options, *config, str(folder / "data")]
 
     def inner(self, folder: Path, ports: list[int]) -> str:
@@ -259,6 +269,7 @@ class _Rclone(Kind):
 
     def make_bucket(self, inner: str, name: str) -> None:
         Path(inner, name).mkdir(exist_ok=True)
+        time.sleep(1.1)  # Until rclone has forgotten its list of buckets.
 
     def delete_bucket(self, inner: str, name: str) -> None:
         shutil.rmtree(Path(inner, name))
