@@ -52,6 +52,8 @@ def _client(uri: str, scheme: str) -> _Connect:
             )
     if scheme == "s3":
         return _s3
+    if scheme == "gs":
+        return _gcs
     raise NotAStoreError(f"{uri}: casnap does not know {scheme}://{nearest(scheme, _EXTRAS)}")
 
 
@@ -59,3 +61,9 @@ def _s3(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
     from casnap.backends.s3 import S3Client  # slow to import
 
     return S3Client(uri, options, retries)
+
+
+def _gcs(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
+    from casnap.backends.gcs import GcsClient  # slow to import
+
+    return GcsClient(uri, options, retries)
