@@ -114,6 +114,17 @@ def grown(before: int) -> str:
     return f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024:.0f} MiB more"
 
 
+def test_a_check_reads_several_footers_at_once(tmp_path: Path) -> None:
+    name = str(tmp_path)
+    store = Store(RemoteDouble(name))
+    for n in range(12):
+        store.take({"m": StateDict(a=torch.full((300,), n))}, f"step_{n}")
+    backend = RemoteDouble(name)
+    backend.latency = 0.02
+    assert Store(backend).check().ok
+    assert 4 < backend.most_at_once <= backend.in_flight
+
+
 @pytest.mark.slow
 def test_a_million_packs(tmp_path: Path) -> None:
     """Half of them are garbage. Their folders are listed one by one, and 500 batches deleted."""
