@@ -177,9 +177,10 @@ class Kind:
         """Return where buckets are made."""
         return f"http://127.0.0.1:{ports[0]}"
 
-    def endpoint(self, ports: list[int]) -> str:
-        """Return the URL for clients; it may be that of something that is started here."""
-        return f"http://127.0.0.1:{ports[0]}"
+    @contextmanager
+    def front(self, port: int) -> Iterator[str]:
+        """Give the URL for clients: the server's, or that of what stands before it."""
+        yield f"http://127.0.0.1:{port}"
 
     def make_bucket(self, inner: str, name: str) -> None:
         _request("PUT", f"{inner}/{name}")
@@ -249,6 +250,8 @@ class _Rclone(Kind):
         (folder / "data").mkdir()
         options = ["--auth-key", f"{WRITER},{SECRET}", "--addr", f"127.0.0.1:{ports[0]}"]
         config = ["--config", str(folder / "none"), "--cache-dir", str(folder / "cache")]
+        # Buckets are made as folders, which it has to see.
+        options += ["--dir-cache-time", "0s"]
         return [_program("rclone"), "serve", "s3", *options, *config, str(folder / "data")]
 
     def inner(self, folder: Path, ports: list[int]) -> str:
@@ -266,6 +269,14 @@ class _Gcs(Kind):
         # All in memory: on a disk it rewrites a file of all metadata at each put.
         options = ["--host", "127.0.0.1", "--port", str(ports[0]), "--in-memory", "--quiet"]
         return [_program("gcp-storage-emulator"), "start", *options]
+
+    @contextmanager
+    def front(self, port: int) -> Iterator[str]:
+        """Put a proxy before it that refuses uploads of what is there, since it does not."""
+        from tests.support.preconditions import precondition_proxy  # only this one needs torch
+
+        with precondition_proxy(f"http://127.0.0.1:{port}") as proxy:
+            yield proxy.url
 
     def make_bucket(self, inner: str, name: str) -> None:
         _request("POST", f"{inner}/storage/v1/b", json.dumps({"name": name}).encode())
@@ -313,11 +324,12 @@ def started(kind: str) -> Iterator[Server]:
             ports = _free_ports(KINDS[kind].ports)
             process = _spawn(KINDS[kind], place, ports)
             try:
-                server = Server(kind, KINDS[kind].endpoint(ports), KINDS[kind].inner(place, ports))
-                # Else another process took one of the ports.
-                if _is_ready(server, process):
-                    yield server
-                    return
+                with KINDS[kind].front(ports[0]) as endpoint:
+                    server = Server(kind, endpoint, KINDS[kind].inner(place, ports))
+                    # Else another process took one of the ports.
+                    if _is_ready(server, process):
+                        yield server
+                        return
                 error = (place / "log").read_text(errors="replace")[-2000:]
             finally:
                 process.kill()

@@ -1,0 +1,161 @@
+"""A server that fails, in each way, while a store is written, read and collected.
+
+Committed snapshots stay whole. What is asked for is done, or an error of casnap says why not, after
+a bounded number of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from casnap.errors import CasnapError, UnavailableError
+from casnap.testing import (
+    FaultyProxy,
+    HttpFault,
+    after,
+    answer,
+    break_off,
+    cut,
+    delay,
+    hang_up,
+    stall,
+)
+from tests.support.faults import KEY, assert_holds, content, take
+from tests.support.object_stores import IMPATIENT, assert_bucket, store_in
+from tests.support.servers import Bucket
+
+pytestmark = pytest.mark.servers
+
+Faults = Callable[..., HttpFault]
+FAULTS: dict[str, Faults] = {
+    "reset": partial(HttpFault, hang_up()),
+    "closed": partial(HttpFault, hang_up(reset=False)),
+    "request breaks off": partial(HttpFault, break_off(100), "PUT"),
+    "answer is cut": partial(HttpFault, cut(100), "GET"),
+    "reset in the answer": partial(HttpFault, cut(100, reset=True), "GET"),
+    "lost answer": partial(HttpFault, after(hang_up())),
+    "500": partial(HttpFault, answer(500)),
+    "503": partial(HttpFault, answer(503, "ServiceUnavailable")),
+    "SlowDown": partial(HttpFault, answer(503, "SlowDown")),
+    "409": partial(
+        HttpFault, answer(409, "ConditionalRequestConflict"), "PUT", header="if-none-match: [*]"
+    ),
+    "silence": partial(HttpFault, stall(600)),
+    "stall in the answer": partial(HttpFault, stall(600, 50), "GET"),
+    "latency": partial(HttpFault, delay(0.05)),
+}
+
+
+def _restore(bucket: Bucket, endpoint: str) -> None:
+    assert_holds(store_in(bucket, endpoint)["step_1"], 1)
+
+
+def _read_object(bucket: Bucket, endpoint: str) -> None:
+    found = store_in(bucket, endpoint)["step_0"].read_object(f"{KEY}/weight")
+    assert torch.equal(found, content(0)["weight"])
+
+
+def _take(bucket: Bucket, endpoint: str) -> None:
+    take(store_in(bucket, endpoint), 3)
+
+
+def _collect(bucket: Bucket, endpoint: str) -> None:
+    store_in(bucket, endpoint).gc(grace=0)
+
+
+OPERATIONS: dict[str, Callable[[Bucket, str], None]] = {
+    "take": _take,
+    "restore": _restore,
+    "read_object": _read_object,
+    "gc": _collect,
+}
+
+
+@pytest.fixture
+def proxy(bucket: Bucket) -> Iterator[FaultyProxy]:
+    """Return a proxy before a store with two snapshots, and the garbage of a third."""
+    store = store_in(bucket)
+    for step in range(3):
+        take(store, step)
+    store.delete("step_2")
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        yield proxy
+
+
+def assert_all_is_well(bucket: Bucket, operation: str) -> None:
+    """Check what is left after an operation that may have failed, and that all works again."""
+    assert_bucket(bucket, {0, 1}, maybe=3 if operation == "take" else None)
+    store = store_in(bucket)
+    take(store, 4)
+    store.gc(grace=0)
+    assert_bucket(bucket, {0, 1, 4}, maybe=3 if operation == "take" else None)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("skip", [0, 4])
+@pytest.mark.usefixtures("cache_dir")
+def test_a_fault_that_passes(
+    bucket: Bucket, proxy: FaultyProxy, fault: str, operation: str, skip: int
+) -> None:
+    """Two requests fail: the operation succeeds all the same, by few requests more."""
+    times = None if fault == "latency" else 2
+    with proxy.during(FAULTS[fault](skip=skip, times=times)) as (struck,):
+        OPERATIONS[operation](bucket, proxy.url)
+    tried = len(proxy.log)
+    # A put if absent that is unclear costs a read and another put.
+    extra = 0 if fault == "latency" else 3 * struck.struck
+    assert tried <= 60 + extra, proxy.log
+    assert_all_is_well(bucket, operation)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "latency"])
+@pytest.mark.usefixtures("cache_dir")
+def test_a_fault_that_stays(bucket: Bucket, proxy: FaultyProxy, fault: str, operation: str) -> None:
+    """From some request on each one fails: an error says so soon, or none was needed."""
+    with proxy.during(FAULTS[fault](skip=3, times=None)) as (struck,):
+        try:
+            OPERATIONS[operation](bucket, proxy.url)
+        except UnavailableError as e:
+            assert "attempt" in str(e) or "times" in str(e), e
+            failed = True
+        else:
+            failed = False
+    if fault not in ("409", "lost answer"):
+        assert failed == (struck.struck > 0)
+    assert len(proxy.log) <= 60 + 8 * IMPATIENT["attempts"], proxy.log
+    assert_all_is_well(bucket, operation)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.usefixtures("cache_dir")
+def test_a_server_that_is_down(bucket: Bucket, proxy: FaultyProxy, operation: str) -> None:
+    with proxy.down(), pytest.raises(UnavailableError):
+        OPERATIONS[operation](bucket, proxy.url)
+    assert_all_is_well(bucket, operation)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("chance", [0.05, 0.3])
+@pytest.mark.usefixtures("cache_dir")
+def test_a_line_that_fails_at_random(
+    bucket: Bucket, proxy: FaultyProxy, operation: str, chance: float
+) -> None:
+    kinds = [name for name in FAULTS if name not in ("silence", "stall in the answer", "latency")]
+    faults = [
+        FAULTS[name](times=None, chance=chance / len(kinds), seed=seed)
+        for seed, name in enumerate(kinds)
+    ]
+    for _ in range(3):
+        with proxy.during(*faults):
+            try:
+                OPERATIONS[operation](bucket, proxy.url)
+            except CasnapError:
+                continue
+    assert len(proxy.log) <= 3 * (60 + 8 * IMPATIENT["attempts"]), proxy.log
+    assert_all_is_well(bucket, operation)
