@@ -55,8 +55,13 @@ class OpenStore:
         chunk_size: For a new store, in bytes.
         codec: The codec for new chunks.
         exclusive: Whether the user vouches that no other process writes to the store.
+<<<<<<< HEAD
         config: The record of the store, if it was read already.
         ahead: Whether a use follows at once, so that a remote store looks for its newest root now.
+=======
+        ahead: Whether a use follows at once, so that a remote store looks for its newest root now.
+        config: The record of the store, if it was read already.
+>>>>>>> wt-c
 
     Attributes:
         objects: The objects of the store.
@@ -82,8 +87,13 @@ class OpenStore:
         chunk_size: int = DEFAULT_CHUNK_SIZE,
         codec: Codec = Codec.RAW,
         exclusive: bool = False,
+<<<<<<< HEAD
         config: StoreConfig | None = None,
         ahead: bool = False,
+=======
+        ahead: bool = False,
+        config: StoreConfig | None = None,
+>>>>>>> wt-c
     ) -> None:
         if sys.byteorder != "little":
             raise UnsupportedFormatError(
@@ -206,10 +216,15 @@ class OpenStore:
         return async_take(self.objects, self.full_name(name), app_state, options, comm)
 
 
+<<<<<<< HEAD
 def _open_again(backend: Backend, prefix: str, codec: Codec, marks: bool) -> OpenStore:
     again = OpenStore(Location(backend, prefix, exists=True), create=False, codec=codec)
     again.objects.marks = marks
     return again
+=======
+def _open_again(backend: Backend, prefix: str, codec: Codec) -> OpenStore:
+    return OpenStore(Location(backend, prefix, exists=True), create=False, codec=codec)
+>>>>>>> wt-c
 
 
 def _at(backend: Backend, *, or_none: bool, ahead: bool) -> Objects | None:

@@ -100,8 +100,9 @@ class Objects:
         self.marks = True
         self._last_seen = LastSeen(backend)
         self._newest: Root | None = None
-        # When the newest root was read or put, by `time.monotonic`.
-        self._seen_at = -math.inf
+        # When that root was last read or put, and when it was last the newest, by
+        # `time.monotonic`.
+        self._seen_at = self._newest_at = -math.inf
         self._looked_ahead = False
 
     @classmethod
@@ -128,6 +129,9 @@ class Objects:
         if isinstance(root, Root):
             objects.note_newest(root)
             objects._looked_ahead = ahead
+            if seen is not None and not ahead:
+                # This host may not have looked for long.
+                objects._newest_at = -math.inf
         return objects
 
     def check_writable(
@@ -156,12 +160,13 @@ class Objects:
         # for the store may have been rolled back.
         known, looked_ahead = self._newest, self._looked_ahead
         self._looked_ahead = False
-        if known is not None and looked_ahead:
+        if known is not None and looked_ahead and self._within(_RECENT, self._newest_at):
             return known
-        stands = self._is_recent(_STANDS)
+        stands = self._within(_STANDS, self._seen_at)
         root = newest_root(self.backend, known, stands=stands)
         if root is not known or not stands:
             self.note_newest(root)
+        self._newest_at = time.monotonic()
         return root
 
     def recent(self) -> Root:
@@ -171,14 +176,18 @@ class Objects:
         found is looked for in newer roots.
         """
         known = self._newest
-        return known if known is not None and self._is_recent(_RECENT) else self.newest()
+        if known is None or not self._within(_RECENT, self._newest_at):
+            return self.newest()
+        self._looked_ahead = False
+        return known
 
-    def _is_recent(self, seconds: float) -> bool:
-        return self.backend.is_remote and time.monotonic() - self._seen_at < seconds
+    def _within(self, seconds: float, since: float) -> bool:
+        return self.backend.is_remote and time.monotonic() - since < seconds
 
     def note_newest(self, root: Root) -> None:
         """Note a root that this process has just read, or put, as the newest one."""
-        self._newest, self._seen_at = root, time.monotonic()
+        self._newest, self._looked_ahead = root, False
+        self._seen_at = self._newest_at = time.monotonic()
         self._last_seen.keep(self.config, root)
 
     def hear(self, root: Root) -> None:

@@ -173,6 +173,21 @@ def test_many_newer_roots_are_not_read_one_by_one(name: str) -> None:
     assert backend.count <= 10, backend.log
 
 
+def test_a_take_of_a_host_that_has_not_looked_for_long(name: str) -> None:
+    """It begins with the newest root, not with the one that its host saw last."""
+    double = RemoteDouble(name)
+    root = newest_root(double)
+    for _ in range(50):
+        after = put_next_root(double, root, fence=root.seq)
+        assert after is not None
+        root = after
+    backend = RemoteDouble(name)
+    Store(backend).take(state_of(), "second")
+    assert backend.requests["put"] == 4
+    assert "copy" not in backend.requests
+    assert backend.count <= 14
+
+
 def test_another_store_at_the_place_is_noticed(name: str) -> None:
     """The root that this host saw last has another commit id there, or is not there."""
     double = RemoteDouble(name)
@@ -240,3 +255,15 @@ def test_a_snapshot_is_opened_and_read_in_few_round_trips(
     warm = opened()
     assert warm.count == 3
     assert warm.trips == 2
+
+
+def test_a_look_ahead_counts_for_one_use_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another process commits after it is seen, whatever the first use was."""
+    monkeypatch.setattr("casnap.storage.location.backend_at", lambda *_: RemoteDouble(name))
+    other = Store(RemoteDouble(name))
+    taken = Snapshot.take("double://store/a", state_of(1))
+    other.take(state_of(1), "b")
+    assert {s.name for s in taken.store.snapshots()} == {"first", "a", "b"}
+    opened = Snapshot("double://store/a")
+    other.take(state_of(1), "c")
+    assert {s.name for s in opened.store.snapshots()} == {"first", "a", "b", "c"}
