@@ -130,6 +130,10 @@ class Client(ABC):
         """
 
     @abstractmethod
+    async def look(self, key: str) -> Found:
+        """Look at an object."""
+
+    @abstractmethod
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
         """List a page of the objects whose keys begin so; if not deep, one level of them."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from casnap.backends.client import (
     ExpiredError,
     Found,
     Page,
-    Sink,
     Source,
     TakenError,
     Transfer,
@@ -26,6 +26,7 @@ from casnap.backends.event_loop import event_loop
 from casnap.backends.retries import Operation, Retries, ended
 from casnap.backends.scatter import Scatter, Whole, runs
 from casnap.errors import AccessDeniedError, BackendError
+from casnap.runtime.fork import PerProcess
 from casnap.runtime.sizes import size as in_words
 from casnap.runtime.typing import override
 
@@ -36,6 +37,8 @@ _LARGEST = 48 << 20
 # A page of a listing that shows fewer folders than this is full of their objects. Then listing the
 # other folders side by side is faster, and costs few requests more.
 _FEW_FOLDERS = 4
+# Held while a client is made.
+_connecting = PerProcess(threading.Lock)
 
 
 class RemoteBackend(Backend):
@@ -63,6 +66,11 @@ class RemoteBackend(Backend):
         self._connected: _Connected | None = None
         self._known = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have another process connect anew."""
+        made_of = (self.uri, self._connect, self._retries)
+        return type(self), made_of, {"exclusive": self.exclusive}
+
     @property
     @override
     def requests(self) -> Mapping[str, int]:
@@ -73,21 +81,18 @@ class RemoteBackend(Backend):
     @override
     def identity(self) -> str:
         """The URI and the server's address."""
-        return f"{self.uri} {self._run(self._endpoint())}"
+        return f"{self.uri} {self._run(self._reach().client.endpoint())}"
 
     @property
     @override
     def endpoint(self) -> str:
         """The server's address, and the bucket."""
-        return f"{self._run(self._endpoint())} {'/'.join(self.uri.split('/')[:3])}"
+        return f"{self._run(self._reach().client.endpoint())} {'/'.join(self.uri.split('/')[:3])}"
 
     @property
     @override
     def can_put_if_absent(self) -> bool:
-        async def ask() -> bool:
-            return self._reach().client.puts_if_absent
-
-        return self._run(ask())
+        return self._reach().client.puts_if_absent
 
     @override
     def is_object(self) -> bool:
@@ -139,7 +144,7 @@ class RemoteBackend(Backend):
 
     @override
     def size(self, key: str) -> int:
-        return self._run(self._found(key)).size or 0
+        return self._run(self._look(key)).size or 0
 
     @override
     def names(self, folder: str) -> list[str]:
@@ -180,20 +185,26 @@ class RemoteBackend(Backend):
     # --- one process, one client ---
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            self._reach()
+        except BaseException:
+            work.close()
+            raise
         return event_loop.run(work)
 
     def _reach(self) -> _Connected:
-        """Return what this process uses. Runs on the loop."""
-        pid = os.getpid()
-        if self._connected is None or self._connected.pid != pid:
-            client = self._connect()
-            self._connected = _Connected(pid, client, asyncio.Semaphore(_REQUESTS))
-            # Once no request uses them.
-            event_loop.close_with(self._connected, client.close)
-        return self._connected
-
-    async def _endpoint(self) -> str:
-        return await self._reach().client.endpoint()
+        """Return what this process uses; connect first if need be, which may take a while."""
+        pid, connected = os.getpid(), self._connected
+        if connected is None or connected.pid != pid:
+            with _connecting.value:
+                connected = self._connected
+                if connected is None or connected.pid != pid:
+                    client = self._connect()
+                    connected = _Connected(pid, client, asyncio.Semaphore(_REQUESTS))
+                    # Once no request uses them.
+                    event_loop.close_with(connected, client.close)
+                    self._connected = connected
+        return connected
 
     def _checked(self, key: str, content: memoryview | bytes) -> memoryview:
         view = memoryview(content).cast("B")
@@ -246,7 +257,7 @@ class RemoteBackend(Backend):
                 # Unless another request just did.
                 if self._connected is connected:
                     self._connected = None
-                connected = self._reach()
+                connected = await asyncio.to_thread(self._reach)
             else:
                 self._known = True
                 return result
@@ -258,11 +269,8 @@ class RemoteBackend(Backend):
             "get", f"read {key}", lambda client: client.get(key, run, sink), sink
         )
 
-    async def _found(self, key: str) -> Found:
-        """Look at an object. A HEAD would be no answer: it does not tell why there is none."""
-        return await self._request(
-            "get", f"look at {key}", lambda client: client.get(key, (0, 1), Sink())
-        )
+    async def _look(self, key: str) -> Found:
+        return await self._request("get", f"look at {key}", lambda client: client.look(key))
 
     async def _read(self, key: str) -> bytes:
         whole = Whole()
@@ -344,7 +352,7 @@ class RemoteBackend(Backend):
         return found
 
     async def _copy(self, key: str, to: str) -> None:
-        found = await self._found(key)
+        found = await self._look(key)
         copied = await self._request(
             "copy", f"copy {key} to {to}", lambda client: client.copy(key, to, found)
         )
@@ -352,7 +360,7 @@ class RemoteBackend(Backend):
             return
         size = copied.size
         if size is None:
-            size = (await self._found(to)).size
+            size = (await self._look(to)).size
         if size != found.size:
             raise BackendError(
                 f"{self.uri}/{to} has {size} bytes after it was copied from {key}, which has "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import botocore.exceptions
 from botocore.handlers import add_expect_header
 from s3fs import S3FileSystem
 
+from casnap.backends.bodies import Body, receive
 from casnap.backends.bucket_rules import s3_warnings
 from casnap.backends.client import (
     Client,
@@ -33,8 +33,6 @@ from casnap.runtime.typing import override
 
 # Connections of one process at a time.
 _CONNECTIONS = 32
-# How much of a body is handed to the socket at once.
-_PIECE = 256 << 10
 # What s3fs makes of errors, and what aiohttp raises in the middle of a body.
 _ERRORS = (
     OSError,
@@ -109,7 +107,7 @@ class S3Client(Client):
             "put_object",
             f"{self._uri}/{key}",
             Key=self._prefix + key,
-            Body=_Body(source),
+            Body=_File(source),
             **checksums,
             **condition,
         )
@@ -128,7 +126,7 @@ class S3Client(Client):
         headers = answer["ResponseMetadata"]["HTTPHeaders"]
         body = answer["Body"]
         try:
-            size = await _receive(body, headers, run, sink)
+            size = await receive(body.read, headers, run, sink)
         except _ERRORS as e:
             raise typed(e, what, self._uri) from e
         finally:
@@ -136,6 +134,11 @@ class S3Client(Client):
             body.close()
         kept = {name: answer[name] for name in _KEPT if answer.get(name)}
         return Found(size, answer.get("ETag", ""), kept)
+
+    @override
+    async def look(self, key: str) -> Found:
+        # A HEAD would be no answer: it does not tell why there is no object.
+        return await self.get(key, (0, 1), Sink())
 
     @override
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
@@ -192,7 +195,7 @@ class S3Client(Client):
             return True
         except FileNotFoundError:
             return False
-        answer["Body"].raw_stream.close()
+        answer["Body"].close()
         return True
 
     rule_kinds = (
@@ -244,59 +247,10 @@ def _options(storage_options: Mapping[str, Any], retries: Retries) -> dict[str, 
     }
 
 
-async def _receive(
-    body: Any, headers: Mapping[str, str], run: tuple[int, int] | None, sink: Sink
-) -> int:
-    """Hand a body on to ``sink``; return the length of the whole object."""
-    ranged = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", headers.get("content-range", ""))
-    size = int(ranged[2] if ranged else headers["content-length"])
-    first, end = (0, size) if run is None else run
-    # A server may send the whole object instead of the run.
-    position = int(ranged[1]) if ranged else 0
-    while position < min(end, size):
-        data = await body.read(_PIECE)
-        if not data:
-            raise TransientError(f"the body broke off at byte {position}")
-        begin = max(0, first - position)
-        piece = data[begin : end - position] if begin or position + len(data) > end else data
-        if piece:
-            sink.take(piece)
-        position += len(data)
-    return size
+class _File(Body):
+    """A body that botocore can sign as a file."""
 
-
-class _Body(aiohttp.Payload):
-    """A body that is sent from the caller's buffer, piece by piece, once.
-
-    botocore signs it as a file; aiohttp sends it.
-    """
-
-    def __init__(self, source: Source) -> None:
-        super().__init__(source.content)
-        self._source = source
-        self._size = len(source.content)
-        self._position = 0
-        self._begun = False
-
-    @property
-    @override
-    def consumed(self) -> bool:
-        """Whether it was sent. Then aiohttp does not send it again, unseen by us."""
-        return self._begun
-
-    @override
-    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        raise TypeError("a body is no text")
-
-    @override
-    async def write(self, writer: Any) -> None:
-        self._begun = True
-        content = self._source.content
-        for start in range(0, len(content), _PIECE):
-            piece = content[start : start + _PIECE]
-            await writer.write(piece)
-            await writer.drain()
-            self._source.nbytes += len(piece)
+    _position = 0
 
     def __len__(self) -> int:
         return len(self._source.content)

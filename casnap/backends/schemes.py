@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,7 +29,7 @@ def remote_backend(uri: str, storage_options: Mapping[str, Any]) -> RemoteBacken
     options = dict(storage_options)
     retries = _retries(uri, options.pop("casnap", {}))
     connect = _client(uri, scheme)
-    return RemoteBackend(uri, lambda: connect(uri, options, retries), retries)
+    return RemoteBackend(uri, partial(connect, uri, options, retries), retries)
 
 
 def _retries(uri: str, settings: Mapping[str, Any]) -> Retries:
@@ -51,6 +52,8 @@ def _client(uri: str, scheme: str) -> _Connect:
             )
     if scheme == "s3":
         return _s3
+    if scheme == "gs":
+        return _gcs
     raise NotAStoreError(f"{uri}: casnap does not know {scheme}://{nearest(scheme, _EXTRAS)}")
 
 
@@ -58,3 +61,9 @@ def _s3(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
     from casnap.backends.s3 import S3Client  # slow to import
 
     return S3Client(uri, options, retries)
+
+
+def _gcs(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
+    from casnap.backends.gcs import GcsClient  # slow to import
+
+    return GcsClient(uri, options, retries)

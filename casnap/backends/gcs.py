@@ -1,0 +1,348 @@
+"""``gs://``: requests to Google Cloud Storage. gcsfs finds the credentials and the address.
+
+The requests are ours: gcsfs makes each of its own up to six times, and keeps no status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import google_crc32c
+from gcsfs.core import GCSFileSystem  # not gcsfs.GCSFileSystem, which may ask for gRPC
+from gcsfs.retry import HttpError
+from google.auth.exceptions import GoogleAuthError, TransportError
+
+from casnap.backends.bodies import Body, receive
+from casnap.backends.bucket_rules import gcs_warnings
+from casnap.backends.client import (
+    Client,
+    Found,
+    Page,
+    Sink,
+    Source,
+    TransientError,
+    valid_options,
+    without_secrets,
+)
+from casnap.backends.gcs_errors import BehindItsEndError, RefusedError, typed
+from casnap.backends.retries import Retries
+from casnap.errors import BackendError, CredentialsError, NoBucketError
+from casnap.runtime.typing import override
+
+_CONNECTIONS = 32
+_BOUNDARY = "==casnap=="
+# What a copy is given of its source.
+_KEPT = ("storageClass", "contentType", "kmsKeyName")
+
+
+class GcsClient(Client):
+    """Single requests to one bucket, below one prefix.
+
+    Args:
+        uri: ``gs://bucket/prefix``.
+        storage_options: The arguments of ``gcsfs.GCSFileSystem``.
+        retries: Gives the time for making a connection.
+    """
+
+    deletes = 100
+
+    def __init__(self, uri: str, storage_options: Mapping[str, Any], retries: Retries) -> None:
+        self._uri = uri
+        options = {
+            **storage_options,
+            "asynchronous": True,
+            "use_listings_cache": False,
+            "skip_instance_cache": True,
+        }
+        with valid_options(uri):
+            self._fs = GCSFileSystem(**options)
+        self._bucket, _, prefix = uri.partition("://")[2].partition("/")
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._timeout = aiohttp.ClientTimeout(
+            # Silence is watched by `Operation`; this only ends what nobody waits for.
+            total=None,
+            sock_connect=retries.connect,
+            sock_read=2 * retries.silence,
+        )
+        self._session: aiohttp.ClientSession | None = None
+        self._bucket_is_there = False
+
+    @property
+    def _server(self) -> str:
+        return str(self._fs.base).removesuffix("/storage/v1/")
+
+    def _object(self, key: str) -> str:
+        return f"{self._objects()}/{quote(self._prefix + key, safe='')}"
+
+    def _objects(self) -> str:
+        return f"/storage/v1/b/{quote(self._bucket, safe='')}/o"
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        what: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        parameters: Mapping[str, str] | None = None,
+        body: Any = None,
+        run: tuple[int, int] | None = None,
+        sink: Sink | None = None,
+    ) -> Any:
+        """Make a request; return the answer's JSON, or with a sink the length of the object."""
+        request = {
+            "params": {**(parameters or {}), **self._payer()},
+            "headers": await self._signed(headers or {}),
+            "data": body,
+        }
+        try:
+            async with self._connected().request(method, self._server + path, **request) as answer:
+                await _raise_refusal(answer)
+                if sink is not None:
+                    told = {name.lower(): value for name, value in answer.headers.items()}
+                    return await receive(answer.content.read, told, run, sink)
+                content = await answer.read()
+                if answer.content_type == "multipart/mixed":
+                    return content.decode(errors="replace")
+                return json.loads(content) if content else {}
+        except RefusedError as refusal:
+            raise await self._meant(refusal, path, what) from refusal
+        except aiohttp.InvalidURL as e:
+            raise BackendError(f"{self._uri}: wrong address: {without_secrets(str(e))}") from e
+        except (OSError, asyncio.TimeoutError, aiohttp.ClientError, ValueError) as e:
+            reached = not isinstance(e, aiohttp.ClientConnectorError)
+            message = f"{type(e).__name__}: {without_secrets(str(e))}"
+            raise TransientError(message, reached=reached) from e
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            options = {
+                "connector": aiohttp.TCPConnector(limit=_CONNECTIONS),
+                "timeout": self._timeout,
+                **self._fs.session_kwargs,
+            }
+            self._session = aiohttp.ClientSession(**options)
+        return self._session
+
+    async def _signed(self, headers: Mapping[str, str]) -> dict[str, str]:
+        signed = dict(headers)
+        if self._fs.credentials.credentials is None:
+            return signed
+        try:
+            # On another thread, since they may have to be refreshed.
+            await asyncio.to_thread(self._fs.credentials.apply, signed)
+        except (TransportError, OSError) as e:
+            raise TransientError(f"credentials: {e}", reached=False) from e
+        except (GoogleAuthError, HttpError) as e:
+            raise CredentialsError(
+                f"{self._uri}: {type(e).__name__}: {e}. Pass token= in storage_options, or run "
+                "`gcloud auth application-default login`"
+            ) from e
+        return signed
+
+    def _payer(self) -> dict[str, str]:
+        payer = self._fs.requester_pays
+        if not payer:
+            return {}
+        return {"userProject": payer if isinstance(payer, str) else self._fs.project}
+
+    async def _meant(self, refusal: RefusedError, path: str, what: str) -> Exception:
+        """Return the error that an answer means. A 404 may not tell what is missing."""
+        error = typed(refusal, what, self._uri)
+        if error is not None:
+            return error
+        if f"{self._objects()}/" not in path:
+            return NoBucketError(f"{self._uri}: the bucket does not exist ({refusal})")
+        if not self._bucket_is_there:
+            await self._ask("GET", self._objects(), self._uri, parameters={"maxResults": "1"})
+            self._bucket_is_there = True
+        return FileNotFoundError(what)
+
+    @override
+    async def endpoint(self) -> str:
+        return without_secrets(self._server)
+
+    @override
+    async def put(self, key: str, source: Source, *, if_absent: bool = False) -> None:
+        # On another thread, since a hash would hold up all requests.
+        crc32c = await asyncio.to_thread(_crc32c, source.content)
+        meta = json.dumps({"name": self._prefix + key, "crc32c": crc32c})
+        before = (
+            f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{meta}\r\n"
+            f"--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\n"
+        )
+        await self._ask(
+            "POST",
+            f"/upload{self._objects()}",
+            f"{self._uri}/{key}",
+            headers={"Content-Type": f'multipart/related; boundary="{_BOUNDARY}"'},
+            parameters={"uploadType": "multipart", "fields": "size"}
+            | ({"ifGenerationMatch": "0"} if if_absent else {}),
+            body=Body(source, before.encode(), f"\r\n--{_BOUNDARY}--".encode()),
+        )
+
+    @override
+    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> Found:
+        asked = {} if run is None else {"Range": f"bytes={run[0]}-{run[1] - 1}"}
+        try:
+            size = await self._ask(
+                "GET",
+                self._object(key),
+                f"{self._uri}/{key}",
+                headers=asked,
+                parameters={"alt": "media"},
+                run=run,
+                sink=sink,
+            )
+        except BehindItsEndError:
+            assert run is not None
+            return Found(run[0])
+        return Found(size)
+
+    @override
+    async def look(self, key: str) -> Found:
+        fields = ",".join(("size", "md5Hash", *_KEPT))
+        told = await self._ask(
+            "GET", self._object(key), f"{self._uri}/{key}", parameters={"fields": fields}
+        )
+        kept = {name: str(told[name]) for name in _KEPT if told.get(name)}
+        return Found(int(told["size"]), told.get("md5Hash") or "", kept)
+
+    @override
+    async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
+        parameters = {
+            "prefix": self._prefix + prefix,
+            "fields": "items(name,size),prefixes,nextPageToken",
+            **({} if deep else {"delimiter": "/"}),
+            **({} if after is None else {"pageToken": after}),
+        }
+        told = await self._ask(
+            "GET", self._objects(), f"{self._uri}/{prefix}", parameters=parameters
+        )
+        skip = len(self._prefix)
+        # Consoles make empty objects for folders, which end with a slash.
+        sizes = {
+            found["name"][skip:]: int(found["size"])
+            for found in told.get("items", ())
+            if not found["name"].endswith("/")
+        }
+        folders = [folder[skip:-1] for folder in told.get("prefixes", ())]
+        return Page(sizes, folders, told.get("nextPageToken"))
+
+    @override
+    async def copy(self, key: str, to: str, found: Found) -> Found:
+        kept = dict(found.kept)
+        # Without the version of the key, which is the newest in a copy.
+        kms = kept.pop("kmsKeyName", "").partition("/cryptoKeyVersions/")[0]
+        parameters = {"destinationKmsKeyName": kms} if kms else {}
+        path = f"{self._object(key)}/rewriteTo{self._object(to).removeprefix('/storage/v1')}"
+        while True:
+            told = await self._ask(
+                "POST",
+                path,
+                f"{self._uri}/{key}",
+                headers={"Content-Type": "application/json"},
+                parameters=parameters,
+                body=json.dumps(kept).encode(),
+            )
+            if told["done"]:
+                made = told["resource"]
+                return Found(int(made["size"]), made.get("md5Hash") or "")
+            # Between some classes it takes several requests.
+            parameters = {**parameters, "rewriteToken": told["rewriteToken"]}
+
+    @override
+    async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
+        if len(keys) == 1:
+            with suppress(FileNotFoundError):
+                await self._ask("DELETE", self._object(keys[0]), f"{self._uri}/{keys[0]}")
+            return {}
+        parts = "".join(
+            f"--{_BOUNDARY}\r\nContent-Type: application/http\r\nContent-ID: <{i}>\r\n\r\n"
+            f"DELETE {self._object(key)}{self._query()} HTTP/1.1\r\n\r\n\r\n"
+            for i, key in enumerate(keys)
+        )
+        told = await self._ask(
+            "POST",
+            "/batch/storage/v1",
+            self._uri,
+            headers={"Content-Type": f'multipart/mixed; boundary="{_BOUNDARY}"'},
+            body=f"{parts}--{_BOUNDARY}--\r\n".encode(),
+        )
+        return self._deleted(keys, told)
+
+    def _query(self) -> str:
+        payer = self._payer()
+        return f"?userProject={quote(payer['userProject'])}" if payer else ""
+
+    def _deleted(
+        self, keys: Sequence[str], told: str
+    ) -> Mapping[str, TransientError | BackendError]:
+        """Return the errors in the answer to a batch; its parts may come in another order."""
+        errors: dict[str, TransientError | BackendError] = {
+            key: TransientError("the answer does not tell of it") for key in keys
+        }
+        boundary = told.lstrip().partition("\n")[0].strip()
+        for i, part in enumerate(told.split(boundary)[1:] if boundary else ()):
+            status = re.search(r"HTTP/[\d.]+ (\d+)", part)
+            if status is None:
+                continue
+            named = re.search(r"response-<?(\d+)", part)
+            key = keys[int(named[1]) if named else i]
+            del errors[key]
+            refusal = RefusedError(int(status[1]), part[status.end() :])
+            if refusal.status == 404 or refusal.status < 300:
+                continue
+            error = typed(refusal, f"{self._uri}/{key}", self._uri)
+            if isinstance(error, TransientError | BackendError):
+                errors[key] = error
+        return errors
+
+    @override
+    async def is_object(self) -> bool:
+        name = quote(self._prefix.rstrip("/"), safe="")
+        if not name:
+            return False
+        try:
+            await self._ask("GET", f"{self._objects()}/{name}", self._uri)
+        except FileNotFoundError:
+            return False
+        return True
+
+    rule_kinds = ("bucket",)
+
+    @override
+    async def rules(self, kind: str) -> Mapping[str, Any]:
+        what = f"the rules of {self._uri}"
+        told: dict[str, Any] = await self._ask("GET", self._objects().removesuffix("/o"), what)
+        return told
+
+    @override
+    def warnings(self, rules: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+        return gcs_warnings(self._prefix, *rules)
+
+    @override
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+async def _raise_refusal(answer: aiohttp.ClientResponse) -> None:
+    if answer.status >= 300:
+        raise RefusedError(answer.status, (await answer.read()).decode(errors="replace"))
+
+
+def _crc32c(content: memoryview) -> str:
+    crc = 0
+    for start in range(0, len(content), 1 << 20):
+        # The library takes no views.
+        crc = google_crc32c.extend(crc, bytes(content[start : start + (1 << 20)]))
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()

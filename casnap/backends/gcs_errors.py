@@ -1,0 +1,74 @@
+"""What an error of Google Cloud Storage means, by its status and its text."""
+
+from __future__ import annotations
+
+import json
+
+from casnap.backends.client import ExpiredError, TakenError, TransientError
+from casnap.errors import AccessDeniedError, BackendError, NoBucketError
+
+_MAY_PASS = (408, 409, 500, 502, 504)
+_BUSY = (429, 503)
+
+
+class BehindItsEndError(Exception):
+    """A run begins behind the end of its object."""
+
+
+class RefusedError(Exception):
+    """An answer that is an error.
+
+    Attributes:
+        status: Its status.
+        text: Its body.
+    """
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"{status} {_message(text)}")
+        self.status = status
+        self.text = text
+
+
+def typed(refusal: RefusedError, what: str, uri: str) -> Exception | None:
+    """Return the error of ours that an answer means; None for a 404 that does not say of what.
+
+    Args:
+        refusal: The answer.
+        what: The object, for messages.
+        uri: The store, for messages.
+    """
+    status, text = refusal.status, refusal.text
+    if status == 404:
+        if "bucket does not exist" in text:
+            return NoBucketError(f"{uri}: the bucket does not exist ({refusal})")
+        return FileNotFoundError(what) if "No such object" in text else None
+    if status == 416:
+        return BehindItsEndError(what)
+    if status == 412:
+        return TakenError(str(refusal))
+    limited = status == 403 and "ateLimitExceeded" in text
+    if status in _BUSY or limited:
+        return TransientError(str(refusal), busy=True)
+    if status in _MAY_PASS or (status == 400 and "CRC32C" in text):
+        return TransientError(str(refusal))
+    if status == 401:
+        return ExpiredError(f"{uri}: the credentials are wrong or have expired ({refusal})")
+    if "requester pays" in text or "UserProjectMissing" in text:
+        return AccessDeniedError(
+            f"{uri}: the requester pays for this bucket: pass storage_options="
+            f"{{'requester_pays': True, 'project': …}} ({refusal})"
+        )
+    if status == 403:
+        return AccessDeniedError(
+            f"{what}: the server does not allow this ({refusal}); the user needs the role Storage "
+            "Object User there"
+        )
+    return BackendError(f"{what}: {refusal}")
+
+
+def _message(text: str) -> str:
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return text[:200]
