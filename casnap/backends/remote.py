@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -139,7 +140,7 @@ class RemoteBackend(Backend):
         sinks = runs(targets)
         found = self._run(together([self._get(key, sink) for sink in sinks])) if sinks else []
         # A range behind the end tells only that the object is no longer.
-        size = min((f.size for f in found if f.size is not None), default=0)
+        size = min((f.size for f in found if f.size is not None), default=sys.maxsize)
         return [max(0, min(len(target), size - offset)) for offset, target in targets]
 
     @override

@@ -54,7 +54,28 @@ def _client(uri: str, scheme: str) -> _Connect:
         return _s3
     if scheme == "gs":
         return _gcs
-    raise NotAStoreError(f"{uri}: casnap does not know {scheme}://{nearest(scheme, _EXTRAS)}")
+    known = {*_EXTRAS, *_others()}
+    if scheme not in known:
+        more = "" if len(known) > len(_EXTRAS) else "; fsspec, which knows more, is not installed"
+        raise NotAStoreError(f"{uri}: no backend knows {scheme}://{nearest(scheme, known)}{more}")
+    return _any
+
+
+def _others() -> set[str]:
+    if find_spec("fsspec") is None:
+        return set()
+    from fsspec.registry import known_implementations, registry
+
+    return {*known_implementations, *registry}
+
+
+def _any(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
+    from casnap.backends.any_fsspec import FsspecClient
+
+    try:
+        return FsspecClient(uri, options)
+    except ImportError as e:
+        raise BackendError(f"{uri}: {e}") from e
 
 
 def _s3(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
