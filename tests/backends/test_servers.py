@@ -161,3 +161,10 @@ class TestRclone(OnServer, LostOnTheWay):
 
     test_threads_that_put_one_key = None
     test_processes_that_put_one_key = None
+
+
+@pytest.mark.servers
+class TestGcs(OnServer, LostOnTheWay):
+    """The emulator ignores ifGenerationMatch, which a proxy of the tests enforces before it."""
+
+    kind = "gcs"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import random
 import shutil
@@ -189,6 +190,10 @@ class Soak:
         kill_every: float,
         bucket: Bucket | None = None,
     ) -> None:
+        if bucket is not None:
+            # Here once: it takes each process a second.
+            client = "gcs" if bucket.server.is_gcs else "s3"
+            importlib.import_module(f"casnap.backends.{client}")
         at_home = partial(Store, folder / "store", chunk_size=CHUNK)
         self.open_store = at_home if bucket is None else partial(store_in, bucket)
         self.journal = folder / "journal"
