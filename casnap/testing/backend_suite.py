@@ -150,6 +150,17 @@ class BackendSuite:
         assert backend.put_if_absent("packs/ab/x", b"again") is True
         assert backend.read("packs/ab/x") == b"again"
 
+    def test_what_is_deleted_together(self, backend: Backend) -> None:
+        """Those that do not exist are no error, and no other object goes with them."""
+        keys = [f"packs/{n % 3:02x}/größe {n}&<{n}>" for n in range(40)]
+        for key in keys:
+            backend.write(key, key.encode())
+        assert backend.delete_all([]) == {}
+        assert backend.delete_all([*keys[1:], "packs/aa/never", keys[1]]) == {}
+        assert backend.sizes("") == {keys[0]: len(keys[0].encode())}
+        assert backend.delete_all(iter(keys)) == {}
+        assert backend.sizes("packs") == {}
+
     def test_a_key_that_is_written_twice(self, backend: Backend) -> None:
         """Casnap never does it. A backend may refuse it, or replace the object as a whole."""
         backend.write("packs/ab/x", only(1, 3 * _MIB))
@@ -271,6 +282,7 @@ class BackendSuite:
         backend.write("packs/aa/5", b"12345")
         assert backend.sizes("packs/aa") == {"packs/aa/1": 0, "packs/aa/2": 0, "packs/aa/5": 5}
         backend.delete("packs/aa/5")
+        assert backend.sizes("") == dict.fromkeys(keys, 0)
         top = sorted(set(backend.names("")) - {"tmp"})
         assert top == ["index", "packs", "packs-", "packsx"]
         assert backend.names("tmp") == []

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 
 from casnap.backends import Backend, backend_at
-from casnap.testing.backend_suite import BrokenBackendSuite, Opener, SharedBackendSuite
+from casnap.errors import UnreachableError
+from casnap.testing import FaultyProxy, HttpFault, after, answer, break_off, cut, hang_up
+from casnap.testing.backend_suite import BrokenBackendSuite, Opener, SharedBackendSuite, pattern
+from tests.support.object_stores import IMPATIENT
 from tests.support.servers import Bucket, Server
+
+PUTS = ("PUT", "POST")
+CUTS = (cut(0), cut(1000), cut(1 << 20), cut(1000, reset=True))
 
 
 def opened(uri: str, storage_options: Mapping[str, Any], *, exclusive: bool = False) -> Backend:
@@ -34,23 +41,119 @@ class OnServer(SharedBackendSuite, BrokenBackendSuite):
         return partial(opened, uri, bucket.storage_options, exclusive=self.exclusive)
 
     @pytest.fixture
+    def proxy(self, bucket: Bucket) -> Iterator[FaultyProxy]:
+        with FaultyProxy(bucket.server.endpoint) as proxy:
+            yield proxy
+
+    @pytest.fixture
+    def proxied(self, bucket: Bucket, proxy: FaultyProxy) -> Backend:
+        """Return the same backend, reached by way of a proxy."""
+        options = {**bucket.storage_options, "endpoint_url": proxy.url, "casnap": IMPATIENT}
+        return opened(f"{bucket.uri}/some/prefix", options, exclusive=self.exclusive)
+
+    @pytest.fixture
     def broken(self, bucket: Bucket) -> Backend:
         """Return one whose bucket does not exist."""
         uri = f"{bucket.uri}-not-here/prefix"
         return opened(uri, bucket.storage_options, exclusive=self.exclusive)
 
 
-class TestSeaweedFS(OnServer):
+class LostOnTheWay:
+    """What a backend does while its line to the server breaks; for :class:`OnServer`."""
+
+    def test_a_lost_answer(self, backend: Backend, proxied: Backend, proxy: FaultyProxy) -> None:
+        """Whoever put the object is told so, and the others are told that they did not."""
+        with proxy.during(HttpFault(after(hang_up()), PUTS, "*/0/1*")) as (fault,):
+            assert proxied.put_if_absent("roots/0/1", b"mine") is True
+        assert fault.struck == 1
+        backend.write("roots/0/2", b"another's")
+        with proxy.during(HttpFault(after(hang_up()), PUTS, "*/0/2*")):
+            assert proxied.put_if_absent("roots/0/2", b"mine") is False
+        assert backend.read("roots/0/1") == b"mine"
+        assert backend.read("roots/0/2") == b"another's"
+
+    def test_a_conflict_that_is_none(
+        self, backend: Backend, proxied: Backend, proxy: FaultyProxy
+    ) -> None:
+        """409 and 412 say nothing: only the object itself does, or its absence."""
+        for n, status in enumerate((409, 412)):
+            key, refusal = f"roots/0/{n}", answer(status, "ConditionalRequestConflict")
+            with proxy.during(HttpFault(refusal, PUTS, times=2)) as (fault,):
+                assert proxied.put_if_absent(key, b"mine") is True
+            assert fault.struck == (0 if backend.exclusive else 2)
+            assert backend.read(key) == b"mine"
+
+    def test_an_object_that_is_sent_in_part(
+        self, backend: Backend, proxied: Backend, proxy: FaultyProxy
+    ) -> None:
+        """It is absent, or whole."""
+        content = pattern(3 << 20)
+        faults = HttpFault(break_off(2 << 20), PUTS, times=None)
+        for write in (proxied.write, proxied.put_if_absent):
+            key = f"packs/ab/{write.__name__}"
+            with proxy.during(faults), pytest.raises(UnreachableError):
+                write(key, content)
+            assert key not in backend.sizes("packs")
+            write(key, content)
+            assert backend.read(key) == content
+        assert len(proxy.log) < 50
+
+    def test_an_answer_that_ends_early(
+        self, backend: Backend, proxied: Backend, proxy: FaultyProxy
+    ) -> None:
+        content = pattern(3 << 20)
+        backend.write("packs/ab/x", content)
+        faults = [HttpFault(act, "GET", "*packs*x*", skip=n) for n, act in enumerate(CUTS)]
+        with proxy.during(*faults):
+            assert proxied.read("packs/ab/x") == content
+            target = bytearray(1 << 20)
+            assert proxied.read_into("packs/ab/x", [(1 << 20, memoryview(target))]) == [1 << 20]
+        assert target == content[1 << 20 : 2 << 20]
+
+    def test_many_objects(self, backend: Backend) -> None:
+        """More than one page of a listing, and more than one batch of deletes."""
+        keys = [f"packs/{n % 7:02x}/{n:05d}" for n in range(2500)]
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda key: backend.write(key, b"x"), keys))
+        assert backend.sizes("packs") == dict.fromkeys(keys, 1)
+        assert sorted(backend.names("packs")) == [f"{n:02x}" for n in range(7)]
+        before = backend.requests.get("delete", 0)
+        assert backend.delete_all(keys) == {}
+        assert backend.requests["delete"] - before <= 30
+        assert backend.sizes("packs") == {}
+
+
+def only(*names: str) -> Callable[[type[OnServer]], type[OnServer]]:
+    """Leave only some tests of a suite."""
+
+    def left(suite: type[OnServer]) -> type[OnServer]:
+        for name in dir(suite):
+            if name.startswith("test_") and name not in names:
+                setattr(suite, name, None)
+        return suite
+
+    return left
+
+
+@only("test_what_is_written_is_read", "test_names_are_those_of_one_level", "test_a_lost_answer")
+class TestShortly(OnServer, LostOnTheWay):
+    """What `make test` runs."""
+
     kind = "seaweedfs"
 
 
 @pytest.mark.servers
-class TestMoto(OnServer):
+class TestSeaweedFS(OnServer, LostOnTheWay):
+    kind = "seaweedfs"
+
+
+@pytest.mark.servers
+class TestMoto(OnServer, LostOnTheWay):
     kind = "moto"
 
 
 @pytest.mark.servers
-class TestRclone(OnServer):
+class TestRclone(OnServer, LostOnTheWay):
     """It ignores If-None-Match, so only one thread may write at a time."""
 
     kind = "rclone"
@@ -58,3 +161,10 @@ class TestRclone(OnServer):
 
     test_threads_that_put_one_key = None
     test_processes_that_put_one_key = None
+
+
+@pytest.mark.servers
+class TestGcs(OnServer, LostOnTheWay):
+    """The emulator ignores ifGenerationMatch, which a proxy of the tests enforces before it."""
+
+    kind = "gcs"

@@ -18,6 +18,7 @@ SERVERS = [
     "seaweedfs",
     pytest.param("moto", marks=pytest.mark.servers),
     pytest.param("rclone", marks=pytest.mark.servers),
+    pytest.param("gcs", marks=pytest.mark.servers),
 ]
 
 
@@ -51,7 +52,7 @@ def test_a_run(bucket: Bucket) -> None:
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize("bucket", ["seaweedfs", "moto", "rclone"], indirect=True)
+@pytest.mark.parametrize("bucket", ["seaweedfs", "moto", "rclone", "gcs"], indirect=True)
 @pytest.mark.usefixtures("cache_dir")
 def test_damage_is_found_and_repaired(bucket: Bucket) -> None:
     store = store_in(bucket)
@@ -96,7 +97,7 @@ def _ranks_take_and_restore(bucket: Bucket) -> dict[str, int]:
 
 
 @pytest.mark.servers
-@pytest.mark.parametrize("bucket", ["seaweedfs", "moto", "rclone"], indirect=True)
+@pytest.mark.parametrize("bucket", ["seaweedfs", "moto", "rclone", "gcs"], indirect=True)
 @pytest.mark.usefixtures("cache_dir")
 def test_ranks(bucket: Bucket, world: Callable[[int], World]) -> None:
     world(3).run(_ranks_take_and_restore, bucket)

@@ -6,11 +6,13 @@ import os
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.faults import memory_folder
 from tests.support.journal import Event, Expected
+from tests.support.servers import Bucket
 from tests.support.soaking import EACH, run_soak
 
 SEED = int(os.environ.get("CASNAP_SOAK_SEED", random.SystemRandom().randrange(10**6)))
@@ -23,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CASNAP_CACHE_DIR", str(tmp_path / "last"))
 
 
-def soak(folder: Path, seconds: float, kill_every: float, **roles: int) -> Counter[str]:
+def soak(folder: Path, seconds: float, kill_every: float, **roles: Any) -> Counter[str]:
     print(f"CASNAP_SOAK_SEED={SEED}")
     counts = run_soak(
         folder, seconds, seed=SEED, kill_every=kill_every, tell=lambda line: print(line), **roles
@@ -55,6 +57,24 @@ def test_a_long_soak(kill_every: float) -> None:
 @pytest.mark.usefixtures("cache")
 def test_a_soak_on_a_disk(disk_path: Path) -> None:
     counts = soak(disk_path, SECONDS / 3, 0.5, collectors=3, deleters=2)
+    assert counts["take"] > 0
+    assert counts["collect"] > 0
+
+
+@pytest.mark.servers
+@pytest.mark.usefixtures("cache")
+def test_a_short_soak_of_a_bucket(bucket: Bucket) -> None:
+    with memory_folder() as folder:
+        counts = soak(folder, 20, 2, takers=2, collectors=1, bucket=bucket)
+    assert {*EACH} <= counts.keys(), counts
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS * 3 + 300)
+@pytest.mark.usefixtures("cache")
+def test_a_long_soak_of_a_bucket(bucket: Bucket) -> None:
+    with memory_folder() as folder:
+        counts = soak(folder, SECONDS, 2, takers=2, collectors=1, bucket=bucket)
     assert counts["take"] > 0
     assert counts["collect"] > 0
 

@@ -166,9 +166,9 @@ def _request(method: str, url: str, body: bytes | None = None) -> bytes:
 
 
 def _program(name: str) -> str:
-    """Return the path of a program that was installed beside this interpreter."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
+    """Return the path of a program that `make` installed, or that is on the path."""
+    ours = (f"{sys.prefix}/{place}/{name}" for place in ("bin", "servers/bin"))
+    found = next(filter(os.path.exists, ours), None) or shutil.which(name)
     if found is None:
         raise FileNotFoundError(f"{name} is not installed; `make test-servers` installs it")
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import random
 import shutil
@@ -26,8 +27,10 @@ from typing import Any
 import torch
 
 from casnap import Retention, Snapshot, StateDict, Store
-from tests.support.faults import CHUNK, KEY, assert_equal, assert_no_orphans, memory_folder, start
+from tests.support.faults import CHUNK, KEY, assert_equal, memory_folder, start
 from tests.support.journal import Expected, Journal, read_journal
+from tests.support.object_stores import assert_no_orphans_in, store_in
+from tests.support.servers import KINDS, Bucket, started
 
 TAG = "kept"
 EACH = ("take", "delete", "prune", "tag", "collect", "restore", "killed", "stopped")
@@ -77,7 +80,7 @@ def held(store: Store) -> dict[str, int]:
 class Worker:
     """One process: a role, its number, and the how-manieth since its start it is."""
 
-    store: Path
+    open_store: Callable[..., Store]
     journal: Journal
     random: random.Random
     number: int
@@ -87,7 +90,7 @@ class Worker:
     def opened(self) -> Iterator[Store]:
         """Yield the store again and again, now and then opened anew, while there is a parent."""
         while os.getppid() == self.parent:
-            store = Store(self.store, chunk_size=CHUNK)
+            store = self.open_store()
             for _ in range(self.random.randint(1, 10)):
                 yield store
 
@@ -176,10 +179,23 @@ class Soak:
         roles: How many processes take, delete, collect and read.
         seed: Of all that is random but the timing.
         kill_every: Seconds between two kills or stops, on the average.
+        bucket: Where the store is to be, if not in the folder.
     """
 
-    def __init__(self, folder: Path, roles: dict[str, int], seed: int, kill_every: float) -> None:
-        self.store = folder / "store"
+    def __init__(
+        self,
+        folder: Path,
+        roles: dict[str, int],
+        seed: int,
+        kill_every: float,
+        bucket: Bucket | None = None,
+    ) -> None:
+        if bucket is not None:
+            # Here once: it takes each process a second.
+            client = "gcs" if bucket.server.is_gcs else "s3"
+            importlib.import_module(f"casnap.backends.{client}")
+        at_home = partial(Store, folder / "store", chunk_size=CHUNK)
+        self.open_store = at_home if bucket is None else partial(store_in, bucket)
         self.journal = folder / "journal"
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
@@ -233,7 +249,7 @@ class Soak:
         shared = rng.random() < 0.6
         cache = self._caches / ("shared" if shared else f"{role}-{number}")
         journal = Journal(self.journal, f"{role}-{number}")
-        worker = Worker(self.store, journal, rng, number, life)
+        worker = Worker(self.open_store, journal, rng, number, life)
 
         def work() -> None:
             os.environ["CASNAP_CACHE_DIR"] = str(cache)
@@ -295,15 +311,15 @@ def final_check(soak: Soak) -> list[str]:
     """Return what is wrong with what is left of a soak; count what is read."""
     events = read_journal(soak.journal)
     problems = soak.failures + [e["trace"] for e in events if e["do"] == "fail"]
-    store = Store(soak.store, create=False)
+    store = soak.open_store(create=False)
     report = store.check(data=True)
     problems += [f"{damage.kind}: {damage.message}" for damage in report.damages]
     found = held(store)
     problems += Expected(events).problems_with(found)
     for _ in range(2):
         store.gc(grace=0)
-    assert_no_orphans(soak.store)
-    if held(Store(soak.store)) != found or not store.check(data=True).ok:
+    assert_no_orphans_in(store)
+    if held(soak.open_store()) != found or not store.check(data=True).ok:
         problems.append("after the last collection the store holds something else")
     soak.counts["left"] = len(found)
     return problems
@@ -319,15 +335,16 @@ def run_soak(
     readers: int = 1,
     seed: int = 0,
     kill_every: float = 0.5,
+    bucket: Bucket | None = None,
     tell: Callable[[str], object] | None = None,
 ) -> Counter[str]:
-    """Soak a new store in a folder; check what is left of it, and return what was done.
+    """Soak a new store in a folder or bucket; check what is left of it, and return what was done.
 
     Raises:
         AssertionError: Something was lost, or wrong, or came back; the message says what.
     """
     roles = {"take": takers, "delete": deleters, "collect": collectors, "read": readers}
-    soak = Soak(folder, roles, seed, kill_every)
+    soak = Soak(folder, roles, seed, kill_every, bucket)
     soak.run(seconds, tell)
     problems = final_check(soak)
     counts = soak.counted()
@@ -344,10 +361,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--kill-every", type=float, default=0.5, help="seconds, on the average")
     parser.add_argument("--folder", type=Path, help="where to; by default in memory")
+    parser.add_argument("--server", choices=KINDS, help="in a bucket of this kind of server")
     options = vars(parser.parse_args())
     print(f"seed {options['seed']}", flush=True)
-    folder = options.pop("folder")
+    folder, kind = options.pop("folder"), options.pop("server")
     with contextlib.ExitStack() as stack:
+        if kind is not None:
+            options["bucket"] = stack.enter_context(stack.enter_context(started(kind)).bucket())
         if folder is None:
             folder = stack.enter_context(memory_folder())
         folder.mkdir(parents=True, exist_ok=True)
