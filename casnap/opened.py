@@ -16,9 +16,9 @@ from casnap.backends import Backend
 from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError, nearest
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
-from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
+from casnap.format.records import DEFAULT_CHUNK_SIZE, Root, Row, StoreConfig
 from casnap.runtime import calls
-from casnap.storage.location import Location, create_store, locate_snapshot
+from casnap.storage.location import Location, create_store, locate_snapshot, locate_store
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table
 
@@ -56,6 +56,7 @@ class OpenStore:
         chunk_size: For a new store, in bytes.
         codec: The codec for new chunks.
         exclusive: Whether the user vouches that no other process writes to the store.
+        config: The record of the store, if it was read already.
 
     Attributes:
         objects: The objects of the store.
@@ -81,6 +82,7 @@ class OpenStore:
         chunk_size: int = DEFAULT_CHUNK_SIZE,
         codec: Codec = Codec.RAW,
         exclusive: bool = False,
+        config: StoreConfig | None = None,
     ) -> None:
         if sys.byteorder != "little":
             raise UnsupportedFormatError(
@@ -90,7 +92,9 @@ class OpenStore:
         found.backend.exclusive |= exclusive
         self.is_new = False
         may_make = create and not found.name
-        objects = _at(found.backend, or_none=may_make) if found.backend.is_remote else None
+        objects = Objects(found.backend, config=config) if config is not None else None
+        if objects is None and found.backend.is_remote:
+            objects = _at(found.backend, or_none=may_make)
         if objects is not None:
             pass
         elif may_make:
@@ -106,6 +110,10 @@ class OpenStore:
         self.codec = codec
         # Weak, since the Store refers to this: else both would stay until a garbage collection.
         self._store: ref[Store] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have another process open the store anew, as a spawned worker of a data loader does."""
+        return _open_again, (self.objects.backend, self.prefix, self.codec)
 
     def whole(self) -> OpenStore:
         """Return the whole store that this is a view of."""
@@ -197,6 +205,10 @@ class OpenStore:
         return async_take(self.objects, self.full_name(name), app_state, options, comm)
 
 
+def _open_again(backend: Backend, prefix: str, codec: Codec) -> OpenStore:
+    return OpenStore(Location(backend, prefix, exists=True), create=False, codec=codec)
+
+
 def _at(backend: Backend, *, or_none: bool) -> Objects | None:
     """Open a remote store.
 
@@ -235,6 +247,24 @@ def find(
     return store.opened, os.fspath(path)
 
 
+class _Place(msgspec.Struct, array_like=True):
+    """What rank 0 says of the place of a snapshot to be.
+
+    Attributes:
+        path: The path that it was given.
+        uri: The store.
+        name: The full name.
+        config: The record of a remote store, which then no other rank reads.
+        root: A recent root of it.
+    """
+
+    path: str
+    uri: str
+    name: str
+    config: StoreConfig | None = None
+    root: Root | None = None
+
+
 def find_together(
     path: str | os.PathLike[str],
     storage_options: Mapping[str, Any] | None,
@@ -245,15 +275,19 @@ def find_together(
     with comm.reporting_errors():
         if comm.rank == 0:
             opened, name = find(path, storage_options, store, create=True)
-            if comm.size > 1:
-                place = opened.objects.backend.uri
-                said = [os.fspath(path), place, opened.outer_name(name)]
-                comm.broadcast(msgspec.msgpack.encode(said))
+            objects = opened.objects
+            said = _Place(os.fspath(path), objects.backend.uri, opened.outer_name(name))
+            if objects.backend.is_remote and comm.size > 1:
+                said.config, said.root = objects.config, objects.recent()
+            comm.broadcast_message(said, _Place)
             return opened, name
-        there, uri, full = msgspec.msgpack.decode(comm.broadcast(), type=tuple[str, str, str])
-        comm.check_same("the path", os.fspath(path), there)
+        said = comm.broadcast_message(None, _Place)
+        comm.check_same("the path", os.fspath(path), said.path)
         # Each rank reaches the store in its own way, but never looks for another one.
-        if isinstance(store, OpenStore.store_class) and store.objects.backend.uri == uri:
-            return store.opened.whole(), full
-        options = storage_options or None
-        return OpenStore.store_class(uri, create=False, storage_options=options).opened, full
+        if isinstance(store, OpenStore.store_class) and store.objects.backend.uri == said.uri:
+            return store.opened.whole(), said.name
+        found = locate_store(said.uri, storage_options)
+        opened = OpenStore(found, create=False, config=said.config)
+        if said.root is not None:
+            opened.objects.hear(said.root)
+        return opened, said.name

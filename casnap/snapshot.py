@@ -404,6 +404,10 @@ class Snapshot:
     def __repr__(self) -> str:
         return f"Snapshot({self.path!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have another process open the store anew; process groups stay in their process."""
+        return type(self), (Found(self._opened, self.name, self.row),)
+
 
 class PendingSnapshot:
     """A snapshot that is being stored in the background."""

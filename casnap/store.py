@@ -108,6 +108,10 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.uri!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have another process open the store anew; the pickle holds the storage options."""
+        return type(self), (self.opened,)
+
     def full_name(self, name: str) -> str:
         """Return the full name of a snapshot: the prefix of this view, then the name.
 

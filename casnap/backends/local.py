@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from casnap.backends.base import Backend, Target, translated
 from casnap.backends.durability import NewNames
@@ -45,6 +46,10 @@ class LocalBackend(Backend):
         self._new = NewNames(self._put_anew)
         self._entered: set[Path] = set()
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have another process reach the same folder."""
+        return type(self), (self.folder,), {"exclusive": self.exclusive}
 
     def make(self) -> None:
         """Make the folder itself, and those above it that are missing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from casnap.backends.base import Backend, Target
 from casnap.runtime.typing import override
@@ -22,6 +23,10 @@ class MemoryBackend(Backend):
         self.uri = f"memory://{name}"
         with _lock:
             self._objects = _stores.setdefault(name, {})
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Refuse to be sent to another process, which would get a copy."""
+        raise TypeError(f"{self.uri} lives in the memory of this process; no other can open it")
 
     @override
     @property

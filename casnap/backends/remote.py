@@ -67,6 +67,11 @@ class RemoteBackend(Backend):
         self._connected: _Connected | None = None
         self._known = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have another process connect anew."""
+        made_of = (self.uri, self._connect, self._retries)
+        return type(self), made_of, {"exclusive": self.exclusive}
+
     @property
     @override
     def requests(self) -> Mapping[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,7 +29,7 @@ def remote_backend(uri: str, storage_options: Mapping[str, Any]) -> RemoteBacken
     options = dict(storage_options)
     retries = _retries(uri, options.pop("casnap", {}))
     connect = _client(uri, scheme)
-    return RemoteBackend(uri, lambda: connect(uri, options, retries), retries)
+    return RemoteBackend(uri, partial(connect, uri, options, retries), retries)
 
 
 def _retries(uri: str, settings: Mapping[str, Any]) -> Retries:

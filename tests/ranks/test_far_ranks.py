@@ -6,17 +6,19 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import StateDict, Store
+from casnap import Snapshot, StateDict, Store
 from casnap.format.digest import Digest
 from casnap.format.records import Place, pack_key
 from tests.support.far import FarFolder
 from tests.support.ranks import World
+from tests.support.servers import Bucket
 
 RANKS = 3
 
@@ -107,3 +109,19 @@ def test_rank_0_reads_roots_and_trees_for_all(
     # Once for the job that takes and once for the one that restores, for all ranks of a host.
     hosts_read = index if hosts == "three" else [[key for keys in index for key in keys]]
     assert all(max(Counter(keys).values()) <= 2 for keys in hosts_read)
+
+
+def take_by_path(path: str, options: dict[str, Any]) -> dict[str, int]:
+    """Take by a path, as a job's first take; return this rank's requests."""
+    snapshot = Snapshot.take(path, state(1), storage_options=options)
+    return dict(snapshot.store.objects.backend.requests)
+
+
+def test_ranks_that_take_by_a_path_only_put(world: Callable[[int], World], bucket: Bucket) -> None:
+    """Rank 0 makes the store, and tells the others all that they would ask."""
+    path = f"{bucket.uri}/run/step_1"
+    for requests in world(RANKS).run(take_by_path, path, bucket.storage_options)[1:]:
+        assert set(requests) == {"put"}
+    store = Store(f"{bucket.uri}/run", create=False, storage_options=bucket.storage_options)
+    assert [snapshot.name for snapshot in store.snapshots()] == ["step_1"]
+    assert store.check()

@@ -26,6 +26,8 @@ from casnap.testing import FaultyProxy, HttpFault, answer
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.servers import NOBODY, READER, Bucket
 
+pytestmark = pytest.mark.servers
+
 TINY = {"s": StateDict(x=1)}
 FEW = 4
 """Requests that a refused call may make: it looks, and perhaps probes, but tries nothing again."""

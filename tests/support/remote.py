@@ -23,6 +23,8 @@ from casnap.runtime.typing import override
 PAGE_KEYS = BATCH_KEYS = 1000
 MOST_BYTES = 48 << 20
 _GAP = 64 << 10
+# The keys in each folder of each store: of a million, most listings are of few.
+_folders: dict[str, dict[str, set[str]]] = {}
 
 
 class RemoteDouble(MemoryBackend):
@@ -44,7 +46,8 @@ class RemoteDouble(MemoryBackend):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.uri = f"s3://{name}"
+        self.uri = f"double://{name.strip('/')}"
+        self._folders = _folders.setdefault(name, {})
         self.log: list[tuple[str, str]] = []
         self.read_bytes = 0
         self.latency = 0.0
@@ -92,11 +95,14 @@ class RemoteDouble(MemoryBackend):
         assert len(content) <= MOST_BYTES, f"{key} has {len(content):,} bytes"
         self._note("put", key)
         super().write(key, content)
+        self._keep(key)
 
     @override
     def put_if_absent(self, key: str, content: bytes) -> bool:
         self._note("put", key)
-        return super().put_if_absent(key, content)
+        is_new = super().put_if_absent(key, content)
+        self._keep(key)
+        return is_new
 
     @override
     def read(self, key: str) -> bytes:
@@ -125,15 +131,31 @@ class RemoteDouble(MemoryBackend):
         self._note("head", key)
         return len(MemoryBackend.read(self, key))
 
+    def _below(self, folder: str) -> list[str]:
+        """Return a folder, and those below it, that hold objects."""
+        prefix = f"{folder}/" if folder else ""
+        folders = [f for f, keys in list(self._folders.items()) if keys]
+        return [f for f in folders if f == folder or f.startswith(prefix)]
+
+    def _keep(self, key: str) -> None:
+        self._folders.setdefault(key.rpartition("/")[0], set()).add(key)
+
+    def _drop(self, key: str) -> None:
+        self._folders.get(key.rpartition("/")[0], set()).discard(key)
+
     @override
     def names(self, folder: str) -> list[str]:
-        names = super().names(folder)
+        prefix = f"{folder}/" if folder else ""
+        below = {f[len(prefix) :].split("/")[0] for f in self._below(folder) if f != folder}
+        own = {key[len(prefix) :] for key in list(self._folders.get(folder, ()))}
+        names = list(own | (below - {""}))
         self._note("list", folder, max(1, -(-len(names) // PAGE_KEYS)))
         return names
 
     @override
     def sizes(self, folder: str) -> dict[str, int]:
-        found = super().sizes(folder)
+        keys = [key for below in self._below(folder) for key in list(self._folders[below])]
+        found = {key: len(self._objects[key]) for key in keys}
         self._note("list", folder, max(1, -(-len(found) // PAGE_KEYS)))
         return found
 
@@ -142,11 +164,13 @@ class RemoteDouble(MemoryBackend):
         self._note("copy", key)
         with self._taking_time():
             MemoryBackend.write(self, to, MemoryBackend.read(self, key))
+        self._keep(to)
 
     @override
     def delete(self, key: str) -> None:
         self._note("delete", key)
         super().delete(key)
+        self._drop(key)
 
     @override
     def delete_all(self, keys: Iterable[str]) -> dict[str, BackendError]:
@@ -154,6 +178,7 @@ class RemoteDouble(MemoryBackend):
         self._note("delete", f"{len(todo)} keys", -(-len(todo) // BATCH_KEYS))
         for key in todo:
             MemoryBackend.delete(self, key)
+            self._drop(key)
         return {}
 
     @override

@@ -1,0 +1,187 @@
+"""A large index of a remote store: a few chunks are looked up by ranges."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.errors import DamagedError
+from casnap.format.digest import Digest
+from casnap.format.records import (
+    PackId,
+    Place,
+    Record,
+    Segment,
+    SegmentId,
+    SegmentRef,
+    decode_segment,
+    encode_segment,
+    segment_key,
+)
+from casnap.storage.pack import new_id
+from casnap.storage.roots import newest_root, put_next_root
+from casnap.storage.segment_search import search
+from casnap.storage.segments import write_segments
+from tests.support.remote import RemoteDouble
+
+RECORDS = 160_000
+
+
+def records_at_random(count: int, packs: int = 50, seed: int = 0) -> Segment:
+    drawn = random.Random(seed)
+    ids = [PackId(new_id(0)) for _ in range(packs)]
+    return Segment(
+        tuple(ids),
+        [
+            (Digest(drawn.randbytes(32)), Place(ids[i % packs], 100 * i, 100, 100, 0))
+            for i in range(count)
+        ],
+    )
+
+
+def put_segment(backend: RemoteDouble, segment: Segment) -> SegmentRef:
+    ident = SegmentId(new_id(0))
+    backend.write(segment_key(ident), encode_segment(segment))
+    return SegmentRef(ident, len(segment.records))
+
+
+# --- the search alone ---
+
+
+def test_every_record_is_found(tmp_path: Path) -> None:
+    """The first, the last, and some between; what the segment does not have is not found."""
+    backend = RemoteDouble(str(tmp_path))
+    segment = records_at_random(20_000)
+    ref = put_segment(backend, segment)
+    lengths = {SegmentId(ref.id): backend.size(segment_key(ref.id))}
+    order = sorted(segment.records, key=lambda record: record[0])
+    asked = [order[0], order[-1], *order[:: len(order) // 50]]
+    absent = Digest(os.urandom(32))
+    for digest, place in asked:
+        found = search(backend, [ref], lengths, [digest, absent])
+        assert found == {digest: [place], absent: []}
+
+
+def test_all_places_of_a_digest_are_found(tmp_path: Path) -> None:
+    backend = RemoteDouble(str(tmp_path))
+    segment = records_at_random(20_000)
+    digest, place = segment.records[0]
+    more = [
+        (digest, msgspec.structs.replace(place, offset=place.offset + n)) for n in range(1, 2000)
+    ]
+    ref = put_segment(backend, Segment(segment.packs, segment.records + more))
+    lengths = {SegmentId(ref.id): backend.size(segment_key(ref.id))}
+    found = search(backend, [ref], lengths, [digest])[digest]
+    assert len(found) == 2000
+
+
+def test_digests_that_are_not_spread_evenly_are_found_or_left_to_others(tmp_path: Path) -> None:
+    """A store that somebody forged costs a bounded number of looks."""
+    backend = RemoteDouble(str(tmp_path))
+    segment = records_at_random(20_000)
+    low = [(Digest(b"\0" * 8 + d[8:]), p) for d, p in segment.records]
+    ref = put_segment(backend, Segment(segment.packs, low))
+    lengths = {SegmentId(ref.id): backend.size(segment_key(ref.id))}
+    backend.reset()
+    digest = sorted(low)[15_000][0]
+    assert set(search(backend, [ref], lengths, [digest])) == {digest}
+    assert backend.count <= 4
+
+
+@pytest.mark.parametrize("length", [0, 1000, 1_220_053, 1 << 40])
+def test_a_segment_of_another_length_is_passed_over(tmp_path: Path, length: int) -> None:
+    backend = RemoteDouble(str(tmp_path))
+    segment = records_at_random(20_000)
+    ref = put_segment(backend, segment)
+    digest = segment.records[0][0]
+    assert search(backend, [ref], {SegmentId(ref.id): length}, [digest]) in (
+        {digest: []},
+        # A length that could be is believed; what lies there has another digest.
+        {digest: [segment.records[0][1]]},
+    )
+
+
+# --- in a store ---
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteDouble:
+    """Return a store of one snapshot, as a host sees it that has not met it before."""
+    store = Store(RemoteDouble(str(tmp_path)))
+    store.take({"m": StateDict(a=torch.arange(300_000.0), b=torch.ones(300_000))}, "first")
+    monkeypatch.setenv("CASNAP_CACHE_DIR", str(tmp_path / "another-host"))
+    (tmp_path / "another-host").mkdir()
+    return RemoteDouble(str(tmp_path))
+
+
+def mixed_in(backend: RemoteDouble, lie: bool = False) -> None:
+    """Put a root whose index is the store's own among many other records."""
+    root = newest_root(backend)
+    own = [decode_segment(backend.read(segment_key(ref.id)), "own") for ref in root.segments]
+    others = records_at_random(RECORDS)
+    records: list[Record] = [record for segment in own for record in segment.records]
+    if lie:
+        records = [(d, msgspec.structs.replace(p, offset=p.offset + 8)) for d, p in records]
+    packs = (*others.packs, *(pack for segment in own for pack in segment.packs))
+    ref = put_segment(backend, Segment(packs, [*others.records, *records]))
+    assert put_next_root(backend, root, segments=(ref,)) is not None
+
+
+def test_a_tensor_is_read_without_the_index(large: RemoteDouble) -> None:
+    mixed_in(large)
+    [index] = newest_root(large).segments
+    nbytes = large.size(segment_key(index.id))
+    large.reset()
+    tensor = Store(large)["first"].read_object("m/a")
+    assert torch.equal(tensor, torch.arange(300_000.0))
+    read = large.read_bytes - tensor.nbytes
+    assert read < nbytes // 4, large.log
+    chunks = 2
+    # The record, a look at the segment, two windows, the ids of the packs.
+    assert large.count - chunks <= 6 + 4, large.log
+
+
+def test_a_record_that_lies_is_damage(large: RemoteDouble) -> None:
+    mixed_in(large, lie=True)
+    with pytest.raises(DamagedError, match="differ from what was written"):
+        Store(large)["first"].read_object("m/a")
+
+
+def test_a_whole_place_is_found_beside_a_lie(large: RemoteDouble) -> None:
+    true = newest_root(large).segments
+    mixed_in(large, lie=True)
+    root = newest_root(large)
+    assert put_next_root(large, root, segments=(*root.segments, *true)) is not None
+    assert torch.equal(Store(large)["first"].read_object("m/a"), torch.arange(300_000.0))
+
+
+def test_a_restore_of_many_chunks_reads_the_index(large: RemoteDouble, tmp_path: Path) -> None:
+    """To search it for each of them would take longer."""
+    state = {f"w{i}": torch.full((20_000,), float(i)) for i in range(200)}
+    Store(RemoteDouble(str(tmp_path))).take({"m": StateDict(**state)}, "many")
+    mixed_in(large)
+    target = {"m": StateDict(**{key: torch.zeros(20_000) for key in state})}
+    Store(large)["many"].restore(target)
+    assert all(torch.equal(target["m"][key], tensor) for key, tensor in state.items())
+
+
+# --- the size of segments ---
+
+
+@pytest.mark.slow
+def test_no_segment_is_above_48_mib(tmp_path: Path) -> None:
+    """The double refuses larger objects; each pack of the records lies in one segment."""
+    backend = RemoteDouble(str(tmp_path))
+    store = Store(backend)
+    segment = records_at_random(1_500_000, packs=1500)
+    refs = write_segments(store.objects, segment, 0)
+    assert len(refs) == 3
+    assert sum(ref.count for ref in refs) == 1_500_000
+    parts = [decode_segment(backend.read(segment_key(ref.id)), "a part") for ref in refs]
+    assert sorted(pack for part in parts for pack in part.packs) == sorted(segment.packs)
