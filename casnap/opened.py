@@ -55,13 +55,8 @@ class OpenStore:
         chunk_size: For a new store, in bytes.
         codec: The codec for new chunks.
         exclusive: Whether the user vouches that no other process writes to the store.
-<<<<<<< HEAD
         config: The record of the store, if it was read already.
         ahead: Whether a use follows at once, so that a remote store looks for its newest root now.
-=======
-        ahead: Whether a use follows at once, so that a remote store looks for its newest root now.
-        config: The record of the store, if it was read already.
->>>>>>> wt-c
 
     Attributes:
         objects: The objects of the store.
@@ -87,13 +82,8 @@ class OpenStore:
         chunk_size: int = DEFAULT_CHUNK_SIZE,
         codec: Codec = Codec.RAW,
         exclusive: bool = False,
-<<<<<<< HEAD
         config: StoreConfig | None = None,
         ahead: bool = False,
-=======
-        ahead: bool = False,
-        config: StoreConfig | None = None,
->>>>>>> wt-c
     ) -> None:
         if sys.byteorder != "little":
             raise UnsupportedFormatError(
@@ -106,12 +96,10 @@ class OpenStore:
         objects = Objects(found.backend, config=config) if config is not None else None
         if objects is None and found.backend.is_remote:
             objects = _at(found.backend, or_none=may_make, ahead=ahead)
-        if objects is not None:
-            pass
-        elif may_make:
+        if objects is None and may_make:
             # If the store exists, this finishes a creation that was interrupted.
             self.is_new = create_store(found.backend, chunk_size=chunk_size, asked=asked)
-        elif not found.exists:
+        elif objects is None and not found.exists:
             raise NotAStoreError(
                 f"{found.backend.uri} is not a casnap store, nor is any folder above it; make one "
                 f"with `casnap init {found.backend.uri}`, or check the path"
@@ -216,15 +204,10 @@ class OpenStore:
         return async_take(self.objects, self.full_name(name), app_state, options, comm)
 
 
-<<<<<<< HEAD
 def _open_again(backend: Backend, prefix: str, codec: Codec, marks: bool) -> OpenStore:
     again = OpenStore(Location(backend, prefix, exists=True), create=False, codec=codec)
     again.objects.marks = marks
     return again
-=======
-def _open_again(backend: Backend, prefix: str, codec: Codec) -> OpenStore:
-    return OpenStore(Location(backend, prefix, exists=True), create=False, codec=codec)
->>>>>>> wt-c
 
 
 def _at(backend: Backend, *, or_none: bool, ahead: bool) -> Objects | None:
