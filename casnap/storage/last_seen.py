@@ -10,6 +10,7 @@ import msgspec
 
 from casnap.backends.base import Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
 from casnap.format.records import Root, StoreConfig, encode
 from casnap.storage.cache import Cache, open_cache
@@ -47,7 +48,7 @@ class LastSeen:
             ahead: Return the newest root instead.
         """
         try:
-            note = msgspec.msgpack.decode(self._cache.note(_NOTE) or b"", type=_Note)
+            note = decoder(_Note).decode(self._cache.note(_NOTE) or b"")
             if ahead:
                 root, newer = root_and_next(self._backend, note.seq)
             else:
