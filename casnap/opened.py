@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from weakref import ref
@@ -57,6 +56,7 @@ class OpenStore:
         codec: The codec for new chunks.
         exclusive: Whether the user vouches that no other process writes to the store.
         config: The record of the store, if it was read already.
+        ahead: Whether a use follows at once, so that a remote store looks for its newest root now.
 
     Attributes:
         objects: The objects of the store.
@@ -83,6 +83,7 @@ class OpenStore:
         codec: Codec = Codec.RAW,
         exclusive: bool = False,
         config: StoreConfig | None = None,
+        ahead: bool = False,
     ) -> None:
         if sys.byteorder != "little":
             raise UnsupportedFormatError(
@@ -94,13 +95,11 @@ class OpenStore:
         may_make = create and not found.name
         objects = Objects(found.backend, config=config) if config is not None else None
         if objects is None and found.backend.is_remote:
-            objects = _at(found.backend, or_none=may_make)
-        if objects is not None:
-            pass
-        elif may_make:
+            objects = _at(found.backend, or_none=may_make, ahead=ahead)
+        if objects is None and may_make:
             # If the store exists, this finishes a creation that was interrupted.
             self.is_new = create_store(found.backend, chunk_size=chunk_size, asked=asked)
-        elif not found.exists:
+        elif objects is None and not found.exists:
             raise NotAStoreError(
                 f"{found.backend.uri} is not a casnap store, nor is any folder above it; make one "
                 f"with `casnap init {found.backend.uri}`, or check the path"
@@ -113,14 +112,14 @@ class OpenStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew, as a spawned worker of a data loader does."""
-        return _open_again, (self.objects.backend, self.prefix, self.codec)
+        return _open_again, (self.objects.backend, self.prefix, self.codec, self.objects.marks)
 
     def whole(self) -> OpenStore:
         """Return the whole store that this is a view of."""
         if not self.prefix:
             return self
-        whole = copy(self)
-        whole.prefix, whole._store = "", None
+        whole = OpenStore.__new__(OpenStore)
+        vars(whole).update(vars(self), prefix="", _store=None)
         return whole
 
     @property
@@ -205,18 +204,20 @@ class OpenStore:
         return async_take(self.objects, self.full_name(name), app_state, options, comm)
 
 
-def _open_again(backend: Backend, prefix: str, codec: Codec) -> OpenStore:
-    return OpenStore(Location(backend, prefix, exists=True), create=False, codec=codec)
+def _open_again(backend: Backend, prefix: str, codec: Codec, marks: bool) -> OpenStore:
+    again = OpenStore(Location(backend, prefix, exists=True), create=False, codec=codec)
+    again.objects.marks = marks
+    return again
 
 
-def _at(backend: Backend, *, or_none: bool) -> Objects | None:
-    """Open a remote store.
+def _at(backend: Backend, *, or_none: bool, ahead: bool) -> Objects | None:
+    """Open a remote store; with ``ahead`` for a use that follows at once.
 
     Raises:
         NotAStoreError: There is no store, or its creation was cut off; unless ``or_none``.
     """
     try:
-        return Objects.at(backend)
+        return Objects.at(backend, ahead=ahead)
     except NotAStoreError:
         if or_none:
             return None
@@ -237,7 +238,8 @@ def find(
     """
     if store is None:
         found = locate_snapshot(path, storage_options)
-        return OpenStore(found._replace(name=""), create=create, asked=False), found.name
+        whole = found._replace(name="")
+        return OpenStore(whole, create=create, asked=False, ahead=True), found.name
     if isinstance(store, str | os.PathLike):
         store = OpenStore.store_class(store, create=create, storage_options=storage_options)
     elif not isinstance(store, OpenStore.store_class):

@@ -6,6 +6,7 @@ The examples of a page run in order, in one empty working folder:
 - ```` ```console ```` blocks: each line ``$ command`` runs in bash and must exit with 0. Lines that
   follow it are its expected output, white space aside; ``...`` stands for anything. A command
   without expected output may print what it likes. A ``\\`` at the end continues a command.
+- ``s3://my-bucket`` is a bucket of a server that runs on this machine.
 - Anything else (```` ```sh ````, ```` ```text ````) is only shown.
 
 ``<!-- invisible-code-block: python ... -->`` runs unseen, ``<!-- skip: next -->`` leaves one out.
@@ -25,9 +26,12 @@ import pytest
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
+from tests.support.servers import Bucket
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [page for page in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if page.exists()]
 LINKED = [*PAGES, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
+BUCKET = "s3://my-bucket"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -82,10 +86,18 @@ SYBIL = Sybil(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    if BUCKET in (text := page.read_text()):
+        bucket: Bucket = request.getfixturevalue("bucket")
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)
+        page = tmp_path / page.name
+        page.write_text(text.replace(BUCKET, bucket.uri))
     for example in SYBIL.parse(page).examples():
         example.evaluate()
 

@@ -109,6 +109,9 @@ class Client(ABC):
 
     puts_if_absent: bool = True
 
+    async def connect(self) -> None:  # noqa: B027 - nothing by default
+        """Do what takes long before the first request, and is no request."""
+
     @abstractmethod
     async def endpoint(self) -> str:
         """Return what tells this place from those of other servers."""

@@ -103,10 +103,11 @@ class EventLoop:
         weakref.finalize(owner, self._close, os.getpid(), close)
 
     def _close(self, pid: int, close: _Close) -> None:
-        if pid != os.getpid():
+        # Without the lock: the cyclic collector may call this at any place.
+        loop = self._loop
+        if pid != os.getpid() or loop is None:
             return
         self._open.discard(close)
-        loop = self._running()
         closing = asyncio.run_coroutine_threadsafe(close(), loop)
         with suppress(RuntimeError):
             if asyncio.get_running_loop() is loop:

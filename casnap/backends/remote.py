@@ -201,6 +201,7 @@ class RemoteBackend(Backend):
                 connected = self._connected
                 if connected is None or connected.pid != pid:
                     client = self._connect()
+                    event_loop.run(client.connect())
                     connected = _Connected(pid, client, asyncio.Semaphore(_REQUESTS))
                     # Once no request uses them.
                     event_loop.close_with(connected, client.close)

@@ -15,6 +15,8 @@ from casnap.errors import UnreachableError
 T = TypeVar("T")
 # A line slower than this counts as broken, in bytes a second.
 _SLOWEST = 256 << 10
+# How long bytes that have come may wait for this process to take them, in seconds.
+_TAKING = 0.1
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class Operation:
                 silent = since + self._retries.silence
                 wait = min(silent, self._until) - time.monotonic()
                 await asyncio.wait({task}, timeout=max(0.0, wait))
+                # Bytes that came while this process was busy are taken first.
+                await asyncio.wait({task}, timeout=_TAKING)
                 if task.done():
                     return task.result()
                 now = time.monotonic()

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -66,23 +67,24 @@ class S3Client(Client):
         # Not `split_path`, which takes a part of some names for a version.
         self._bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        self._connecting = asyncio.Lock()
         self._client: Any = None
         self._knows_crc = True
 
-    async def _connected(self) -> Any:
-        async with self._connecting:
-            if self._client is None:
-                with valid_options(self._uri):
-                    client = await self._fs.set_session()
-                # It would cost a round trip before each body.
-                client.meta.events.unregister("before-call.s3", add_expect_header)
-                self._client = client
-        return self._client
+    @override
+    async def connect(self) -> None:
+        try:
+            with valid_options(self._uri):
+                client = await self._fs.set_session()
+        except _ERRORS as e:
+            raise typed(e, self._uri, self._uri) from e
+        # It would cost a round trip before each body.
+        client.meta.events.unregister("before-call.s3", add_expect_header)
+        # After a redirect that names no region, botocore would look for it for ever.
+        client.meta.events.register("before-call.s3.HeadBucket", _no_region)
+        self._client = client
 
     async def _call(self, method: str, what: str, **arguments: Any) -> dict[str, Any]:
         try:
-            await self._connected()
             # Not public, but the only door that adds the user's `s3_additional_kwargs` and leaves
             # statuses, headers and bodies to us.
             return await self._fs._call_s3(method, Bucket=self._bucket, **arguments)  # type: ignore[no-any-return]
@@ -91,8 +93,7 @@ class S3Client(Client):
 
     @override
     async def endpoint(self) -> str:
-        client = await self._connected()
-        return without_secrets(str(client.meta.endpoint_url))
+        return without_secrets(str(self._client.meta.endpoint_url))
 
     @override
     async def put(self, key: str, source: Source, *, if_absent: bool = False) -> None:
@@ -133,7 +134,7 @@ class S3Client(Client):
             # Nothing is done if the body was read to its end; else this ends the connection.
             body.close()
         kept = {name: answer[name] for name in _KEPT if answer.get(name)}
-        return Found(size, answer.get("ETag", ""), kept)
+        return Found(size, answer.get("ETag", "").strip('"'), kept)
 
     @override
     async def look(self, key: str) -> Found:
@@ -167,7 +168,7 @@ class S3Client(Client):
             CopySource={"Bucket": self._bucket, "Key": self._prefix + key},
             **found.kept,
         )
-        return Found(None, answer.get("CopyObjectResult", {}).get("ETag", ""))
+        return Found(None, answer.get("CopyObjectResult", {}).get("ETag", "").strip('"'))
 
     @override
     async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
@@ -222,6 +223,11 @@ class S3Client(Client):
         client, self._client = self._client, None
         if client is not None:
             await client.close()
+
+
+def _no_region(**_: object) -> tuple[Any, dict[str, Any]]:
+    """Answer a look for the region of a bucket, in place of the server."""
+    return SimpleNamespace(status_code=200), {"ResponseMetadata": {"HTTPHeaders": {}}}
 
 
 def _options(storage_options: Mapping[str, Any], retries: Retries) -> dict[str, Any]:

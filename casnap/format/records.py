@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from casnap.errors import DamagedError, UnsupportedFormatError
+from casnap.format.decoding import decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 
 FORMAT = 2
@@ -174,7 +175,7 @@ def decode(data: bytes | memoryview, as_type: type[T], what: str) -> T:
         DamagedError: The bytes are no such record.
     """
     try:
-        return msgspec.msgpack.decode(data, type=as_type)
+        return decoder(as_type).decode(data)
     except (msgspec.DecodeError, RecursionError, ValueError) as e:
         raise DamagedError(f"{what} cannot be decoded: {e}") from e
 

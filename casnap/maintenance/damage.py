@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from casnap.backends import Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import root_key
+from casnap.runtime.threads import mapped
 from casnap.storage.place_reads import Reason
 from casnap.storage.roots import read_root
 
@@ -101,11 +102,14 @@ def listed_roots(backend: Backend) -> list[int]:
 
 def damages_of_roots(backend: Backend, numbers: Iterable[int]) -> list[Damage]:
     """Return the damages of some roots."""
-    damages = []
-    for seq in numbers:
+
+    def look(seq: int) -> Damage | None:
         try:
             read_root(backend, seq)
         except READ_ERRORS as e:
             kind, why = kind_and_message(e, "a root")
-            damages.append(Damage(kind, root_key(seq), why))
-    return damages
+            return Damage(kind, root_key(seq), why)
+        return None
+
+    looks = mapped(look, numbers, backend.in_flight if backend.is_remote else 1)
+    return [damage for _, damage in looks if damage is not None]

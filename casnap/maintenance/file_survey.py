@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.digest import Digest
@@ -23,6 +24,7 @@ from casnap.format.records import (
 from casnap.maintenance.damage import ALL, KINDS, READ_ERRORS, Damage, kind_and_message
 from casnap.maintenance.places import Places, bad_records, can_lie_at, read_footer
 from casnap.runtime.progress import Progress
+from casnap.runtime.threads import mapped
 from casnap.storage.looks import listed_packs
 from casnap.storage.objects import Objects
 from casnap.storage.place_reads import Reason, Why
@@ -31,6 +33,20 @@ _ROOT_ADVICE = (
     "It is the newest root, so nothing else can be looked at. Restore this file from a backup; "
     "never delete it, since the root before it would be taken for the newest one"
 )
+
+
+class _Footer(NamedTuple):
+    """The length of a pack, -1 if that cannot be told; its footer, or why that cannot be read."""
+
+    size: int
+    records: Sequence[Record] = ()
+    error: Exception | None = None
+
+
+def _whole(records: Sequence[Record]) -> int:
+    """Return how long a pack of these records is."""
+    end = max((place.offset + place.stored for _, place in records), default=0)
+    return end + len(records) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
 
 
 class FileSurvey:
@@ -131,10 +147,12 @@ class FileSurvey:
         """Compare the size and the footer of each pack with the index."""
         packs, backend = self.places.packs, self.objects.backend
         listed = listed_packs(backend, many=False) if backend.is_remote else None
-        for done, pack in enumerate(packs):
+        at_once = 1 if listed is None else backend.in_flight
+        looks = mapped(lambda pack: self._footer(pack, listed), packs, at_once)
+        for done, (pack, footer) in enumerate(looks):
             self.progress("looking at packs", done, len(packs))
             try:
-                self._pack(pack, self._length(pack) if listed is None else listed[pack])
+                self._pack(pack, footer)
             except (FileNotFoundError, KeyError):
                 self._lose_pack(pack, "missing", "the pack is missing")
             except UnavailableError:
@@ -142,42 +160,50 @@ class FileSurvey:
             except BackendError as e:
                 self._lose_pack(pack, "unreadable", f"the pack cannot be read: {e}")
 
-    def _length(self, pack: PackId) -> int:
-        return self.objects.backend.size(pack_key(pack))
+    def _footer(self, pack: PackId, listed: dict[bytes, int] | None) -> _Footer:
+        backend, size = self.objects.backend, -1
+        try:
+            size = backend.size(pack_key(pack)) if listed is None else listed[pack]
+            records = self.places.of_pack(pack)
+            if size < _whole(records):
+                return _Footer(size)
+            return _Footer(size, read_footer(backend, pack, size, len(records)))
+        except UnavailableError:
+            raise
+        except (KeyError, FileNotFoundError, DamagedError, BackendError) as e:
+            return _Footer(size, error=e)
 
-    def _pack(self, pack: PackId, size: int) -> None:
-        records = self.places.of_pack(pack)
-        backend = self.objects.backend
-        end = max((place.offset + place.stored for _, place in records), default=0)
-        whole = end + len(records) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
+    def _pack(self, pack: PackId, found: _Footer) -> None:
+        records, size = self.places.of_pack(pack), found.size
+        if size < 0 and found.error is not None:
+            raise found.error
+        whole = _whole(records)
         if size < whole:
-            damage = self._hurt_pack(
-                pack,
-                "cut off",
-                f"the pack has {size:,} bytes, not the {whole:,} it was written with",
-            )
-            for digest, place in records:
-                if place.offset + place.stored > size:
-                    self._cut.add((digest, place))
-                    self.blame.setdefault(digest, []).append(damage)
+            self._note_cut_off(pack, size, whole)
             return
         for digest, place in records:
             if (digest, place) not in self.bad and not can_lie_at(place):
                 self.note_bad(digest, place, Why(Reason.IMPOSSIBLE))
-        try:
-            footer = read_footer(backend, pack, size, len(records))
-        except (DamagedError, BackendError) as e:
-            if isinstance(e, UnavailableError) or isinstance(e.__cause__, PermissionError):
-                raise
-            self._hurt_pack(pack, "changed", f"{e}; its chunks may be whole")
+        if found.error is not None:
+            denied = isinstance(found.error.__cause__, PermissionError)
+            if denied or not isinstance(found.error, DamagedError | BackendError):
+                raise found.error
+            self._hurt_pack(pack, "changed", f"{found.error}; its chunks may be whole")
             return
-        end = max((place.offset + place.stored for _, place in footer), default=0)
-        written = end + len(footer) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
+        footer, written = found.records, _whole(found.records)
         if not set(footer).issuperset(records):
             self._hurt_pack(pack, "changed", "the footer of the pack and the index disagree")
         elif size != written:
             why = f"the pack has {size:,} bytes, not the {written:,} it was written with"
             self._hurt_pack(pack, "changed", why)
+
+    def _note_cut_off(self, pack: PackId, size: int, whole: int) -> None:
+        why = f"the pack has {size:,} bytes, not the {whole:,} it was written with"
+        damage = self._hurt_pack(pack, "cut off", why)
+        for digest, place in self.places.of_pack(pack):
+            if place.offset + place.stored > size:
+                self._cut.add((digest, place))
+                self.blame.setdefault(digest, []).append(damage)
 
     def _hurt_pack(self, pack: PackId, kind: str, message: str) -> Damage:
         self.hurt_packs.add(pack)

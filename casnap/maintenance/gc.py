@@ -28,6 +28,7 @@ from casnap.errors import (
     FencedError,
     StorageFullError,
 )
+from casnap.format.decoding import decoder
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
 from casnap.maintenance.files import StoredFiles, base_of
@@ -298,7 +299,7 @@ class _Collector:
         """
         note = self._objects.index.cache.note(self._note_of(root))
         try:
-            found = msgspec.msgpack.decode(note or b"")
+            found = decoder(list[int]).decode(note or b"")
             r = self.report
             r.snapshots, r.live_chunks, r.live_bytes, r.lost_chunks = found
         except (msgspec.DecodeError, TypeError, ValueError):

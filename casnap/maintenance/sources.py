@@ -6,11 +6,12 @@ import mmap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
 from casnap.errors import DamagedError
+from casnap.format.decoding import json_decoder
 from casnap.format.digest import Digest, digest_of
 from casnap.format.entries import Boxes
 from casnap.format.grid import grid_of
@@ -118,9 +119,10 @@ def _described(whole: memoryview) -> Iterator[FileTensor]:
     size = int.from_bytes(whole[:8], "little")
     if size > min(_MOST_HEADER, len(whole) - 8):
         raise DamagedError("its header is longer than it may be")
-    header = msgspec.json.decode(bytes(whole[8 : 8 + size]), type=dict[str, Any])
+    header = json_decoder(dict[str, msgspec.Raw]).decode(bytes(whole[8 : 8 + size]))
     header.pop("__metadata__", None)
-    for tensor in msgspec.convert(header, dict[str, _Described]).values():
+    for described in header.values():
+        tensor = json_decoder(_Described).decode(described)
         itemsize = _ITEM_SIZES.get(tensor.dtype)
         start, stop = (8 + size + offset for offset in tensor.data_offsets)
         if itemsize is None:

@@ -20,11 +20,11 @@ from types import TracebackType
 from typing import Any, TypeVar
 from zlib import crc32
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from casnap.errors import CasnapError, RankError, StateError
+from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
 from casnap.format.names import rank_names
 from casnap.format.records import encode
@@ -140,10 +140,10 @@ class Comm(ABC):
             assert message is not None
             self.broadcast(encode(message) if self.size > 1 else b"")
             return message
-        return msgspec.msgpack.decode(self.broadcast(), type=kind)
+        return decoder(kind).decode(self.broadcast())
 
     def _decoded(self, came: Sequence[memoryview], own: M, kind: type[M]) -> list[M]:
-        decode = msgspec.msgpack.Decoder(kind).decode
+        decode = decoder(kind).decode
         return [own if rank == self.rank else decode(part) for rank, part in enumerate(came)]
 
     # --- agreeing, and ending ---
@@ -361,7 +361,7 @@ class Group(Comm):
         """Return the errors of the ranks that announced one."""
         texts = self._exchange_texts(mine)
         return {
-            rank: msgspec.msgpack.decode(texts[rank], type=ErrorText)
+            rank: decoder(ErrorText).decode(texts[rank])  # type: ignore[arg-type]
             for rank, size in enumerate(sizes)
             if size == _FAILED and len(texts[rank])
         }

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import torch
 
+from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
 from casnap.format.names import rank_names
 from casnap.format.records import encode
@@ -285,7 +286,7 @@ class Link:
                 name = newest
                 self._store.set(f"{name}/came/{self.rank}", token)
             if name and self._store.check([f"{name}/start"]):
-                start = msgspec.msgpack.decode(self._store.get(f"{name}/start"), type=_Start)
+                start = decoder(_Start).decode(self._store.get(f"{name}/start"))
                 if token in start.tokens:
                     if start.failure is not None:
                         raise LinkFailedError(start.failure)
@@ -386,7 +387,7 @@ class Link:
         key = f"{self._name}/{self._operation}/why"
         if not self._store.check([key]):
             return None
-        return msgspec.msgpack.decode(self._store.get(key), type=Failure)
+        return decoder(Failure).decode(self._store.get(key))
 
     def recorded_failure(self) -> Failure | None:
         """Return why other ranks ended the operation that this rank is in, if they did."""

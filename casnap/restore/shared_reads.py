@@ -21,10 +21,10 @@ from operator import itemgetter
 from struct import Struct as Layout
 from typing import NamedTuple, TypeAlias
 
-import msgspec
 from msgspec import Struct
 
 from casnap.errors import DamagedError
+from casnap.format.decoding import decoder
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import encode
 from casnap.ranks.comm import Comm
@@ -202,12 +202,12 @@ class _SharedFetch:
         schedule = b""
         if self._comm.rank == 0:
             wanted = [
-                (speakers[rank], msgspec.msgpack.decode(text, type=Units))
+                (speakers[rank], decoder(Units).decode(text))
                 for rank, text in enumerate(lists)
                 if text
             ]
             schedule = encode(schedule_reads(wanted, self._comm.size, share, window))
-        return msgspec.msgpack.decode(self._comm.broadcast(schedule), type=Schedule)
+        return decoder(Schedule).decode(self._comm.broadcast(schedule))
 
     def _nbytes(self, digest: Digest) -> int:
         return self._left[digest][0].nbytes
@@ -245,10 +245,7 @@ class _SharedFetch:
         # Most requests are equal, so keep one copy.
         equal: dict[bytes, bytes] = {}
         received = [
-            [
-                equal.setdefault(text, text)
-                for text in msgspec.msgpack.decode(texts, type=list[bytes])
-            ]
+            [equal.setdefault(text, text) for text in decoder(list[bytes]).decode(texts)]
             for texts in self._comm.all_to_all(mine)
         ]
         return [list(lists) for lists in zip(*received, strict=True)]

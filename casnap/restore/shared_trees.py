@@ -12,9 +12,8 @@ from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
-import msgspec
-
 from casnap.errors import DamagedError
+from casnap.format.decoding import decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of, split_digests
 from casnap.format.entries import INLINE_BYTES, MAX_LIST_DEPTH, Entry, payload_of
 from casnap.format.records import encode
@@ -57,7 +56,7 @@ def share_trees(comm: Comm, contents: Contents, keys: Iterable[str], caches: lis
     else:
         cache = contents.objects.index.cache
         while part := comm.scatter():
-            nodes = msgspec.msgpack.decode(part, type=list[bytes])
+            nodes = decoder(list[bytes]).decode(part)
             cache.keep_nodes([(digest_of(node), node) for node in nodes])
 
 

@@ -8,6 +8,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -16,6 +18,7 @@ from casnap.runtime import calls
 from casnap.runtime.typing import override
 
 T = TypeVar("T")
+U = TypeVar("U")
 # A thread of this priority gets a thirtieth of a busy core: other work hardly feels it, and it
 # still releases its locks soon.
 _NICE = 15
@@ -197,6 +200,46 @@ def undisturbed(work: Callable[[Crew], T]) -> T:
     with Crew() as crew:
         crew.run(lambda: done.append(work(crew)))
     return done[0]
+
+
+def together(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
+    """Call two functions at once, each on a thread, and return their results."""
+    firsts: list[T] = []
+    seconds: list[U] = []
+    with Crew() as crew:
+        calls = [lambda: firsts.append(first()), lambda: seconds.append(second())]
+        todo: Shared[Callable[[], None]] = Shared(calls, crew)
+
+        def work() -> None:
+            for call in todo:
+                call()
+
+        crew.run(work, len(calls))
+    return firsts[0], seconds[0]
+
+
+def mapped(call: Callable[[T], U], items: Iterable[T], at_once: int) -> Iterator[tuple[T, U]]:
+    """Yield each item, in order, with what a function returns for it.
+
+    Args:
+        call: The function; what it raises is raised here, and ends this.
+        items: The items.
+        at_once: How many calls run at once, some ahead of what was asked for; 1 for none of that.
+    """
+    if at_once == 1:
+        yield from ((item, call(item)) for item in items)
+        return
+    pending = iter(items)
+    while window := list(islice(pending, 8 * at_once)):
+        results: dict[int, U] = {}
+
+        def work(todo: Shared[tuple[int, T]], results: dict[int, U] = results) -> None:
+            for i, item in todo:
+                results[i] = call(item)
+
+        with Crew() as crew:
+            crew.run(partial(work, Shared(enumerate(window), crew)), min(at_once, len(window)))
+        yield from ((item, results[i]) for i, item in enumerate(window))
 
 
 def gently(work: Callable[[], T]) -> T:

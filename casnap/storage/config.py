@@ -12,6 +12,7 @@ from casnap.errors import (
     UnavailableError,
     UnsupportedFormatError,
 )
+from casnap.format.decoding import json_decoder
 from casnap.format.records import (
     CONFIG_KEY,
     FORMAT,
@@ -74,12 +75,12 @@ def read_config(backend: Backend) -> StoreConfig:
             raise no_config_error(backend.uri) from None
         raise not_a_store_error(backend) from None
     try:
-        version = msgspec.json.decode(raw, type=dict).get("format", 0)
+        version = json_decoder(dict).decode(raw).get("format", 0)
         if isinstance(version, int) and version > FORMAT:
             raise UnsupportedFormatError(
                 f"{where} is of format {version}, this casnap reads up to {FORMAT}; update casnap"
             )
-        config = msgspec.json.decode(raw, type=StoreConfig)
+        config = json_decoder(StoreConfig).decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as e:
         raise DamagedError(f"{where} is damaged: {e}; restore it from a backup") from e
     unknown = set(config.read_features) - KNOWN_FEATURES

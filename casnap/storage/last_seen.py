@@ -10,10 +10,11 @@ import msgspec
 
 from casnap.backends.base import Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
 from casnap.format.records import Root, StoreConfig, encode
 from casnap.storage.cache import Cache, open_cache
-from casnap.storage.roots import read_root
+from casnap.storage.roots import newest_root, read_root, root_and_next
 
 _NOTE = b"last seen"
 
@@ -40,19 +41,28 @@ class LastSeen:
         # Not the cache of the store: its name has the store's id, which is not known yet.
         return open_cache(digest_of(self._backend.identity.encode()).hex()[:32])
 
-    def look(self) -> tuple[StoreConfig, Root] | None:
-        """Return the record of the store and the root seen last, if that root still stands."""
-        if not self._backend.is_remote:
-            return None
+    def look(self, *, ahead: bool) -> tuple[StoreConfig, Root] | None:
+        """Return the record of the store and the root seen last, if that root still stands.
+
+        Args:
+            ahead: Return the newest root instead.
+        """
         try:
-            note = msgspec.msgpack.decode(self._cache.note(_NOTE) or b"", type=_Note)
-            root = read_root(self._backend, note.seq)
+            note = decoder(_Note).decode(self._cache.note(_NOTE) or b"")
+            if ahead:
+                root, newer = root_and_next(self._backend, note.seq)
+            else:
+                root, newer = read_root(self._backend, note.seq), None
         except UnavailableError:
             raise
         except (msgspec.DecodeError, FileNotFoundError, DamagedError, BackendError):
             return None
+        if root.commit != note.commit:
+            return None
         self._kept = (note.seq, note.commit)
-        return (note.config, root) if root.commit == note.commit else None
+        if newer is not None:
+            root = newest_root(self._backend, newer, stands=True)
+        return note.config, root
 
     def keep(self, config: StoreConfig, root: Root) -> None:
         """Note the newest root, for later processes of this host."""

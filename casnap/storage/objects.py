@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from itertools import chain, count, islice
 from typing import NamedTuple, TypeVar
@@ -16,6 +15,7 @@ from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
+    NotAStoreError,
 )
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.records import (
@@ -26,6 +26,7 @@ from casnap.format.records import (
     Row,
     StoreConfig,
 )
+from casnap.runtime.threads import together
 from casnap.storage.config import read_config
 from casnap.storage.index import Index, View
 from casnap.storage.last_seen import LastSeen
@@ -99,21 +100,38 @@ class Objects:
         self.marks = True
         self._last_seen = LastSeen(backend)
         self._newest: Root | None = None
-        # When the newest root was read or put, by `time.monotonic`.
-        self._seen_at = -math.inf
+        # When that root was last read or put, and when it was last the newest, by
+        # `time.monotonic`.
+        self._seen_at = self._newest_at = -math.inf
+        self._looked_ahead = False
 
     @classmethod
-    def at(cls, backend: Backend) -> Objects:
+    def at(cls, backend: Backend, *, ahead: bool = False) -> Objects:
         """Open a remote store; with one request if this host has seen it before.
+
+        Args:
+            backend: The place.
+            ahead: Look for the newest root at once, for the next use, which then need not look.
 
         Raises:
             NotAStoreError: There is no store, or its creation was cut off.
         """
-        seen = LastSeen(backend).look()
-        objects = cls(backend, config=None if seen is None else seen[0])
+        seen = LastSeen(backend).look(ahead=ahead)
+        if seen is None:
+            look = newest_root if ahead else last_listed
+            config, root = together(partial(read_config, backend), partial(_try, look, backend))
+        else:
+            config, root = seen
+        objects = cls(backend, config=config)
+        if isinstance(root, NotAStoreError):
+            raise root
         # A damaged root is for the first use to report.
-        with suppress(DamagedError):
-            objects.note_newest(last_listed(backend) if seen is None else seen[1])
+        if isinstance(root, Root):
+            objects.note_newest(root)
+            objects._looked_ahead = ahead
+            if seen is not None and not ahead:
+                # This host may not have looked for long.
+                objects._newest_at = -math.inf
         return objects
 
     def check_writable(
@@ -140,11 +158,15 @@ class Objects:
         """Return the newest root, which says what the store holds."""
         # Roots are never removed, so a remote one is not read again each time. It is now and then,
         # for the store may have been rolled back.
-        known = self._newest
-        stands = self._is_recent(_STANDS)
+        known, looked_ahead = self._newest, self._looked_ahead
+        self._looked_ahead = False
+        if known is not None and looked_ahead and self._within(_RECENT, self._newest_at):
+            return known
+        stands = self._within(_STANDS, self._seen_at)
         root = newest_root(self.backend, known, stands=stands)
         if root is not known or not stands:
             self.note_newest(root)
+        self._newest_at = time.monotonic()
         return root
 
     def recent(self) -> Root:
@@ -154,14 +176,18 @@ class Objects:
         found is looked for in newer roots.
         """
         known = self._newest
-        return known if known is not None and self._is_recent(_RECENT) else self.newest()
+        if known is None or not self._within(_RECENT, self._newest_at):
+            return self.newest()
+        self._looked_ahead = False
+        return known
 
-    def _is_recent(self, seconds: float) -> bool:
-        return self.backend.is_remote and time.monotonic() - self._seen_at < seconds
+    def _within(self, seconds: float, since: float) -> bool:
+        return self.backend.is_remote and time.monotonic() - since < seconds
 
     def note_newest(self, root: Root) -> None:
         """Note a root that this process has just read, or put, as the newest one."""
-        self._newest, self._seen_at = root, time.monotonic()
+        self._newest, self._looked_ahead = root, False
+        self._seen_at = self._newest_at = time.monotonic()
         self._last_seen.keep(self.config, root)
 
     def hear(self, root: Root) -> None:
@@ -375,6 +401,14 @@ class Objects:
         """Whether a chunk or node can be read and verified at this place."""
         want = Want(digest, -1, lambda raw: None, "")
         return not self.read_places([(place, [want])], WITHOUT_POOL)
+
+
+def _try(look: Callable[[Backend], Root], backend: Backend) -> Root | CasnapError:
+    """Look for a root; return the error if there is none, or it is damaged."""
+    try:
+        return look(backend)
+    except (NotAStoreError, DamagedError) as e:
+        return e
 
 
 def _keep_copy(found: dict[Digest, bytes], digest: Digest, raw: memoryview) -> None:

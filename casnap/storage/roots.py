@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ from casnap.format.records import (
     seal,
     unseal,
 )
+from casnap.runtime.threads import together
 
 _log = logging.getLogger("casnap")
 # If so many roots were put since the last look, a listing is cheaper than reading them all.
@@ -58,18 +60,48 @@ def newest_root(backend: Backend, known: Root | None = None, *, stands: bool = F
         DamagedError: Neither the newest root nor its copy can be read. An older one does not do.
         UnsupportedFormatError: It has a feature that readers have to know.
     """
-    standing = known if known is not None and (stands or _stands(backend, known)) else None
-    root = last_listed(backend) if standing is None else standing
+    root, newer = _first_look(backend, known, stands=stands)
     first = root.seq
-    while (newer := _read_if_there(backend, root.seq + 1) or _lost(backend, root)) is not None:
+    while newer is not None:
         root = newer
         if backend.is_remote and root.seq == first + _MOST_PROBES:
-            listed = last_listed(backend)
-            root = max(root, listed, key=lambda r: r.seq)
+            root = max(root, last_listed(backend), key=lambda r: r.seq)
+        newer = _after(backend, root)
     unknown = set(root.read_features) - KNOWN_FEATURES
     if unknown:
         raise UnsupportedFormatError(_lacks(f"to read {backend.uri}", unknown))
     return root
+
+
+def _first_look(backend: Backend, known: Root | None, *, stands: bool) -> tuple[Root, Root | None]:
+    """Return a root that may be the newest, and the root after it, if there is one.
+
+    A remote root and the one after it are read at once.
+    """
+    if known is not None and stands:
+        return known, _after(backend, known)
+    if not backend.is_remote:
+        root = known if known is not None and _stands(backend, known) else last_listed(backend)
+        return root, _after(backend, root)
+    if known is not None:
+        following = partial(_read_if_there, backend, known.seq + 1)
+        there, newer = together(partial(_stands, backend, known), following)
+        if there:
+            return known, newer
+    return root_and_next(backend, _last_seq(backend))
+
+
+def root_and_next(backend: Backend, seq: int) -> tuple[Root, Root | None]:
+    """Return a root that must be there, and the one after it, if there is one; both read at once.
+
+    Raises:
+        DamagedError: A root is damaged, or the first one is not there.
+    """
+    return together(partial(_listed, backend, seq), partial(_read_if_there, backend, seq + 1))
+
+
+def _after(backend: Backend, root: Root) -> Root | None:
+    return _read_if_there(backend, root.seq + 1) or _lost(backend, root)
 
 
 def _lacks(doing: str, features: Collection[str]) -> str:
@@ -125,6 +157,10 @@ def last_listed(backend: Backend) -> Root:
         NotAStoreError: There is no root.
         DamagedError: It cannot be read.
     """
+    return _listed(backend, _last_seq(backend))
+
+
+def _last_seq(backend: Backend) -> int:
     folders = _numbers(backend, "roots")
     seqs = _numbers(backend, f"roots/{max(folders)}") if folders else []
     if not seqs and folders and max(folders) > 0:
@@ -134,10 +170,14 @@ def last_listed(backend: Backend) -> Root:
         raise NotAStoreError(
             f"{backend.uri} holds no root; its creation was cut off or it is damaged"
         )
-    root = _read_if_there(backend, max(seqs))
+    return max(seqs)
+
+
+def _listed(backend: Backend, seq: int) -> Root:
+    root = _read_if_there(backend, seq)
     if root is None:
         raise DamagedError(
-            f"{backend.uri}/{root_key(max(seqs))} is listed, but not there; roots are never "
+            f"{backend.uri}/{root_key(seq)} is listed, but not there; roots are never "
             "removed, so the store is damaged, or only a part of it is here"
         )
     return root

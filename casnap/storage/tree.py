@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from casnap.errors import DamagedError
+from casnap.format.decoding import decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.records import DEEP_TABLE, Root, encode
 
@@ -106,8 +107,8 @@ def _hash(key: str) -> bytes:
 
 
 @cache
-def _decoder(value_type: Any) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(Leaf[value_type] | Branch)
+def _decoder(value_type: Any) -> Any:
+    return decoder(Leaf[value_type] | Branch)  # type: ignore[arg-type]
 
 
 class _Claim(NamedTuple):

@@ -95,7 +95,7 @@ def _check(scheme: str, place: str) -> None:
     bucket, *folders = place.split("/")
     what = f"{scheme}://{place}"
     is_arn = bucket.startswith("arn:")
-    if ":" in bucket and not is_arn and (scheme in ("s3", "gs") or "@" in place):
+    if ":" in bucket and not is_arn and (scheme in ("s3", "s3a", "gs", "gcs") or "@" in place):
         # They are not shown: messages go to logs.
         raise NotAStoreError(
             f"a {scheme}:// URI with credentials in it is refused, since URIs are shown and "

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from casnap.format.decoding import decoder
 from casnap.take.capture import Assignment
 from casnap.take.staging import Piece
 
@@ -124,7 +125,7 @@ class SplitCells:
         over = all(_HEAD.unpack_from(message)[0] for message in messages)
         for message in messages:
             start = _HEAD.size + _HEAD.unpack_from(message)[1]
-            headers = msgspec.msgpack.decode(message[_HEAD.size : start], type=list[_PartHeader])
+            headers = decoder(list[_PartHeader]).decode(message[_HEAD.size : start])
             for header in headers:
                 self._put(header, message[start : start + header.nbytes], whole)
                 start += header.nbytes

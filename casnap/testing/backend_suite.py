@@ -29,9 +29,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -39,62 +38,20 @@ import pytest
 
 from casnap.backends.base import Backend
 from casnap.errors import BackendError
+from casnap.testing.suite_tools import (
+    SECONDS,
+    assert_absent,
+    in_background,
+    only,
+    pattern,
+    processes,
+)
 
 _MIB = 1 << 20
 _THREADS = 8
 _PROCESSES = 3
-_SECONDS = 60
 
 Opener = Callable[[], Backend]
-
-
-def pattern(nbytes: int, seed: int = 1) -> bytes:
-    """Return bytes that differ from each other, and from the bytes of another seed."""
-    unit = b"".join((i * 2654435761 + seed).to_bytes(8, "little") for i in range(4096))
-    return (unit * (nbytes // len(unit) + 1))[:nbytes]
-
-
-def only(byte: int, nbytes: int) -> bytes:
-    """Return an object of equal bytes: a mixture of two such objects shows."""
-    return bytes([byte]) * nbytes
-
-
-def assert_absent(backend: Backend, key: str) -> None:
-    """Check that every method says that an object does not exist."""
-    with pytest.raises(FileNotFoundError):
-        backend.read(key)
-    with pytest.raises(FileNotFoundError):
-        backend.read_into(key, [(0, memoryview(bytearray(8)))])
-    with pytest.raises(FileNotFoundError):
-        backend.size(key)
-    with pytest.raises(FileNotFoundError):
-        backend.copy(key, f"{key}-copy")
-    folder, _, name = key.rpartition("/")
-    assert name not in backend.names(folder)
-    assert f"{name}-copy" not in backend.names(folder)
-
-
-@contextmanager
-def in_background(work: Callable[[], object]) -> Iterator[None]:
-    """Repeat some work on another thread, at least once; raise its error."""
-    end, begun = threading.Event(), threading.Event()
-
-    def loop() -> None:
-        try:
-            while not end.is_set():
-                work()
-                begun.set()
-        finally:
-            begun.set()
-
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(loop)
-        try:
-            assert begun.wait(_SECONDS)
-            yield
-        finally:
-            end.set()
-        future.result(_SECONDS)
 
 
 class BackendSuite:
@@ -209,7 +166,7 @@ class BackendSuite:
         def put(me: int) -> list[bool]:
             won = []
             for i in range(rounds):
-                barrier.wait(_SECONDS)
+                barrier.wait(SECONDS)
                 won.append(backend.put_if_absent(f"roots/0/{i}", only(me, 2000)))
             return won
 
@@ -434,7 +391,7 @@ class SharedBackendSuite(BackendSuite):
         ) as started:
             told = dict(answers.get() for _ in range(_PROCESSES))
             for process in started:
-                process.join(_SECONDS)
+                process.join(SECONDS)
                 assert process.exitcode == 0
         for i in range(_ROUNDS):
             (winner,) = [me for me, won in told.items() if won[i]]
@@ -447,7 +404,7 @@ class SharedBackendSuite(BackendSuite):
         with processes(partial(_write_on, opener, answers)) as (process,):
             answers.get()
             os.kill(process.pid, signal.SIGKILL)
-            process.join(_SECONDS)
+            process.join(SECONDS)
         backend = opener()
         assert backend.tidy(3600) == 0
         backend.tidy(0)
@@ -475,27 +432,11 @@ class SharedBackendSuite(BackendSuite):
 _ROUNDS = 10
 
 
-@contextmanager
-def processes(*works: Callable[[], object]) -> Iterator[list[Any]]:
-    """Run each function in a fresh process; kill those that still run at the end."""
-    spawn = multiprocessing.get_context("spawn")
-    started = [spawn.Process(target=work, daemon=True) for work in works]
-    for process in started:
-        process.start()
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.join(_SECONDS)
-            process.close()
-
-
 def _put(opener: Opener, barrier: Any, answers: Any, me: int) -> None:
     backend = opener()
     won = []
     for i in range(_ROUNDS):
-        barrier.wait(_SECONDS)
+        barrier.wait(SECONDS)
         won.append(backend.put_if_absent(f"roots/0/{i}", only(me, 2000)))
     answers.put((me, won))
 

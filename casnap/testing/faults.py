@@ -163,6 +163,24 @@ class FaultyBackend(Backend):
     def requests(self) -> Mapping[str, int]:
         return self.inner.requests
 
+    @property
+    @override
+    def endpoint(self) -> str:
+        return self.inner.endpoint
+
+    @property
+    @override
+    def can_put_if_absent(self) -> bool:
+        return self.inner.can_put_if_absent
+
+    @override
+    def is_object(self) -> bool:
+        return self._call("is_object", lambda _: self.inner.is_object(), "")
+
+    @override
+    def bucket_warnings(self) -> list[str]:
+        return self._call("bucket_warnings", lambda _: self.inner.bucket_warnings(), "")
+
     @contextmanager
     def during(self, *faults: Fault) -> Iterator[tuple[Fault, ...]]:
         """Have more faults within a ``with`` block."""

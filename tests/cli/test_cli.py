@@ -443,7 +443,7 @@ def test_ctrl_c_ends_it_with_130(own_store: Path) -> None:
     while terminal.process.poll() is None:
         terminal.process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            terminal.process.wait(0.2)
+            terminal.process.wait(3)
     status, seen = terminal.rest()
     assert status == 130
     assert "Traceback" not in seen

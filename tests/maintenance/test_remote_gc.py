@@ -73,7 +73,8 @@ def test_a_collector_with_nothing_to_do(tmp_path: Path) -> None:
     backend = RemoteDouble(name)
     report = Store(backend).gc(grace=0)
     assert not report.deleted_packs
-    assert backend.requests == {"list": 2, "get": 3}
+    # Two of these open the store.
+    assert backend.requests == {"list": 2, "get": 4}
 
 
 def test_times_of_roots_are_read_once_by_each_host(tmp_path: Path) -> None:
@@ -112,6 +113,17 @@ def test_check_and_usage_list_the_packs(tmp_path: Path) -> None:
 
 def grown(before: int) -> str:
     return f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024:.0f} MiB more"
+
+
+def test_a_check_reads_several_footers_at_once(tmp_path: Path) -> None:
+    name = str(tmp_path)
+    store = Store(RemoteDouble(name))
+    for n in range(12):
+        store.take({"m": StateDict(a=torch.full((300,), n))}, f"step_{n}")
+    backend = RemoteDouble(name)
+    backend.latency = 0.02
+    assert Store(backend).check().ok
+    assert 4 < backend.most_at_once <= backend.in_flight
 
 
 @pytest.mark.slow

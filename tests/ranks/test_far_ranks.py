@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from casnap import Snapshot, StateDict, Store
+from casnap.errors import CasnapError
 from casnap.format.digest import Digest
 from casnap.format.records import Place, pack_key
 from tests.support.far import FarFolder
@@ -109,6 +111,37 @@ def test_rank_0_reads_roots_and_trees_for_all(
     # Once for the job that takes and once for the one that restores, for all ranks of a host.
     hosts_read = index if hosts == "three" else [[key for keys in index for key in keys]]
     assert all(max(Counter(keys).values()) <= 2 for keys in hosts_read)
+
+
+def restore_what_is_gone(path: str, caches: str) -> str:
+    """Restore on this rank after the packs were deleted; return what was raised."""
+    os.environ["CASNAP_CACHE_DIR"] = f"{caches}/{dist.get_rank()}"
+    store = Store(FarFolder(path), create=False)
+    snapshot = store["step_1"]
+    # Rank 0 knows the manifest, so it begins to read the trees below it.
+    assert snapshot.contents.manifest.shared
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(f"{path}/packs")
+    dist.barrier()
+    try:
+        snapshot.restore(state(5))
+    except CasnapError as e:
+        return type(e).__name__
+    return ""
+
+
+def test_trees_that_are_gone(world: Callable[[int], World], tmp_path: Path) -> None:
+    """Rank 0 leaves them out; every rank says so when it needs them."""
+    path = tmp_path / "store"
+    world(RANKS).run(take_only, str(path))
+    raised = world(RANKS).run(restore_what_is_gone, str(path), str(tmp_path / "caches"))
+    assert set(raised) <= {"DamagedError", "RankError"}
+    assert "DamagedError" in raised
+
+
+def take_only(path: str) -> None:
+    Store(FarFolder(path), chunk_size=64 << 10).take(state(1), "step_1")
 
 
 def take_by_path(path: str, options: dict[str, Any]) -> dict[str, int]:

@@ -36,11 +36,9 @@ FEW = 4
 @pytest.fixture
 def options(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return how the bucket is reached; for the command, the environment says the same."""
-    found = bucket.storage_options
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", found["key"])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", found["secret"])
-    monkeypatch.setenv("AWS_ENDPOINT_URL", found["endpoint_url"])
-    return found
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    return bucket.storage_options
 
 
 @pytest.fixture
@@ -103,12 +101,12 @@ def test_credentials_that_have_expired(
     assert keys(bucket) == set()
 
 
+@pytest.mark.parametrize("told", [{"x_amz_bucket_region": "eu-west-9"}, {}])
 def test_a_bucket_of_another_region(
-    bucket: Bucket, proxy: FaultyProxy, options: dict[str, Any]
+    bucket: Bucket, proxy: FaultyProxy, options: dict[str, Any], told: dict[str, str]
 ) -> None:
-    proxy.faults.append(
-        HttpFault(answer(301, "PermanentRedirect", x_amz_bucket_region="eu-west-9"), times=None)
-    )
+    elsewhere = answer(301, "PermanentRedirect", **told)
+    proxy.faults.append(HttpFault(elsewhere, times=None))
     reached = {**options, "endpoint_url": proxy.url}
     assert_refused(UnreachableError, "region", bucket.uri, reached)
     assert sum(proxy.requests.values()) <= 5 * FEW

@@ -32,10 +32,9 @@ def bucket_of(
         made = server_of(kind).bucket()
         kept.append(made)
         bucket = made.__enter__()
-        options = bucket.storage_options
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["key"])
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret"])
-        monkeypatch.setenv("AWS_ENDPOINT_URL", options["endpoint_url"])
+        if not bucket.server.is_gcs:
+            for name, value in bucket.environment.items():
+                monkeypatch.setenv(name, value)
         return bucket
 
     yield bucket_of
@@ -43,7 +42,7 @@ def bucket_of(
         made.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("kind", ["seaweedfs", "moto", "rclone"])
+@pytest.mark.parametrize("kind", ["seaweedfs", "moto", "rclone", "gcs"])
 def test_who_honours_put_if_absent(bucket_of: Callable[[str], Bucket], kind: str) -> None:
     bucket = bucket_of(kind)
     backend = backend_at(f"{bucket.uri}/run1", bucket.storage_options)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import StateDict, Store
+from casnap import Snapshot, StateDict, Store
 from casnap.errors import DamagedError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.records import pack_key
 from casnap.storage.objects import Objects
@@ -173,6 +173,21 @@ def test_many_newer_roots_are_not_read_one_by_one(name: str) -> None:
     assert backend.count <= 10, backend.log
 
 
+def test_a_take_of_a_host_that_has_not_looked_for_long(name: str) -> None:
+    """It begins with the newest root, not with the one that its host saw last."""
+    double = RemoteDouble(name)
+    root = newest_root(double)
+    for _ in range(50):
+        after = put_next_root(double, root, fence=root.seq)
+        assert after is not None
+        root = after
+    backend = RemoteDouble(name)
+    Store(backend).take(state_of(), "second")
+    assert backend.requests["put"] == 4
+    assert "copy" not in backend.requests
+    assert backend.count <= 14
+
+
 def test_another_store_at_the_place_is_noticed(name: str) -> None:
     """The root that this host saw last has another commit id there, or is not there."""
     double = RemoteDouble(name)
@@ -218,3 +233,37 @@ def test_an_open_that_finds_nothing(tmp_path: Path) -> None:
     assert not backend.sizes("")
     Store(backend)
     assert Objects(backend).newest().seq == 0
+
+
+def test_a_snapshot_is_opened_and_read_in_few_round_trips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not depend on each other is asked for at once: six times cold, two times warm."""
+    name = str(tmp_path)
+    Store(RemoteDouble(name)).take({"m": StateDict(a=torch.arange(1000.0))}, "first")
+
+    def opened() -> RemoteDouble:
+        backend = RemoteDouble(name)
+        backend.latency = 0.05
+        monkeypatch.setattr("casnap.storage.location.backend_at", lambda *_: backend)
+        tensor = Snapshot("double://store/first").read_object("m/a")
+        assert torch.equal(tensor, torch.arange(1000.0))
+        return backend
+
+    fresh_host(tmp_path, monkeypatch)
+    assert opened().trips <= 6
+    warm = opened()
+    assert warm.count == 3
+    assert warm.trips == 2
+
+
+def test_a_look_ahead_counts_for_one_use_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another process commits after it is seen, whatever the first use was."""
+    monkeypatch.setattr("casnap.storage.location.backend_at", lambda *_: RemoteDouble(name))
+    other = Store(RemoteDouble(name))
+    taken = Snapshot.take("double://store/a", state_of(1))
+    other.take(state_of(1), "b")
+    assert {s.name for s in taken.store.snapshots()} == {"first", "a", "b"}
+    opened = Snapshot("double://store/a")
+    other.take(state_of(1), "c")
+    assert {s.name for s in opened.store.snapshots()} == {"first", "a", "b", "c"}

@@ -36,8 +36,9 @@ class RemoteDouble(MemoryBackend):
     Attributes:
         log: Each request: its kind, and the key or folder.
         read_bytes: How many bytes were read.
-        latency: How many seconds each read and copy takes.
+        latency: How many seconds each read, listing and copy takes.
         most_at_once: The most of them that ran at the same time.
+        trips: How often one of them began while no other one ran.
     """
 
     is_remote = True
@@ -52,6 +53,7 @@ class RemoteDouble(MemoryBackend):
         self.read_bytes = 0
         self.latency = 0.0
         self.most_at_once = 0
+        self.trips = 0
         self._running = 0
         self._counts: Counter[str] = Counter()
         self._count_lock = threading.Lock()
@@ -80,6 +82,7 @@ class RemoteDouble(MemoryBackend):
     @contextmanager
     def _taking_time(self) -> Iterator[None]:
         with self._count_lock:
+            self.trips += not self._running
             self._running += 1
             self.most_at_once = max(self.most_at_once, self._running)
         try:
@@ -107,7 +110,8 @@ class RemoteDouble(MemoryBackend):
     @override
     def read(self, key: str) -> bytes:
         self._note("get", key)
-        content = super().read(key)
+        with self._taking_time():
+            content = super().read(key)
         self.read_bytes += len(content)
         return content
 
@@ -150,14 +154,16 @@ class RemoteDouble(MemoryBackend):
         own = {key[len(prefix) :] for key in list(self._folders.get(folder, ()))}
         names = list(own | (below - {""}))
         self._note("list", folder, max(1, -(-len(names) // PAGE_KEYS)))
-        return names
+        with self._taking_time():
+            return names
 
     @override
     def sizes(self, folder: str) -> dict[str, int]:
         keys = [key for below in self._below(folder) for key in list(self._folders[below])]
         found = {key: len(self._objects[key]) for key in keys}
         self._note("list", folder, max(1, -(-len(found) // PAGE_KEYS)))
-        return found
+        with self._taking_time():
+            return found
 
     @override
     def copy(self, key: str, to: str) -> None:

@@ -44,7 +44,6 @@ WRITER, READER, NOBODY = "casnap-writer", "casnap-reader", "casnap-nobody"
 SECRET = "not-a-secret-at-all"
 _READY_SECONDS = 60.0
 _STARTS = 3
-_MOST_BUCKETS = 500
 _PR_SET_PDEATHSIG = 1
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,12 +82,12 @@ class Server:
     @contextmanager
     def bucket(self) -> Iterator[Bucket]:
         """Make a bucket, and delete it with all that is in it."""
-        kind = KINDS[self.kind]
-        bucket = Bucket(self, kind.new_bucket(self.inner))
+        bucket = Bucket(self, f"casnap-{secrets.token_hex(6)}")
+        KINDS[self.kind].make_bucket(self.inner, bucket.name)
         try:
             yield bucket
         finally:
-            kind.delete_bucket(self.inner, bucket.name)
+            KINDS[self.kind].delete_bucket(self.inner, bucket.name)
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,16 @@ class Bucket:
     @property
     def storage_options(self) -> dict[str, Any]:
         return self.server.storage_options()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the clients of S3 read from the environment."""
+        options = self.storage_options
+        return {
+            "AWS_ACCESS_KEY_ID": options["key"],
+            "AWS_SECRET_ACCESS_KEY": options["secret"],
+            "AWS_ENDPOINT_URL": options["endpoint_url"],
+        }
 
 
 @contextmanager
@@ -183,22 +192,11 @@ class Kind:
         """Give the URL for clients: the server's, or that of what stands before it."""
         yield f"http://127.0.0.1:{port}"
 
-    def new_bucket(self, inner: str) -> str:
-        """Make a bucket, and return its name."""
-        name = f"casnap-{secrets.token_hex(6)}"
-        self.make_bucket(inner, name)
-        return name
-
     def make_bucket(self, inner: str, name: str) -> None:
         _request("PUT", f"{inner}/{name}")
 
     def delete_bucket(self, inner: str, name: str) -> None:
         """Delete a bucket, where that is cheap; the rest goes with the server."""
-
-    def is_ready(self, server: Server) -> None:
-        """Make a bucket, and ask for it as clients do; raise if that does not work yet."""
-        self.make_bucket(server.inner, "casnap-is-ready")
-        _request("GET", f"{server.endpoint}/casnap-is-ready")
 
     def clean(self, ports: list[int]) -> None:
         """Delete what a killed server leaves outside its folder."""
@@ -259,30 +257,22 @@ class _SeaweedFS(Kind):
 
 class _Rclone(Kind):
     def command(self, folder: Path, ports: list[int]) -> list[str]:
-        # Its buckets are folders, and it looks only once which there are.
-        for n in range(_MOST_BUCKETS):
-            (folder / "data" / f"casnap-{n}").mkdir(parents=True)
-        (folder / "given").mkdir()
+        (folder / "data").mkdir()
         options = ["--auth-key", f"{WRITER},{SECRET}", "--addr", f"127.0.0.1:{ports[0]}"]
         config = ["--config", str(folder / "none"), "--cache-dir", str(folder / "cache")]
+        # Buckets are made as folders, which it has to see. With 0s it hangs now and then.
+        options += ["--dir-cache-time", "1s"]
         return [_program("rclone"), "serve", "s3", *options, *config, str(folder / "data")]
 
     def inner(self, folder: Path, ports: list[int]) -> str:
-        return str(folder / "given")
-
-    def new_bucket(self, inner: str) -> str:
-        for n in range(_MOST_BUCKETS):
-            with contextlib.suppress(FileExistsError):
-                self.make_bucket(inner, name := f"casnap-{n}")
-                return name
-        raise RuntimeError(f"this server has {_MOST_BUCKETS} buckets, and all were given away")
+        return str(folder / "data")
 
     def make_bucket(self, inner: str, name: str) -> None:
-        """Note that a bucket is given away; what is in it stays until the server ends."""
-        Path(inner, name).mkdir()
+        Path(inner, name).mkdir(exist_ok=True)
+        time.sleep(1.1)  # Until rclone has forgotten its list of buckets.
 
-    def is_ready(self, server: Server) -> None:
-        _request("GET", server.endpoint)
+    def delete_bucket(self, inner: str, name: str) -> None:
+        shutil.rmtree(Path(inner, name))
 
 
 class _Gcs(Kind):
@@ -377,7 +367,8 @@ def _is_ready(server: Server, process: subprocess.Popen[bytes]) -> bool:
     deadline = time.monotonic() + _READY_SECONDS
     while process.poll() is None:
         try:
-            KINDS[server.kind].is_ready(server)
+            KINDS[server.kind].make_bucket(server.inner, "casnap-is-ready")
+            _request("GET", f"{server.endpoint}/casnap-is-ready")
         except urllib.error.HTTPError as e:
             # Without credentials, it may refuse, but it is the server that does.
             if e.code < 500:

@@ -1,0 +1,45 @@
+"""Decoders for closed types, made by one thread at a time.
+
+msgspec looks at a type when it first makes a decoder for it. Two threads that do that at once crash
+the interpreter (seen with 0.22), so decoders are made here alone. They can be used by any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+_making = threading.Lock()
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_json_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+
+
+def decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """Return the decoder that makes a value of a type from msgpack."""
+    found = _decoders.get(kind)
+    if found is None:
+        with _making:
+            found = _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return found
+
+
+def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+    """Return the decoder that makes a value of a type from JSON."""
+    found = _json_decoders.get(kind)
+    if found is None:
+        with _making:
+            found = _json_decoders[kind] = msgspec.json.Decoder(kind)
+    return found
+
+
+def _forked() -> None:
+    # Another thread of the parent may have held it.
+    global _making
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)

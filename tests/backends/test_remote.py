@@ -1,0 +1,496 @@
+"""What remote backends alone do: retries, unclear answers, typed errors, ranges, forks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from casnap.backends import Backend, backend_at
+from casnap.backends.any_fsspec import FsspecClient
+from casnap.backends.client import Page
+from casnap.backends.remote import RemoteBackend
+from casnap.errors import (
+    AccessDeniedError,
+    ArchivedError,
+    BackendError,
+    CredentialsError,
+    NoBucketError,
+    NotAStoreError,
+    StoreError,
+    UnreachableError,
+)
+from casnap.testing import FaultyProxy, HttpAct, HttpFault, after, answer, change, hang_up, stall
+from casnap.testing.backend_suite import BackendSuite, pattern
+from casnap.testing.proxy import Answer, Exchange
+from tests.support.object_stores import IMPATIENT
+from tests.support.servers import NOBODY, SECRET, Bucket
+
+KEY = "roots/0/7"
+MIB = 1 << 20
+QUICK = {**IMPATIENT, "silence": 30.0, "deadline": 120.0}
+"""Tries again at once, and counts no request twice because the machine is busy."""
+
+
+@pytest.fixture
+def proxy(bucket: Bucket) -> Iterator[FaultyProxy]:
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def direct(bucket: Bucket) -> Backend:
+    """Return a backend that no fault strikes."""
+    return backend_at(f"{bucket.uri}/run", bucket.storage_options)
+
+
+@pytest.fixture
+def backend(bucket: Bucket, proxy: FaultyProxy) -> Backend:
+    """Return one that reaches its server by the proxy."""
+    options = {**bucket.storage_options, "endpoint_url": proxy.url, "casnap": QUICK}
+    return backend_at(f"{bucket.uri}/run", options)
+
+
+# --- put if absent ----------------------------------------------------------------------------
+
+
+def test_a_lost_answer_is_looked_up(backend: Backend, direct: Backend, proxy: FaultyProxy) -> None:
+    """The object is there, and it is ours."""
+    with proxy.during(HttpFault(after(hang_up()), "PUT")) as (fault,):
+        assert backend.put_if_absent(KEY, b"mine")
+    assert fault.struck == 1
+    assert direct.read(KEY) == b"mine"
+    assert backend.requests == {"put": 1, "get": 1}
+    assert proxy.requests == {"PUT": 1, "GET": 1}  # nor did a library try again unseen
+
+
+@pytest.mark.parametrize(
+    "act", [answer(409, "ConditionalRequestConflict"), answer(412), hang_up(), answer(503)]
+)
+def test_nothing_was_put(
+    backend: Backend, direct: Backend, proxy: FaultyProxy, act: HttpAct
+) -> None:
+    """Then the same bytes are put again."""
+    with proxy.during(HttpFault(act, "PUT", times=2)) as (fault,):
+        assert backend.put_if_absent(KEY, b"mine")
+    assert fault.struck == 2
+    assert direct.read(KEY) == b"mine"
+    assert backend.requests == {"put": 3, "get": 2}
+
+
+def test_another_was_faster(backend: Backend, direct: Backend, proxy: FaultyProxy) -> None:
+    direct.write(KEY, b"another's")
+    for act in (answer(409), hang_up(), after(hang_up()), lambda exchange: exchange.go()):
+        with proxy.during(HttpFault(act, "PUT")):
+            assert backend.put_if_absent(KEY, b"mine") is False
+    assert direct.read(KEY) == b"another's"
+
+
+def test_an_answer_that_stays_unclear(backend: Backend, proxy: FaultyProxy) -> None:
+    """The error comes after a bounded number of requests, and nothing is deleted."""
+    with (
+        proxy.during(HttpFault(answer(409, "ConditionalRequestConflict"), "PUT", times=None)),
+        pytest.raises(UnreachableError, match=r"put roots/0/7 at s3://.* 5 attempts .*409"),
+    ):
+        backend.put_if_absent(KEY, b"mine")
+    assert backend.requests == {"put": 5, "get": 5}
+
+
+def test_an_exclusive_writer_looks_first(
+    backend: Backend, direct: Backend, proxy: FaultyProxy
+) -> None:
+    """It relies on no condition, which the server may not know."""
+    backend.exclusive = True
+    with proxy.during(HttpFault(answer(501), "PUT", header="if-none-match: *", times=None)):
+        assert backend.put_if_absent(KEY, b"mine")
+        assert backend.put_if_absent(KEY, b"other") is False
+    assert direct.read(KEY) == b"mine"
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected", "told"),
+    [
+        (404, "NoSuchBucket", NoBucketError, "bucket does not exist"),
+        (403, "AccessDenied", AccessDeniedError, "s3:ListBucket|ListBucket"),
+        (400, "KMS.DisabledException", AccessDeniedError, "kms:Decrypt"),
+        (403, "InvalidPayer", AccessDeniedError, "requester_pays"),
+        (403, "InvalidAccessKeyId", CredentialsError, "does not know"),
+        (403, "SignatureDoesNotMatch", CredentialsError, "does not know"),
+        (403, "RequestTimeTooSkewed", CredentialsError, "clock"),
+        (403, "InvalidObjectState", ArchivedError, "archived"),
+        (400, "AuthorizationHeaderMalformed", UnreachableError, "region"),
+        (501, "NotImplemented", BackendError, "501"),
+        (404, "Whatever", BackendError, "404"),
+    ],
+)
+def test_errors_say_what_they_mean(
+    backend: Backend,
+    proxy: FaultyProxy,
+    status: int,
+    code: str,
+    expected: type[Exception],
+    told: str,
+) -> None:
+    """Only a missing key is a missing object. What does not pass is not tried again."""
+    with proxy.during(HttpFault(answer(status, code), times=None)):
+        for call in (
+            lambda: backend.read("packs/ab/x"),
+            lambda: backend.size("packs/ab/x"),
+            lambda: backend.write("packs/ab/x", b"x"),
+            lambda: backend.put_if_absent("packs/ab/x", b"x"),
+            lambda: backend.names("packs"),
+            lambda: backend.delete_all(["packs/ab/x", "packs/ab/y"]),
+        ):
+            with pytest.raises(expected, match=told) as caught:
+                call()
+            assert type(caught.value).__mro__.index(expected) <= 1
+            assert SECRET not in str(caught.value)
+    assert len(proxy.log) <= 6 + 3  # botocore asks for the bucket's region
+
+
+def test_credentials_that_expire_are_read_again(
+    backend: Backend, direct: Backend, proxy: FaultyProxy
+) -> None:
+    direct.write("x", b"content")
+    with proxy.during(HttpFault(answer(400, "ExpiredToken"))):
+        assert backend.read("x") == b"content"
+    assert backend.requests == {"get": 2}
+    with (
+        proxy.during(HttpFault(answer(400, "ExpiredToken"), times=None)),
+        pytest.raises(CredentialsError, match="expired"),
+    ):
+        backend.read("x")
+    assert backend.requests == {"get": 4}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"secret": "wrong-secret"}, CredentialsError),
+        ({"key": "nobody-knows"}, CredentialsError),
+        ({"key": NOBODY}, AccessDeniedError),
+        ({"no_such_option": 1}, BackendError),
+        ({"casnap": {"deadlin": 1}}, BackendError),
+        ({"endpoint_url": "http://user:passw0rd@127.0.0.1:1"}, UnreachableError),
+        ({"endpoint_url": "http://no-such-host.invalid"}, UnreachableError),
+        ({"endpoint_url": "127.0.0.1:1"}, BackendError),
+    ],
+)
+def test_wrong_options(bucket: Bucket, options: dict[str, Any], expected: type[Exception]) -> None:
+    """One clear error, without what is secret in it."""
+    given = {**bucket.storage_options, "casnap": QUICK, **options}
+    with pytest.raises(expected) as caught:
+        backend_at(f"{bucket.uri}/run", given).read("x")
+    error: BaseException | None = caught.value
+    assert bucket.uri in str(error)
+    for secret in (SECRET, "wrong-secret", "passw0rd"):
+        assert secret not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("uri", "told"),
+    [
+        ("ss3://bucket/run", "nearest: s3"),
+        ("s3//:bucket", None),
+        ("s3://", "names no bucket"),
+        ("nonsense://x", "no backend knows nonsense://"),
+    ],
+)
+def test_a_typo_in_the_scheme(uri: str, told: str | None) -> None:
+    if told is None:
+        assert not backend_at(uri).is_remote  # a path like any other
+        return
+    with pytest.raises(NotAStoreError, match=told):
+        backend_at(uri)
+
+
+@pytest.mark.parametrize(("uri", "extra"), [("s3://b/x", "s3"), ("gs://b/x", "gcs")])
+def test_an_extra_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, uri: str, extra: str
+) -> None:
+    for library in ("s3fs", "gcsfs"):
+        monkeypatch.setitem(sys.modules, library, None)  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match=rf"pip install 'casnap\[{extra}\]'"):
+        backend_at(uri)
+
+
+def test_a_copy_that_fails_with_status_200(
+    backend: Backend, direct: Backend, proxy: FaultyProxy
+) -> None:
+    """S3 begins its answer before it has copied. Its error is tried again, as others are."""
+    direct.write("x", b"content")
+    failed = answer(200, "InternalError")
+    with proxy.during(HttpFault(failed, "PUT", times=2)) as (fault,):
+        backend.copy("x", "y")
+    assert fault.struck == 2
+    assert direct.read("y") == b"content"
+    assert backend.requests == {"get": 1, "copy": 3}
+
+
+def test_a_copy_is_measured(backend: Backend, direct: Backend, proxy: FaultyProxy) -> None:
+    """If the server does not show by the ETag that the bytes are the same."""
+    direct.write("x", b"content")
+
+    def shorter(exchange: Exchange) -> Answer:
+        direct.write("y", b"cont")
+        return answer(200)(exchange).with_content(
+            b"<CopyObjectResult><ETag>other</ETag></CopyObjectResult>"
+        )
+
+    with (
+        proxy.during(HttpFault(shorter, "PUT")),
+        pytest.raises(BackendError, match=r"y has 4 bytes .* which has 7"),
+    ):
+        backend.copy("x", "y")
+
+
+def test_objects_that_may_not_be_deleted(backend: Backend, proxy: FaultyProxy) -> None:
+    """Those that failed for the moment are deleted again; the others are told."""
+    keys = [f"packs/ab/{n}" for n in range(4)]
+    for key in keys:
+        backend.write(key, b"x")
+    fails = iter(["AccessDenied", "InternalError"])
+
+    def some(exchange: Exchange) -> Answer:
+        content = "".join(
+            f"<Error><Key>run/{key}</Key><Code>{code}</Code><Message>no</Message></Error>"
+            for key, code in zip(keys, fails, strict=False)
+        )
+        whole = f"<DeleteResult>{content}</DeleteResult>".encode()
+        return answer(200)(exchange).with_content(whole)
+
+    with proxy.during(HttpFault(some, "POST")):
+        refused = backend.delete_all(keys)
+    assert list(refused) == [keys[0]]
+    assert isinstance(refused[keys[0]], AccessDeniedError)
+    assert keys[0] in str(refused[keys[0]])
+    assert backend.requests == {"put": 4, "delete": 2}
+
+
+# --- ranges -----------------------------------------------------------------------------------
+
+
+def _read(backend: Backend, content: bytes, runs: Sequence[tuple[int, int]]) -> None:
+    targets = [(offset, memoryview(bytearray(nbytes))) for offset, nbytes in runs]
+    lengths = backend.read_into("packs/ab/x", targets)
+    for (offset, target), n in zip(targets, lengths, strict=True):
+        assert n == max(0, min(len(target), len(content) - offset))
+        assert target[:n] == content[offset : offset + n]
+
+
+def test_near_runs_are_one_request(backend: Backend, direct: Backend) -> None:
+    content = pattern(20 * MIB + 5)
+    direct.write("packs/ab/x", content)
+    for runs, expected in [
+        ([(0, 10), (10, 10), (5, 20), (500_000, 1), (3, 1)], 1),
+        ([(0, 10), (4 * MIB, 10)], 2),
+        ([(0, 20 * MIB)], 3),
+        ([(MIB, 16 * MIB), (5 * MIB, 10), (20 * MIB, 100)], 3),
+        ([(0, 0), (30 * MIB, 0)], 0),
+        ([(20 * MIB, 4096), (30 * MIB, 4096), (0, 1)], 3),
+        ([(30 * MIB, 10), (40 * MIB, 10)], 2),
+    ]:
+        before = backend.requests.get("get", 0)
+        _read(backend, content, runs)
+        assert backend.requests.get("get", 0) - before == expected
+
+
+def test_a_body_that_breaks_off_is_read_again(
+    backend: Backend, direct: Backend, proxy: FaultyProxy
+) -> None:
+    """Each part by itself."""
+    content = pattern(10 * MIB)
+    direct.write("packs/ab/x", content)
+    short = change(lambda body: body[: len(body) // 2])
+    with proxy.during(HttpFault(short, "GET", times=2)) as (fault,):
+        _read(backend, content, [(0, 10 * MIB)])
+    assert fault.struck == 2
+    assert backend.requests == {"get": 4}
+
+
+def test_objects_are_bounded(backend: Backend) -> None:
+    with pytest.raises(BackendError, match=r"51\.4 MB"):
+        backend.write("packs/ab/x", bytes(49 * MIB))
+    assert backend.requests == {}
+
+
+class _Paged(FsspecClient):
+    """Lists five objects at a time."""
+
+    async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
+        page = await super().list(prefix, deep=deep, after=None)
+        begin = int(after or 0)
+        keys = sorted(page.sizes)
+        sizes = {key: page.sizes[key] for key in keys[begin : begin + 5]}
+        return Page(sizes, page.folders, str(begin + 5) if begin + 5 < len(keys) else None)
+
+
+@pytest.mark.parametrize(("folders", "each", "requests"), [(1, 5, 1), (9, 1, 2), (3, 10, 8)])
+def test_large_listings_are_read_side_by_side(
+    memory: str, folders: int, each: int, requests: int
+) -> None:
+    """A folder of full folders by folder; else one page after the other."""
+    backend = RemoteBackend(memory, lambda: _Paged(memory, {}))
+    expected = {f"packs/{f:02x}/{n}": f + n for f in range(folders) for n in range(each)}
+    for key, size in expected.items():
+        backend.write(key, bytes(size))
+    assert backend.sizes("packs") == expected
+    assert backend.requests["list"] == requests
+
+
+# --- other URIs of fsspec ---------------------------------------------------------------------
+
+
+class _Memory(MemoryFileSystem):
+    protocol = "casnapmemory"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+
+class _Folder(LocalFileSystem):
+    """Unlike memory, it can rename."""
+
+    protocol = "casnapfolder"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("casnapfolder://").rstrip("/")
+
+
+@pytest.fixture
+def memory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    fsspec.register_implementation("casnapmemory", _Memory, clobber=True)
+    return f"casnapmemory://{tmp_path_factory.mktemp('memory')}"
+
+
+class TestMemoryOfFsspec(BackendSuite):
+    test_threads_that_put_one_key = None  # one writer at a time
+
+    @pytest.fixture
+    def backend(self, memory: str) -> Backend:
+        backend = backend_at(memory)
+        backend.exclusive = True
+        return backend
+
+
+class TestFolderOfFsspec(BackendSuite):
+    test_threads_that_put_one_key = None
+
+    @pytest.fixture
+    def backend(self, tmp_path_factory: pytest.TempPathFactory) -> Backend:
+        fsspec.register_implementation("casnapfolder", _Folder, clobber=True)
+        backend = backend_at(f"casnapfolder://{tmp_path_factory.mktemp('folder')}")
+        backend.exclusive = True
+        return backend
+
+
+def test_a_place_without_put_if_absent(memory: str) -> None:
+    with pytest.raises(BackendError, match="exclusive"):
+        backend_at(memory).put_if_absent("x", b"x")
+
+
+# --- processes and threads --------------------------------------------------------------------
+
+
+def _script(work: str, bucket: Bucket, endpoint: str | None = None) -> subprocess.Popen[str]:
+    options = {**bucket.storage_options, "endpoint_url": endpoint or bucket.server.endpoint}
+    begin = f"""
+import os, sys, threading, time
+from casnap.backends import backend_at
+backend = backend_at({bucket.uri + "/run"!r}, {options!r})
+"""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", begin + work],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "",
+        "del backend",
+        "threading.Thread(target=lambda: (time.sleep(0.5), backend.read('x'))).start()",
+        # At the end of the process its connections are not closed twice, nor by a child.
+        "pid = os.fork()\nif pid: assert os.waitpid(pid, 0)[1] == 0\nbackend.read('x')",
+        "pid = os.fork()\nif pid: assert os.waitpid(pid, 0)[1] == 0; backend.read('x')",
+    ],
+    ids=["at once", "collected", "a thread is left", "a child reads", "a child does not"],
+)
+def test_a_process_that_ends(bucket: Bucket, work: str) -> None:
+    """It ends without a warning, and its connections serve it to the end."""
+    process = _script(f"backend.write('x', b'content')\n{work}\n", bucket)
+    output = process.communicate()
+    assert (process.returncode, *output) == (0, "", "")
+
+
+def test_a_forked_child_connects_anew(backend: Backend) -> None:
+    """While other threads of the parent are in the middle of requests, too."""
+    backend.write("x", b"content")
+    end = threading.Event()
+
+    def read() -> None:
+        while not end.is_set():
+            assert backend.read("x") == b"content"
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3):
+            pid = os.fork()
+            if pid == 0:
+                good = backend.read("x") == b"content" and backend.put_if_absent(KEY, b"same")
+                os._exit(0 if good else 1)
+            assert os.waitpid(pid, 0)[1] == 0
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join()
+    assert backend.read("x") == b"content"
+
+
+@pytest.mark.parametrize("call", ["read('x')", "write('x', bytes(20 << 20))", "names('')"])
+def test_an_interrupt_ends_a_request(bucket: Bucket, proxy: FaultyProxy, call: str) -> None:
+    """A server that says nothing for minutes does not keep the user."""
+    begun = threading.Event()
+
+    def silent(exchange: Exchange) -> Answer:
+        begun.set()
+        return stall(600)(exchange)
+
+    with proxy.during(HttpFault(silent, times=None)):
+        process = _script(f"backend.{call}", bucket, proxy.url)
+        assert begun.wait(60)
+        process.send_signal(signal.SIGINT)
+        error = process.communicate()[1]
+    assert "KeyboardInterrupt" in error
+    assert process.returncode != 0
+
+
+def test_threads_share_a_backend(backend: Backend) -> None:
+    """Requests of many threads are counted, each once."""
+
+    def work(me: int) -> None:
+        for n in range(10):
+            backend.write(f"packs/{me:02x}/{n}", bytes([me]) * 1000)
+            assert backend.read(f"packs/{me:02x}/{n}") == bytes([me]) * 1000
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert backend.requests == {"put": 80, "get": 80}
