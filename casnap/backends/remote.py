@@ -170,7 +170,7 @@ class RemoteBackend(Backend):
 
     @override
     def delete_all(self, keys: Iterable[str]) -> dict[str, BackendError]:
-        errors: dict[str, BackendError] = self._run(self._delete_all(list(keys)))
+        errors: dict[str, BackendError] = self._run(self._delete_all([*dict.fromkeys(keys)]))
         for error in errors.values():
             if not isinstance(error, AccessDeniedError):
                 raise error
