@@ -193,13 +193,19 @@ class RemoteBackend(Backend):
             raise
         return event_loop.run(work)
 
-    def _reach(self) -> _Connected:
-        """Return what this process uses; connect first if need be, which may take a while."""
+    def _reach(self, expired: _Connected | None = None) -> _Connected:
+        """Return what this process uses; connect first if need be, which may take a while.
+
+        On the event loop nothing is connected: whoever began the work there has done that.
+
+        Args:
+            expired: What is not to be used any more. It stays until there is another one.
+        """
         pid, connected = os.getpid(), self._connected
-        if connected is None or connected.pid != pid:
+        if connected in (None, expired) or connected.pid != pid:
             with _connecting.value:
                 connected = self._connected
-                if connected is None or connected.pid != pid:
+                if connected in (None, expired) or connected.pid != pid:
                     client = self._connect()
                     event_loop.run(client.connect())
                     connected = _Connected(pid, client, asyncio.Semaphore(_REQUESTS))
@@ -256,10 +262,7 @@ class RemoteBackend(Backend):
             except ExpiredError:
                 if attempt:
                     raise
-                # Unless another request just did.
-                if self._connected is connected:
-                    self._connected = None
-                connected = await asyncio.to_thread(self._reach)
+                connected = await asyncio.to_thread(self._reach, connected)
             else:
                 self._known = True
                 return result
