@@ -26,7 +26,7 @@ from casnap.backends.client import (
 from casnap.backends.event_loop import event_loop
 from casnap.backends.retries import Operation, Retries, ended
 from casnap.backends.scatter import Scatter, Whole, runs
-from casnap.errors import AccessDeniedError, BackendError
+from casnap.errors import AccessDeniedError, BackendError, UnavailableError
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.sizes import size as in_words
 from casnap.runtime.typing import override
@@ -337,9 +337,14 @@ class RemoteBackend(Backend):
                 return pages
 
     async def _page(self, prefix: str, *, deep: bool, after: str | None = None) -> Page:
-        return await self._request(
+        page = await self._request(
             "list", f"list {prefix}", lambda client: client.list(prefix, deep=deep, after=after)
         )
+        if after is not None and page.after == after:
+            raise UnavailableError(
+                f"{self.uri}/{prefix} cannot be listed: the server answers with the same page again"
+            )
+        return page
 
     async def _sizes(self, prefix: str) -> dict[str, int]:
         first = await self._page(prefix, deep=True)

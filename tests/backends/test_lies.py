@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.backends import Backend, backend_at
 from casnap.backends.any_fsspec import FsspecClient
 from casnap.backends.client import ExpiredError, Found, Sink, TransientError
 from casnap.backends.remote import RemoteBackend
+from casnap.errors import UnavailableError, UnreachableError
+from casnap.testing import FaultyProxy, HttpAct, HttpFault, answer, change
+from casnap.testing.proxy import Answer, Exchange
+from tests.support.object_stores import IMPATIENT
+from tests.support.remote import RemoteDouble
+from tests.support.servers import Bucket
 
 MIB = 1 << 20
+
+
+def reached(bucket: Bucket, proxy: FaultyProxy) -> Backend:
+    """Return a backend that reaches its server by a proxy."""
+    options = {**bucket.storage_options, "endpoint_url": proxy.url, "casnap": IMPATIENT}
+    return backend_at(f"{bucket.uri}/run", options)
 
 
 class _Expiring(FsspecClient):
@@ -47,3 +66,106 @@ def test_requests_go_on_while_credentials_are_renewed(tmp_path: Path) -> None:
     finally:
         pool.shutdown(wait=False)
     assert _Expiring.clients == 2
+
+
+def headed(old: bytes, new: bytes) -> HttpAct:
+    """Change the head of an answer."""
+
+    def act(exchange: Exchange) -> Answer:
+        found = exchange.go()
+        return replace(found, head=re.sub(old, new, found.head, flags=re.IGNORECASE))
+
+    return act
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        headed(b"content-range: bytes 5-", b"Content-Range: bytes 7-"),
+        headed(b"(content-range: bytes 5-[0-9]+)/[0-9]+", rb"\1/*"),
+    ],
+)
+def test_a_range_that_is_not_what_was_asked_for(bucket: Bucket, act: HttpAct) -> None:
+    """It is asked for again, and never taken for the end of the object, or for other bytes."""
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        backend = reached(bucket, proxy)
+        backend.write("x", b"0123456789abcdef")
+        target = memoryview(bytearray(8))
+        with proxy.during(HttpFault(act, "GET")) as (fault,):
+            assert backend.read_into("x", [(5, target)]) == [8]
+        assert fault.struck == 1
+        assert bytes(target) == b"56789abc"
+
+
+def test_an_answer_of_unknown_length(bucket: Bucket) -> None:
+    def chunked(exchange: Exchange) -> Answer:
+        found = exchange.go()
+        head = re.sub(rb"(?i)content-length: \d+", b"Transfer-Encoding: chunked", found.head)
+        content = found.content()
+        return replace(found, head=head, body=(b"%x\r\n%s\r\n0\r\n\r\n" % (len(content), content),))
+
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        backend = reached(bucket, proxy)
+        backend.write("x", b"0123456789abcdef")
+        with (
+            proxy.during(HttpFault(chunked, "GET", times=None)),
+            pytest.raises(UnreachableError, match="how long the object is"),
+        ):
+            backend.read("x")
+
+
+@pytest.mark.parametrize("token", [b"", b"<NextContinuationToken>x</NextContinuationToken>"])
+def test_a_listing_that_does_not_end(bucket: Bucket, token: bytes) -> None:
+    """A server that cuts a listing off, or ignores what continues it, is no source of truth."""
+    more = b"<IsTruncated>true</IsTruncated>" + token
+    endless = change(lambda body: body.replace(b"<IsTruncated>false</IsTruncated>", more))
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        backend = reached(bucket, proxy)
+        backend.write("packs/ab/x", b"0")
+        for call in (backend.names, backend.sizes):
+            with (
+                proxy.during(HttpFault(endless, "GET", times=20)) as (fault,),
+                pytest.raises(UnavailableError, match="list"),
+            ):
+                call("packs")
+            assert fault.struck < 10
+
+
+def test_objects_that_are_gone_already(bucket: Bucket) -> None:
+    """Some servers say so when they are asked to delete them."""
+    error = b"<Error><Key>run/packs/ab/x</Key><Code>NoSuchKey</Code></Error>"
+
+    def gone(exchange: Exchange) -> Answer:
+        if exchange.method == "DELETE":
+            return answer(404, "NoSuchKey")(exchange)
+        return answer(200)(exchange).with_content(b"<DeleteResult>" + error + b"</DeleteResult>")
+
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        backend = reached(bucket, proxy)
+        with proxy.during(HttpFault(gone, times=None)):
+            backend.delete("packs/ab/x")
+            assert backend.delete_all(["packs/ab/x", "packs/ab/y"]) == {}
+
+
+class _Forgetful(RemoteDouble):
+    """Its lists lack one pack, and tell a wrong size of another one."""
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        found = super().sizes(folder)
+        if folder == "packs":
+            del found[min(found)]
+            found[max(found)] -= 100
+        return found
+
+
+def test_no_pack_is_lost_by_a_list_alone(tmp_path: Path) -> None:
+    """A check and a repair look at it before they believe that it is gone or cut off."""
+    backend = _Forgetful(str(tmp_path))
+    store = Store(backend)
+    state = {"model": StateDict(a=torch.arange(100_000.0))}
+    store.take(state, "first")
+    store.take({"model": StateDict(a=torch.arange(9.0))}, "second")
+    assert store.check().ok
+    store.repair()
+    assert torch.equal(store["first"].read_object("model/a"), state["model"]["a"])
+    assert store.check(data=True).ok
