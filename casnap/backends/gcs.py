@@ -179,7 +179,7 @@ class GcsClient(Client):
             f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{meta}\r\n"
             f"--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\n"
         )
-        await self._ask(
+        told = await self._ask(
             "POST",
             f"/upload{self._objects()}",
             f"{self._uri}/{key}",
@@ -188,6 +188,8 @@ class GcsClient(Client):
             | ({"ifGenerationMatch": "0"} if if_absent else {}),
             body=Body(source, before.encode(), f"\r\n--{_BOUNDARY}--".encode()),
         )
+        if int(told.get("size", -1)) != len(source.content):
+            raise TransientError("the answer to a put tells another length, or none")
 
     @override
     async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> Found:

@@ -240,6 +240,9 @@ class RemoteBackend(Backend):
                     return await self._once(operation, kind, work, transfer)
                 except TransientError as e:
                     await operation.pause(e)
+                except TakenError as e:
+                    # No condition of ours: the user's options have one, or the server lies.
+                    raise BackendError(f"cannot {what} at {self.uri}: {e}") from e
 
     def _operation(self, what: str) -> Operation:
         return Operation(f"{what} at {self.uri}", self._retries, known=self._known)

@@ -113,6 +113,8 @@ class S3Client(Client):
             **checksums,
             **condition,
         )
+        if not answer.get("ETag"):
+            raise TransientError("the answer to a put has no ETag, so it may not be the server's")
         # A server that verifies it says so. Older ones verify an MD5, which costs more.
         self._knows_crc = bool(answer.get("ChecksumCRC32"))
 
@@ -231,7 +233,9 @@ class S3Client(Client):
 
 def _continuation(answer: Mapping[str, Any], what: str) -> str | None:
     token: str | None = answer.get("NextContinuationToken")
-    if token is None and answer.get("IsTruncated"):
+    if "IsTruncated" not in answer:
+        raise TransientError(f"the answer is no listing of {what}")
+    if token is None and answer["IsTruncated"]:
         raise TransientError(f"the listing of {what} was cut off")
     return token
 

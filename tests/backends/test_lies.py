@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from casnap import StateDict, Store
 from casnap.backends import Backend, backend_at
 from casnap.backends.any_fsspec import FsspecClient
 from casnap.backends.client import ExpiredError, Found, Sink, TransientError
+from casnap.backends.event_loop import event_loop
 from casnap.backends.remote import RemoteBackend
-from casnap.errors import UnavailableError, UnreachableError
+from casnap.errors import BackendError, UnavailableError, UnreachableError
 from casnap.testing import FaultyProxy, HttpAct, HttpFault, answer, change
 from casnap.testing.proxy import Answer, Exchange
 from tests.support.object_stores import IMPATIENT
@@ -114,6 +121,39 @@ def test_an_answer_of_unknown_length(bucket: Bucket) -> None:
             backend.read("x")
 
 
+def test_another_servers_answers(bucket: Bucket) -> None:
+    """A page of a portal between here and the server, with status 200, is no success."""
+
+    def portal(exchange: Exchange) -> Answer:
+        return answer(200)(exchange).with_content(b"<html><body>Please log in</body></html>")
+
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        backend = reached(bucket, proxy)
+        for method, call in (
+            ("PUT", lambda: backend.write("packs/ab/y", b"0")),
+            ("PUT", lambda: backend.put_if_absent("roots/0/1", b"0")),
+            ("GET", lambda: backend.names("packs")),
+            ("GET", lambda: backend.sizes("packs")),
+        ):
+            with (
+                proxy.during(HttpFault(portal, method, times=None)),
+                pytest.raises(UnavailableError),
+            ):
+                call()
+            with proxy.during(HttpFault(portal, method)):
+                call()
+
+
+def test_a_put_that_the_server_takes_for_a_conditional_one(bucket: Bucket) -> None:
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        backend = reached(bucket, proxy)
+        with (
+            proxy.during(HttpFault(answer(412, "PreconditionFailed"))),
+            pytest.raises(BackendError, match="412"),
+        ):
+            backend.write("packs/ab/x", b"0")
+
+
 @pytest.mark.parametrize("token", [b"", b"<NextContinuationToken>x</NextContinuationToken>"])
 def test_a_listing_that_does_not_end(bucket: Bucket, token: bytes) -> None:
     """A server that cuts a listing off, or ignores what continues it, is no source of truth."""
@@ -169,3 +209,54 @@ def test_no_pack_is_lost_by_a_list_alone(tmp_path: Path) -> None:
     store.repair()
     assert torch.equal(store["first"].read_object("model/a"), state["model"]["a"])
     assert store.check(data=True).ok
+
+
+def test_places_told_apart_by_their_options_alone(tmp_path: Path) -> None:
+    """A copy of a store on another host has a cache of its own; no secret can be read from it."""
+    uri = f"file://{tmp_path}"
+    identities = {
+        RemoteBackend(uri, partial(FsspecClient, uri, options)).identity
+        for options in ({}, {"auto_mkdir": True}, {"auto_mkdir": False}, {"auto_mkdir": True})
+    }
+    assert len(identities) == 3
+    assert not any("mkdir" in identity for identity in identities)
+
+
+def test_a_file_system_that_ignores_ranges(tmp_path: Path) -> None:
+    class Whole(LocalFileSystem):
+        def cat_file(self, path: str, *args: Any, **kwargs: Any) -> bytes:
+            return Path(path).read_bytes()
+
+    client = FsspecClient(f"file://{tmp_path}", {})
+    client._fs = Whole()
+    backend = RemoteBackend(f"file://{tmp_path}", lambda: client)
+    (tmp_path / "x").write_bytes(b"0123456789")
+    with pytest.raises(BackendError, match="part of a file"):
+        backend.read_into("x", [(4, memoryview(bytearray(4)))])
+
+
+def test_a_second_interrupt_waits_for_the_end_too() -> None:
+    """Else a request could write into a buffer that the caller uses for something else by then."""
+    steps: list[str] = []
+
+    async def stubborn() -> None:
+        steps.append("begun")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            steps.append("cancelled")
+            await asyncio.sleep(0.5)
+            steps.append("ended")
+
+    def interrupt() -> None:
+        for step in ("begun", "cancelled"):
+            while step not in steps:
+                time.sleep(0.01)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        event_loop.run(stubborn())
+    thread.join()
+    assert steps == ["begun", "cancelled", "ended"]
