@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -260,3 +261,22 @@ def test_a_second_interrupt_waits_for_the_end_too() -> None:
         event_loop.run(stubborn())
     thread.join()
     assert steps == ["begun", "cancelled", "ended"]
+
+
+@pytest.mark.parametrize(
+    ("uri", "options"),
+    [
+        ("s3://bucket/x", {"endpoint_url": "user:passw0rd@127.0.0.1:1"}),
+        ("s3://bucket/x", {"endpoint_url": "http://user:passw0rd@127.0.0.1:1"}),
+        ("s3://bucket/x", {"casnap": ["passw0rd"]}),
+        ("s3://bucket/x", {"casnap": {"attempts": "passw0rd"}}),
+        ("s3://bucket/x", ["passw0rd"]),
+        ("gs://bucket/x", {"token": "passw0rd"}),
+    ],
+)
+def test_no_secret_is_in_an_error_or_its_traceback(uri: str, options: Any) -> None:
+    if "endpoint_url" in options:
+        options = {**options, "casnap": {"first_contact": 0.1}}
+    with pytest.raises(BackendError) as caught:
+        backend_at(uri, options).read("x")
+    assert "passw0rd" not in "".join(traceback.format_exception(caught.value))
