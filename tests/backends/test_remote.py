@@ -75,7 +75,14 @@ def test_a_lost_answer_is_looked_up(backend: Backend, direct: Backend, proxy: Fa
 
 
 @pytest.mark.parametrize(
-    "act", [answer(409, "ConditionalRequestConflict"), answer(412), hang_up(), answer(503)]
+    "act",
+    [
+        answer(409, "ConditionalRequestConflict"),
+        answer(412),
+        hang_up(),
+        answer(503),
+        answer(503, "SlowDown"),
+    ],
 )
 def test_nothing_was_put(
     backend: Backend, direct: Backend, proxy: FaultyProxy, act: HttpAct
@@ -86,6 +93,7 @@ def test_nothing_was_put(
     assert fault.struck == 2
     assert direct.read(KEY) == b"mine"
     assert backend.requests == {"put": 3, "get": 2}
+    assert proxy.requests == {"PUT": 3, "GET": 2}
 
 
 def test_another_was_faster(backend: Backend, direct: Backend, proxy: FaultyProxy) -> None:
@@ -104,6 +112,19 @@ def test_an_answer_that_stays_unclear(backend: Backend, proxy: FaultyProxy) -> N
     ):
         backend.put_if_absent(KEY, b"mine")
     assert backend.requests == {"put": 5, "get": 5}
+
+
+def test_a_user_who_waits_is_told_why(
+    backend: Backend,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("casnap.backends.retries._PATIENCE", 0.0)
+    with proxy.during(HttpFault(answer(503, "SlowDown"), "PUT", times=1)):
+        backend.write(KEY, b"mine")
+    assert f"still trying to put {KEY} at s3://" in caplog.text
+    assert "SlowDown" in caplog.text
 
 
 def test_an_exclusive_writer_looks_first(
