@@ -17,7 +17,8 @@ from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Root, Row, StoreConfig
 from casnap.runtime import calls
-from casnap.storage.location import Location, create_store, locate_snapshot, locate_store
+from casnap.storage.creation import create_store
+from casnap.storage.location import Location, locate_snapshot, locate_store
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table
 
