@@ -17,7 +17,8 @@ from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Root, Row, StoreConfig
 from casnap.runtime import calls
-from casnap.storage.location import Location, create_store, locate_snapshot, locate_store
+from casnap.storage.creation import create_store
+from casnap.storage.location import Location, locate_snapshot, locate_store
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table
 
@@ -49,64 +50,22 @@ class OpenStore:
     """An open store, or a view of the snapshots below a prefix.
 
     Args:
-        found: The place of the store, and the prefix.
-        create: Make the store if there is none.
-        asked: Whether the user named this very place as a store.
-        chunk_size: For a new store, in bytes.
-        codec: The codec for new chunks.
-        exclusive: Whether the user vouches that no other process writes to the store.
-        config: The record of the store, if it was read already.
-        ahead: Whether a use follows at once, so that a remote store looks for its newest root now.
-
-    Attributes:
         objects: The objects of the store.
         prefix: The beginning of the full names of all snapshots; empty for the whole store.
         codec: The codec for new chunks.
-        is_new: Whether this made the store.
-
-    Raises:
-        NotAStoreError: There is no store, and ``create`` is False.
-        UnsupportedFormatError: A newer casnap made the store, or this machine is big-endian.
-        StoreError: A store cannot be made at this place.
+        is_new: Whether the store was made just now.
     """
 
     store_class: ClassVar[type[Store]]
     """:class:`casnap.Store`. Its module sets this, since it stands above this one."""
 
     def __init__(
-        self,
-        found: Location,
-        *,
-        create: bool,
-        asked: bool = True,
-        chunk_size: int = DEFAULT_CHUNK_SIZE,
-        codec: Codec = Codec.RAW,
-        exclusive: bool = False,
-        config: StoreConfig | None = None,
-        ahead: bool = False,
+        self, objects: Objects, prefix: str, codec: Codec = Codec.RAW, *, is_new: bool = False
     ) -> None:
-        if sys.byteorder != "little":
-            raise UnsupportedFormatError(
-                f"{found.backend.uri} cannot be used on this machine: the bytes of tensors are "
-                "little-endian, and this casnap does not swap them for a big-endian one"
-            )
-        found.backend.exclusive |= exclusive
-        self.is_new = False
-        may_make = create and not found.name
-        objects = Objects(found.backend, config=config) if config is not None else None
-        if objects is None and found.backend.is_remote:
-            objects = _at(found.backend, or_none=may_make, ahead=ahead)
-        if objects is None and may_make:
-            # If the store exists, this finishes a creation that was interrupted.
-            self.is_new = create_store(found.backend, chunk_size=chunk_size, asked=asked)
-        elif objects is None and not found.exists:
-            raise NotAStoreError(
-                f"{found.backend.uri} is not a casnap store, nor is any folder above it; make one "
-                f"with `casnap init {found.backend.uri}`, or check the path"
-            )
-        self.objects = objects or Objects(found.backend)
-        self.prefix = found.name
+        self.objects = objects
+        self.prefix = prefix
         self.codec = codec
+        self.is_new = is_new
         # Weak, since the Store refers to this: else both would stay until a garbage collection.
         self._store: ref[Store] | None = None
 
@@ -118,9 +77,7 @@ class OpenStore:
         """Return the whole store that this is a view of."""
         if not self.prefix:
             return self
-        whole = OpenStore.__new__(OpenStore)
-        vars(whole).update(vars(self), prefix="", _store=None)
-        return whole
+        return OpenStore(self.objects, "", self.codec, is_new=self.is_new)
 
     @property
     def store(self) -> Store:
@@ -205,9 +162,59 @@ class OpenStore:
 
 
 def _open_again(backend: Backend, prefix: str, codec: Codec, marks: bool) -> OpenStore:
-    again = OpenStore(Location(backend, prefix, exists=True), create=False, codec=codec)
+    again = open_store(Location(backend, prefix, exists=True), create=False, codec=codec)
     again.objects.marks = marks
     return again
+
+
+def open_store(
+    found: Location,
+    *,
+    create: bool,
+    asked: bool = True,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    codec: Codec = Codec.RAW,
+    exclusive: bool = False,
+    config: StoreConfig | None = None,
+    ahead: bool = False,
+) -> OpenStore:
+    """Open a store, or a view of the snapshots below a prefix.
+
+    Args:
+        found: The place of the store, and the prefix.
+        create: Make the store if there is none.
+        asked: Whether the user named this very place as a store.
+        chunk_size: For a new store, in bytes.
+        codec: The codec for new chunks.
+        exclusive: Whether the user vouches that no other process writes to the store.
+        config: The record of the store, if it was read already.
+        ahead: Whether a use follows at once, so that a remote store looks for its newest root now.
+
+    Raises:
+        NotAStoreError: There is no store, and ``create`` is False.
+        UnsupportedFormatError: A newer casnap made the store, or this machine is big-endian.
+        StoreError: A store cannot be made at this place.
+    """
+    backend = found.backend
+    if sys.byteorder != "little":
+        raise UnsupportedFormatError(
+            f"{backend.uri} cannot be used on this machine: the bytes of tensors are "
+            "little-endian, and this casnap does not swap them for a big-endian one"
+        )
+    backend.exclusive |= exclusive
+    is_new, may_make = False, create and not found.name
+    objects = Objects(backend, config=config) if config is not None else None
+    if objects is None and backend.is_remote:
+        objects = _at(backend, or_none=may_make, ahead=ahead)
+    if objects is None and may_make:
+        # If the store exists, this finishes a creation that was interrupted.
+        is_new = create_store(backend, chunk_size=chunk_size, asked=asked)
+    elif objects is None and not found.exists:
+        raise NotAStoreError(
+            f"{backend.uri} is not a casnap store, nor is any folder above it; make one "
+            f"with `casnap init {backend.uri}`, or check the path"
+        )
+    return OpenStore(objects or Objects(backend), found.name, codec, is_new=is_new)
 
 
 def _at(backend: Backend, *, or_none: bool, ahead: bool) -> Objects | None:
@@ -239,7 +246,7 @@ def find(
     if store is None:
         found = locate_snapshot(path, storage_options)
         whole = found._replace(name="")
-        return OpenStore(whole, create=create, asked=False, ahead=True), found.name
+        return open_store(whole, create=create, asked=False, ahead=True), found.name
     if isinstance(store, str | os.PathLike):
         store = OpenStore.store_class(store, create=create, storage_options=storage_options)
     elif not isinstance(store, OpenStore.store_class):
@@ -289,7 +296,7 @@ def find_together(
         if isinstance(store, OpenStore.store_class) and store.objects.backend.uri == said.uri:
             return store.opened.whole(), said.name
         found = locate_store(said.uri, storage_options)
-        opened = OpenStore(found, create=False, config=said.config)
+        opened = open_store(found, create=False, config=said.config)
         if said.root is not None:
             opened.objects.hear(said.root)
         return opened, said.name

@@ -13,7 +13,7 @@ from casnap.errors import SnapshotNotFoundError
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
-from casnap.opened import Found, OpenStore
+from casnap.opened import Found, OpenStore, open_store
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress, told_what
 from casnap.snapshot import PendingSnapshot, Snapshot
@@ -70,7 +70,7 @@ class Store:
         markers: bool = True,
     ) -> None:
         if not isinstance(uri, OpenStore):
-            uri = OpenStore(
+            uri = open_store(
                 _located(uri, storage_options),
                 create=create,
                 chunk_size=chunk_size,

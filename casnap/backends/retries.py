@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import random
 import time
 from collections.abc import Coroutine
@@ -17,6 +19,12 @@ T = TypeVar("T")
 _SLOWEST = 256 << 10
 # How long bytes that have come may wait for this process to take them, in seconds.
 _TAKING = 0.1
+# How long an operation may fail before the user is told, and between two such messages, in seconds.
+_PATIENCE = 10.0
+
+_log = logging.getLogger("casnap")
+# When the user was last told.
+_told_at = -math.inf
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,16 @@ class Operation:
             raise UnreachableError(
                 f"cannot {self._what}: {times} in {seconds:.1f} s; the last one failed: {error}"
             ) from error
+        self._tell(error)
         await asyncio.sleep(delay)
+
+    def _tell(self, error: TransientError) -> None:
+        """Warn now and then that this goes on failing; of all operations, one does."""
+        global _told_at
+        now = time.monotonic()
+        if now - max(self._began, _told_at) >= _PATIENCE:
+            _told_at = now
+            _log.warning("still trying to %s: %s", self._what, error)
 
     async def watched(self, request: Coroutine[Any, Any, T], transfer: Transfer) -> T:
         """Make a request; cancel it once no byte moves, or the time is over."""

@@ -65,6 +65,8 @@ class S3Client(Client):
         self._uri = uri
         with valid_options(uri):
             self._fs = S3FileSystem(**_options(storage_options, retries))
+        # It would try some errors again, SlowDown among them, five times and unseen.
+        self._fs.retries = 1
         # Not `split_path`, which takes a part of some names for a version.
         self._bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""

@@ -49,6 +49,8 @@ def options_for(uri: str) -> dict[str, Any] | None:
         return None
     if store_uri(uri) is None:
         raise click.UsageError("--endpoint-url is for a store on a server, like s3://bucket/run1")
+    if "://" not in url:
+        raise click.UsageError(f"--endpoint-url is a URL, like http://{url}")
     return {"endpoint_url": url}
 
 

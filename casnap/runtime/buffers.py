@@ -10,8 +10,8 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 from casnap.errors import StateError
 from casnap.runtime import calls
@@ -99,15 +99,6 @@ class Pool:
             if slot.unpin is not None:
                 slot.unpin()
         return len(free) * self.slot_bytes
-
-    @contextmanager
-    def lease(self) -> Iterator[Slot]:
-        """Hold a slot for a block of code."""
-        slot = self.take()
-        try:
-            yield slot
-        finally:
-            self.release(slot)
 
 
 class Parts:

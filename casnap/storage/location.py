@@ -1,4 +1,4 @@
-"""Finding the store and the snapshot name that a path means, and making stores.
+"""Finding the store and the snapshot name that a path means.
 
 A local path is a store plus a name. The store is the nearest folder above that holds
 ``casnap.json``, as ``git`` finds its repository. ``uris.py`` says what a URI means.
@@ -14,32 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from casnap.backends import Backend, LocalBackend, backend_at
-from casnap.errors import (
-    BackendError,
-    InvalidNameError,
-    NotAStoreError,
-    StoreError,
-    UntrustedStoreError,
-)
+from casnap.errors import InvalidNameError, NotAStoreError, StoreError, UntrustedStoreError
 from casnap.format.names import check_name
-from casnap.format.records import (
-    CONFIG_KEY,
-    DEEP_TABLE,
-    DEFAULT_CHUNK_SIZE,
-    FORMAT,
-    MAX_CHUNK_SIZE,
-    MIN_CHUNK_SIZE,
-    Root,
-    StoreConfig,
-    root_key,
-)
+from casnap.format.records import CONFIG_KEY
 from casnap.runtime.environment import crowded_folders, trust_file
-from casnap.storage.config import no_config_error, not_a_store_error, read_config
-from casnap.storage.probe import honours_put_if_absent, no_put_if_absent_error
-from casnap.storage.roots import sealed_root
+from casnap.storage.config import no_config_error
 from casnap.storage.uris import Uri, snapshot_uri, store_uri
 
 _log = logging.getLogger("casnap")
@@ -85,11 +65,11 @@ def locate_snapshot(
         raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
     above, last = Path(plain).parent, Path(plain).name
     folder = _resolved(above) / last
-    if _exists(folder / CONFIG_KEY):
+    if exists(folder / CONFIG_KEY):
         raise InvalidNameError(
             f"{folder} is a store itself; a snapshot in it needs a name, like {folder}/step_100"
         )
-    if _exists(folder / ".snapshot_metadata"):
+    if exists(folder / ".snapshot_metadata"):
         raise StoreError(
             f"{folder} holds a snapshot of TorchSnapshot, which casnap does not touch; take to "
             "another path, or restore it with torchsnapshot and take it again"
@@ -126,7 +106,7 @@ def locate_store(
     if not plain:
         raise NotAStoreError("an empty path is no store; for the current folder write '.'")
     folder = _resolved(Path(plain))
-    if _exists(folder) and not folder.is_dir():
+    if exists(folder) and not folder.is_dir():
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
     found = _find_store(Path(plain))
     if found is None:
@@ -139,7 +119,7 @@ def _located(uri: Uri, storage_options: Mapping[str, Any] | None) -> Location:
     if uri.store.startswith("memory://"):
         _check_no_options(uri.store, storage_options)
     backend = backend_at(uri.store, storage_options)
-    return Location(backend, uri.name, backend.is_remote or _holds(backend, CONFIG_KEY))
+    return Location(backend, uri.name, backend.is_remote or holds(backend, CONFIG_KEY))
 
 
 def _check_no_options(path: str, storage_options: Mapping[str, Any] | None) -> None:
@@ -158,12 +138,18 @@ def _resolved(folder: Path) -> Path:
         raise NotAStoreError(f"{str(folder)!r} is no folder: {e}") from e
 
 
-def _exists(path: Path) -> bool:
+def exists(path: Path) -> bool:
+    """Whether a file or folder is there and can be looked at."""
     try:
         path.stat()
     except (OSError, ValueError):
         return False
     return True
+
+
+def holds(backend: Backend, key: str) -> bool:
+    """Whether an object exists. Listing its folder would be slow: it may hold many snapshots."""
+    return backend.size_if_there(key) is not None
 
 
 def _as_written(folder: Path) -> Path:
@@ -308,7 +294,7 @@ def _made_here(store: Path) -> bool:
 
 def _entries(folder: Path) -> Iterator[Path]:
     try:
-        yield from (p for p in folder.iterdir() if _exists(p))
+        yield from (p for p in folder.iterdir() if exists(p))
     except OSError:
         return
 
@@ -327,109 +313,3 @@ def trust(store: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as f:
         f.write(f"{store}\n")
-
-
-def create_store(
-    backend: Backend,
-    *,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
-    asked: bool,
-    version: int = FORMAT,
-) -> bool:
-    """Make a store, or finish making one; do nothing if it is complete.
-
-    Args:
-        backend: Where to make it.
-        chunk_size: Bytes; a power of two from 64 KiB to 64 MiB.
-        asked: Whether the user named this very place as a store.
-        version: The format of a new store.
-
-    Returns:
-        Whether there was no store yet.
-
-    Raises:
-        StoreError: No store can be made here.
-        ValueError: The chunk size is not possible.
-    """
-    if not MIN_CHUNK_SIZE <= chunk_size <= MAX_CHUNK_SIZE or chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size is a power of two from 64 KiB to 64 MiB; got {chunk_size}")
-    if isinstance(backend, LocalBackend):
-        if _exists(backend.folder) and not backend.folder.is_dir():
-            raise NotAStoreError(f"{backend.folder} is a file; a store is a folder")
-        _check_place(backend.folder, asked=asked)
-    backend.make()
-    is_new = not _holds(backend, CONFIG_KEY)
-    if is_new:
-        _put_config(backend, chunk_size, version, asked=asked)
-    config = read_config(backend)  # raises if a newer version began to make it
-    if config.write_features:
-        return is_new
-    # If the creation was cut off, folders may be there already.
-    made = _holds(backend, root_key(0)) or any(map(backend.names, ("roots/0", "packs", "index")))
-    if not made:
-        root = Root(seq=0, commit=os.urandom(16), time=0.0)
-        if config.format > 1:
-            root = msgspec.structs.replace(root, format=2, read_features=(DEEP_TABLE,))
-        backend.put_if_absent(root_key(0), sealed_root(root))
-    backend.sync()
-    if is_new:
-        _warn_of_rules(backend)
-    return is_new
-
-
-def _warn_of_rules(backend: Backend) -> None:
-    try:
-        for text in backend.bucket_warnings():
-            _log.warning("%s: %s", backend.uri, text)
-    except BackendError as e:
-        # `casnap check` says so.
-        _log.debug("%s: the rules of the bucket cannot be looked at: %s", backend.uri, e)
-
-
-def _put_config(backend: Backend, chunk_size: int, version: int, *, asked: bool) -> None:
-    """Put the record of a new store, which begins to exist by that."""
-    if chunk_size > backend.max_chunk_bytes:
-        most = backend.max_chunk_bytes >> 20
-        raise ValueError(f"chunk_size is at most {most} MiB at {backend.uri}; got {chunk_size}")
-    _check_remote_place(backend, asked=asked)
-    foreign = {"roots", "packs", "index"} & set(backend.names(""))
-    # Another process may have just made the store: it puts the record before any root.
-    if foreign and not _holds(backend, CONFIG_KEY):
-        raise StoreError(
-            f"{backend.uri} holds {', '.join(sorted(foreign))}, but no {CONFIG_KEY}: part of "
-            "something else, or of a damaged store. Choose another folder"
-        )
-    honoured = honours_put_if_absent(backend)
-    if not honoured and not backend.exclusive:
-        raise no_put_if_absent_error(backend.uri)
-    config = StoreConfig(os.urandom(16).hex(), chunk_size, version, put_if_absent=honoured)
-    content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
-    backend.put_if_absent(CONFIG_KEY, content)
-    backend.sync()
-
-
-def _check_remote_place(backend: Backend, *, asked: bool) -> None:
-    uri = store_uri(backend.uri) if backend.is_remote else None
-    if uri is not None and uri.is_bucket and not asked:
-        raise StoreError(
-            f"no store is made unasked at the root of a bucket, {backend.uri}. Take to a path "
-            f"further down, like {backend.uri}/run1/step_100; or if the whole bucket is meant to "
-            f"be one store, make it with `casnap init {backend.uri}`, or Store(...)"
-        )
-    if backend.is_object():
-        raise not_a_store_error(backend)
-
-
-def _holds(backend: Backend, key: str) -> bool:
-    """Whether an object exists. Listing its folder would be slow: it may hold many snapshots."""
-    return backend.size_if_there(key) is not None
-
-
-def _check_place(folder: Path, *, asked: bool) -> None:
-    if _exists(folder / CONFIG_KEY):
-        return
-    if not asked and folder in crowded_folders():
-        raise StoreError(
-            f"no store is made unasked in {folder}. Make one with `casnap init FOLDER`, or take to "
-            f"a path further down, like {folder / 'ckpts' / 'step_100'}"
-        )

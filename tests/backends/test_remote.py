@@ -9,17 +9,11 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar
+from typing import Any
 
-import fsspec
 import pytest
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
 
 from casnap.backends import Backend, backend_at
-from casnap.backends.any_fsspec import FsspecClient
-from casnap.backends.client import Page
-from casnap.backends.remote import RemoteBackend
 from casnap.errors import (
     AccessDeniedError,
     ArchivedError,
@@ -31,7 +25,7 @@ from casnap.errors import (
     UnreachableError,
 )
 from casnap.testing import FaultyProxy, HttpAct, HttpFault, after, answer, change, hang_up, stall
-from casnap.testing.backend_suite import BackendSuite, pattern
+from casnap.testing.backend_suite import pattern
 from casnap.testing.proxy import Answer, Exchange
 from tests.support.object_stores import IMPATIENT
 from tests.support.servers import NOBODY, SECRET, Bucket
@@ -75,7 +69,14 @@ def test_a_lost_answer_is_looked_up(backend: Backend, direct: Backend, proxy: Fa
 
 
 @pytest.mark.parametrize(
-    "act", [answer(409, "ConditionalRequestConflict"), answer(412), hang_up(), answer(503)]
+    "act",
+    [
+        answer(409, "ConditionalRequestConflict"),
+        answer(412),
+        hang_up(),
+        answer(503),
+        answer(503, "SlowDown"),
+    ],
 )
 def test_nothing_was_put(
     backend: Backend, direct: Backend, proxy: FaultyProxy, act: HttpAct
@@ -86,6 +87,7 @@ def test_nothing_was_put(
     assert fault.struck == 2
     assert direct.read(KEY) == b"mine"
     assert backend.requests == {"put": 3, "get": 2}
+    assert proxy.requests == {"PUT": 3, "GET": 2}
 
 
 def test_another_was_faster(backend: Backend, direct: Backend, proxy: FaultyProxy) -> None:
@@ -104,6 +106,19 @@ def test_an_answer_that_stays_unclear(backend: Backend, proxy: FaultyProxy) -> N
     ):
         backend.put_if_absent(KEY, b"mine")
     assert backend.requests == {"put": 5, "get": 5}
+
+
+def test_a_user_who_waits_is_told_why(
+    backend: Backend,
+    proxy: FaultyProxy,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("casnap.backends.retries._PATIENCE", 0.0)
+    with proxy.during(HttpFault(answer(503, "SlowDown"), "PUT", times=1)):
+        backend.write(KEY, b"mine")
+    assert f"still trying to put {KEY} at s3://" in caplog.text
+    assert "SlowDown" in caplog.text
 
 
 def test_an_exclusive_writer_looks_first(
@@ -325,81 +340,6 @@ def test_objects_are_bounded(backend: Backend) -> None:
     with pytest.raises(BackendError, match=r"51\.4 MB"):
         backend.write("packs/ab/x", bytes(49 * MIB))
     assert backend.requests == {}
-
-
-class _Paged(FsspecClient):
-    """Lists five objects at a time."""
-
-    async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
-        page = await super().list(prefix, deep=deep, after=None)
-        begin = int(after or 0)
-        keys = sorted(page.sizes)
-        sizes = {key: page.sizes[key] for key in keys[begin : begin + 5]}
-        return Page(sizes, page.folders, str(begin + 5) if begin + 5 < len(keys) else None)
-
-
-@pytest.mark.parametrize(("folders", "each", "requests"), [(1, 5, 1), (9, 1, 2), (3, 10, 8)])
-def test_large_listings_are_read_side_by_side(
-    memory: str, folders: int, each: int, requests: int
-) -> None:
-    """A folder of full folders by folder; else one page after the other."""
-    backend = RemoteBackend(memory, lambda: _Paged(memory, {}))
-    expected = {f"packs/{f:02x}/{n}": f + n for f in range(folders) for n in range(each)}
-    for key, size in expected.items():
-        backend.write(key, bytes(size))
-    assert backend.sizes("packs") == expected
-    assert backend.requests["list"] == requests
-
-
-# --- other URIs of fsspec ---------------------------------------------------------------------
-
-
-class _Memory(MemoryFileSystem):
-    protocol = "casnapmemory"
-    store: ClassVar[dict[str, Any]] = {}
-    pseudo_dirs: ClassVar[list[str]] = [""]
-
-
-class _Folder(LocalFileSystem):
-    """Unlike memory, it can rename."""
-
-    protocol = "casnapfolder"
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return path.removeprefix("casnapfolder://").rstrip("/")
-
-
-@pytest.fixture
-def memory(tmp_path_factory: pytest.TempPathFactory) -> str:
-    fsspec.register_implementation("casnapmemory", _Memory, clobber=True)
-    return f"casnapmemory://{tmp_path_factory.mktemp('memory')}"
-
-
-class TestMemoryOfFsspec(BackendSuite):
-    test_threads_that_put_one_key = None  # one writer at a time
-
-    @pytest.fixture
-    def backend(self, memory: str) -> Backend:
-        backend = backend_at(memory)
-        backend.exclusive = True
-        return backend
-
-
-class TestFolderOfFsspec(BackendSuite):
-    test_threads_that_put_one_key = None
-
-    @pytest.fixture
-    def backend(self, tmp_path_factory: pytest.TempPathFactory) -> Backend:
-        fsspec.register_implementation("casnapfolder", _Folder, clobber=True)
-        backend = backend_at(f"casnapfolder://{tmp_path_factory.mktemp('folder')}")
-        backend.exclusive = True
-        return backend
-
-
-def test_a_place_without_put_if_absent(memory: str) -> None:
-    with pytest.raises(BackendError, match="exclusive"):
-        backend_at(memory).put_if_absent("x", b"x")
 
 
 # --- processes and threads --------------------------------------------------------------------

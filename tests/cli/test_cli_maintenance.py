@@ -162,6 +162,11 @@ def test_wrong_usage_changes_nothing(store: Path, command: list[str], problem: s
     assert files(store) == before
 
 
+def test_an_endpoint_is_a_url() -> None:
+    said = failure("ls", "s3://bucket/run1", "--endpoint-url", "localhost:9000", status=2)
+    assert "a URL, like http://localhost:9000" in said
+
+
 @pytest.mark.parametrize("share", ["50%", "0.5", "0.50", "050%"])
 def test_shares_are_written_in_two_ways(store: Path, share: str) -> None:
     invoke("gc", store, "--repack", share, "--dry-run")

@@ -20,7 +20,7 @@ from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.digest import Digest
 from casnap.format.records import encode, pack_key, root_key, seal, unseal
 from casnap.state.stateful import StateDict
-from casnap.storage.location import create_store
+from casnap.storage.creation import create_store
 from casnap.storage.roots import put_next_root
 from casnap.storage.table import change_table
 from casnap.storage.tree import Branch

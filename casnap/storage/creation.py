@@ -1,0 +1,132 @@
+"""Making stores: what a new one begins with, and where none is made."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from casnap.backends import Backend, LocalBackend
+from casnap.errors import BackendError, NotAStoreError, StoreError
+from casnap.format.records import (
+    CONFIG_KEY,
+    DEEP_TABLE,
+    DEFAULT_CHUNK_SIZE,
+    FORMAT,
+    MAX_CHUNK_SIZE,
+    MIN_CHUNK_SIZE,
+    Root,
+    StoreConfig,
+    root_key,
+)
+from casnap.runtime.environment import crowded_folders
+from casnap.storage.config import not_a_store_error, read_config
+from casnap.storage.location import exists, holds
+from casnap.storage.probe import honours_put_if_absent, no_put_if_absent_error
+from casnap.storage.roots import sealed_root
+from casnap.storage.uris import store_uri
+
+_log = logging.getLogger("casnap")
+
+
+def create_store(
+    backend: Backend,
+    *,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    asked: bool,
+    version: int = FORMAT,
+) -> bool:
+    """Make a store, or finish making one; do nothing if it is complete.
+
+    Args:
+        backend: Where to make it.
+        chunk_size: Bytes; a power of two from 64 KiB to 64 MiB.
+        asked: Whether the user named this very place as a store.
+        version: The format of a new store.
+
+    Returns:
+        Whether there was no store yet.
+
+    Raises:
+        StoreError: No store can be made here.
+        ValueError: The chunk size is not possible.
+    """
+    if not MIN_CHUNK_SIZE <= chunk_size <= MAX_CHUNK_SIZE or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size is a power of two from 64 KiB to 64 MiB; got {chunk_size}")
+    if isinstance(backend, LocalBackend):
+        _check_folder(backend.folder, asked=asked)
+    backend.make()
+    is_new = not holds(backend, CONFIG_KEY)
+    if is_new:
+        _put_config(backend, chunk_size, version, asked=asked)
+    config = read_config(backend)  # raises if a newer version began to make it
+    if config.write_features:
+        return is_new
+    # If the creation was cut off, folders may be there already.
+    made = holds(backend, root_key(0)) or any(map(backend.names, ("roots/0", "packs", "index")))
+    if not made:
+        root = Root(seq=0, commit=os.urandom(16), time=0.0)
+        if config.format > 1:
+            root = msgspec.structs.replace(root, format=2, read_features=(DEEP_TABLE,))
+        backend.put_if_absent(root_key(0), sealed_root(root))
+    backend.sync()
+    if is_new:
+        _warn_of_rules(backend)
+    return is_new
+
+
+def _warn_of_rules(backend: Backend) -> None:
+    try:
+        for text in backend.bucket_warnings():
+            _log.warning("%s: %s", backend.uri, text)
+    except BackendError as e:
+        # `casnap check` says so.
+        _log.debug("%s: the rules of the bucket cannot be looked at: %s", backend.uri, e)
+
+
+def _put_config(backend: Backend, chunk_size: int, version: int, *, asked: bool) -> None:
+    """Put the record of a new store, which begins to exist by that."""
+    if chunk_size > backend.max_chunk_bytes:
+        most = backend.max_chunk_bytes >> 20
+        raise ValueError(f"chunk_size is at most {most} MiB at {backend.uri}; got {chunk_size}")
+    _check_remote_place(backend, asked=asked)
+    foreign = {"roots", "packs", "index"} & set(backend.names(""))
+    # Another process may have just made the store: it puts the record before any root.
+    if foreign and not holds(backend, CONFIG_KEY):
+        raise StoreError(
+            f"{backend.uri} holds {', '.join(sorted(foreign))}, but no {CONFIG_KEY}: part of "
+            "something else, or of a damaged store. Choose another folder"
+        )
+    honoured = honours_put_if_absent(backend)
+    if not honoured and not backend.exclusive:
+        raise no_put_if_absent_error(backend.uri)
+    config = StoreConfig(os.urandom(16).hex(), chunk_size, version, put_if_absent=honoured)
+    content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
+    backend.put_if_absent(CONFIG_KEY, content)
+    backend.sync()
+
+
+def _check_remote_place(backend: Backend, *, asked: bool) -> None:
+    uri = store_uri(backend.uri) if backend.is_remote else None
+    if uri is not None and uri.is_bucket and not asked:
+        raise StoreError(
+            f"no store is made unasked at the root of a bucket, {backend.uri}. Take to a path "
+            f"further down, like {backend.uri}/run1/step_100; or if the whole bucket is meant to "
+            f"be one store, make it with `casnap init {backend.uri}`, or Store(...)"
+        )
+    if backend.is_object():
+        raise not_a_store_error(backend)
+
+
+def _check_folder(folder: Path, *, asked: bool) -> None:
+    if exists(folder) and not folder.is_dir():
+        raise NotAStoreError(f"{folder} is a file; a store is a folder")
+    if exists(folder / CONFIG_KEY):
+        return
+    if not asked and folder in crowded_folders():
+        raise StoreError(
+            f"no store is made unasked in {folder}. Make one with `casnap init FOLDER`, or take to "
+            f"a path further down, like {folder / 'ckpts' / 'step_100'}"
+        )
