@@ -10,8 +10,8 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from casnap.errors import StateError
 from casnap.runtime import calls
@@ -90,6 +90,15 @@ class Pool:
             self._free.append(slot)
             self._changed.notify()
 
+    @contextmanager
+    def lease(self) -> Iterator[Slot]:
+        """Hold a slot for a block of code. Who holds one must not wait for another."""
+        slot = self.take()
+        try:
+            yield slot
+        finally:
+            self.release(slot)
+
     def shrink(self) -> int:
         """Give the memory of free slots back to the system; return how many bytes."""
         with self._changed:
@@ -99,49 +108,6 @@ class Pool:
             if slot.unpin is not None:
                 slot.unpin()
         return len(free) * self.slot_bytes
-
-
-class Parts:
-    """Equal buffers in some slots of a pool, which go back to it at the end of a ``with`` block.
-
-    Args:
-        pool: The pool.
-        nbytes: The length of each buffer.
-        prepare: Called with each slot before it is used.
-
-    Attributes:
-        of_slot: How many buffers a slot holds.
-    """
-
-    def __init__(
-        self, pool: Pool, nbytes: int, prepare: Callable[[Slot], None] | None = None
-    ) -> None:
-        self._pool = pool
-        self._nbytes = -(-nbytes // PAGE) * PAGE
-        self._prepare = prepare
-        self._lock = threading.Lock()
-        self._slots: list[Slot] = []
-        self._free: list[memoryview] = []
-        self.of_slot = max(1, pool.slot_bytes // self._nbytes)
-
-    def take(self) -> memoryview:
-        """Return a buffer that no other thread has; if that takes another slot, wait for one."""
-        with self._lock:
-            if not self._free:
-                slot = self._pool.take()
-                self._slots.append(slot)
-                if self._prepare is not None:
-                    self._prepare(slot)
-                starts = range(0, self.of_slot * self._nbytes, self._nbytes)
-                self._free = [slot.view[at : at + self._nbytes] for at in starts]
-            return self._free.pop()
-
-    def __enter__(self) -> Parts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for slot in self._slots:
-            self._pool.release(slot)
 
 
 _pools: dict[int, Pool] = {}

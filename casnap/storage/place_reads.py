@@ -11,7 +11,7 @@ from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.codec import decompress
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import MAX_NODE_BYTES, Place, pack_key
-from casnap.runtime.buffers import PAGE, SLOTS, Parts, Slot, shared_pool
+from casnap.runtime.buffers import PAGE, SLOTS, Slot, shared_pool
 from casnap.runtime.threads import Crew, Shared, cores
 from casnap.storage.pack_runs import Run, coalesced, is_possible
 
@@ -84,9 +84,9 @@ class Unread(NamedTuple):
     why: Why
 
 
-def _readers() -> int:
-    """Return how many threads read: some wait for the disk while all cores verify."""
-    return min(cores() + 2, SLOTS)
+def _readers(backend: Backend) -> int:
+    """Return how many threads read: some wait for the disk, or a server, while all cores verify."""
+    return SLOTS if backend.is_remote else min(cores() + 2, SLOTS)
 
 
 def read_places(
@@ -104,28 +104,27 @@ def read_places(
             failed.append(Unread(place, wants, Why(Reason.IMPOSSIBLE)))
     total = sum(place.stored for place, _ in found)
     largest = max((place.stored for place, _ in found), default=0)
-    is_remote = backend.is_remote
-    readers = backend.in_flight if is_remote else _readers()
+    readers = _readers(backend)
     share = max(_SMALL_BYTES, total // readers)
     unit = min(_READ_BYTES, share, _READ_BYTES if how.budget is None else how.budget)
-    reads = list(coalesced(found, max(largest + 2 * PAGE, unit), is_remote=is_remote))
+    reads = list(coalesced(found, max(largest + 2 * PAGE, unit), is_remote=backend.is_remote))
     most = max((read.stop - read.start for read in reads), default=0) + PAGE
     if total <= _SMALL_BYTES or how.readers == 0:
         return failed + _read_small(backend, reads, most)
     pool = shared_pool(max(most, chunk_size + (64 << 10)))
-    # The threads share slots, if these hold several buffers.
-    buffers = Parts(pool, most if is_remote else pool.slot_bytes, how.prepare)
-    affordable = readers if how.budget is None else max(1, how.budget // most)
-    most_buffers = min(SLOTS, how.readers) * buffers.of_slot
-    with Crew() as crew, buffers:
+    affordable = SLOTS if how.budget is None else max(1, how.budget // most)
+    with Crew() as crew:
         source = Shared(reads, crew)
 
         def work() -> None:
-            buffer = buffers.take()
-            for read in source:
-                failed.extend(_read_run(backend, read, buffer, bulk=total >= _BULK_BYTES))
+            # A thread that has ended keeps no slot, since other reads may wait for one.
+            with pool.lease() as slot:
+                if how.prepare is not None:
+                    how.prepare(slot)
+                for read in source:
+                    failed.extend(_read_run(backend, read, slot.view, bulk=total >= _BULK_BYTES))
 
-        crew.run(work, min(len(reads), readers, affordable, most_buffers))
+        crew.run(work, min(len(reads), readers, affordable, how.readers))
     return failed
 
 
