@@ -71,6 +71,7 @@ class EventLoop:
         """
         try:
             loop = self._running()
+            _check_outside(loop)
         except ExhaustedError:
             work.close()
             raise
@@ -117,6 +118,13 @@ class EventLoop:
                 return
         with suppress(Exception):
             closing.result(_CLOSING)
+
+
+def _check_outside(loop: asyncio.AbstractEventLoop) -> None:
+    """Check that the loop would not wait for itself, as if no thread could do that for it."""
+    with suppress(RuntimeError):
+        if asyncio.get_running_loop() is loop:
+            raise ExhaustedError(NO_THREADS)
 
 
 def _wait(ended: threading.Event) -> None:

@@ -24,7 +24,7 @@ from casnap.backends.any_fsspec import FsspecClient
 from casnap.backends.client import ExpiredError, Found, Sink, TransientError
 from casnap.backends.event_loop import event_loop
 from casnap.backends.remote import RemoteBackend
-from casnap.errors import BackendError, UnavailableError, UnreachableError
+from casnap.errors import BackendError, ExhaustedError, UnavailableError, UnreachableError
 from casnap.testing import FaultyProxy, HttpAct, HttpFault, answer, change
 from casnap.testing.proxy import Answer, Exchange
 from tests.support.object_stores import IMPATIENT
@@ -280,3 +280,13 @@ def test_no_secret_is_in_an_error_or_its_traceback(uri: str, options: Any) -> No
     with pytest.raises(BackendError) as caught:
         backend_at(uri, options).read("x")
     assert "passw0rd" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_the_event_loop_never_waits_for_itself() -> None:
+    async def outer() -> None:
+        event_loop.run(asyncio.sleep(0))
+
+    pool = ThreadPoolExecutor(1)
+    with pytest.raises(ExhaustedError, match="no more threads"):
+        pool.submit(event_loop.run, outer()).result(20)
+    pool.shutdown(wait=False)
