@@ -27,6 +27,7 @@ from casnap.backends.client import (
     without_secrets,
 )
 from casnap.errors import AccessDeniedError, BackendError
+from casnap.format.digest import digest_of
 from casnap.runtime.typing import override
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ class FsspecClient(Client):
         with valid_options(uri):
             self._fs, root = fsspec.url_to_fs(uri, **options)
         self._root = root.rstrip("/")
+        self._options = digest_of(repr(sorted(storage_options.items())).encode()).hex()
         # Else moving is copying, and a copy can be half done: then the file system is taken for an
         # object store, which puts objects whole.
         self._renames = type(self._fs).mv is not AbstractFileSystem.mv
@@ -73,7 +75,8 @@ class FsspecClient(Client):
 
     @override
     async def endpoint(self) -> str:
-        return ""
+        # The host may be told by an option alone. Among them are secrets, too.
+        return self._options
 
     @override
     async def put(self, key: str, source: Source, *, if_absent: bool = False) -> None:
@@ -105,6 +108,8 @@ class FsspecClient(Client):
             return Found(len(content))
         start, stop = run
         content = await self._do(key, self._fs.cat_file, self._path(key), start=start, end=stop)
+        if len(content) > stop - start:
+            raise BackendError(f"{self._uri}/{key}: this file system cannot read a part of a file")
         sink.take(content)
         # Only a run that is cut off tells how long the object is.
         return Found(start + len(content) if len(content) < stop - start else None)

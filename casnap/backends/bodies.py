@@ -71,11 +71,16 @@ async def receive(
         run: What was asked for; None for the whole object.
         sink: Takes the body.
     """
-    ranged = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", headers.get("content-range", ""))
+    told = headers.get("content-range", "")
+    ranged = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", told)
+    if (told and not ranged) or not (ranged or "content-length" in headers):
+        raise TransientError(f"the answer does not tell how long the object is ({told})")
     size = int(ranged[2] if ranged else headers["content-length"])
     first, end = (0, size) if run is None else run
     # A server may send the whole object instead of the run.
     position = int(ranged[1]) if ranged else 0
+    if position > first:
+        raise TransientError(f"the answer begins at byte {position}, not at {first}")
     while position < min(end, size):
         data = await read(_PIECE)
         if not data:

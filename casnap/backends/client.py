@@ -172,8 +172,13 @@ class Client(ABC):
 
 
 def without_secrets(message: str) -> str:
-    """Return a message without the user and password of its URLs."""
-    return re.sub(r"//[^/@\s]*@", "//", message)
+    """Return a message without the user and password of its URLs, and without tokens in these."""
+    message = re.sub(r"//[^/@\s]*@|[^/@\s'\"]+:[^/@\s]*@", _slashes_only, message)
+    return re.sub(r"(\w*token=)[^&\s'\"]*", r"\1…", message)
+
+
+def _slashes_only(found: re.Match[str]) -> str:
+    return "//" if "//" in found[0] else ""
 
 
 @contextmanager
@@ -182,4 +187,7 @@ def valid_options(uri: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, KeyError) as e:
-        raise BackendError(f"{uri}: wrong storage_options: {without_secrets(str(e))}") from e
+        told = without_secrets(str(e))
+        # A traceback shows the cause, with all that its message holds.
+        cause = e if told == str(e) else None
+        raise BackendError(f"{uri}: wrong storage_options: {told}") from cause

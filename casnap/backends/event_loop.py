@@ -86,7 +86,10 @@ class EventLoop:
             _wait(ended)
         except BaseException:
             loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-            _wait(ended)
+            while not ended.is_set():
+                # Nor does a second interrupt leave earlier.
+                with suppress(KeyboardInterrupt):
+                    _wait(ended)
             if not tasks[0].cancelled():
                 tasks[0].exception()
             raise

@@ -34,7 +34,7 @@ from casnap.backends.client import (
 )
 from casnap.backends.gcs_errors import BehindItsEndError, RefusedError, typed
 from casnap.backends.retries import Retries
-from casnap.errors import BackendError, CredentialsError, NoBucketError
+from casnap.errors import BackendError, CredentialsError, NoBucketError, UnreachableError
 from casnap.runtime.typing import override
 
 _CONNECTIONS = 32
@@ -62,8 +62,13 @@ class GcsClient(Client):
             "use_listings_cache": False,
             "skip_instance_cache": True,
         }
-        with valid_options(uri):
-            self._fs = GCSFileSystem(**options)
+        try:
+            with valid_options(uri):
+                self._fs = GCSFileSystem(**options)
+        except OSError as e:
+            # It asks Google about some tokens, by URLs that hold them.
+            told = without_secrets(str(e))
+            raise UnreachableError(f"{uri}: the credentials cannot be checked: {told}") from None
         self._bucket, _, prefix = uri.partition("://")[2].partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._timeout = aiohttp.ClientTimeout(
@@ -179,7 +184,7 @@ class GcsClient(Client):
             f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{meta}\r\n"
             f"--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\n"
         )
-        await self._ask(
+        told = await self._ask(
             "POST",
             f"/upload{self._objects()}",
             f"{self._uri}/{key}",
@@ -188,6 +193,8 @@ class GcsClient(Client):
             | ({"ifGenerationMatch": "0"} if if_absent else {}),
             body=Body(source, before.encode(), f"\r\n--{_BOUNDARY}--".encode()),
         )
+        if int(told.get("size", -1)) != len(source.content):
+            raise TransientError("the answer to a put tells another length, or none")
 
     @override
     async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> Found:

@@ -26,7 +26,7 @@ from casnap.backends.client import (
 from casnap.backends.event_loop import event_loop
 from casnap.backends.retries import Operation, Retries, ended
 from casnap.backends.scatter import Scatter, Whole, runs
-from casnap.errors import AccessDeniedError, BackendError
+from casnap.errors import AccessDeniedError, BackendError, UnavailableError
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.sizes import size as in_words
 from casnap.runtime.typing import override
@@ -170,7 +170,7 @@ class RemoteBackend(Backend):
 
     @override
     def delete_all(self, keys: Iterable[str]) -> dict[str, BackendError]:
-        errors: dict[str, BackendError] = self._run(self._delete_all(list(keys)))
+        errors: dict[str, BackendError] = self._run(self._delete_all([*dict.fromkeys(keys)]))
         for error in errors.values():
             if not isinstance(error, AccessDeniedError):
                 raise error
@@ -193,13 +193,19 @@ class RemoteBackend(Backend):
             raise
         return event_loop.run(work)
 
-    def _reach(self) -> _Connected:
-        """Return what this process uses; connect first if need be, which may take a while."""
+    def _reach(self, expired: _Connected | None = None) -> _Connected:
+        """Return what this process uses; connect first if need be, which may take a while.
+
+        On the event loop nothing is connected: whoever began the work there has done that.
+
+        Args:
+            expired: What is not to be used any more. It stays until there is another one.
+        """
         pid, connected = os.getpid(), self._connected
-        if connected is None or connected.pid != pid:
+        if connected in (None, expired) or connected.pid != pid:
             with _connecting.value:
                 connected = self._connected
-                if connected is None or connected.pid != pid:
+                if connected in (None, expired) or connected.pid != pid:
                     client = self._connect()
                     event_loop.run(client.connect())
                     connected = _Connected(pid, client, asyncio.Semaphore(_REQUESTS))
@@ -234,6 +240,9 @@ class RemoteBackend(Backend):
                     return await self._once(operation, kind, work, transfer)
                 except TransientError as e:
                     await operation.pause(e)
+                except TakenError as e:
+                    # No condition of ours: the user's options have one, or the server lies.
+                    raise BackendError(f"cannot {what} at {self.uri}: {e}") from e
 
     def _operation(self, what: str) -> Operation:
         return Operation(f"{what} at {self.uri}", self._retries, known=self._known)
@@ -256,10 +265,7 @@ class RemoteBackend(Backend):
             except ExpiredError:
                 if attempt:
                     raise
-                # Unless another request just did.
-                if self._connected is connected:
-                    self._connected = None
-                connected = await asyncio.to_thread(self._reach)
+                connected = await asyncio.to_thread(self._reach, connected)
             else:
                 self._known = True
                 return result
@@ -334,9 +340,14 @@ class RemoteBackend(Backend):
                 return pages
 
     async def _page(self, prefix: str, *, deep: bool, after: str | None = None) -> Page:
-        return await self._request(
+        page = await self._request(
             "list", f"list {prefix}", lambda client: client.list(prefix, deep=deep, after=after)
         )
+        if after is not None and page.after == after:
+            raise UnavailableError(
+                f"{self.uri}/{prefix} cannot be listed: the server answers with the same page again"
+            )
+        return page
 
     async def _sizes(self, prefix: str) -> dict[str, int]:
         first = await self._page(prefix, deep=True)

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,6 +115,8 @@ class S3Client(Client):
             **checksums,
             **condition,
         )
+        if not answer.get("ETag"):
+            raise TransientError("the answer to a put has no ETag, so it may not be the server's")
         # A server that verifies it says so. Older ones verify an MD5, which costs more.
         self._knows_crc = bool(answer.get("ChecksumCRC32"))
 
@@ -159,7 +162,7 @@ class S3Client(Client):
             if not found["Key"].endswith("/")
         }
         folders = [found["Prefix"][skip:-1] for found in answer.get("CommonPrefixes", ())]
-        return Page(sizes, folders, answer.get("NextContinuationToken"))
+        return Page(sizes, folders, _continuation(answer, what))
 
     @override
     async def copy(self, key: str, to: str, found: Found) -> Found:
@@ -175,7 +178,9 @@ class S3Client(Client):
     @override
     async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
         if len(keys) == 1:
-            await self._call("delete_object", f"{self._uri}/{keys[0]}", Key=self._prefix + keys[0])
+            with suppress(FileNotFoundError):
+                what = f"{self._uri}/{keys[0]}"
+                await self._call("delete_object", what, Key=self._prefix + keys[0])
             return {}
         objects = [{"Key": self._prefix + key} for key in keys]
         answer = await self._call(
@@ -185,6 +190,7 @@ class S3Client(Client):
         return {
             error["Key"][skip:]: delete_error(error, f"{self._uri}/{error['Key'][skip:]}")
             for error in answer.get("Errors", ())
+            if error.get("Code") != "NoSuchKey"
         }
 
     @override
@@ -225,6 +231,15 @@ class S3Client(Client):
         client, self._client = self._client, None
         if client is not None:
             await client.close()
+
+
+def _continuation(answer: Mapping[str, Any], what: str) -> str | None:
+    token: str | None = answer.get("NextContinuationToken")
+    if "IsTruncated" not in answer:
+        raise TransientError(f"the answer is no listing of {what}")
+    if token is None and answer["IsTruncated"]:
+        raise TransientError(f"the listing of {what} was cut off")
+    return token
 
 
 def _no_region(**_: object) -> tuple[Any, dict[str, Any]]:

@@ -8,7 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from casnap.backends.client import Client
+from casnap.backends.client import Client, valid_options
 from casnap.backends.remote import RemoteBackend
 from casnap.backends.retries import Retries
 from casnap.errors import BackendError, NotAStoreError, nearest
@@ -26,15 +26,18 @@ def remote_backend(uri: str, storage_options: Mapping[str, Any]) -> RemoteBacken
     if not rest.strip("/"):
         raise NotAStoreError(f"{uri} names no bucket")
     uri = f"{scheme}://{rest.rstrip('/')}"
-    options = dict(storage_options)
-    retries = _retries(uri, options.pop("casnap", {}))
+    with valid_options(uri):
+        options = dict(storage_options)
+        retries = _retries(uri, dict(options.pop("casnap", {})))
     connect = _client(uri, scheme)
     return RemoteBackend(uri, partial(connect, uri, options, retries), retries)
 
 
 def _retries(uri: str, settings: Mapping[str, Any]) -> Retries:
     known = [field.name for field in fields(Retries)]
-    for name in settings:
+    for name, value in settings.items():
+        if not isinstance(value, int | float):
+            raise TypeError(f"casnap's {name} is a number, not {type(value).__name__}")
         if name not in known:
             raise BackendError(
                 f"{uri}: storage_options['casnap'] has no setting {name!r}{nearest(name, known)}"

@@ -153,7 +153,7 @@ class FileSurvey:
             self.progress("looking at packs", done, len(packs))
             try:
                 self._pack(pack, footer)
-            except (FileNotFoundError, KeyError):
+            except FileNotFoundError:
                 self._lose_pack(pack, "missing", "the pack is missing")
             except UnavailableError:
                 raise
@@ -163,14 +163,17 @@ class FileSurvey:
     def _footer(self, pack: PackId, listed: dict[bytes, int] | None) -> _Footer:
         backend, size = self.objects.backend, -1
         try:
-            size = backend.size(pack_key(pack)) if listed is None else listed[pack]
             records = self.places.of_pack(pack)
+            size = -1 if listed is None else listed.get(pack, -1)
+            if size < _whole(records):
+                # A list is not enough to call a pack hurt.
+                size = backend.size(pack_key(pack))
             if size < _whole(records):
                 return _Footer(size)
             return _Footer(size, read_footer(backend, pack, size, len(records)))
         except UnavailableError:
             raise
-        except (KeyError, FileNotFoundError, DamagedError, BackendError) as e:
+        except (FileNotFoundError, DamagedError, BackendError) as e:
             return _Footer(size, error=e)
 
     def _pack(self, pack: PackId, found: _Footer) -> None:

@@ -37,7 +37,7 @@ class Looks:
         self._cache = cache
         self._lock = threading.Lock()
         self._packs: dict[PackId, int] = {}
-        self._listed: dict[bytes, int] | None = None
+        self._listed: dict[bytes, int] = {}
         self._heads = 0
 
     def lengths(self, packs: Collection[PackId], known: int) -> dict[PackId, int]:
@@ -97,13 +97,17 @@ class Looks:
         return [pack for pack in packs if seen[pack] == GONE]
 
     def _look(self, unseen: list[PackId], known: int) -> None:
-        if self._listed is None and self._heads + len(unseen) > known // _PAGE_KEYS:
+        """Look at packs, some one by one. What an earlier list lacks may be younger than that."""
+        listed = self._listed
+        found = {pack: listed[pack] for pack in unseen if pack in listed}
+        unlisted = [pack for pack in unseen if pack not in listed]
+        if self._heads + len(unlisted) > known // _PAGE_KEYS:
             self._listed = listed_packs(self._backend, many=known > _MANY)
-        if self._listed is None:
-            self._heads += len(unseen)
-            found = {pack: self._length(pack_key(pack)) for pack in unseen}
+            self._heads = 0
+            found |= {pack: self._listed.get(pack, GONE) for pack in unlisted}
         else:
-            found = {pack: self._listed.get(pack, GONE) for pack in unseen}
+            self._heads += len(unlisted)
+            found |= {pack: self._length(pack_key(pack)) for pack in unlisted}
         self._packs |= found
         note_seen(self._cache, found)
 

@@ -72,6 +72,11 @@ def store_uri(uri: str | os.PathLike[str]) -> Uri | None:
             f"local folder is meant, write ./{scheme}:"
         )
     match = _URI.fullmatch(text)
+    if match is None and "://" in text:
+        raise NotAStoreError(
+            f"{text.partition('://')[0]!r} is no scheme of a URI; write s3://bucket/run1, or for a "
+            "local folder a path without '://'"
+        )
     if match is None or match[1].lower() == "file":
         return None
     scheme, rest = match[1].lower(), match[2]

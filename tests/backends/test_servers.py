@@ -61,13 +61,15 @@ class OnServer(SharedBackendSuite, BrokenBackendSuite):
 class LostOnTheWay:
     """What a backend does while its line to the server breaks; for :class:`OnServer`."""
 
+    many = 2500
+
     def test_a_lost_answer(self, backend: Backend, proxied: Backend, proxy: FaultyProxy) -> None:
         """Whoever put the object is told so, and the others are told that they did not."""
-        with proxy.during(HttpFault(after(hang_up()), PUTS, "*/0/1*")) as (fault,):
+        with proxy.during(HttpFault(after(hang_up()), PUTS)) as (fault,):
             assert proxied.put_if_absent("roots/0/1", b"mine") is True
         assert fault.struck == 1
         backend.write("roots/0/2", b"another's")
-        with proxy.during(HttpFault(after(hang_up()), PUTS, "*/0/2*")):
+        with proxy.during(HttpFault(after(hang_up()), PUTS)):
             assert proxied.put_if_absent("roots/0/2", b"mine") is False
         assert backend.read("roots/0/1") == b"mine"
         assert backend.read("roots/0/2") == b"another's"
@@ -80,7 +82,7 @@ class LostOnTheWay:
             key, refusal = f"roots/0/{n}", answer(status, "ConditionalRequestConflict")
             with proxy.during(HttpFault(refusal, PUTS, times=2)) as (fault,):
                 assert proxied.put_if_absent(key, b"mine") is True
-            assert fault.struck == (0 if backend.exclusive else 2)
+            assert fault.struck == 2
             assert backend.read(key) == b"mine"
 
     def test_an_object_that_is_sent_in_part(
@@ -112,14 +114,14 @@ class LostOnTheWay:
 
     def test_many_objects(self, backend: Backend) -> None:
         """More than one page of a listing, and more than one batch of deletes."""
-        keys = [f"packs/{n % 7:02x}/{n:05d}" for n in range(2500)]
+        keys = [f"packs/{n % 7:02x}/{n:05d}" for n in range(self.many)]
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda key: backend.write(key, b"x"), keys))
         assert backend.sizes("packs") == dict.fromkeys(keys, 1)
         assert sorted(backend.names("packs")) == [f"{n:02x}" for n in range(7)]
         before = backend.requests.get("delete", 0)
         assert backend.delete_all(keys) == {}
-        assert backend.requests["delete"] - before <= 30
+        assert backend.requests["delete"] - before <= 50
         assert backend.sizes("packs") == {}
 
 
@@ -168,3 +170,11 @@ class TestGcs(OnServer, LostOnTheWay):
     """The emulator ignores ifGenerationMatch, which a proxy of the tests enforces before it."""
 
     kind = "gcs"
+    many = 1100  # the emulator takes long
+
+    @pytest.fixture
+    def broken(self, request: pytest.FixtureRequest, bucket: Bucket) -> Backend:
+        """Return one whose bucket does not exist."""
+        if "delete_all" in request.node.name:
+            pytest.skip("the emulator says of a batch only that each object is missing")
+        return opened(f"{bucket.uri}-not-here/prefix", bucket.storage_options)

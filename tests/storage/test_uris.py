@@ -100,3 +100,10 @@ def test_what_is_no_name(path: str) -> None:
 def test_a_prefix_that_is_no_name() -> None:
     with pytest.raises(CasnapError, match="packs"):
         Store("s3://bucket/ckpts//packs/x")
+
+
+@pytest.mark.parametrize("text", ["simplecache::s3://key:secret@bucket/run", "my_s3://bucket/run"])
+def test_what_looks_like_a_uri_is_no_local_path(text: str) -> None:
+    with pytest.raises(NotAStoreError, match="is no scheme") as caught:
+        store_uri(text)
+    assert "secret" not in str(caught.value)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from casnap import Retention, Snapshot, StateDict, Store
 from tests.support.faults import CHUNK, KEY, assert_equal, memory_folder, start
 from tests.support.journal import Expected, Journal, read_journal
 from tests.support.object_stores import assert_no_orphans_in, store_in
-from tests.support.servers import KINDS, Bucket, started
+from tests.support.servers import KINDS, Bucket, shared
 
 TAG = "kept"
 EACH = ("take", "delete", "prune", "tag", "collect", "restore", "killed", "stopped")
@@ -367,7 +368,9 @@ def main() -> int:
     folder, kind = options.pop("folder"), options.pop("server")
     with contextlib.ExitStack() as stack:
         if kind is not None:
-            options["bucket"] = stack.enter_context(stack.enter_context(started(kind)).bucket())
+            # This one ends also if this process is killed.
+            at = Path(stack.enter_context(TemporaryDirectory()))
+            options["bucket"] = stack.enter_context(stack.enter_context(shared(kind, at)).bucket())
         if folder is None:
             folder = stack.enter_context(memory_folder())
         folder.mkdir(parents=True, exist_ok=True)

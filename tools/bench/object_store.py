@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from casnap import Snapshot, StateDict
 from casnap.backends import Backend, backend_at
+from casnap.testing import FaultyProxy, HttpFault, delay
 from tests.support.servers import Bucket, shared
 from tools.bench import peers, states
 from tools.bench.measure import PeakMemory, rotated, seconds, settle
@@ -27,11 +27,15 @@ from tools.bench.states import State
 from tools.bench.table import Row, timed
 
 TRANSFERS = "S3 server on this machine"
-WORKLOADS = (TRANSFERS,)
+READS = "read_object of 10 MB, S3 server 50 ms away"
+WORKLOADS = (TRANSFERS, READS)
 
 _OBJECT = 48 * MIB
 _RANGE = 16 * MIB
 _CHANGED_SHARE = 0.01
+_TENSOR = 10_000_000
+_TENSORS = 100
+_NEAR, _FAR = 0.05, 0.25
 
 S3FS = "s3fs + torch.save"
 CONNECTOR = "dcp, s3torchconnector"
@@ -256,16 +260,59 @@ class Transfers:
 
 
 def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
-    """Return the rows; ``workload`` names the only one."""
+    """Return the rows of one workload."""
     with ExitStack() as stack:
-        folder = settings.path("servers", "s")
-        server = stack.enter_context(shared("seaweedfs", Path(folder).parent))
+        folder = settings.path("servers", "s").parent
+        server = stack.enter_context(shared("seaweedfs", folder))
         bucket = stack.enter_context(server.bucket())
         stack.enter_context(_environment(bucket))
+        if workload == READS:
+            return [row.to_json() for row in _read_rows(settings, bucket, workload)]
         transfers = Transfers(settings, bucket)
         for turn in range(settings.repeat):
             transfers.repetition(turn)
         return [row.to_json() for row in _rows(transfers, workload)]
+
+
+def _read_rows(settings: Settings, bucket: Bucket, workload: str) -> list[Row]:
+    """Open a snapshot and read one tensor, by a host that knows the store and by one that does not.
+
+    How much longer it takes from farther away says how many round trips follow one another.
+    """
+    state = states.fp32(_TENSOR * _TENSORS, _TENSORS)
+    casnap_take(state, f"{bucket.uri}/run/step_1")
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        rows = []
+        for name, is_warm, bound in (("cold cache", False, 6), ("warm cache", True, 2)):
+            near, far = (
+                [
+                    _read(settings, proxy, bucket, seconds_away, is_warm=is_warm)
+                    for _ in range(settings.repeat)
+                ]
+                for seconds_away in (_NEAR, _FAR)
+            )
+            trips = [round((b - a) / (_FAR - _NEAR)) for a, b in zip(near, far, strict=True)]
+            row = timed(workload, f"{peers.CASNAP}, {name}", near)
+            rows.append(row.at_most(trips, " round trips", bound))
+        return rows
+
+
+def _read(
+    settings: Settings, proxy: FaultyProxy, bucket: Bucket, seconds_away: float, *, is_warm: bool
+) -> float:
+    cache = settings.path("caches", "warm" if is_warm else os.urandom(8).hex())
+    cache.mkdir(exist_ok=True)
+    os.environ["CASNAP_CACHE_DIR"] = str(cache)
+    options = {**bucket.storage_options, "endpoint_url": proxy.url}
+
+    def read() -> None:
+        snapshot = Snapshot(f"{bucket.uri}/run/step_1", storage_options=options)
+        snapshot.read_object("0/model/tensor.7")
+
+    if is_warm:
+        read()
+    with proxy.during(HttpFault(delay(seconds_away), times=None)):
+        return seconds(read)
 
 
 def _rows(done: Transfers, workload: str) -> list[Row]:
