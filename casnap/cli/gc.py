@@ -111,4 +111,4 @@ def show(place: Store, report: GcReport) -> None:
     print_warnings(r.warnings)
     if r.waiting_packs:
         packs = counted(r.waiting_packs, "condemned pack")
-        click.echo(f"{packs} of {size(r.waiting_bytes)} go when the grace is over: run gc again")
+        click.echo(f"{packs} of {size(r.waiting_bytes)} to go when the grace is over: run gc again")

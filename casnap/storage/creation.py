@@ -10,6 +10,7 @@ import msgspec
 
 from casnap.backends import Backend, LocalBackend
 from casnap.errors import BackendError, NotAStoreError, StoreError
+from casnap.format.names import MARKER
 from casnap.format.records import (
     CONFIG_KEY,
     DEEP_TABLE,
@@ -92,7 +93,12 @@ def _put_config(backend: Backend, chunk_size: int, version: int, *, asked: bool)
         most = backend.max_chunk_bytes >> 20
         raise ValueError(f"chunk_size is at most {most} MiB at {backend.uri}; got {chunk_size}")
     _check_remote_place(backend, asked=asked)
-    foreign = {"roots", "packs", "index"} & set(backend.names(""))
+    names = set(backend.names(""))
+    if backend.is_remote and MARKER in names:
+        raise NotAStoreError(
+            f"{backend.uri} is a snapshot of a store further up; name that store, or another place"
+        )
+    foreign = {"roots", "packs", "index"} & names
     # Another process may have just made the store: it puts the record before any root.
     if foreign and not holds(backend, CONFIG_KEY):
         raise StoreError(

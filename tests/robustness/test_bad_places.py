@@ -268,3 +268,13 @@ def test_the_commands(bucket: Bucket, options: dict[str, Any], monkeypatch: Any)
     assert document("repair", uri, "--yes", *at)["ok"]
     assert document("upgrade", uri, *at)["upgraded"] is False
     assert "is on a server" in failure("trust", uri)
+
+
+def test_a_snapshot_is_no_store(bucket: Bucket, options: dict[str, Any]) -> None:
+    Store(f"{bucket.uri}/run1", storage_options=options).take(TINY, "step_1")
+    before = keys(bucket)
+    with pytest.raises(NotAStoreError, match="step_1 is a snapshot of a store further up"):
+        Store(f"{bucket.uri}/run1/step_1", storage_options=options)
+    with pytest.raises(NotAStoreError, match="step_1 is a snapshot of a store further up"):
+        Snapshot.take(f"{bucket.uri}/run1/step_1/again", TINY, storage_options=options)
+    assert keys(bucket) == before
