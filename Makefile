@@ -49,8 +49,10 @@ $(BENCH_STAMP): $(STAMP)
 	$(PIP_INSTALL) --editable '.[bench]'
 	@touch $@
 
-# An environment of their own: they bring boto3 and much else, which casnap must not need.
-$(SERVERS_STAMP): Makefile constraints.txt | $(BIN)/python
+# The servers have an environment of their own: they bring boto3 and much else, which casnap must not
+# need.
+$(SERVERS_STAMP): $(STAMP) Makefile
+	$(PIP_INSTALL) --editable '.[gcs]'
 	$(BIN)/python -m venv $(VENV)/servers
 	$(VENV)/servers/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints.txt $(SERVERS)
