@@ -14,25 +14,24 @@ import msgspec
 
 T = TypeVar("T")
 _making = threading.Lock()
-_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
-_json_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+_decoders: dict[tuple[type[Any], Any], Any] = {}
 
 
 def decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
     """Return the decoder that makes a value of a type from msgpack."""
-    found = _decoders.get(kind)
-    if found is None:
-        with _making:
-            found = _decoders[kind] = msgspec.msgpack.Decoder(kind)
-    return found
+    return _made(msgspec.msgpack.Decoder, kind)  # type: ignore[no-any-return]
 
 
 def json_decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
     """Return the decoder that makes a value of a type from JSON."""
-    found = _json_decoders.get(kind)
+    return _made(msgspec.json.Decoder, kind)  # type: ignore[no-any-return]
+
+
+def _made(of: type[Any], kind: Any) -> Any:
+    found = _decoders.get((of, kind))
     if found is None:
         with _making:
-            found = _json_decoders[kind] = msgspec.json.Decoder(kind)
+            found = _decoders[of, kind] = of(kind)
     return found
 
 

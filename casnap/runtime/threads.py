@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from casnap.errors import StateError
 from casnap.runtime import calls
@@ -204,18 +204,9 @@ def undisturbed(work: Callable[[Crew], T]) -> T:
 
 def together(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
     """Call two functions at once, each on a thread, and return their results."""
-    firsts: list[T] = []
-    seconds: list[U] = []
-    with Crew() as crew:
-        calls = [lambda: firsts.append(first()), lambda: seconds.append(second())]
-        todo: Shared[Callable[[], None]] = Shared(calls, crew)
-
-        def work() -> None:
-            for call in todo:
-                call()
-
-        crew.run(work, len(calls))
-    return firsts[0], seconds[0]
+    calls: list[Callable[[], Any]] = [first, second]
+    (_, of_first), (_, of_second) = mapped(lambda call: call(), calls, 2)
+    return of_first, of_second
 
 
 def mapped(call: Callable[[T], U], items: Iterable[T], at_once: int) -> Iterator[tuple[T, U]]:

@@ -31,7 +31,7 @@ from casnap.format.records import (
     segment_count,
     segment_key,
 )
-from casnap.runtime.threads import Crew, Shared
+from casnap.runtime.threads import mapped
 from casnap.storage.cache import Cache, LmdbCache, MemoryCache, open_cache
 from casnap.storage.looks import Looks, note_seen
 from casnap.storage.pack_set import PackSet
@@ -234,18 +234,7 @@ class Index:
             if sum(ref.count for ref in refs) + missing[0].count > _TOGETHER_RECORDS:
                 break
             refs.append(missing.pop(0))
-        if len(refs) == 1:
-            return [(refs[0], self.sealed(refs[0]))]
-        read: dict[SegmentRef, tuple[bytes, str]] = {}
-
-        def work() -> None:
-            for ref in todo:
-                read[ref] = self.sealed(ref)
-
-        with Crew() as crew:
-            todo = Shared(refs, crew)
-            crew.run(work, len(refs))
-        return list(read.items())
+        return list(mapped(self.sealed, refs, len(refs)))
 
     def _ask(self, cache: Cache, root: Root, ask: Callable[[Cache], T]) -> tuple[Cache, T]:
         """Ask a cache; if it fails, ask a new one in memory; return the one that answered too."""

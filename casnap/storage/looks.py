@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from casnap.backends.base import Backend
 from casnap.format.records import PackId, SegmentId, id_from_name, pack_key, segment_key
-from casnap.runtime.threads import Crew, Shared
+from casnap.runtime.threads import mapped
 from casnap.storage.cache import Cache
 
 GONE = -1
@@ -119,19 +119,17 @@ def listed_packs(backend: Backend, *, many: bool) -> dict[bytes, int]:
         backend: Where the store lives.
         many: Whether there are so many that their folders are listed one by one, several at a time.
     """
+
+    def listed(folder: str) -> dict[bytes, int]:
+        sizes = backend.sizes(folder).items()
+        named = ((id_from_name(key.rpartition("/")[2]), key, size) for key, size in sizes)
+        # casnap deletes only files whose names match its own grammar.
+        return {i: size for i, key, size in named if i is not None and pack_key(i) == key}
+
+    folders = [f"packs/{n:02x}" for n in range(256)] if many else ["packs"]
     found: dict[bytes, int] = {}
-
-    def work() -> None:
-        for folder in folders:
-            for key, size in backend.sizes(folder).items():
-                ident = id_from_name(key.rpartition("/")[2])
-                # casnap deletes only files whose names match its own grammar.
-                if ident is not None and pack_key(ident) == key:
-                    found[ident] = size
-
-    with Crew() as crew:
-        folders = Shared([f"packs/{n:02x}" for n in range(256)] if many else ["packs"], crew)
-        crew.run(work, backend.in_flight if many else 1)
+    for _, of_folder in mapped(listed, folders, backend.in_flight if many else 1):
+        found |= of_folder
     return found
 
 

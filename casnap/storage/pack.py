@@ -25,7 +25,7 @@ from casnap.format.records import (
 )
 from casnap.runtime import buffers
 from casnap.runtime.buffers import PAGE, SLOTS, Pool, Slot
-from casnap.runtime.threads import Crew, Shared, Worker
+from casnap.runtime.threads import Crew, Worker, mapped
 
 CHUNKS, NODES = b"p", b"t"
 _ALIGN_FROM = 64 << 10
@@ -186,16 +186,12 @@ class PackWriter:
         self._base = base
         moved = {pack: self.new_pack() for pack in self.packs}
 
-        def copy() -> None:
-            for pack, to in todo:
-                self._backend.copy(pack_key(pack), pack_key(to))
+        def copy(pack: PackId) -> None:
+            self._backend.copy(pack_key(pack), pack_key(moved[pack]))
 
-        with Crew() as crew:
-            todo = Shared(moved.items(), crew)
-            if self._backend.is_remote:
-                crew.run(copy, min(len(moved), self._backend.in_flight))
-            else:
-                copy()
+        at_once = self._backend.in_flight if self._backend.is_remote else 1
+        for _ in mapped(copy, moved, at_once):
+            pass
         self.packs = list(moved.values())
         self.lengths = {moved[pack]: n for pack, n in self.lengths.items()}
         self.records = [(digest, moved_place(place, moved)) for digest, place in self.records]

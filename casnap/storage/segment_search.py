@@ -24,7 +24,7 @@ from casnap.format.records import (
     SegmentRef,
     segment_key,
 )
-from casnap.runtime.threads import Crew, Shared
+from casnap.runtime.threads import mapped
 
 # A digest is nearly always within so many standard deviations of where it is expected.
 _DEVIATIONS = 4
@@ -49,18 +49,15 @@ def search(
         BackendError: A segment cannot be read.
         FileNotFoundError: A segment is missing.
     """
+
+    def places(ref: SegmentRef) -> list[tuple[Digest, Place]]:
+        layout = SegmentLayout.of(ref.count, lengths.get(SegmentId(ref.id), 0))
+        return [] if layout is None else _Search(backend, ref, layout).places(digests)
+
     found: dict[Digest, list[Place]] = {digest: [] for digest in digests}
-
-    def work() -> None:
-        for ref in todo:
-            layout = SegmentLayout.of(ref.count, lengths.get(SegmentId(ref.id), 0))
-            if layout is not None:
-                for digest, place in _Search(backend, ref, layout).places(digests):
-                    found[digest].append(place)
-
-    with Crew() as crew:
-        todo = Shared(segments, crew)
-        crew.run(work, backend.in_flight)
+    for _, of_segment in mapped(places, segments, backend.in_flight):
+        for digest, place in of_segment:
+            found[digest].append(place)
     return found
 
 
