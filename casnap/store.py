@@ -49,12 +49,16 @@ class Store:
         markers: Put ``<name>/casnap-snapshot.json`` for each snapshot, so that ``ls``,
             ``os.path.exists`` and ``fsspec`` see the snapshot; remove it with the snapshot. On a
             remote store each is one request.
+        cache_bytes: For a remote store: keep the chunks that are read on a disk of this host, up to
+            so many bytes for all stores together, so that they are fetched once. 0: no cache. By
+            default ``CASNAP_CACHE_BYTES`` of the environment counts; without it there is no cache.
 
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
         UnsupportedFormatError: A newer casnap made the store.
-        StoreError: A store cannot be made at this place, or cannot be reached.
-        ValueError: ``storage_options`` were given for a store on this machine.
+        StoreError: A store cannot be made at this place, or cannot be reached; or the folder of the
+            cache is another user's, or on a network file system.
+        ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine.
     """
 
     @calls.named("Store()")
@@ -68,6 +72,7 @@ class Store:
         storage_options: Mapping[str, Any] | None = None,
         exclusive: bool = False,
         markers: bool = True,
+        cache_bytes: int | None = None,
     ) -> None:
         if not isinstance(uri, OpenStore):
             uri = open_store(
@@ -76,6 +81,7 @@ class Store:
                 chunk_size=chunk_size,
                 codec=Codec.ZSTD if compress else Codec.RAW,
                 exclusive=exclusive,
+                cache_bytes=cache_bytes,
             )
             uri.objects.marks = markers
         self.opened = uri

@@ -42,11 +42,14 @@ class ReadOptions(NamedTuple):
         prepare: Called with each buffer from the pool before it is used.
         readers: The most threads, each with a buffer of the pool. Lower it if the sinks take
             buffers too. 0: the calling thread reads, into a buffer of its own.
+        keep: Called with each run of a pack whose chunks were all whole: the pack, where the run
+            begins, and its bytes.
     """
 
     budget: int | None = None
     prepare: Callable[[Slot], None] | None = None
     readers: int = SLOTS
+    keep: Callable[[bytes, int, memoryview], None] | None = None
 
 
 DEFAULT_READ = ReadOptions()
@@ -110,7 +113,7 @@ def read_places(
     reads = list(coalesced(found, max(largest + 2 * PAGE, unit), is_remote=backend.is_remote))
     most = max((read.stop - read.start for read in reads), default=0) + PAGE
     if total <= _SMALL_BYTES or how.readers == 0:
-        return failed + _read_small(backend, reads, most)
+        return failed + _read_small(backend, reads, most, how)
     pool = shared_pool(max(most, chunk_size + (64 << 10)))
     affordable = SLOTS if how.budget is None else max(1, how.budget // most)
     with Crew() as crew:
@@ -122,20 +125,23 @@ def read_places(
                 if how.prepare is not None:
                     how.prepare(slot)
                 for read in source:
-                    failed.extend(_read_run(backend, read, slot.view, bulk=total >= _BULK_BYTES))
+                    bulk = total >= _BULK_BYTES
+                    failed.extend(_read_run(backend, read, slot.view, how, bulk=bulk))
 
         crew.run(work, min(len(reads), readers, affordable, how.readers))
     return failed
 
 
-def _read_small(backend: Backend, reads: list[Run[list[Want]]], most: int) -> list[Unread]:
+def _read_small(
+    backend: Backend, reads: list[Run[list[Want]]], most: int, how: ReadOptions
+) -> list[Unread]:
     """Read without the pool: in the calling thread, or on a remote store on a few threads."""
     failed: list[Unread] = []
 
     def work() -> None:
         buffer = memoryview(bytearray(most))
         for read in source:
-            failed.extend(_read_run(backend, read, buffer))
+            failed.extend(_read_run(backend, read, buffer, how))
 
     with Crew() as crew:
         source: Iterable[Run[list[Want]]] = reads
@@ -149,7 +155,12 @@ def _read_small(backend: Backend, reads: list[Run[list[Want]]], most: int) -> li
 
 
 def _read_run(
-    backend: Backend, read: Run[list[Want]], buffer: memoryview, *, bulk: bool = False
+    backend: Backend,
+    read: Run[list[Want]],
+    buffer: memoryview,
+    how: ReadOptions,
+    *,
+    bulk: bool = False,
 ) -> list[Unread]:
     target = buffer[: -(-(read.stop - read.start) // PAGE) * PAGE]
     try:
@@ -170,6 +181,8 @@ def _read_run(
             continue
         for want in wants:
             want.sink(raw)
+    if how.keep is not None and not failed:
+        how.keep(read.pack, read.start, target[:n])
     return failed
 
 
