@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from casnap.errors import StoreError
@@ -24,8 +25,11 @@ def cache_folder() -> Path | None:
     file systems, where LMDB does not work.
     """
     for folder in _cache_candidates():
-        if _made(folder) and _why_refused(folder) is None and os.access(folder, os.W_OK):
-            return folder
+        # Another process may delete it meanwhile.
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _why_refused(folder) is None and os.access(folder, os.W_OK):
+                return folder
     return None
 
 
@@ -37,15 +41,18 @@ def folder_for_chunks() -> Path | None:
     """
     named = os.environ.get("CASNAP_CACHE_DIR")
     folder = Path(named) if named else cache_folder()
-    if folder is not None and _made(folder):
-        why = _why_refused(folder)
-        if why is not None:
-            raise StoreError(
-                f"the read cache cannot be in {folder}: it {why}. Set CASNAP_CACHE_DIR to a folder "
-                "of your own on a disk of this host, or do without the cache (cache_bytes=0)"
-            )
-        if os.access(folder, os.W_OK):
-            return folder
+    why = None
+    with suppress(OSError):
+        if folder is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            why = _why_refused(folder)
+            if why is None and os.access(folder, os.W_OK):
+                return folder
+    if why is not None:
+        raise StoreError(
+            f"the read cache cannot be in {folder}: it {why}. Set CASNAP_CACHE_DIR to a folder of "
+            "your own on a disk of this host, or do without the cache (cache_bytes=0)"
+        )
     _log.warning(
         "%s cannot be written, so there is no read cache", folder or "no folder for the cache"
     )
@@ -64,14 +71,6 @@ def cache_bytes_asked() -> int:
             f"CASNAP_CACHE_BYTES is {text!r}; set it to a number of bytes, such as 50000000000"
         )
     return int(text)
-
-
-def _made(folder: Path) -> bool:
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return True
 
 
 def _why_refused(folder: Path) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from casnap.errors import BackendError, UnavailableError
 from casnap.format.records import Place, StoreConfig, id_from_name, pack_key
 from casnap.runtime.buffers import PAGE
 from casnap.runtime.environment import cache_bytes_asked, folder_for_chunks
+from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
 from casnap.storage.lmdb_files import BusyError, locked
 from casnap.storage.place_reads import ReadOptions, Want, read_places
@@ -44,6 +46,7 @@ _FULL = 5.0
 # How many seconds to wait for other processes that make room.
 _PATIENCE = 1.0
 _SECTOR = 512
+_stopping = PerProcess(threading.Lock)
 _COUNT_BYTES = 8
 
 Placed = list[tuple[Place, list[Want]]]
@@ -158,15 +161,22 @@ class ChunkCache:
             self._make_folders(path.parent)
             if self._has_room(len(content)):
                 _write(path, start, content)
-        except BusyError as e:
+        except (BusyError, FileNotFoundError) as e:
+            # Other processes make room now, or delete all this.
             _log.debug("not cached: %s", e)
         except OSError as e:
-            self._stopped = True
+            self._stop(e)
+
+    def _stop(self, error: OSError) -> None:
+        """Write no more, and warn, once."""
+        with _stopping.value:
+            before, self._stopped = self._stopped, True
+        if not before:
             _log.warning(
                 "the read cache %s cannot be written (%s): this process reads on, and caches no "
                 "more chunks",
                 self._all,
-                e.strerror or e,
+                error.strerror or error,
             )
 
     def _make_folders(self, folder: Path) -> None:
