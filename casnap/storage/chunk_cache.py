@@ -41,10 +41,10 @@ URI = "uri"
 _YOUNG = 600.0
 # How many seconds old the time of use may be.
 _TOUCH = 60.0
-# How many seconds a full cache is not asked for room again, for that counts all files.
+# How many seconds nothing is kept after there was no room, since that was found by counting files.
 _FULL = 5.0
-# How many seconds to wait for other processes that make room.
-_PATIENCE = 1.0
+# How many seconds to wait for other writers; and how many to keep nothing, if one seems to hang.
+_PATIENCE, _BUSY = 5.0, 60.0
 _SECTOR = 512
 _stopping = PerProcess(threading.Lock)
 _COUNT_BYTES = 8
@@ -96,7 +96,7 @@ class ChunkCache:
         self._files = _Files(self._folder)
         self._uri = uri
         self._stopped = self._counted = False
-        self._full_until = 0.0
+        self._pause_until = 0.0
 
     # --- reading ---
 
@@ -154,15 +154,23 @@ class ChunkCache:
             content: The bytes, which were verified.
         """
         content = content[: self.nbytes // PAGE * PAGE]
-        if self._stopped or not content:
+        if self._stopped or not content or time.monotonic() < self._pause_until:
             return
         try:
             path = self._path(pack)
             self._make_folders(path.parent)
-            if self._has_room(len(content)):
-                _write(path, start, content)
-        except (BusyError, FileNotFoundError) as e:
-            # Other processes make room now, or delete all this.
+            # One after the other on this host, so that files can be counted at any time. A disk
+            # writes no faster by several at once, for they are large.
+            with locked(self._all / "used", _PATIENCE):
+                if self._has_room(len(content)):
+                    _write(path, start, content)
+                else:
+                    self._pause_until = time.monotonic() + _FULL
+        except BusyError as e:
+            _log.debug("not cached: %s", e)
+            self._pause_until = time.monotonic() + _BUSY
+        except FileNotFoundError as e:
+            # Another process deletes all this.
             _log.debug("not cached: %s", e)
         except OSError as e:
             self._stop(e)
@@ -190,20 +198,15 @@ class ChunkCache:
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether there is room for so many bytes, which are then counted; make it if need be."""
-        if time.monotonic() < self._full_until:
-            return False
         count = self._all / "used"
-        with locked(count, _PATIENCE):
-            known = count.read_bytes()
-            total = int.from_bytes(known, "little")
-            torn = len(known) != _COUNT_BYTES
-            if torn or not self._counted or total + nbytes > self.nbytes:
-                total = self._make_room(nbytes)
-                self._counted = True
-            fits = total + nbytes <= self.nbytes
-            count.write_bytes((total + nbytes * fits).to_bytes(_COUNT_BYTES, "little"))
-        if not fits:
-            self._full_until = time.monotonic() + _FULL
+        known = count.read_bytes()
+        total = int.from_bytes(known, "little")
+        if len(known) != _COUNT_BYTES or not self._counted or total + nbytes > self.nbytes:
+            total = self._make_room(nbytes)
+            self._counted = True
+        fits = total + nbytes <= self.nbytes
+        # Before the write: if this process is killed, too many are counted, until the next time.
+        count.write_bytes((total + nbytes * fits).to_bytes(_COUNT_BYTES, "little"))
         return fits
 
     def _make_room(self, nbytes: int) -> int:

@@ -54,7 +54,7 @@ def test_the_second_process_fetches_nothing(far: Path) -> None:
 
 
 READ = """
-import json, sys
+import json, sys, torch
 from casnap import Snapshot
 uri, how, bound = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
 snapshot = Snapshot(uri, storage_options=how, cache_bytes=bound)
