@@ -258,7 +258,10 @@ def crowded(far: Path, bound: int, rounds: int, count: int = 8) -> int:
     with readers(read, count) as pids:
         left = set(pids)
         while left:
-            most = max(most, kept_bytes())
+            if (kept() / "used").exists():
+                # Otherwise a file may go, and another come, while they are counted.
+                with locked(kept() / "used", 60.0):
+                    most = max(most, kept_bytes())
             for pid in list(left):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
