@@ -13,13 +13,20 @@ from casnap.errors import SnapshotNotFoundError
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
-from casnap.opened import Found, OpenStore, open_store
+from casnap.opened import Found, OpenStore, located, open_or_make, open_store
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress, told_what
 from casnap.snapshot import PendingSnapshot, Snapshot
-from casnap.storage.location import Location, locate_store
 from casnap.storage.retention import PruneReport, Pruning, Retention, prune
-from casnap.storage.table import change_table, editing, tagged, unmark, untagged, upgrade
+from casnap.storage.table import (
+    change_table,
+    editing,
+    snapshots_in,
+    tagged,
+    unmark,
+    untagged,
+    upgrade,
+)
 
 if TYPE_CHECKING:
     from casnap.maintenance.check import CheckReport
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
     from casnap.maintenance.repair import RepairReport
     from casnap.maintenance.usage import Usage
     from casnap.state.stateful import Stateful
+    from casnap.transfer.report import CopyReport
 
 
 class Store:
@@ -71,7 +79,7 @@ class Store:
     ) -> None:
         if not isinstance(uri, OpenStore):
             uri = open_store(
-                _located(uri, storage_options),
+                located(uri, storage_options),
                 create=create,
                 chunk_size=chunk_size,
                 codec=Codec.ZSTD if compress else Codec.RAW,
@@ -222,7 +230,7 @@ class Store:
         """Return all snapshots, or those below a prefix, in the order of their commits."""
         folder = self._folder(prefix)
         opened = self.opened
-        rows = opened.read(lambda table: list(table.below(f"{folder}/" if folder else "")))
+        rows = opened.read(lambda table: list(snapshots_in(table, folder)))
         found = [Snapshot(Found(opened, opened.inner_name(name), row)) for name, row in rows]
         return sorted(found, key=lambda s: s.seq)
 
@@ -298,6 +306,65 @@ class Store:
             commit_id = self.row(name).commit.hex()
         change_table(self.objects, editing(full, commit_id, edit, self.objects.backend.uri))
         return full
+
+    @calls.named("copy()")
+    def copy(
+        self,
+        name: str | None = None,
+        *,
+        to: Store | str | os.PathLike[str] | Backend,
+        rename: str | None = None,
+        dry_run: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        exclusive: bool = False,
+        progress: Progress | None = None,
+    ) -> CopyReport:
+        """Copy snapshots into another store. Only chunks that it lacks are sent.
+
+        Snapshots keep their metadata, tags, times and commit ids; one of the same name and commit
+        id that is there already is not copied again. After an interruption, a repeat goes on where
+        this stopped. Both stores may be used, and collected, meanwhile.
+
+        Args:
+            name: A snapshot, or a folder of them; None for all snapshots of this store or view.
+            to: The other store. If there is none at a path or URI, it is made, with chunks of the
+                same size as here.
+            rename: What the snapshot, or the folder, is called there; for all snapshots, a folder
+                that they go into.
+            dry_run: Only report what would be sent.
+            storage_options: How to reach ``to``, if that is the URI of a remote store.
+            exclusive: You make sure that no other process writes to that store.
+            progress: Called now and then: what is being done, the bytes done, and those in all.
+
+        Returns:
+            Which snapshots were copied, and how much was sent and was there already.
+
+        Raises:
+            SnapshotNotFoundError: There is no such snapshot; or it was deleted meanwhile.
+            SnapshotExistsError: A name is taken there by another snapshot. Nothing was sent.
+            StoreError: It is the same store, or one with chunks of another size, or one of the
+                stores cannot be used.
+            DamagedError: Something in this store cannot be read.
+        """
+        from casnap.transfer.choice import check_pair, choose
+        from casnap.transfer.copy import copy_snapshots
+        from casnap.transfer.report import CopyOptions
+
+        chosen = choose(self.objects, self.prefix, name, rename)
+        there = to.opened if isinstance(to, Store) else None
+        if not isinstance(to, Store):
+            place = located(to, storage_options)
+            size = self.chunk_size
+            there = open_or_make(place, chunk_size=size, exclusive=exclusive, dry_run=dry_run)
+        elif storage_options:
+            raise ValueError(f"{to.uri} is open already; give storage_options to Store(...)")
+        if there is not None:
+            check_pair(self.objects, there.objects)
+            chosen = [c._replace(target=there.full_name(c.target)) for c in chosen]
+        codec = Codec.ZSTD if there is not None and there.codec == Codec.ZSTD else None
+        options = CopyOptions(codec, dry_run, skip_gone=len(chosen) > 1)
+        objects = None if there is None else there.objects
+        return copy_snapshots(self.objects, objects, chosen, options, progress)
 
     @calls.named("upgrade()")
     def upgrade(self) -> bool:
@@ -419,17 +486,6 @@ class Store:
             raise TypeError(f"sources is a list, such as [{str(sources)!r}]; got one alone")
         places = [s.objects.backend if isinstance(s, Store) else s for s in sources]
         return repair(self.objects, sources=places, progress=progress, dry_run=dry_run)
-
-
-def _located(
-    uri: str | os.PathLike[str] | Backend, storage_options: Mapping[str, Any] | None
-) -> Location:
-    if not isinstance(uri, Backend):
-        return locate_store(uri, storage_options)
-    if storage_options:
-        raise ValueError("a backend knows how it is reached; give storage_options to its maker")
-    # A backend without a store is noticed when the store's record is read.
-    return Location(uri, "", True)
 
 
 OpenStore.store_class = Store

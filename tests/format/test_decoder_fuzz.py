@@ -42,7 +42,7 @@ from casnap.format.records import (
     segment_records,
 )
 from casnap.maintenance.places import Places, read_footer
-from casnap.maintenance.references import MANIFEST, TABLE, TREE, references
+from casnap.storage.references import MANIFEST, TABLE, TREE, references
 from casnap.maintenance.survey import Survey
 from casnap.state.flatten import flatten, inflate
 from casnap.state.tensors import Leaf, allocate
