@@ -30,6 +30,8 @@ from casnap.testing.proxy import Answer, Exchange
 from tests.support.object_stores import IMPATIENT
 from tests.support.servers import NOBODY, SECRET, Bucket
 
+pytestmark = pytest.mark.servers
+
 KEY = "roots/0/7"
 MIB = 1 << 20
 QUICK = {**IMPATIENT, "silence": 30.0, "deadline": 120.0}
