@@ -52,7 +52,7 @@ class OpenStore:
     Args:
         objects: The objects of the store.
         prefix: The beginning of the full names of all snapshots; empty for the whole store.
-        codec: The codec for new chunks.
+        codec: How takes of this object store new chunks; None for as the store is set.
         is_new: Whether the store was made just now.
     """
 
@@ -60,7 +60,7 @@ class OpenStore:
     """:class:`casnap.Store`. Its module sets this, since it stands above this one."""
 
     def __init__(
-        self, objects: Objects, prefix: str, codec: Codec = Codec.RAW, *, is_new: bool = False
+        self, objects: Objects, prefix: str, codec: Codec | None = None, *, is_new: bool = False
     ) -> None:
         self.objects = objects
         self.prefix = prefix
@@ -161,8 +161,9 @@ class OpenStore:
         return async_take(self.objects, self.full_name(name), app_state, options, comm)
 
 
-def _open_again(backend: Backend, prefix: str, codec: Codec, marks: bool) -> OpenStore:
-    again = open_store(Location(backend, prefix, exists=True), create=False, codec=codec)
+def _open_again(backend: Backend, prefix: str, codec: Codec | None, marks: bool) -> OpenStore:
+    again = open_store(Location(backend, prefix, exists=True), create=False)
+    again.codec = codec
     again.objects.marks = marks
     return again
 
@@ -185,7 +186,7 @@ def open_store(
         create: Make the store if there is none.
         asked: Whether the user named this very place as a store.
         chunk_size: For a new store, in bytes.
-        codec: The codec for new chunks.
+        codec: For a new store: how new chunks are stored.
         exclusive: Whether the user vouches that no other process writes to the store.
         config: The record of the store, if it was read already.
         ahead: Whether a use follows at once, so that a remote store looks for its newest root now.
@@ -208,13 +209,13 @@ def open_store(
         objects = _at(backend, or_none=may_make, ahead=ahead)
     if objects is None and may_make:
         # If the store exists, this finishes a creation that was interrupted.
-        is_new = create_store(backend, chunk_size=chunk_size, asked=asked)
+        is_new = create_store(backend, chunk_size=chunk_size, asked=asked, codec=codec)
     elif objects is None and not found.exists:
         raise NotAStoreError(
             f"{backend.uri} is not a casnap store, nor is any folder above it; make one "
             f"with `casnap init {backend.uri}`, or check the path"
         )
-    return OpenStore(objects or Objects(backend), found.name, codec, is_new=is_new)
+    return OpenStore(objects or Objects(backend), found.name, is_new=is_new)
 
 
 def _at(backend: Backend, *, or_none: bool, ahead: bool) -> Objects | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -19,6 +20,7 @@ from casnap.runtime.progress import Progress, told_what
 from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.storage.location import Location, locate_store
 from casnap.storage.retention import PruneReport, Pruning, Retention, prune
+from casnap.storage.settings import change_settings, codec_named, codec_settings, settings_of
 from casnap.storage.table import change_table, editing, tagged, unmark, untagged, upgrade
 
 if TYPE_CHECKING:
@@ -40,8 +42,10 @@ class Store:
             names of all snapshots in the view begin with the rest of the path.
         create: Make the store if there is none.
         chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
-        compress: Compress new chunks with zstd where that makes them smaller. When several ranks
-            take together, the choice of rank 0 counts.
+        codec: For a new store: how new chunks are stored, "raw" or "zstd" (where that makes them
+            smaller). :meth:`configure` changes it.
+        compress: Deprecated. ``True`` is ``codec="zstd"`` for a new store; in an existing one it
+            holds for the takes of this object.
         storage_options: How to reach a remote store: what s3fs, gcsfs or another file system of
             fsspec takes, such as ``{"endpoint_url": ...}``. It is neither stored nor shown.
         exclusive: You make sure that no other process writes to this store. This is asked
@@ -54,7 +58,8 @@ class Store:
         NotAStoreError: There is no store, and ``create`` is False.
         UnsupportedFormatError: A newer casnap made the store.
         StoreError: A store cannot be made at this place, or cannot be reached.
-        ValueError: ``storage_options`` were given for a store on this machine.
+        ValueError: ``storage_options`` were given for a store on this machine; there is no such
+            codec.
     """
 
     @calls.named("Store()")
@@ -64,19 +69,23 @@ class Store:
         *,
         create: bool = True,
         chunk_size: int = DEFAULT_CHUNK_SIZE,
-        compress: bool = False,
+        codec: str | None = None,
+        compress: bool | None = None,
         storage_options: Mapping[str, Any] | None = None,
         exclusive: bool = False,
         markers: bool = True,
     ) -> None:
         if not isinstance(uri, OpenStore):
+            pinned = None if compress is None else _pinned(codec, compress=compress)
+            chosen = codec_named(codec) if codec is not None else pinned
             uri = open_store(
                 _located(uri, storage_options),
                 create=create,
                 chunk_size=chunk_size,
-                codec=Codec.ZSTD if compress else Codec.RAW,
+                codec=chosen or Codec.RAW,
                 exclusive=exclusive,
             )
+            uri.codec = None if uri.is_new else pinned
             uri.objects.marks = markers
         self.opened = uri
         uri.note_store(self)
@@ -314,6 +323,27 @@ class Store:
         """The number of the store's format."""
         return self.objects.newest().format
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the whole store: ``codec`` is how new chunks are stored."""
+        return settings_of(self.objects.newest())
+
+    @calls.named("configure()")
+    def configure(self, *, codec: str | None = None) -> bool:
+        """Change settings of the whole store, in one commit; return whether anything changed.
+
+        Takes that begin after that obey them, in all processes. What is stored stays as it is.
+
+        Args:
+            codec: How new chunks are stored: "raw", or "zstd" where that makes them smaller.
+
+        Raises:
+            ValueError: There is no such codec.
+            StoreError: The store is of format 1, which has no settings; :meth:`upgrade` it.
+        """
+        settings = {} if codec is None else codec_settings(codec_named(codec))
+        return change_settings(self.objects, settings)
+
     @calls.named("gc()")
     def gc(
         self,
@@ -419,6 +449,19 @@ class Store:
             raise TypeError(f"sources is a list, such as [{str(sources)!r}]; got one alone")
         places = [s.objects.backend if isinstance(s, Store) else s for s in sources]
         return repair(self.objects, sources=places, progress=progress, dry_run=dry_run)
+
+
+def _pinned(codec: str | None, *, compress: bool) -> Codec:
+    """Return the codec that ``compress=`` of old means, and warn of it."""
+    if codec is not None:
+        raise ValueError("codec= and compress= mean the same; give codec= alone")
+    warnings.warn(
+        "compress= is deprecated: how chunks are stored is a setting of the store; Store(uri, "
+        'codec="zstd") makes one that compresses, configure(codec="zstd") changes one',
+        DeprecationWarning,
+        stacklevel=4,
+    )
+    return Codec.ZSTD if compress else Codec.RAW
 
 
 def _located(

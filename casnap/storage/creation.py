@@ -10,6 +10,7 @@ import msgspec
 
 from casnap.backends import Backend, LocalBackend
 from casnap.errors import BackendError, NotAStoreError, StoreError
+from casnap.format.codec import Codec
 from casnap.format.names import MARKER
 from casnap.format.records import (
     CONFIG_KEY,
@@ -27,6 +28,7 @@ from casnap.storage.config import not_a_store_error, read_config
 from casnap.storage.location import exists, holds
 from casnap.storage.probe import honours_put_if_absent, no_put_if_absent_error
 from casnap.storage.roots import sealed_root
+from casnap.storage.settings import codec_settings
 from casnap.storage.uris import store_uri
 
 _log = logging.getLogger("casnap")
@@ -38,6 +40,7 @@ def create_store(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     asked: bool,
     version: int = FORMAT,
+    codec: Codec = Codec.RAW,
 ) -> bool:
     """Make a store, or finish making one; do nothing if it is complete.
 
@@ -46,6 +49,7 @@ def create_store(
         chunk_size: Bytes; a power of two from 64 KiB to 64 MiB.
         asked: Whether the user named this very place as a store.
         version: The format of a new store.
+        codec: How a new store is to store new chunks; format 1 knows only the default.
 
     Returns:
         Whether there was no store yet.
@@ -70,7 +74,10 @@ def create_store(
     if not made:
         root = Root(seq=0, commit=os.urandom(16), time=0.0)
         if config.format > 1:
-            root = msgspec.structs.replace(root, format=2, read_features=(DEEP_TABLE,))
+            settings = codec_settings(codec) if codec is not Codec.RAW else {}
+            root = msgspec.structs.replace(
+                root, format=2, read_features=(DEEP_TABLE,), settings=settings
+            )
         backend.put_if_absent(root_key(0), sealed_root(root))
     backend.sync()
     if is_new:

@@ -16,7 +16,7 @@ class TakeOptions:
     """How to take. :meth:`casnap.Snapshot.take` describes the options.
 
     Attributes:
-        codec: How new chunks are stored; the store chooses it.
+        codec: How new chunks are stored; None for as the store is set.
     """
 
     metadata: Mapping[str, Any] | None = None
@@ -27,7 +27,7 @@ class TakeOptions:
     retention: Retention | None = None
     replicated: Sequence[str] | None = None
     per_rank: Sequence[str] | None = None
-    codec: Codec = Codec.RAW
+    codec: Codec | None = None
 
     def __post_init__(self) -> None:
         if self.retention is not None:

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import count
 
 from casnap.errors import FencedError
+from casnap.format.codec import Codec
 from casnap.format.records import Root, Row
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, collector_paused, undisturbed
@@ -125,14 +126,15 @@ def _begin(
     before = dict(objects.backend.requests)
     comm.enter_phase("beginning a take")
     request = agree_on_request(objects, name, app_state, options, comm)
-    options = replace(options, codec=request.codec)
     state, chunk_size = {key: app_state[key] for key in request.keys}, objects.config.chunk_size
     capture = capture_state(state, chunk_size, allow_pickle=options.allow_pickle)
     comm.enter_phase("sharing out the work")
     division = divide(comm, capture, state, options, chunk_size, request.seed)
     capture.assign(division.assigned)
     publication = Publication(objects, name, options, comm.size, started)
-    return _Take(objects, options, comm, capture, division, publication, before, request.root)
+    return _Take(
+        objects, options, request.codec, comm, capture, division, publication, before, request.root
+    )
 
 
 @dataclass(frozen=True)
@@ -140,11 +142,13 @@ class _Take:
     """A take whose state is captured, and whose work is divided among the ranks.
 
     Attributes:
+        codec: How new chunks are stored.
         told: The root to base it on, if rank 0 has told one; by default the newest one is read.
     """
 
     objects: Objects
     options: TakeOptions
+    codec: Codec
     comm: Comm
     capture: Capture
     division: Division
@@ -166,9 +170,7 @@ class _Take:
 
     def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Row:
         comm, publication = self.comm, self.publication
-        transaction = Transaction(
-            self.objects, crew, self.options.codec, self.requests_before, self.told
-        )
+        transaction = Transaction(self.objects, crew, self.codec, self.requests_before, self.told)
         try:
             comm.enter_phase("hashing and writing")
             hasher = Hasher(self.capture, transaction, self.options.progress)

@@ -45,6 +45,7 @@ def test_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "store": str(tmp_path / "a"),
         "id": store.id,
         "chunk_size": 256 << 10,
+        "codec": "raw",
         "created": True,
     }
     assert document("init", tmp_path / "a") == {**found, "created": False}
