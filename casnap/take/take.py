@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 
 from casnap.errors import FencedError
-from casnap.format.records import Root, Row
+from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, collector_paused, undisturbed
 from casnap.state.stateful import Stateful
@@ -29,7 +29,7 @@ from casnap.take.joint_commit import commit_together
 from casnap.take.manifest import build_manifest
 from casnap.take.options import TakeOptions
 from casnap.take.pending import PendingTake
-from casnap.take.publish import Publication
+from casnap.take.publish import Publication, Taken
 from casnap.take.rounds import rounds_for
 from casnap.take.staging import Piece, StagedCopies, batched
 
@@ -43,8 +43,8 @@ def take(
     app_state: Mapping[str, Stateful],
     options: TakeOptions,
     comm: Comm,
-) -> Row:
-    """Take a snapshot and return its row once it is durable.
+) -> Taken:
+    """Take a snapshot and return once it is durable.
 
     Raises:
         StateError: Something in the state cannot be taken.
@@ -104,7 +104,7 @@ def async_take(
         raise
 
 
-def _store_copies(work: _Take, copies: StagedCopies) -> Row:
+def _store_copies(work: _Take, copies: StagedCopies) -> Taken:
     with work.comm:
         try:
             return work.store(copies.batches)
@@ -156,7 +156,7 @@ class _Take:
         """Return the bytes that this rank hashes; each rank begins with another part of them."""
         return self.capture.pieces(self.comm.rank / self.comm.size)
 
-    def store(self, batches: Callable[[int], Iterable[list[Piece]]]) -> Row:
+    def store(self, batches: Callable[[int], Iterable[list[Piece]]]) -> Taken:
         """Store the chunks that are new, then the manifest, and commit.
 
         Args:
@@ -164,7 +164,7 @@ class _Take:
         """
         return undisturbed(partial(self._store, batches))
 
-    def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Row:
+    def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Taken:
         comm, publication = self.comm, self.publication
         transaction = Transaction(
             self.objects, crew, self.options.codec, self.requests_before, self.told
