@@ -39,11 +39,13 @@ class Found(NamedTuple):
         opened: The store that holds the snapshot.
         name: The snapshot's name in ``opened``.
         row: The snapshot's row in the store's table.
+        requests: How many requests the take made, by kind, if it was taken just now.
     """
 
     opened: OpenStore
     name: str
     row: Row
+    requests: Mapping[str, int] = {}
 
 
 class OpenStore:
@@ -148,8 +150,8 @@ class OpenStore:
 
         with comm:
             options = replace(options, codec=self.codec)
-            row = take(self.objects, self.full_name(name), app_state, options, comm)
-        return Found(self, check_name(name), row)
+            taken = take(self.objects, self.full_name(name), app_state, options, comm)
+        return Found(self, check_name(name), *msgspec.structs.astuple(taken))
 
     def async_take(
         self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions

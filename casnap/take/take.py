@@ -14,7 +14,7 @@ from itertools import count
 
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
-from casnap.format.records import Root, Row
+from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, collector_paused, undisturbed
 from casnap.state.stateful import Stateful
@@ -30,7 +30,7 @@ from casnap.take.joint_commit import commit_together
 from casnap.take.manifest import build_manifest
 from casnap.take.options import TakeOptions
 from casnap.take.pending import PendingTake
-from casnap.take.publish import Publication
+from casnap.take.publish import Publication, Taken
 from casnap.take.rounds import rounds_for
 from casnap.take.staging import Piece, StagedCopies, batched
 
@@ -44,8 +44,8 @@ def take(
     app_state: Mapping[str, Stateful],
     options: TakeOptions,
     comm: Comm,
-) -> Row:
-    """Take a snapshot and return its row once it is durable.
+) -> Taken:
+    """Take a snapshot and return once it is durable.
 
     Raises:
         StateError: Something in the state cannot be taken.
@@ -105,7 +105,7 @@ def async_take(
         raise
 
 
-def _store_copies(work: _Take, copies: StagedCopies) -> Row:
+def _store_copies(work: _Take, copies: StagedCopies) -> Taken:
     with work.comm:
         try:
             return work.store(copies.batches)
@@ -160,7 +160,7 @@ class _Take:
         """Return the bytes that this rank hashes; each rank begins with another part of them."""
         return self.capture.pieces(self.comm.rank / self.comm.size)
 
-    def store(self, batches: Callable[[int], Iterable[list[Piece]]]) -> Row:
+    def store(self, batches: Callable[[int], Iterable[list[Piece]]]) -> Taken:
         """Store the chunks that are new, then the manifest, and commit.
 
         Args:
@@ -168,7 +168,7 @@ class _Take:
         """
         return undisturbed(partial(self._store, batches))
 
-    def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Row:
+    def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Taken:
         comm, publication = self.comm, self.publication
         transaction = Transaction(self.objects, crew, self.codec, self.requests_before, self.told)
         try:
