@@ -262,7 +262,7 @@ class Snapshot:
         *,
         allow_pickle: bool = False,
         progress: Progress | None = None,
-        read_once: bool = True,
+        read_once: bool | None = None,
         timeout: float | None = None,
     ) -> RestoreReport:
         """Restore an app state, or some of its keys, in place where that is possible.
@@ -281,9 +281,9 @@ class Snapshot:
                 for a store that you trust as you trust code.
             progress: Called now and then, from any thread: what is being done, how many bytes are
                 done, how many there are.
-            read_once: Read each stored byte on one rank, which passes it on to the others.
-                Otherwise each rank reads for itself, which is faster where storage is faster than
-                the network.
+            read_once: Read each stored byte on one rank, which passes it on to the others (True),
+                or have each rank read for itself (False). By default, ranks read for themselves
+                where they all see the store through one page cache, as on one host.
             timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
         Returns:

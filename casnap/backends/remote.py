@@ -135,7 +135,7 @@ class RemoteBackend(Backend):
         return self._run(self._read(key))
 
     @override
-    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
         """Read runs by ranges: near ones in one request, long ones in several at once."""
         sinks = runs(targets)
         found = self._run(together([self._get(key, sink) for sink in sinks])) if sinks else []

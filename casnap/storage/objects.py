@@ -430,6 +430,8 @@ def _error(uri: str, failed: list[_Failed]) -> CasnapError:
     lines = map(str, failed[:3])
     more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
     hurt = f"; hurt: {', '.join(paths[:10])}{' …' if len(paths) > 10 else ''}" if paths else ""
+    if any(w.target is not None for w in wants):
+        hurt += "; what was read into these tensors is not proven, so do not use them"
     message = f"{uri}: {'; '.join(lines)}{more}{hurt}"
     if all(any(u.why.reason is Reason.UNREADABLE for u in f.tried) for f in failed):
         return BackendError(f"{message}. The data may be whole: make it readable, then try again")
