@@ -32,6 +32,7 @@ from casnap.backends.client import (
     valid_options,
     without_secrets,
 )
+from casnap.backends.gcs_credentials import none_found_error, token_to_use
 from casnap.backends.gcs_errors import BehindItsEndError, RefusedError, typed
 from casnap.backends.retries import Retries
 from casnap.errors import BackendError, CredentialsError, NoBucketError, UnreachableError
@@ -39,6 +40,11 @@ from casnap.runtime.typing import override
 
 _CONNECTIONS = 32
 _BOUNDARY = "==casnap=="
+_CONNECTING = (
+    aiohttp.ClientConnectorError,
+    # Older versions have no error of its own for this.
+    getattr(aiohttp, "ConnectionTimeoutError", aiohttp.ServerTimeoutError),
+)
 # What a copy is given of its source.
 _KEPT = ("storageClass", "contentType", "kmsKeyName")
 
@@ -58,6 +64,7 @@ class GcsClient(Client):
         self._uri = uri
         options = {
             **storage_options,
+            "token": token_to_use(storage_options.get("token")),
             "asynchronous": True,
             "use_listings_cache": False,
             "skip_instance_cache": True,
@@ -123,7 +130,7 @@ class GcsClient(Client):
         except aiohttp.InvalidURL as e:
             raise BackendError(f"{self._uri}: wrong address: {without_secrets(str(e))}") from e
         except (OSError, asyncio.TimeoutError, aiohttp.ClientError, ValueError) as e:
-            reached = not isinstance(e, aiohttp.ClientConnectorError)
+            reached = not isinstance(e, _CONNECTING)
             message = f"{type(e).__name__}: {without_secrets(str(e))}"
             raise TransientError(message, reached=reached) from e
 
@@ -161,6 +168,8 @@ class GcsClient(Client):
 
     async def _meant(self, refusal: RefusedError, path: str, what: str) -> Exception:
         """Return the error that an answer means. A 404 may not tell what is missing."""
+        if refusal.status == 401 and self._fs.credentials.credentials is None:
+            return none_found_error(self._uri, refusal)
         error = typed(refusal, what, self._uri)
         if error is not None:
             return error

@@ -26,7 +26,7 @@ from casnap.backends.client import (
 from casnap.backends.event_loop import event_loop
 from casnap.backends.retries import Operation, Retries, ended
 from casnap.backends.scatter import Scatter, Whole, runs
-from casnap.errors import AccessDeniedError, BackendError, UnavailableError
+from casnap.errors import AccessDeniedError, BackendError, UnavailableError, UnreachableError
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.sizes import size as in_words
 from casnap.runtime.typing import override
@@ -65,7 +65,9 @@ class RemoteBackend(Backend):
         self._retries = retries or Retries()
         self._counts: Counter[str] = Counter()
         self._connected: _Connected | None = None
-        self._known = False
+        # Whether the server has ever answered, and whether the last thing that it did was to fail
+        # until an operation was given up.
+        self._known = self._failing = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process connect anew."""
@@ -239,13 +241,28 @@ class RemoteBackend(Backend):
                 try:
                     return await self._once(operation, kind, work, transfer)
                 except TransientError as e:
-                    await operation.pause(e)
+                    await self._pause(operation, e)
                 except TakenError as e:
                     # No condition of ours: the user's options have one, or the server lies.
                     raise BackendError(f"cannot {what} at {self.uri}: {e}") from e
 
     def _operation(self, what: str) -> Operation:
-        return Operation(f"{what} at {self.uri}", self._retries, known=self._known)
+        given_up = self._failing
+        return Operation(
+            f"{what} at {self.uri}", self._retries, known=self._known, failing=given_up
+        )
+
+    async def _pause(self, operation: Operation, error: TransientError) -> None:
+        """Wait before the next attempt.
+
+        Raises:
+            UnreachableError: There is no next one. What follows is less patient.
+        """
+        try:
+            await operation.pause(error)
+        except UnreachableError:
+            self._failing = True
+            raise
 
     async def _once(
         self,
@@ -267,7 +284,7 @@ class RemoteBackend(Backend):
                     raise
                 connected = await asyncio.to_thread(self._reach, connected)
             else:
-                self._known = True
+                self._known, self._failing = True, False
                 return result
         raise AssertionError
 
@@ -322,7 +339,7 @@ class RemoteBackend(Backend):
             there = await self._there(key)
             if there is not None:
                 return there == content
-            await operation.pause(error)
+            await self._pause(operation, error)
 
     async def _there(self, key: str) -> bytes | None:
         try:
@@ -388,14 +405,14 @@ class RemoteBackend(Backend):
                 try:
                     told = await self._once(operation, "delete", _deleting(keys))
                 except TransientError as e:
-                    await operation.pause(e)
+                    await self._pause(operation, e)
                     continue
                 errors |= {k: e for k, e in told.items() if isinstance(e, BackendError)}
                 again = {k: e for k, e in told.items() if isinstance(e, TransientError)}
                 if not again:
                     return errors
                 keys = list(again)
-                await operation.pause(again[keys[0]])
+                await self._pause(operation, again[keys[0]])
 
     async def _delete_all(self, keys: Sequence[str]) -> dict[str, BackendError]:
         step = self._reach().client.deletes
