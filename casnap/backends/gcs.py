@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -29,6 +30,7 @@ from casnap.backends.client import (
     Sink,
     Source,
     TransientError,
+    kept_of,
     valid_options,
     without_secrets,
 )
@@ -229,29 +231,23 @@ class GcsClient(Client):
         told = await self._ask(
             "GET", self._object(key), f"{self._uri}/{key}", parameters={"fields": fields}
         )
-        kept = {name: str(told[name]) for name in _KEPT if told.get(name)}
-        return Found(int(told["size"]), told.get("md5Hash") or "", kept)
+        return Found(int(told["size"]), told.get("md5Hash") or "", kept_of(told, _KEPT))
 
     @override
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
         parameters = {
             "prefix": self._prefix + prefix,
-            "fields": "items(name,size),prefixes,nextPageToken",
+            "fields": "items(name,size,updated),prefixes,nextPageToken",
             **({} if deep else {"delimiter": "/"}),
             **({} if after is None else {"pageToken": after}),
         }
         told = await self._ask(
             "GET", self._objects(), f"{self._uri}/{prefix}", parameters=parameters
         )
-        skip = len(self._prefix)
-        # Consoles make empty objects for folders, which end with a slash.
-        sizes = {
-            found["name"][skip:]: int(found["size"])
-            for found in told.get("items", ())
-            if not found["name"].endswith("/")
-        }
-        folders = [folder[skip:-1] for folder in told.get("prefixes", ())]
-        return Page(sizes, folders, told.get("nextPageToken"))
+        items = told.get("items", ())
+        objects = [(o["name"], int(o["size"]), _moment(o.get("updated"))) for o in items]
+        after = told.get("nextPageToken")
+        return Page.of(objects, told.get("prefixes", ()), after, self._prefix)
 
     @override
     async def copy(self, key: str, to: str, found: Found) -> Found:
@@ -354,6 +350,14 @@ class GcsClient(Client):
 async def _raise_refusal(answer: aiohttp.ClientResponse) -> None:
     if answer.status >= 300:
         raise RefusedError(answer.status, (await answer.read()).decode(errors="replace"))
+
+
+def _moment(told: str | None) -> datetime | None:
+    try:
+        # Python 3.10 reads no Z.
+        return datetime.fromisoformat(told.replace("Z", "+00:00")) if told else None
+    except ValueError:
+        return None
 
 
 def _crc32c(content: memoryview) -> str:

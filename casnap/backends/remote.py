@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ T = TypeVar("T")
 # Requests of one backend at a time. The server and the line are busy then, and memory is bounded.
 _REQUESTS = 24
 _LARGEST = 48 << 20
+# How long a probe of put-if-absent may go on at most, in seconds, and how wrong a clock may be.
+_IN_USE = 3600.0
 # A page of a listing that shows fewer folders than this is full of their objects. Then listing the
 # other folders side by side is faster, and costs few requests more.
 _FEW_FOLDERS = 4
@@ -184,6 +187,21 @@ class RemoteBackend(Backend):
             self.delete(key)
         else:
             self.write(key, content)
+
+    @override
+    def tidy(self, min_age: float) -> int:
+        """Delete what killed processes left in ``tmp/``: probes of put-if-absent.
+
+        One that may still go on stays: for at least an hour, by the times that the server tells.
+        """
+        return self._run(self._tidy(max(min_age, _IN_USE)))
+
+    async def _tidy(self, min_age: float) -> int:
+        pages = await self._pages("tmp/", deep=True)
+        until = time.time() - min_age
+        old = {k: p.sizes[k] for p in pages for k, at in p.times.items() if at <= until}
+        refused = await self._delete_all(list(old))
+        return sum(size for key, size in old.items() if key not in refused)
 
     # --- one process, one client ---
 

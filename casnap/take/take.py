@@ -167,7 +167,12 @@ class _Take:
     def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Taken:
         comm, publication = self.comm, self.publication
         transaction = Transaction(
-            self.objects, crew, self.options.codec, self.requests_before, self.told
+            self.objects,
+            crew,
+            self.options.codec,
+            self.requests_before,
+            self.told,
+            puts_root=comm.rank == 0,
         )
         try:
             comm.enter_phase("hashing and writing")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -164,6 +165,21 @@ def test_a_user_who_waits_is_told_why(
         backend.write(KEY, b"mine")
     assert f"still trying to put {KEY} at s3://" in caplog.text
     assert "SlowDown" in caplog.text
+
+
+def test_probes_that_were_killed_are_tidied_up_once_they_are_old(
+    direct: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct.write("tmp/0123", b"x" * 16)
+    direct.write("packs/00/a", b"kept")
+    assert direct.tidy(0) == 0
+    assert direct.names("tmp") == ["0123"]
+    # As if it were an hour later.
+    later = time.time() + 3700
+    monkeypatch.setattr("casnap.backends.remote.time.time", lambda: later)
+    assert direct.tidy(0) == 16
+    assert direct.names("tmp") == []
+    assert direct.read("packs/00/a") == b"kept"
 
 
 def test_an_exclusive_writer_looks_first(
