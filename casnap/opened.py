@@ -17,7 +17,8 @@ from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Root, Row, StoreConfig
 from casnap.runtime import calls
-from casnap.storage.creation import create_store
+from casnap.storage.config import object_error
+from casnap.storage.creation import Made, create_store
 from casnap.storage.location import Location, locate_snapshot, locate_store
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table
@@ -205,18 +206,23 @@ def open_store(
             "little-endian, and this casnap does not swap them for a big-endian one"
         )
     backend.exclusive |= exclusive
-    is_new, may_make = False, create and not found.name
+    may_make = create and not found.name
     objects = Objects(backend, config=config) if config is not None else None
+    made: Made | None = None
     if objects is None and backend.is_remote:
         objects = _at(backend, or_none=may_make, ahead=ahead)
     if objects is None and may_make:
         # If the store exists, this finishes a creation that was interrupted.
-        is_new = create_store(backend, chunk_size=chunk_size, asked=asked, codec=codec)
+        made = create_store(backend, chunk_size=chunk_size, asked=asked, codec=codec)
+        objects = Objects(backend, config=made.config)
+        if made.root is not None and backend.is_remote:
+            objects.note_newest(made.root)
     elif objects is None and not found.exists:
         raise NotAStoreError(
             f"{backend.uri} is not a casnap store, nor is any folder above it; make one "
             f"with `casnap init {backend.uri}`, or check the path"
         )
+    is_new = made is not None and made.is_new
     return OpenStore(objects or Objects(backend), found.name, is_new=is_new)
 
 
@@ -231,6 +237,8 @@ def _at(backend: Backend, *, or_none: bool, ahead: bool) -> Objects | None:
     except NotAStoreError:
         if or_none:
             return None
+        if backend.is_object():
+            raise object_error(backend.uri) from None
         raise
 
 

@@ -142,7 +142,7 @@ class Objects:
         Args:
             doing: What the caller is about to do, for the message.
             root: The root that it stands on; by default a recent one.
-            dry_run: Whether the caller will not write at all.
+            dry_run: Whether the caller will put no root.
 
         Raises:
             UnsupportedFormatError: The store uses a feature that this version cannot write.

@@ -170,7 +170,14 @@ class _Take:
 
     def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Taken:
         comm, publication = self.comm, self.publication
-        transaction = Transaction(self.objects, crew, self.codec, self.requests_before, self.told)
+        transaction = Transaction(
+            self.objects,
+            crew,
+            self.codec,
+            self.requests_before,
+            self.told,
+            puts_root=comm.rank == 0,
+        )
         try:
             comm.enter_phase("hashing and writing")
             hasher = Hasher(self.capture, transaction, self.options.progress)

@@ -49,6 +49,16 @@ def chunk_requests(backend: RemoteDouble, store: Store, path: str) -> int:
     return sum(kind == "get" and key in keys for kind, key in backend.log)
 
 
+def test_a_store_is_made_by_few_requests(tmp_path: Path) -> None:
+    """Beside these a real server is asked for rules of the bucket, and probed once by a host."""
+    backend = RemoteDouble(str(tmp_path))
+    store = Store(backend)
+    assert backend.count <= 6, backend.log
+    backend.reset()
+    store.take(state_of(1), "first")
+    assert set(backend.requests) <= {"put", "get"}, backend.log
+
+
 # --- takes ---
 
 
