@@ -20,7 +20,8 @@ from casnap.runtime import calls
 from casnap.storage.creation import create_store
 from casnap.storage.location import Location, locate_snapshot, locate_store
 from casnap.storage.objects import Objects
-from casnap.storage.table import Table
+from casnap.storage.settings import codec_of
+from casnap.storage.table import Table, snapshots_in
 
 if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
@@ -132,13 +133,21 @@ class OpenStore:
         def found(table: Table) -> Row:
             row = table.get(full)
             if row is None:
-                hint = nearest(full, (name for name, _ in table.items()))
+                hint = nearest(full, (name for name, _ in snapshots_in(table)))
                 raise SnapshotNotFoundError(
                     f"{self.objects.backend.uri} holds no snapshot {full!r}{hint}"
                 )
             return row
 
         return self.read(found)
+
+    def new_codec(self) -> Codec:
+        """Return how new chunks are stored.
+
+        Raises:
+            UnsupportedFormatError: A newer casnap has set a codec that this one does not know.
+        """
+        return self.codec or codec_of(self.objects.recent(), self.objects.backend.uri)
 
     def take(
         self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
@@ -216,6 +225,40 @@ def open_store(
             f"with `casnap init {backend.uri}`, or check the path"
         )
     return OpenStore(objects or Objects(backend), found.name, is_new=is_new)
+
+
+def located(
+    uri: str | os.PathLike[str] | Backend, storage_options: Mapping[str, Any] | None
+) -> Location:
+    """Return the store that a URI or a backend means, and the prefix in it."""
+    if not isinstance(uri, Backend):
+        return locate_store(uri, storage_options)
+    if storage_options:
+        raise ValueError("a backend knows how it is reached; give storage_options to its maker")
+    # A backend without a store is noticed when the store's record is read.
+    return Location(uri, "", True)
+
+
+def open_or_make(
+    found: Location, *, chunk_size: int, exclusive: bool, dry_run: bool
+) -> OpenStore | None:
+    """Open a store to copy to, or make it; return None for a dry run if there is none.
+
+    Args:
+        found: The place of the store, and the prefix.
+        chunk_size: For a new store, in bytes.
+        exclusive: Whether the user vouches that no other process writes to the store.
+        dry_run: Whether nothing is to be made.
+
+    Raises:
+        StoreError: A store can neither be used nor made at this place.
+    """
+    try:
+        return open_store(found, create=not dry_run, chunk_size=chunk_size, exclusive=exclusive)
+    except NotAStoreError:
+        if not dry_run:
+            raise
+        return None
 
 
 def _at(backend: Backend, *, or_none: bool, ahead: bool) -> Objects | None:

@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from casnap.format.records import PackId, RawRecord, Root, segment_records
-from casnap.maintenance.references import (
+from casnap.runtime.progress import Progress
+from casnap.storage.objects import Objects
+from casnap.storage.references import (
     MANIFEST,
     TABLE,
     digest_in,
@@ -14,8 +16,6 @@ from casnap.maintenance.references import (
     references_of_row,
     walk,
 )
-from casnap.runtime.progress import Progress
-from casnap.storage.objects import Objects
 
 _PART = 2 << 20
 """How many records are marked at a time; this takes about 700 MB."""

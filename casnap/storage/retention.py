@@ -22,7 +22,7 @@ from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import Row
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects
-from casnap.storage.table import Table, change_table, unmark
+from casnap.storage.table import Table, change_table, snapshots_in, unmark
 
 Best: TypeAlias = "tuple[str, int] | tuple[str, int, Literal['min', 'max']]"
 Run: TypeAlias = "Sequence[tuple[str, Row]]"
@@ -303,14 +303,14 @@ class Pruning:
         self._objects = objects
         self.verdicts: list[Verdict] = []
         self._retention = retention
-        self._prefix = f"{folder}/" if folder else ""
+        self._folder = folder
         self._taken = taken
 
     def judge(self, table: Table) -> list[Verdict]:
         """Return the verdicts on the snapshots of a table."""
-        named = table.below(self._prefix)
+        named = snapshots_in(table, self._folder)
         if self._taken is not None:
-            named = ((n, row) for n, row in named if "/" not in n[len(self._prefix) :])
+            named = ((n, row) for n, row in named if n.rpartition("/")[0] == self._folder)
         unread: set[str] = set()
         if self._taken is None or self._retention.asks_metadata:
             named = ((n, self._with_metadata(n, row, unread)) for n, row in named)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from casnap.errors import (
     SnapshotNotFoundError,
     StateError,
 )
-from casnap.format.names import MARKER, check_name
+from casnap.format.names import MARKER, UNFINISHED, check_name
 from casnap.format.records import DEEP_TABLE, MAX_METADATA_BYTES, Root, Row
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import publish
@@ -32,6 +32,12 @@ _TAG_CHARS = 100
 
 Table = Tree[Row]
 Change = Callable[[Table, int], dict[str, "Row | None"]]
+
+
+def snapshots_in(table: Table, folder: str = "") -> Iterator[tuple[str, Row]]:
+    """Yield the snapshots below a folder, "" for all; unfinished copies are not among them."""
+    rows = table.below(f"{folder}/" if folder else "")
+    return (item for item in rows if not item[0].startswith(UNFINISHED))
 
 
 def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
@@ -145,6 +151,20 @@ def upgrade(objects: Objects) -> bool:
         return msgspec.structs.replace(root, format=2, read_features=features)
 
     return change_table(objects, lambda _table, _seq: {}, become)
+
+
+def mark(objects: Objects, name: str, row: Row) -> None:
+    """Write the marker for ``ls``, ``glob`` and ``os.path.exists``; it is never read as truth.
+
+    An error is a warning only: the snapshot is committed.
+    """
+    if not objects.marks:
+        return
+    content = {"casnap": "snapshot", "name": name, "commit": row.commit.hex()}
+    try:
+        objects.backend.mark(f"{name}/{MARKER}", msgspec.json.encode(content))
+    except Exception as e:  # noqa: BLE001
+        _log.warning("%s is committed, but its marker file cannot be written: %s", name, e)
 
 
 def unmark(objects: Objects, names: Iterable[str]) -> None:
