@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from casnap.backends import Backend
-from casnap.errors import SnapshotNotFoundError
+from casnap.errors import MirrorError, SnapshotNotFoundError, StoreError
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
-from casnap.opened import Found, OpenStore, located, open_or_make, open_store
+from casnap.opened import (
+    Found,
+    OpenStore,
+    located,
+    open_mirror,
+    open_or_make,
+    open_store,
+)
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress, told_what
 from casnap.snapshot import PendingSnapshot, Snapshot
-from casnap.storage.retention import PruneReport, Pruning, Retention, prune
+from casnap.storage.retention import (
+    PruneReport,
+    Pruning,
+    Retention,
+    check_retention,
+    prune,
+)
 from casnap.storage.settings import codec_named
 from casnap.storage.table import change_table, editing, snapshots_in, tagged, unmark, untagged
 from casnap.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from casnap.state.stateful import Stateful
+    from casnap.transfer.mirror import Mirror
     from casnap.transfer.report import CopyReport
+
+_log = logging.getLogger("casnap")
 
 
 class Store(Upkeep):
@@ -48,6 +66,11 @@ class Store(Upkeep):
         markers: Put ``<name>/casnap-snapshot.json`` for each snapshot, so that ``ls``,
             ``os.path.exists`` and ``fsspec`` see the snapshot; remove it with the snapshot. On a
             remote store each is one request.
+        mirror: The path or URI of another store that gets each snapshot, in the background. It is
+            made if there is none. A mirror that fails never fails a take, or makes it wait.
+            See ``docs/object-stores.md``.
+        mirror_options: How the mirror is reached, like ``storage_options``.
+        mirror_retention: Which snapshots to keep at the mirror; by default all.
 
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
@@ -55,6 +78,7 @@ class Store(Upkeep):
         StoreError: A store cannot be made at this place, or cannot be reached.
         ValueError: ``storage_options`` were given for a store on this machine; there is no such
             codec.
+        MirrorError: The mirror is the wrong store, or the store has another one.
     """
 
     @calls.named("Store()")
@@ -69,6 +93,9 @@ class Store(Upkeep):
         storage_options: Mapping[str, Any] | None = None,
         exclusive: bool = False,
         markers: bool = True,
+        mirror: str | os.PathLike[str] | None = None,
+        mirror_options: Mapping[str, Any] | None = None,
+        mirror_retention: Retention | None = None,
     ) -> None:
         if not isinstance(uri, OpenStore):
             pinned = None if compress is None else _pinned(codec, compress=compress)
@@ -82,6 +109,13 @@ class Store(Upkeep):
             )
             uri.codec = None if uri.is_new else pinned
             uri.objects.marks = markers
+            if mirror is not None:
+                if mirror_retention is not None:
+                    check_retention(mirror_retention)
+                from casnap.transfer.mirror_report import HowToMirror
+
+                how = HowToMirror(mirror, mirror_options, mirror_retention)
+                uri.mirror = open_mirror(uri, how)
         self.opened = uri
         uri.note_store(self)
         self.objects = uri.objects
@@ -209,8 +243,17 @@ class Store(Upkeep):
         return "/".join(p for p in (self.prefix, (prefix or "").strip("/")) if p)
 
     def __getitem__(self, name: str) -> Snapshot:
-        """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`."""
-        return Snapshot(Found(self.opened, check_name(name), self.row(name)))
+        """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`.
+
+        One that this store does not have is looked for at its mirror.
+        """
+        try:
+            return Snapshot(Found(self.opened, check_name(name), self.row(name)))
+        except SnapshotNotFoundError:
+            there = self.opened.at_mirror()
+            if there is None:
+                raise
+        return Snapshot(Found(there, check_name(name), there.row(name)))
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str):
@@ -231,8 +274,56 @@ class Store(Upkeep):
         return sorted(found, key=lambda s: s.seq)
 
     def latest(self, prefix: str | None = None) -> Snapshot | None:
-        """Return the snapshot that was committed last, or None if there is no snapshot."""
-        return max(self.snapshots(prefix), key=lambda s: s.seq, default=None)
+        """Return the snapshot that was committed last, or None if there is no snapshot.
+
+        With a mirror, the last ones of both sides are compared. If this store holds the last one of
+        the mirror too, its own last one is the newest; otherwise the time that the takes noted
+        decides. If the mirror cannot be reached, this store's last one is returned, with a warning.
+
+        Raises:
+            StoreError: This store has no snapshot, and its mirror cannot be reached.
+        """
+        own = self.snapshots(prefix)
+        newest = max(own, key=lambda s: s.seq, default=None)
+        try:
+            there = self.opened.at_mirror()
+            other = None if there is None else Store(there).latest(prefix)
+        except StoreError as e:
+            if newest is None:
+                raise
+            _log.warning("%s is the newest snapshot here; its mirror fails: %s", newest.name, e)
+            return newest
+        if newest is None or other is None:
+            return newest or other
+        is_known = any(s.commit_id == other.commit_id for s in own)
+        return newest if is_known or newest.time >= other.time else other
+
+    @property
+    def mirror(self) -> Mirror | None:
+        """The mirror: its ``status()``, and ``stop()``. None if there is none."""
+        return self.opened.mirror
+
+    @calls.named("wait_mirrored()")
+    def wait_mirrored(self, timeout: float | None = None) -> None:
+        """Wait until the mirror holds all snapshots that were committed, or are being stored.
+
+        Any process that has the store open can wait, whichever copies.
+
+        Args:
+            timeout: How many seconds to wait at most; None for as long as it takes.
+
+        Raises:
+            MirrorError: The time is over, or some cannot be mirrored. It names them and the cause.
+        """
+        from casnap.take.pending import wait_for_last
+
+        if self.opened.mirror is None:
+            raise MirrorError(f"{self.uri} was opened without mirror=")
+        until = None if timeout is None else time.monotonic() + timeout
+        if not wait_for_last(timeout):
+            raise MirrorError(f"{self.uri}: a take is still pending after {timeout:g} s")
+        left = None if until is None else max(0.0, until - time.monotonic())
+        self.opened.mirror.wait(left, timeout)
 
     @calls.named("delete()")
     def delete(self, name: str, *, commit_id: str | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress
 from casnap.snapshot import Snapshot
+from casnap.storage.mirrored import detach
 from casnap.storage.objects import Objects
 from casnap.storage.settings import change_settings, codec_named, codec_settings, settings_of
 from casnap.storage.table import upgrade
@@ -61,20 +62,29 @@ class Upkeep(ABC):
         return settings_of(self.objects.newest())
 
     @calls.named("configure()")
-    def configure(self, *, codec: str | None = None) -> bool:
-        """Change settings of the whole store, in one commit; return whether anything changed.
+    def configure(self, *, codec: str | None = None, mirror: str | None = None) -> bool:
+        """Change settings of the whole store; return whether anything changed.
 
         Takes that begin after that obey them, in all processes. What is stored stays as it is.
 
         Args:
             codec: How new chunks are stored: "raw", or "zstd" where that makes them smaller.
+            mirror: "none" forgets which store is the mirror, and which snapshots it lacks. The next
+                ``Store(..., mirror=)`` may name another one. Without that, one mirror is the only.
 
         Raises:
             ValueError: There is no such codec.
             StoreError: The store is of format 1, which has no settings; :meth:`upgrade` it.
         """
-        settings = {} if codec is None else codec_settings(codec_named(codec))
-        return change_settings(self.objects, settings)
+        changed = False
+        if codec is not None:
+            new = codec_settings(codec_named(codec))
+            changed = change_settings(self.objects, lambda settings: {**settings, **new})
+        if mirror is not None:
+            if mirror != "none":
+                raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
+            changed |= detach(self.objects)
+        return changed
 
     @calls.named("gc()")
     def gc(

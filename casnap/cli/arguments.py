@@ -11,6 +11,7 @@ import click
 from casnap.cli.output import Failure, counted, quoted
 from casnap.errors import CasnapError, DamagedError, SnapshotNotFoundError, nearest
 from casnap.snapshot import Snapshot
+from casnap.storage.mirrored import is_unmirrored
 from casnap.storage.uris import store_uri
 from casnap.store import Store
 
@@ -184,4 +185,5 @@ def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
         "seconds": snapshot.stats.seconds,
         "metadata": metadata_of(snapshot),
         "tags": list(snapshot.tags),
+        "unmirrored": is_unmirrored(snapshot.row),
     }

@@ -67,9 +67,13 @@ def counted(count: int, thing: str) -> str:
     return f"{count:,} {thing}"
 
 
-def described(metadata: dict[str, Any] | None, tags: Sequence[str] = ()) -> str:
+def described(
+    metadata: dict[str, Any] | None, tags: Sequence[str] = (), *, unmirrored: bool = False
+) -> str:
     """Return tags and metadata (None if they are damaged) in one line."""
     words = [f"#{tag}" for tag in tags]
+    if unmirrored:
+        words.append("(not mirrored yet)")
     if metadata is None:
         words.append("(metadata damaged)")
     for key, value in (metadata or {}).items():

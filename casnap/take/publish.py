@@ -11,6 +11,7 @@ import msgspec
 from casnap.format.records import Row, Stats, encode
 from casnap.storage.commit import publish
 from casnap.storage.handover import OtherRanks
+from casnap.storage.mirrored import taken_tags
 from casnap.storage.objects import Objects
 from casnap.storage.retention import Pruning, Retention, prune
 from casnap.storage.table import mark, setting
@@ -47,7 +48,9 @@ class Publication:
         digest = transaction.put_node(encode(built.manifest))
         made: list[Row] = []
 
-        def row(seq: int) -> Row:
+        mirrored = self.options.on_commit is not None
+
+        def row(seq: int, old: Row | None) -> Row:
             duration = time.monotonic() - self.started
             new_bytes = transaction.new_packs.stored_bytes + others.new_bytes
             made.append(
@@ -59,12 +62,15 @@ class Publication:
                     world_size=self.world_size,
                     stats=Stats(built.logical_bytes, new_bytes, built.entries, duration),
                     metadata=dict(self.options.metadata or {}),
+                    tags=taken_tags(old) if mirrored else (),
                 )
             )
             return made[-1]
 
         uri, overwrite = self.objects.backend.uri, self.options.overwrite
         publish(transaction, setting(self.name, row, overwrite=overwrite, uri=uri), others)
+        if self.options.on_commit is not None:
+            self.options.on_commit()
         mark(self.objects, self.name, made[-1])
         if self.options.retention is not None:
             self._prune(made[-1], self.options.retention)
