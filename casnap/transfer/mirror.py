@@ -291,8 +291,8 @@ class Mirror:
             f"{objects.backend.uri} holds another snapshot {chosen.target!r} (commit "
             f"{row.commit.hex()}, {taken}) than {here.backend.uri} (commit "
             f"{chosen.row.commit.hex()}, the store {here.config.store_id}). Neither is "
-            "overwritten. Take it under another name, or delete the one that you do not need; two runs that "
-            "use one mirror need names of their own, or a folder each, as in "
+            "overwritten. Take it under another name, or delete the one that you do not need; two "
+            "runs that use one mirror need names of their own, or a folder each, as in "
             "mirror='s3://bucket/ckpts//node1'"
         )
 
