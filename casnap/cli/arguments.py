@@ -55,6 +55,11 @@ def options_for(uri: str) -> dict[str, Any] | None:
     return {"endpoint_url": url}
 
 
+def is_exclusive() -> bool:
+    """Whether the user vouches that no other process writes to the store."""
+    return bool(click.get_current_context().meta.get(_EXCLUSIVE))
+
+
 def open_store(store: str | None, **how: Any) -> Store:
     """Return the store at, or above, a folder, or at a URI; by default the current folder.
 
@@ -65,10 +70,9 @@ def open_store(store: str | None, **how: Any) -> Store:
     Raises:
         StoreError: There is no store, or it cannot be used.
     """
-    exclusive = bool(click.get_current_context().meta.get(_EXCLUSIVE))
     uri = store or "."
     how = {"create": False, **how}
-    return Store(uri, storage_options=options_for(uri), exclusive=exclusive, **how)
+    return Store(uri, storage_options=options_for(uri), exclusive=is_exclusive(), **how)
 
 
 def open_snapshot(path: str) -> Snapshot:
@@ -78,7 +82,7 @@ def open_snapshot(path: str) -> Snapshot:
         CasnapError: There is no such snapshot, or its store cannot be used.
     """
     snapshot = Snapshot(path, storage_options=options_for(path))
-    if click.get_current_context().meta.get(_EXCLUSIVE):
+    if is_exclusive():
         snapshot.store.objects.backend.exclusive = True
     return snapshot
 

@@ -90,8 +90,8 @@ def prune(
     """Forget the snapshots that no rule keeps.
 
     A snapshot is kept if any rule keeps it, or if it has a tag, or is not mirrored yet. The rules
-    apply to each run, that is each folder of snapshots, on its own. The bytes of forgotten snapshots
-    stay on disk until garbage is collected; --gc does that at once.
+    apply to each run, that is each folder of snapshots, on its own. The bytes of forgotten
+    snapshots stay on disk until garbage is collected; --gc does that at once.
     """
     retention = _retention(
         keep_last=keep_last, keep_every=keep_every, keep_within=keep_within, keep_best=keep_best

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from casnap.format.names import UNFINISHED
 from casnap.format.records import PackId, RawRecord, Root, segment_records
 from casnap.runtime.progress import Progress
 from casnap.storage.objects import Objects
@@ -117,7 +118,9 @@ class Marks:
         """Yield each node that was not seen yet, and what it refers to."""
         if self.root.table is None:
             return
-        self.snapshots = len(self._objects.table(self.root)) - len(self._forgotten)
+        table = self._objects.table(self.root)
+        unfinished = {name for name, _ in table.below(UNFINISHED)}
+        self.snapshots = len(table) - len(unfinished.union(self._forgotten))
         done = 0
         for node, below in walk(self._objects, [TABLE + self.root.table.digest], self._seen):
             done += node[:1] == MANIFEST

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ _FENCED_TRIES = 3
 _METADATA_DEPTH = 64
 _MOST_TAGS = 100
 _TAG_CHARS = 100
+_ABANDONED_AFTER = 7 * 86400.0
 
 Table = Tree[Row]
 Change = Callable[[Table, int], dict[str, "Row | None"]]
@@ -38,6 +40,24 @@ def snapshots_in(table: Table, folder: str = "") -> Iterator[tuple[str, Row]]:
     """Yield the snapshots below a folder, "" for all; unfinished copies are not among them."""
     rows = table.below(f"{folder}/" if folder else "")
     return (item for item in rows if not item[0].startswith(UNFINISHED))
+
+
+def stale_copies(table: Table) -> list[str]:
+    """Return the names of the rows of copies that were not gone on with for a week.
+
+    A time in the future counts like one in the past, so that no row stays for ever.
+    """
+    now = time.time()
+    rows = table.below(UNFINISHED)
+    return [name for name, row in rows if not abs(now - row.time) <= _ABANDONED_AFTER]
+
+
+def drop_stale_copies(objects: Objects, *, dry_run: bool) -> frozenset[str]:
+    """Drop the rows of copies that were not gone on with for a week; return their names."""
+    stale = objects.current(lambda root: stale_copies(objects.table(root)), objects.recent)
+    if stale and not dry_run:
+        change_table(objects, lambda table, _: dict.fromkeys(stale_copies(table)))
+    return frozenset(stale)
 
 
 def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
