@@ -163,6 +163,10 @@ class OpenStore:
         """
         return self.codec or codec_of(self.objects.recent(), self.objects.backend.uri)
 
+    def codec_for_copies(self) -> Codec | None:
+        """Return how chunks that are copied into the store are stored; None for as they are."""
+        return Codec.ZSTD if self.new_codec() is Codec.ZSTD else None
+
     def at_mirror(self) -> OpenStore | None:
         """Return the store at the mirror, open; None if there is no mirror.
 
@@ -247,7 +251,7 @@ def open_mirror(source: OpenStore, how: HowToMirror) -> Mirror:
                 raise
             raise not_that_mirror(source.objects, known, f"there is no store: {e}") from e
         there.objects.check_writable("mirror to")
-        return Destination(there.objects, there.prefix, there.new_codec())
+        return Destination(there.objects, there.prefix, there.codec_for_copies())
 
     distributed: Any = sys.modules.get("torch.distributed")
     # On many ranks, rank 0 commits, and copies.

@@ -448,7 +448,7 @@ class Store(Upkeep):
         if there is not None:
             check_pair(self.objects, there.objects)
             chosen = [c._replace(target=there.full_name(c.target)) for c in chosen]
-        codec = Codec.ZSTD if there is not None and there.new_codec() is Codec.ZSTD else None
+        codec = None if there is None else there.codec_for_copies()
         options = CopyOptions(codec, dry_run, skip_gone=len(chosen) > 1)
         objects = None if there is None else there.objects
         return copy_snapshots(self.objects, objects, chosen, options, progress)

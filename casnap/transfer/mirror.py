@@ -30,7 +30,6 @@ from casnap.errors import (
     SnapshotExistsError,
     SnapshotNotFoundError,
 )
-from casnap.format.codec import Codec
 from casnap.format.records import Row
 from casnap.runtime import calls
 from casnap.runtime.threads import Worker, low_priority
@@ -49,7 +48,7 @@ from casnap.storage.retention import Pruning, prune
 from casnap.transfer.choice import check_pair
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.mirror_report import Destination, HostNote, HowToMirror, MirrorStatus, Told
-from casnap.transfer.patience import Patience
+from casnap.transfer.patience import RETRY_REFUSED, Patience
 from casnap.transfer.report import Chosen, CopyOptions
 
 _log = logging.getLogger("casnap")
@@ -59,8 +58,6 @@ _LOOK = 5.0
 _FIRST_CONTACT = 5.0
 # A long pass notes what it has copied this often, in seconds.
 _SETTLE = 10.0
-# When to try again what waits for somebody to do something, in seconds.
-_RETRY_REFUSED = 60.0
 
 
 class _StoppedError(Exception):
@@ -252,7 +249,7 @@ class Mirror:
         tags = origin_tags(row, self._source.config.store_id)
         sent = msgspec.structs.replace(row, tags=tags)
         chosen = Chosen(name, target, sent, replaced_by(row))
-        options = CopyOptions(Codec.ZSTD if there.codec is Codec.ZSTD else None)
+        options = CopyOptions(there.codec)
         try:
             copy_snapshots(self._source, there.objects, [chosen], options, self._check_stopped)
         except SnapshotNotFoundError:
@@ -277,7 +274,7 @@ class Mirror:
         if self._refused.get(name) != (row.commit, why):
             _log.warning("%s is not mirrored: %s", name, why)
         self._refused[name] = (row.commit, why)
-        self._refused_until = time.monotonic() + _RETRY_REFUSED
+        self._refused_until = time.monotonic() + RETRY_REFUSED
 
     def _conflict(self, there: Destination, chosen: Chosen, error: SnapshotExistsError) -> str:
         """Say which two snapshots want one name."""

@@ -25,12 +25,12 @@ class Destination(NamedTuple):
     Attributes:
         objects: The store.
         prefix: The folder there that all snapshots go into; empty for none.
-        codec: How new chunks are stored there.
+        codec: How new chunks are stored there; None for as they are in the mirrored store.
     """
 
     objects: Objects
     prefix: str
-    codec: Codec
+    codec: Codec | None
 
 
 class HowToMirror(NamedTuple):

@@ -8,6 +8,8 @@ import time
 
 _log = logging.getLogger("casnap")
 _FIRST, _LONGEST = 1.0, 60.0
+RETRY_REFUSED = 60.0
+"""After how many seconds to try again what waits for somebody to do something."""
 
 
 class Patience:
