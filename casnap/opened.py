@@ -230,26 +230,27 @@ def open_mirror(source: OpenStore, how: HowToMirror) -> Mirror:
             f"{source.uri} is a view of the store {source.objects.backend.uri}; the mirror is of a "
             "whole store: give mirror= to that one"
         )
-    if not isinstance(how.uri, str | os.PathLike):
+    if not isinstance(how.uri, str | os.PathLike | Backend):
         raise TypeError(f"mirror= is a path or URI of a store; got a {type(how.uri).__name__}")
-    found = locate_store(how.uri, how.options)
-    config = source.objects.config
+    found = located(how.uri, how.options)
+    # Not of the OpenStore, which refers to the mirror.
+    objects = source.objects
 
     def open_there() -> Destination:
-        root = source.objects.newest()
-        known = place_of(root, source.objects.backend.uri)
+        root = objects.newest()
+        known = place_of(root, objects.backend.uri)
         zstd = settings_of(root)[CODEC] == "zstd"
         try:
             there = open_store(
                 found,
                 create=known is None,
-                chunk_size=config.chunk_size,
+                chunk_size=objects.config.chunk_size,
                 codec=Codec.ZSTD if zstd else Codec.RAW,
             )
         except NotAStoreError as e:
             if known is None:
                 raise
-            raise not_that_mirror(source.objects, known, f"there is no store: {e}") from e
+            raise not_that_mirror(objects, known, f"there is no store: {e}") from e
         there.objects.check_writable("mirror to")
         return Destination(there.objects, there.prefix, there.codec_for_copies())
 
@@ -257,7 +258,7 @@ def open_mirror(source: OpenStore, how: HowToMirror) -> Mirror:
     # On many ranks, rank 0 commits, and copies.
     has_ranks = distributed is not None and distributed.is_available()
     passive = has_ranks and distributed.is_initialized() and distributed.get_rank() != 0
-    mirror = Mirror(source.objects, how, found.backend.uri, open_there, passive=passive)
+    mirror = Mirror(objects, how, found.backend.uri, open_there, passive=passive)
     mirror.start()
     return mirror
 

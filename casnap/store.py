@@ -93,7 +93,7 @@ class Store(Upkeep):
         storage_options: Mapping[str, Any] | None = None,
         exclusive: bool = False,
         markers: bool = True,
-        mirror: str | os.PathLike[str] | None = None,
+        mirror: str | os.PathLike[str] | Backend | None = None,
         mirror_options: Mapping[str, Any] | None = None,
         mirror_retention: Retention | None = None,
     ) -> None:

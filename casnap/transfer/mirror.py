@@ -110,6 +110,7 @@ class Mirror:
         self._watcher: threading.Thread | None = None
         self._contacted = threading.Event()
         self._looked_at: bytes | None = None
+        self._passes = 0
         self._refused_until = 0.0
 
     # --- from the threads of users; none of these raises because of the mirror, or waits for it ---
@@ -188,6 +189,7 @@ class Mirror:
                 self._again = False
                 self._note.tell(self._told())
             finally:
+                self._passes += 1
                 self._contacted.set()
                 self._tell_waiting()
 
@@ -238,6 +240,8 @@ class Mirror:
         return any_copied
 
     def _settle(self, copied: dict[str, bytes]) -> None:
+        # Before that, so that who waits for the notes finds no failure any more.
+        self._patience.note_success()
         settle(self._source, copied)
         copied.clear()
         self._note.tell(self._told())
@@ -365,6 +369,9 @@ class Mirror:
             self._begin()
         until = None if timeout is None else time.monotonic() + timeout
         wanted = {row.commit for row in self.lacking().values()}
+        passes = self._passes
+        self._patience.hurry()
+        self._refused_until = 0.0
         while wanted:
             self.wake()
             left = None if until is None else until - time.monotonic()
@@ -376,6 +383,7 @@ class Mirror:
                 return
             status = self.status()
             hopeless = lacking.keys() <= status.refused.keys() or self._misfit is not None
+            hopeless &= self._passive or self._passes > passes
             if hopeless or (until is not None and time.monotonic() >= until):
                 raise MirrorError(_lag(status, lacking, None if hopeless else asked))
 

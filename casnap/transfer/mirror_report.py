@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from casnap.backends import Backend
 from casnap.format.codec import Codec
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import digest_of
@@ -42,7 +43,7 @@ class HowToMirror(NamedTuple):
         retention: Which snapshots to keep there.
     """
 
-    uri: str | os.PathLike[str]
+    uri: str | os.PathLike[str] | Backend
     options: Mapping[str, Any] | None
     retention: Retention | None
 

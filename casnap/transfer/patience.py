@@ -50,6 +50,10 @@ class Patience:
         self.error, self.since = None, None
         self._failures, self._next = 0, 0.0
 
+    def hurry(self) -> None:
+        """Have the next try at once."""
+        self._next = 0.0
+
     @property
     def failing_for(self) -> float:
         """For how many seconds it has been failing."""
