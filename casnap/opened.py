@@ -12,7 +12,13 @@ from weakref import ref
 import msgspec
 
 from casnap.backends import Backend
-from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError, nearest
+from casnap.errors import (
+    MirrorError,
+    NotAStoreError,
+    SnapshotNotFoundError,
+    UnsupportedFormatError,
+    nearest,
+)
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Root, Row, StoreConfig
@@ -20,8 +26,10 @@ from casnap.runtime import calls
 from casnap.storage.config import object_error
 from casnap.storage.creation import Made, create_store
 from casnap.storage.location import Location, locate_snapshot, locate_store
+from casnap.storage.mirrored import not_that_mirror, place_of
 from casnap.storage.objects import Objects
-from casnap.storage.table import Table
+from casnap.storage.settings import CODEC, codec_of, settings_of
+from casnap.storage.table import Table, snapshots_in
 
 if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
@@ -29,6 +37,8 @@ if TYPE_CHECKING:
     from casnap.store import Store
     from casnap.take.options import TakeOptions
     from casnap.take.pending import PendingTake
+    from casnap.transfer.mirror import Mirror
+    from casnap.transfer.mirror_report import HowToMirror
 
 V = TypeVar("V")
 
@@ -69,18 +79,23 @@ class OpenStore:
         self.prefix = prefix
         self.codec = codec
         self.is_new = is_new
+        self.mirror: Mirror | None = None
         # Weak, since the Store refers to this: else both would stay until a garbage collection.
         self._store: ref[Store] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew, as a spawned worker of a data loader does."""
-        return _open_again, (self.objects.backend, self.prefix, self.codec, self.objects.marks)
+        how = None if self.mirror is None else self.mirror.how
+        backend = self.objects.backend
+        return _open_again, (backend, self.prefix, self.codec, self.objects.marks, how)
 
     def whole(self) -> OpenStore:
         """Return the whole store that this is a view of."""
         if not self.prefix:
             return self
-        return OpenStore(self.objects, "", self.codec, is_new=self.is_new)
+        whole = OpenStore(self.objects, "", self.codec, is_new=self.is_new)
+        whole.mirror = self.mirror
+        return whole
 
     @property
     def store(self) -> Store:
@@ -135,13 +150,41 @@ class OpenStore:
         def found(table: Table) -> Row:
             row = table.get(full)
             if row is None:
-                hint = nearest(full, (name for name, _ in table.items()))
+                hint = nearest(full, (name for name, _ in snapshots_in(table)))
                 raise SnapshotNotFoundError(
                     f"{self.objects.backend.uri} holds no snapshot {full!r}{hint}"
                 )
             return row
 
         return self.read(found)
+
+    def new_codec(self) -> Codec:
+        """Return how new chunks are stored.
+
+        Raises:
+            UnsupportedFormatError: A newer casnap has set a codec that this one does not know.
+        """
+        return self.codec or codec_of(self.objects.recent(), self.objects.backend.uri)
+
+    def codec_for_copies(self) -> Codec | None:
+        """Return how chunks that are copied into the store are stored; None for as they are."""
+        return Codec.ZSTD if self.new_codec() is Codec.ZSTD else None
+
+    def at_mirror(self) -> OpenStore | None:
+        """Return the store at the mirror, open; None if there is no mirror.
+
+        Raises:
+            StoreError: It cannot be used, or not be reached just now.
+        """
+        if self.mirror is None:
+            return None
+        there = self.mirror.destination()
+        return OpenStore(there.objects, there.prefix)
+
+    def _completed(self, options: TakeOptions) -> TakeOptions:
+        """Add to the options of a take what the store says."""
+        wake = None if self.mirror is None else self.mirror.wake
+        return replace(options, codec=self.codec, on_commit=wake)
 
     def take(
         self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
@@ -150,7 +193,7 @@ class OpenStore:
         from casnap.take.take import take
 
         with comm:
-            options = replace(options, codec=self.codec)
+            options = self._completed(options)
             taken = take(self.objects, self.full_name(name), app_state, options, comm)
         return Found(self, check_name(name), *msgspec.structs.astuple(taken))
 
@@ -160,15 +203,67 @@ class OpenStore:
         """Begin a take with the other ranks of ``comm``; at its end, it leaves that."""
         from casnap.take.take import async_take
 
-        options = replace(options, codec=self.codec)
+        options = self._completed(options)
         return async_take(self.objects, self.full_name(name), app_state, options, comm)
 
 
-def _open_again(backend: Backend, prefix: str, codec: Codec | None, marks: bool) -> OpenStore:
+def _open_again(
+    backend: Backend, prefix: str, codec: Codec | None, marks: bool, mirror: HowToMirror | None
+) -> OpenStore:
     again = open_store(Location(backend, prefix, exists=True), create=False)
     again.codec = codec
     again.objects.marks = marks
+    if mirror is not None:
+        again.mirror = open_mirror(again, mirror)
     return again
+
+
+def open_mirror(source: OpenStore, how: HowToMirror) -> Mirror:
+    """Return the mirror of a store, which begins to copy.
+
+    Raises:
+        CasnapError: It cannot be the mirror of this store.
+        TypeError: It is no path or URI.
+    """
+    from casnap.transfer.mirror import Mirror
+    from casnap.transfer.mirror_report import Destination
+
+    if source.prefix:
+        raise MirrorError(
+            f"{source.uri} is a view of the store {source.objects.backend.uri}; the mirror is of a "
+            "whole store: give mirror= to that one"
+        )
+    if not isinstance(how.uri, str | os.PathLike | Backend):
+        raise TypeError(f"mirror= is a path or URI of a store; got a {type(how.uri).__name__}")
+    found = located(how.uri, how.options)
+    # Not of the OpenStore, which refers to the mirror.
+    objects = source.objects
+
+    def open_there() -> Destination:
+        root = objects.newest()
+        known = place_of(root, objects.backend.uri)
+        zstd = settings_of(root)[CODEC] == "zstd"
+        try:
+            there = open_store(
+                found,
+                create=known is None,
+                chunk_size=objects.config.chunk_size,
+                codec=Codec.ZSTD if zstd else Codec.RAW,
+            )
+        except NotAStoreError as e:
+            if known is None:
+                raise
+            raise not_that_mirror(objects, known, f"there is no store: {e}") from e
+        there.objects.check_writable("mirror to")
+        return Destination(there.objects, there.prefix, there.codec_for_copies())
+
+    distributed: Any = sys.modules.get("torch.distributed")
+    # On many ranks, rank 0 commits, and copies.
+    has_ranks = distributed is not None and distributed.is_available()
+    passive = has_ranks and distributed.is_initialized() and distributed.get_rank() != 0
+    mirror = Mirror(objects, how, found.backend.uri, open_there, passive=passive)
+    mirror.start()
+    return mirror
 
 
 def open_store(
@@ -224,6 +319,40 @@ def open_store(
         )
     is_new = made is not None and made.is_new
     return OpenStore(objects or Objects(backend), found.name, is_new=is_new)
+
+
+def located(
+    uri: str | os.PathLike[str] | Backend, storage_options: Mapping[str, Any] | None
+) -> Location:
+    """Return the store that a URI or a backend means, and the prefix in it."""
+    if not isinstance(uri, Backend):
+        return locate_store(uri, storage_options)
+    if storage_options:
+        raise ValueError("a backend knows how it is reached; give storage_options to its maker")
+    # A backend without a store is noticed when the store's record is read.
+    return Location(uri, "", True)
+
+
+def open_or_make(
+    found: Location, *, chunk_size: int, exclusive: bool, dry_run: bool
+) -> OpenStore | None:
+    """Open a store to copy to, or make it; return None for a dry run if there is none.
+
+    Args:
+        found: The place of the store, and the prefix.
+        chunk_size: For a new store, in bytes.
+        exclusive: Whether the user vouches that no other process writes to the store.
+        dry_run: Whether nothing is to be made.
+
+    Raises:
+        StoreError: A store can neither be used nor made at this place.
+    """
+    try:
+        return open_store(found, create=not dry_run, chunk_size=chunk_size, exclusive=exclusive)
+    except NotAStoreError:
+        if not dry_run:
+            raise
+        return None
 
 
 def _at(backend: Backend, *, or_none: bool, ahead: bool) -> Objects | None:

@@ -413,8 +413,8 @@ class Snapshot:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The tags of the snapshot."""
-        return self.row.tags
+        """The tags that users gave the snapshot."""
+        return self.row.user_tags
 
     def __repr__(self) -> str:
         return f"Snapshot({self.path!r})"

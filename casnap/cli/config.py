@@ -7,7 +7,7 @@ import click
 from casnap.cli.arguments import endpoint_option, exclusive_option, open_store
 from casnap.cli.output import emit, json_option, plain, quoted, safe
 
-SETTINGS = ("codec",)
+SETTINGS = ("codec", "mirror")
 
 
 @click.command()
@@ -19,8 +19,10 @@ SETTINGS = ("codec",)
 def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
     """Show the settings of a store, or change them.
 
-    There is one: codec says how new chunks are stored, raw or zstd (where that makes them smaller).
-    Takes that begin after a change obey it. What is stored already stays as it is.
+    codec says how new chunks are stored, raw or zstd (where that makes them smaller). Takes that
+    begin after a change obey it. What is stored already stays as it is.
+
+    mirror=none forgets which store is the mirror, and which snapshots it lacks.
     """
     changes = dict(map(_parsed, settings))
     place = open_store(store)

@@ -72,9 +72,13 @@ def kinds(requests: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {kind}" for kind, count in sorted(requests.items()))
 
 
-def described(metadata: dict[str, Any] | None, tags: Sequence[str] = ()) -> str:
+def described(
+    metadata: dict[str, Any] | None, tags: Sequence[str] = (), *, unmirrored: bool = False
+) -> str:
     """Return tags and metadata (None if they are damaged) in one line."""
     words = [f"#{tag}" for tag in tags]
+    if unmirrored:
+        words.append("(not mirrored yet)")
     if metadata is None:
         words.append("(metadata damaged)")
     for key, value in (metadata or {}).items():

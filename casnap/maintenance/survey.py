@@ -13,6 +13,7 @@ from typing import TypeVar
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, split_digests
 from casnap.format.entries import BoxedTensorEntry, Boxes, Entry, TensorEntry, payload_of
+from casnap.format.names import UNFINISHED
 from casnap.format.records import (
     PackId,
     Place,
@@ -212,7 +213,7 @@ class Survey(FileSurvey):
                 self._snapshot(name, row)
 
     def _snapshot(self, name: str, row: Row) -> None:
-        self.snapshots += 1
+        self.snapshots += not name.startswith(UNFINISHED)
         self._commits[name] = row.commit
         contents = Contents(self._uncached, name, row)
         manifest, damages = self._reading(lambda: contents.manifest, name)

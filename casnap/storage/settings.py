@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from casnap.errors import StoreError, UnsupportedFormatError
 from casnap.format.codec import Codec
-from casnap.format.records import Root
+from casnap.format.records import Root, Row
 from casnap.storage.objects import Objects
-from casnap.storage.table import change_table
+from casnap.storage.table import Table, change_table, snapshots_in
 
 CODEC = "codec"
 _CODECS = {codec.name.lower(): codec for codec in Codec}
@@ -56,16 +57,26 @@ def codec_of(root: Root, uri: str) -> Codec:
         ) from None
 
 
-def change_settings(objects: Objects, settings: dict[str, Any]) -> bool:
+def change_settings(
+    objects: Objects,
+    edit: Callable[[dict[str, Any]], dict[str, Any]],
+    edit_rows: Callable[[Iterable[tuple[str, Row]]], dict[str, Row | None]] = lambda _: {},
+) -> bool:
     """Change some settings of a store, in one commit; return whether that changed anything.
+
+    Args:
+        objects: The store.
+        edit: Given the settings, returns what they are to be.
+        edit_rows: Given the snapshots, returns the rows to change too if the settings change.
 
     Raises:
         StoreError: The store is of format 1, which has no settings.
     """
 
     def become(root: Root) -> Root:
-        changed = {**settings_of(root), **settings}
-        if changed == settings_of(root):
+        before = settings_of(root)
+        after = edit(dict(before))
+        if after == before:
             return root
         if root.format == 1:
             uri = objects.backend.uri
@@ -73,6 +84,11 @@ def change_settings(objects: Objects, settings: dict[str, Any]) -> bool:
                 f"{uri} is of format 1, which has no settings; bring it to the newest format first "
                 f"with `casnap upgrade {uri}`, once all of its users have this version of casnap"
             )
-        return msgspec.structs.replace(root, settings=changed)
+        return msgspec.structs.replace(root, settings=after)
 
-    return change_table(objects, lambda _table, _seq: {}, become)
+    def change(table: Table, seq: int) -> dict[str, Row | None]:
+        before = objects.newest()
+        stays = before.seq == seq - 1 and become(before) is before
+        return {} if stays else edit_rows(snapshots_in(table))
+
+    return change_table(objects, change, become)

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from casnap.errors import StateError
@@ -16,6 +17,8 @@ from casnap.take.publish import Taken
 # The lock covers what the caller's thread does; the rest is known by ``_last``. One lock for both
 # would pass from thread to thread, and an interrupt could lose it.
 turn = threading.Lock()
+# Between two looks whether a take has ended, in seconds.
+_LOOK = 0.02
 _last: PendingTake | None = None
 
 
@@ -25,10 +28,22 @@ def _free_turn_after_fork() -> None:
     _pending.clear()
 
 
-def wait_for_last() -> None:
-    """Wait for the end, good or bad, of the take in the background."""
-    if _last is not None:
-        _last.wait_for_end()
+def wait_for_last(timeout: float | None = None) -> bool:
+    """Wait for the end, good or bad, of the take in the background; return whether it came.
+
+    Args:
+        timeout: How many seconds to wait at most.
+    """
+    last = _last
+    if last is None:
+        return True
+    if timeout is None:
+        last.wait_for_end()
+    else:
+        until = time.monotonic() + timeout
+        while not last.done() and time.monotonic() < until:
+            time.sleep(_LOOK)
+    return last.done()
 
 
 os.register_at_fork(after_in_child=_free_turn_after_fork)

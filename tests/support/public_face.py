@@ -27,6 +27,7 @@ from casnap.maintenance.usage import Usage
 from casnap.restore.report import RestoreReport
 from casnap.snapshot import EntriesByPath, SnapshotMetadata
 from casnap.storage.retention import PruneReport
+from casnap.transfer.report import CopyReport
 
 RECORD = Path(__file__).parent.parent / "fixtures" / "public_face.json"
 MODULES = (casnap, casnap.errors, casnap.testing, casnap.backends)
@@ -38,6 +39,7 @@ ANSWERS = (
     GcReport,
     CheckReport,
     RepairReport,
+    CopyReport,
     Damage,
     Hurt,
     Diff,
