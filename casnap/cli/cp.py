@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from dataclasses import asdict
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from casnap.cli.arguments import (
     endpoint_option,
@@ -14,11 +17,14 @@ from casnap.cli.arguments import (
     options_for,
     print_requests,
 )
-from casnap.cli.output import counted, emit, json_option, phases, safe, size
+from casnap.cli.option_types import duration
+from casnap.cli.output import Failure, counted, emit, json_option, phases, safe, size
 from casnap.errors import NotAStoreError
 from casnap.storage.uris import snapshot_uri, store_uri
 from casnap.store import Store
-from casnap.transfer.report import CopyReport
+from casnap.transfer.choice import check_pair, choose
+from casnap.transfer.follow import Follower, FollowOptions, Pair
+from casnap.transfer.report import Chosen, CopyOptions, CopyReport
 
 EXAMPLES = """\
 \b
@@ -27,6 +33,7 @@ Examples:
   casnap cp /ckpts/run1 s3://bucket/ckpts --dry-run       those of one run
   casnap cp s3://bucket/ckpts/step_100 /scratch/ckpts     one
   casnap cp /ckpts/run1/step_100 /scratch/ckpts/best      one, under another name
+  casnap cp /ckpts/run1 s3://bucket/ckpts --follow        and each that is taken from now on
 """
 
 
@@ -34,19 +41,46 @@ Examples:
 @click.argument("source", metavar="SRC")
 @click.argument("destination", metavar="DST")
 @click.option("--dry-run", is_flag=True, help="Only show what would be sent.")
+@click.option("--follow", is_flag=True, help="Go on, and copy each new snapshot.")
+@click.option(
+    "--interval", type=duration, default="5s", metavar="TIME", help="How often to look [5s]."
+)
+@click.option(
+    "--give-up-after",
+    type=duration,
+    metavar="TIME",
+    help="End --follow after failures for so long; by default never.",
+)
 @exclusive_option
 @endpoint_option
 @json_option
-def cp(source: str, destination: str, dry_run: bool, as_json: bool) -> None:
+def cp(
+    source: str,
+    destination: str,
+    dry_run: bool,
+    follow: bool,
+    interval: float,
+    give_up_after: float | None,
+    as_json: bool,
+) -> None:
     """Copy snapshots into another store, and send only the chunks that it lacks.
 
     SRC is a store, a snapshot in it, or a folder of snapshots. DST is a store, or the new name of
     the snapshot or folder in one; where there is no store, it is made. Snapshots keep their
     metadata, tags and commit ids. Those that are there already are not copied again, and a copy
     that was interrupted goes on where it stopped when it is repeated.
+
+    With --follow, the command goes on until SIGINT or SIGTERM. Failures of either side are logged,
+    and tried again. It copies what SRC holds, and then each new snapshot; one that is deleted at
+    DST later is not copied again.
     """
+    _check_usage(follow=follow, dry_run=dry_run)
     if store_uri(source) is None and store_uri(destination) is None:
         options_for(destination)  # there is no server to name
+    if follow:
+        how = FollowOptions(interval, give_up_after)
+        _follow(source, destination, how, as_json=as_json)
+        return
     here, name = _opened_or_above(source)
     there, rename = _destination(destination)
     reach: dict[str, Any] = {}
@@ -65,6 +99,53 @@ def cp(source: str, destination: str, dry_run: bool, as_json: bool) -> None:
     for place in places.values():
         if place is not None:
             print_requests(place)
+
+
+def _check_usage(*, follow: bool, dry_run: bool) -> None:
+    source = click.get_current_context().get_parameter_source
+    for option in ("interval", "give_up_after"):
+        if not follow and source(option) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"--{option.replace('_', '-')} is for --follow")
+    if follow and dry_run:
+        raise click.UsageError("--dry-run shows what one copy would send; --follow copies for ever")
+
+
+def _follow(source: str, destination: str, how: FollowOptions, *, as_json: bool) -> None:
+    """Copy until a signal ends it; then say what was copied."""
+
+    def open_pair() -> Pair:
+        here, name = _opened_or_above(source)
+        there, rename = _destination(destination)
+        if isinstance(there, str):
+            options, size = _options(there), here.chunk_size
+            there = Store(there, chunk_size=size, storage_options=options, exclusive=is_exclusive())
+        target = there.opened
+        check_pair(here.objects, target.objects)
+
+        def chosen() -> list[Chosen]:
+            found = choose(here.objects, here.prefix, name, rename)
+            return [each._replace(target=target.full_name(each.target)) for each in found]
+
+        codec = target.codec_for_copies()
+        return Pair(here.objects, target.objects, chosen, CopyOptions(codec))
+
+    copied: list[str] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    follower = Follower(open_pair, how)
+    try:
+        for report in follower.reports():
+            copied += report.copied
+            if not as_json:
+                click.echo(f"copied {', '.join(map(safe, report.copied))}: {_sent(report)}")
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        pass
+    if as_json:
+        emit({"copied": copied, "refused": follower.refused})
+    else:
+        click.echo(f"{counted(len(copied), 'snapshot')} copied")
+    if follower.refused:
+        raise Failure("; ".join(f"{name}: {why}" for name, why in follower.refused.items()))
 
 
 def _some(requests: dict[str, dict[str, int]]) -> dict[str, Any]:
@@ -128,6 +209,11 @@ def _show(report: CopyReport, uri: str) -> None:
     snapshots = counted(len(report.copied), "snapshot")
     there = f", {len(report.present):,} there already" if report.present else ""
     click.echo(f"{safe(uri)}: {snapshots} {would}copied{there}")
+    click.echo(_sent(report))
+
+
+def _sent(report: CopyReport) -> str:
+    would = "would be " if report.dry_run else ""
     sent = f"{size(report.sent_bytes)} in {counted(report.sent_chunks, 'chunk')} {would}sent"
     shared = f"{size(report.present_bytes)} in {counted(report.present_chunks, 'chunk')}"
-    click.echo(f"{sent}, {shared} there already")
+    return f"{sent}, {shared} there already"

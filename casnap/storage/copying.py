@@ -10,6 +10,7 @@ from functools import partial
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.records import Place
+from casnap.runtime import calls
 from casnap.runtime.fork import PerProcess
 from casnap.storage.new_packs import NewPacks
 from casnap.storage.objects import Objects
@@ -18,7 +19,9 @@ from casnap.storage.place_reads import ReadOptions, Want
 # Two readers; writing takes the other buffers of the pool.
 _READ = ReadOptions(readers=2)
 
+# Mirrors have a pool of their own, and so a turn of their own.
 _turn = PerProcess(threading.Lock)
+_turn_of_mirrors = PerProcess(threading.Lock)
 
 Report = Callable[[Digest, int], None]
 """Called with the digest and the raw length of what was copied, from any thread."""
@@ -30,7 +33,7 @@ def one_at_a_time() -> Iterator[None]:
 
     Two threads that did so at once could each hold the buffers that the other waits for.
     """
-    with _turn.value:
+    with (_turn_of_mirrors if calls.current() == calls.MIRROR else _turn).value:
         yield
 
 

@@ -21,6 +21,7 @@ import msgspec
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import Row
 from casnap.storage.contents import Contents
+from casnap.storage.mirrored import is_unmirrored
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table, change_table, snapshots_in, unmark
 
@@ -39,7 +40,7 @@ class Retention:
     """Rules that say which snapshots to keep. A snapshot is kept if any rule keeps it.
 
     The rules apply to each *run* on its own: the snapshots of one folder, in the order of their
-    commits. Tagged snapshots are always kept.
+    commits. Tagged snapshots are always kept, and so are those that a mirror still lacks.
 
     Args:
         keep_last: How many of the newest snapshots to keep.
@@ -93,7 +94,8 @@ class Retention:
         return reasons
 
     def _kept(self, run: Run, now: float) -> Iterator[tuple[str, str]]:
-        yield from ((name, "tagged") for name, row in run if row.tags)
+        yield from ((name, "tagged") for name, row in run if row.user_tags)
+        yield from ((name, "not mirrored yet") for name, row in run if is_unmirrored(row))
         if self.keep_last is not None:
             yield from ((name, f"last {self.keep_last}") for name, _ in run[-self.keep_last :])
         if self.keep_every is not None:

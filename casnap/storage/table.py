@@ -73,10 +73,10 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
             f"{uri} holds a snapshot {name!r} already; choose another name, delete it, or pass "
             "overwrite=True"
         )
-    if row is not None and row.tags:
+    if row is not None and row.user_tags:
         raise SnapshotExistsError(
-            f"{uri}: the snapshot {name!r} is tagged ({', '.join(row.tags):.200}), so it is not "
-            "overwritten; choose another name, or untag it first (`casnap tag --remove`)"
+            f"{uri}: the snapshot {name!r} is tagged ({', '.join(row.user_tags):.200}), so it is "
+            "not overwritten; choose another name, or untag it first (`casnap tag --remove`)"
         )
     parts = name.split("/")
     for n in range(1, len(parts)):
@@ -92,12 +92,14 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
         )
 
 
-def setting(name: str, row: Callable[[int], Row], *, overwrite: bool, uri: str) -> Change:
-    """Return the change that adds a row. ``row`` makes it, given the number of its root."""
+def setting(
+    name: str, row: Callable[[int, Row | None], Row], *, overwrite: bool, uri: str
+) -> Change:
+    """Return the change that adds a row. ``row`` makes it, given its root and what it replaces."""
 
     def change(table: Table, seq: int) -> dict[str, Row | None]:
         check_free(table, name, overwrite=overwrite, uri=uri)
-        return {name: row(seq)}
+        return {name: row(seq, table.get(name))}
 
     return change
 
@@ -188,13 +190,31 @@ def mark(objects: Objects, name: str, row: Row) -> None:
 
 
 def unmark(objects: Objects, names: Iterable[str]) -> None:
-    """Remove the markers of deleted snapshots, if the store has any."""
+    """Remove the markers of deleted snapshots, if the store has any; at a remote place together."""
+    backend, keys = objects.backend, []
     for name in names if objects.marks else ():
         try:
             # The table is untrusted input: a name in it may point outside the store.
-            objects.backend.mark(f"{check_name(name)}/{MARKER}", None)
+            keys.append(f"{check_name(name)}/{MARKER}")
+        except InvalidNameError as e:
+            _unmarked(name, e)
+    if backend.is_remote and keys:
+        try:
+            for key, refused in backend.delete_all(keys).items():
+                _unmarked(key, refused)
+        except Exception as e:  # noqa: BLE001 - they are deleted, whatever it was
+            _unmarked(keys[0], e)
+        return
+    for key in keys:
+        try:
+            backend.mark(key, None)
         except Exception as e:  # noqa: BLE001 - it is deleted, whatever it was
-            _log.warning("%.200r is deleted, but its marker file cannot be: %.500s", name, e)
+            _unmarked(key, e)
+
+
+def _unmarked(what: str, error: Exception) -> None:
+    text = "%.200r is deleted, but its marker file cannot be: %.500s"
+    _log.warning(text, what.removesuffix(f"/{MARKER}"), error)
 
 
 def tagged(row: Row, tags: Iterable[str]) -> Row:
@@ -204,17 +224,18 @@ def tagged(row: Row, tags: Iterable[str]) -> Row:
         InvalidNameError: One of them cannot be a tag.
         SnapshotError: There are too many.
     """
-    every = sorted({*row.tags, *map(_checked_tag, tags)})
+    every = {*row.user_tags, *map(_checked_tag, tags)}
     if len(every) > _MOST_TAGS:
         raise SnapshotError(
             f"a snapshot has at most {_MOST_TAGS} tags; with these it would have {len(every)}"
         )
-    return msgspec.structs.replace(row, tags=tuple(every))
+    return msgspec.structs.replace(row, tags=tuple(sorted({*row.tags, *every})))
 
 
 def untagged(row: Row, tags: Iterable[str]) -> Row:
     """Return a row without some tags."""
-    return msgspec.structs.replace(row, tags=tuple(sorted({*row.tags} - {*tags})))
+    left = {*row.tags} - {*row.user_tags}.intersection(tags)
+    return msgspec.structs.replace(row, tags=tuple(sorted(left)))
 
 
 def _checked_tag(tag: object) -> str:

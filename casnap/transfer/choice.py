@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from casnap.backends import Backend, LocalBackend
 from casnap.errors import SnapshotNotFoundError, StoreError, nearest
 from casnap.format.names import check_name
@@ -40,7 +42,15 @@ def choose(source: Objects, prefix: str, name: str | None, rename: str | None) -
 
     found = source.current(lambda root: look(source.table(root)))
     below = len(prefix) + 1 if prefix else 0
-    return [Chosen(full, _renamed(full[below:], inner, rename), row) for full, row in found]
+    return [
+        Chosen(
+            full,
+            _renamed(full[below:], inner, rename),
+            # Notes of casnap's own are about that store alone.
+            msgspec.structs.replace(row, tags=row.user_tags),
+        )
+        for full, row in found
+    ]
 
 
 def _renamed(name: str, folder: str, rename: str | None) -> str:

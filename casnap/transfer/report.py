@@ -17,12 +17,14 @@ class Chosen(NamedTuple):
     Attributes:
         name: Its full name in the source.
         target: Its full name in the destination.
-        row: Its row in the source's table.
+        row: Its row in the source's table, with the tags that it is to have there.
+        replaces: The commit ids of snapshots that it may replace there.
     """
 
     name: str
     target: str
     row: Row
+    replaces: frozenset[bytes] = frozenset()
 
 
 @dataclass(frozen=True)

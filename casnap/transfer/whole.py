@@ -44,7 +44,8 @@ def is_present(table: Table, chosen: Chosen, uri: str) -> bool:
     row = table.get(chosen.target)
     if row is not None and row.commit == chosen.row.commit:
         return True
-    check_free(table, chosen.target, overwrite=False, uri=uri)
+    replaces = row is not None and row.commit in chosen.replaces
+    check_free(table, chosen.target, overwrite=replaces, uri=uri)
     return False
 
 

@@ -101,7 +101,7 @@ def test_a_prefix_and_new_names(source: Store, tmp_path: Path) -> None:
 
 
 def test_large_metadata_and_compressed_chunks(tmp_path: Path) -> None:
-    source = Store(tmp_path / "source", chunk_size=CHUNK, compress=True)
+    source = Store(tmp_path / "source", chunk_size=CHUNK, codec="zstd")
     metadata = {"step": 0, "notes": "x" * 10_000}
     source.take(app_state(0), "step_0", metadata=metadata)
     report = source.copy(to=tmp_path / "copy")
@@ -111,7 +111,7 @@ def test_large_metadata_and_compressed_chunks(tmp_path: Path) -> None:
     assert_copied(source, there)
     # A writer that compresses does so with what it copies.
     plain = filled(tmp_path / "plain")
-    small = Store(tmp_path / "small", chunk_size=CHUNK, compress=True)
+    small = Store(tmp_path / "small", chunk_size=CHUNK, codec="zstd")
     assert plain.copy("step_0", to=small).sent_bytes < 0.9 * 240_000
 
 
