@@ -56,11 +56,13 @@ class ReadOptions(NamedTuple):
         prepare: Called with each buffer from the pool before it is used.
         readers: The most threads, each with a buffer of the pool. Lower it if the sinks take
             buffers too. 0: the calling thread reads, into a buffer of its own.
+        sharing: How many threads share a buffer, from a remote place: most of them wait.
     """
 
     budget: int | None = None
     prepare: Callable[[Slot], None] | None = None
     readers: int = SLOTS
+    sharing: int = 1
 
 
 DEFAULT_READ = ReadOptions()
@@ -124,6 +126,7 @@ def read_places(
     unit = min(_READ_BYTES, share, _READ_BYTES if how.budget is None else how.budget)
     reads = list(coalesced(found, max(largest + 2 * PAGE, unit), is_remote=backend.is_remote))
     most = max((read.stop - read.start for read in reads), default=0) + PAGE
+    most = -(-most // PAGE) * PAGE
     if total <= _SMALL_BYTES or how.readers == 0:
         return failed + _read_small(backend, reads, most)
     pool = shared_pool(max(most, chunk_size + (64 << 10)))
@@ -131,13 +134,21 @@ def read_places(
     with Crew() as crew:
         source = Shared(reads, crew)
 
+        def read_into(buffer: memoryview) -> None:
+            for read in source:
+                failed.extend(_read_run(backend, read, buffer))
+
         def work() -> None:
             # A thread that has ended keeps no slot, since other reads may wait for one.
             with pool.lease() as slot:
                 if how.prepare is not None:
                     how.prepare(slot)
-                for read in source:
-                    failed.extend(_read_run(backend, read, slot.view))
+                if how.sharing == 1 or not backend.is_remote:
+                    read_into(slot.view)
+                    return
+                parts = [slot.view[at:][:most] for at in range(0, pool.slot_bytes - most + 1, most)]
+                parts = parts[: how.sharing]
+                crew.run(lambda: read_into(parts.pop()), len(parts))
 
         crew.run(work, min(len(reads), readers, affordable, how.readers))
     return failed
