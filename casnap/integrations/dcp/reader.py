@@ -137,9 +137,9 @@ class CasnapReader(StorageReader):
         return bool(checkpoint_id)
 
     @property
-    def checkpoint_id(self) -> str:
-        """The path of the snapshot."""
-        return self._place.id
+    def checkpoint_id(self) -> str | None:
+        """The path of the snapshot, if there is one yet."""
+        return self._place.id if self._place.path is not None else None
 
 
 @contextmanager

@@ -148,9 +148,9 @@ class CasnapWriter(StorageWriter):
     # --- what else DCP asks ---
 
     @property
-    def checkpoint_id(self) -> str:
-        """The path of the snapshot."""
-        return self._place.id
+    def checkpoint_id(self) -> str | None:
+        """The path of the snapshot, if there is one yet."""
+        return self._place.id if self._place.path is not None else None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
