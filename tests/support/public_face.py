@@ -16,6 +16,7 @@ import click
 
 import casnap
 import casnap.backends
+import casnap.integrations.dcp
 import casnap.testing
 from casnap.cli import COMMANDS, cli
 from casnap.maintenance.check import CheckReport
@@ -29,7 +30,13 @@ from casnap.snapshot import EntriesByPath, SnapshotMetadata
 from casnap.storage.retention import PruneReport
 
 RECORD = Path(__file__).parent.parent / "fixtures" / "public_face.json"
-MODULES = (casnap, casnap.errors, casnap.testing, casnap.backends)
+MODULES = (
+    casnap,
+    casnap.errors,
+    casnap.testing,
+    casnap.backends,
+    casnap.integrations.dcp,
+)
 ANSWERS = (
     SnapshotMetadata,
     EntriesByPath,
