@@ -147,6 +147,15 @@ def test_a_model_and_its_optimizer_go_both_ways(tmp_path: Path) -> None:
         assert_same(without_state.state_dict(), optimizer.state_dict())
 
 
+def test_an_optimizer_that_has_no_state_yet(tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(Net().parameters(), lr=0.5)
+    snapshot = save(Store(tmp_path), "a", {"optim": optimizer})
+    assert_same(snapshot.get_state_dict_for_key("optim"), optimizer.state_dict())
+    other = torch.optim.AdamW(Net().parameters())
+    snapshot.restore({"optim": other})
+    assert other.param_groups[0]["lr"] == 0.5
+
+
 def test_a_part_is_loaded(tmp_path: Path) -> None:
     store = Store(tmp_path)
     save(store, "a", values())

@@ -29,7 +29,7 @@ from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.restore.loading import Loading
 from casnap.runtime.torch_modes import plain
 from casnap.state.containers import component_of, container_builder
-from casnap.state.flatten import flatten
+from casnap.state.flatten import containers_of
 from casnap.state.numpy_values import is_numpy
 from casnap.state.tensors import Leaf, allocate
 from casnap.storage.contents import Contents
@@ -57,7 +57,7 @@ def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
     """
     root: dict[str, Any] = {}
     with plain():
-        # Any tensor would do: DCP leaves a dict or list alone unless it holds tensors or dicts.
+        # In place of any value: a list of other values could be one packed value.
         value = torch.empty(0)
         for path in paths:
             try:
@@ -65,30 +65,27 @@ def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
             except (TypeError, IndexError, RuntimeError) as e:
                 raise StateError(f"{casnap_path(path)} lies below another value: {e}") from e
         return {
-            key: [
-                leaf
-                for leaf in flatten(_with_numbers(below), component_of(key))
-                if isinstance(leaf.entry, ContainerEntry)
-            ]
+            key: list(containers_of(_as_saved(below), component_of(key)))
             for key, below in root.items()
         }
 
 
-def _with_numbers(value: Any) -> Any:
-    """Return nested containers in which the states of optimizers have their numbers as keys again.
+def _as_saved(value: Any) -> Any:
+    """Return nested containers in which the states of optimizers are as torch makes them.
 
-    DCP makes a str of each key. An optimizer numbers its parameters, and would take no notice of
-    the state of a parameter "0".
+    DCP makes a str of each key, and drops an empty dict. But an optimizer numbers its parameters,
+    and would take no notice of the state of a parameter "0".
     """
     if isinstance(value, list):
-        return [_with_numbers(inner) for inner in value]
+        return [_as_saved(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    made = {key: _with_numbers(inner) for key, inner in value.items()}
-    state: Any = made.get("state")
-    is_optimizer = made.keys() == {"state", "param_groups"} and isinstance(state, dict)
-    if is_optimizer and all(key.isdecimal() for key in state):
-        made["state"] = {int(key): inner for key, inner in state.items()}
+    made = {key: _as_saved(inner) for key, inner in value.items()}
+    if "param_groups" in made and made.keys() <= {"state", "param_groups"}:
+        state = made.get("state", {})
+        if isinstance(state, dict) and all(key.isdecimal() for key in state):
+            numbered = {int(key): inner for key, inner in state.items()}
+            made = {"state": numbered, "param_groups": made["param_groups"]}
     return made
 
 

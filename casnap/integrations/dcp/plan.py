@@ -21,6 +21,7 @@ from casnap.format.entries import Payload, ValueEntry
 from casnap.format.region import Region
 from casnap.integrations.dcp.names import ObjectPath, casnap_path, containers_above
 from casnap.ranks.comm import Comm
+from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
 from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards, shards_of, without_torch_function
@@ -51,7 +52,7 @@ def planned(comm: Comm, plan: SavePlan, planner: SavePlanner, *, allow_pickle: b
         for key, containers in containers_above(first).items():
             leaves[key] += containers
     reader = _PlanReader(planner, bool(mapping), allow_pickle)
-    with torch.no_grad(), plain():
+    with torch.no_grad(), plain(), collector_paused():
         for name, items in _by_name(plan).items():
             leaves[str(paths[name][0])] += reader.leaves(casnap_path(paths[name]), items)
     return GivenLeaves(leaves)
