@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
     from casnap.state.stateful import Stateful
     from casnap.store import Store
+    from casnap.take.capturable import Capturable
     from casnap.take.options import TakeOptions
     from casnap.take.pending import PendingTake
     from casnap.transfer.mirror import Mirror
@@ -190,21 +191,31 @@ class OpenStore:
         self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
     ) -> Found:
         """Take a snapshot with the other ranks of ``comm``; at the end, leave it."""
+        from casnap.take.capturable import LiveState
+
+        return self.take_asked(comm, lambda: LiveState(app_state), name, options)
+
+    def take_asked(
+        self, comm: Comm, asked: Callable[[], Capturable], name: str, options: TakeOptions
+    ) -> Found:
+        """Take a snapshot of what ``asked`` returns; as :meth:`take`."""
         from casnap.take.take import take
 
         with comm:
             options = self._completed(options)
-            taken = take(self.objects, self.full_name(name), app_state, options, comm)
+            taken = take(self.objects, self.full_name(name), asked(), options, comm)
         return Found(self, check_name(name), *msgspec.structs.astuple(taken))
 
     def async_take(
         self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
     ) -> PendingTake:
         """Begin a take with the other ranks of ``comm``; at its end, it leaves that."""
+        from casnap.take.capturable import LiveState
         from casnap.take.take import async_take
 
         options = self._completed(options)
-        return async_take(self.objects, self.full_name(name), app_state, options, comm)
+        full, asked = self.full_name(name), LiveState(app_state)
+        return async_take(self.objects, full, asked, options, comm)
 
 
 def _open_again(

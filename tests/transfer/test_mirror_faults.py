@@ -6,7 +6,6 @@ goes on where it stopped.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
