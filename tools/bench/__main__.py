@@ -19,6 +19,7 @@ from tools.bench import (
     machine,
     many,
     memory,
+    mirror,
     object_store,
     ranks,
     ranks_plan,
@@ -47,6 +48,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "long": (long_run.measure, ("incremental take of 64 MiB, 1 % changed each step",)),
     "tiny": (tiny.measure, ("take of two numbers",)),
     "s3": (object_store.measure, object_store.WORKLOADS),
+    "mirror": (mirror.measure, mirror.WORKLOADS),
     "plan": (ranks_plan.measure, ranks_plan.WORKLOADS),
 }
 _QUICK_NAMES = {"10 GB": "1 GB", "50,000": "5,000"}
