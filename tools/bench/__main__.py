@@ -14,6 +14,7 @@ from typing import Any
 
 from tools.bench import (
     blocked,
+    copy,
     gc,
     long_run,
     machine,
@@ -49,6 +50,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "tiny": (tiny.measure, ("take of two numbers",)),
     "s3": (object_store.measure, object_store.WORKLOADS),
     "mirror": (mirror.measure, mirror.WORKLOADS),
+    "copy": (copy.measure, copy.WORKLOADS),
     "plan": (ranks_plan.measure, ranks_plan.WORKLOADS),
 }
 _QUICK_NAMES = {"10 GB": "1 GB", "50,000": "5,000"}
