@@ -31,7 +31,9 @@ from casnap.transfer.report import Chosen, CopyOptions
 from tests.support.cli_calls import COMMAND
 from tests.support.copies import assert_copied, filled
 from tests.support.faults import (
+    BACKEND_CALLS,
     CHUNK,
+    WRITING_CALLS,
     app_state,
     assert_holds,
     assert_no_orphans,
@@ -73,36 +75,42 @@ def assert_all_well(folder: Path, count: int) -> None:
     assert {s.metadata.user["step"] for s in store.snapshots()} == set(range(count))
     assert_copied(store, folder / "there")
     for side in ("here", "there"):
-        for _ in range(2):
-            Store(folder / side).gc(grace=0)
+        Store(folder / side).gc(grace=0)
         assert_no_orphans(folder / side)
 
 
 # --- killed ---------------------------------------------------------------------------------------
 
 
-def take_three(folder: Path) -> None:
+def take_two(folder: Path) -> None:
     store = mirrored(folder)
-    for step in range(3):
-        take(store, step, overwrite=True)
+    for step in range(2):
+        take(store, step)
     store.wait_mirrored(120)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("after", [False, True])
-def test_killed_at_any_call(after: bool) -> None:
+KILLED = [
+    pytest.param(True, WRITING_CALLS, id="after what writes", marks=pytest.mark.sweep),
+    pytest.param(False, BACKEND_CALLS, id="before any", marks=pytest.mark.slow),
+    pytest.param(True, BACKEND_CALLS, id="after any", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("after", "calls"), KILLED)
+def test_killed_at_any_call(after: bool, calls: list[str]) -> None:
     """The process dies before, or right after, each call of either backend."""
-    for strike_at in sweep():
+    # Of a process that is not killed, there are no more calls to strike at.
+    for killed, strike_at in enumerate(sweep()):
         with memory_folder() as folder:
 
             def work(folder: Path = folder, strike_at: int = strike_at) -> None:
-                with backend_faults(strike_at, after=after):
-                    take_three(folder)
+                with backend_faults(strike_at, names=calls, after=after):
+                    take_two(folder)
 
             status = in_child(work)
-            held = committed(folder / "here")
-            assert_all_well(folder, held)
+            assert_all_well(folder, committed(folder / "here"))
             if status == 0:
+                print(f"{killed} killed")
                 return
             assert status == -signal.SIGKILL
 
@@ -120,6 +128,7 @@ def test_the_mirror_fails_at_any_call() -> None:
                 store.wait_mirrored(120)
             assert_copied(store, folder / "there")
             if not fault.struck:
+                print(f"failed at {strike_at} calls")
                 return
 
 
@@ -320,10 +329,10 @@ def follow(here: Any, there: Any, count: int) -> Iterator[str]:
             return
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_follow_is_killed_at_any_call(after: bool) -> None:
-    for strike_at in sweep():
+    for killed, strike_at in enumerate(sweep()):
         with memory_folder() as folder:
             source = filled(folder / "here")
 
@@ -332,12 +341,14 @@ def test_follow_is_killed_at_any_call(after: bool) -> None:
                     list(follow(folder / "here", folder / "there", 3))
 
             status = in_child(work)
-            left = 3 - sum(s.name in Store(folder / "there") for s in source.snapshots())
+            copy = Store(folder / "there", chunk_size=CHUNK)
+            left = 3 - sum(s.name in copy for s in source.snapshots())
             if left:
                 list(follow(folder / "here", folder / "there", left))
-            assert_copied(folder / "here", folder / "there")
-            assert len(Store(folder / "there").snapshots()) == 3
+            assert_copied(folder / "here", copy)
+            assert len(copy.snapshots()) == 3
             if status == 0:
+                print(f"{killed} killed")
                 return
             assert status == -signal.SIGKILL
 
