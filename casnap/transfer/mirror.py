@@ -35,13 +35,13 @@ from casnap.runtime import calls
 from casnap.runtime.threads import Worker, low_priority
 from casnap.storage.lmdb_files import BusyError, locked
 from casnap.storage.mirrored import (
+    Lacking,
     MirrorPlace,
     attach,
     origin_of,
     origin_tags,
     replaced_by,
     settle,
-    unmirrored_in,
 )
 from casnap.storage.objects import Objects
 from casnap.storage.retention import Pruning, prune
@@ -93,6 +93,7 @@ class Mirror:
         self._stopped = False
         self._there: Destination | None = None
         self._misfit: CasnapError | None = None
+        self._lacking = Lacking()
         self._begin()
         _all.add(self)
 
@@ -166,7 +167,8 @@ class Mirror:
 
     def due(self) -> float:
         """Return in how many seconds to look whether there is something to copy."""
-        return self._patience.delay or _LOOK
+        # At a remote store each look is a request or two.
+        return self._patience.delay or (6 * _LOOK if self._source.backend.is_remote else _LOOK)
 
     # --- the pass ---
 
@@ -208,7 +210,7 @@ class Mirror:
                 retry = bool(self._refused) and time.monotonic() >= self._refused_until
                 if root.commit == self._looked_at and not retry:
                     return
-                todo = unmirrored_in(self._source.table(root))
+                todo = self._lacking.look(self._source.table(root))
                 self._refused = {
                     name: why
                     for name, why in self._refused.items()
@@ -335,7 +337,7 @@ class Mirror:
     def lacking(self) -> dict[str, Row]:
         """Return the snapshots that the mirror lacks, by full name, as the newest root says."""
         objects = self._source
-        return objects.current(lambda root: unmirrored_in(objects.table(root)))
+        return objects.current(lambda root: self._lacking.look(objects.table(root)))
 
     def status(self) -> MirrorStatus:
         """Return how far the mirror lags, and why."""
