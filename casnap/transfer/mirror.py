@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from functools import partial
 from weakref import WeakSet, ref
 
 import msgspec
@@ -32,7 +33,7 @@ from casnap.errors import (
 )
 from casnap.format.records import Row
 from casnap.runtime import calls
-from casnap.runtime.threads import Worker, low_priority
+from casnap.runtime.threads import Worker, gently
 from casnap.storage.lmdb_files import BusyError, locked
 from casnap.storage.mirrored import (
     Lacking,
@@ -174,7 +175,6 @@ class Mirror:
 
     def _run(self) -> None:
         calls.work_for(calls.MIRROR)
-        low_priority()
         while True:
             with self._lock:
                 if not self._again or self._stopped:
@@ -230,7 +230,10 @@ class Mirror:
         any_copied = False
         try:
             for name, row in todo.items():
-                if self._copy(there, name, row):
+                # Training goes first, unless the mirror falls behind, or the process is to end.
+                is_late = len(todo) > 1 or not threading.main_thread().is_alive()
+                copy = partial(self._copy, there, name, row)
+                if copy() if is_late else gently(copy):
                     copied[name] = row.commit
                     any_copied = True
                 if copied and time.monotonic() - settled > _SETTLE:
