@@ -21,6 +21,7 @@ from tools.bench import (
     machine,
     many,
     memory,
+    mirror,
     object_store,
     ranks,
     ranks_plan,
@@ -50,6 +51,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "long": (long_run.measure, ("incremental take of 64 MiB, 1 % changed each step",)),
     "tiny": (tiny.measure, ("take of two numbers",)),
     "s3": (object_store.measure, object_store.WORKLOADS),
+    "mirror": (mirror.measure, mirror.WORKLOADS),
     "copy": (copy.measure, copy.WORKLOADS),
     "plan": (ranks_plan.measure, ranks_plan.WORKLOADS),
 }
