@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from casnap import Retention, Snapshot, StateDict, Store
+from casnap import Retention, Snapshot, StateDict, Store, release_memory
 from casnap.errors import StateError, UnsupportedTypeError
 from casnap.integrations.dcp import CasnapReader, CasnapWriter, install, uninstall
 from tests.support.bitwise import assert_same
@@ -261,12 +261,29 @@ def test_async_saves_with_a_kept_stager(tmp_path: Path) -> None:
     assert torch.equal(store["run/2"].read_object("x"), torch.full((1000,), 2.0))
 
 
-def test_an_async_save_without_a_stager(tmp_path: Path) -> None:
-    x = torch.zeros(1000)
-    pending: Any = dcp.async_save({"x": x}, storage_writer=CasnapWriter(tmp_path / "a"))
-    x += 1
-    pending.result()
-    assert not Snapshot(str(tmp_path / "a")).read_object("x").any()
+def test_async_saves_keep_the_memory_of_their_copies(tmp_path: Path) -> None:
+    release_memory()
+    x, pending = torch.zeros(1 << 20), []
+    for step in range(4):
+        writer = CasnapWriter(tmp_path / f"{step}")
+        saved: Any = dcp.async_save({"x": x}, storage_writer=writer)
+        x += 1  # what was copied is saved
+        # The last two go on at once, so they must not share their copies.
+        pending.append(saved)
+        if step < 2:
+            saved.result()
+    for saved in pending:
+        saved.result()
+    for step in range(4):
+        assert (Snapshot(str(tmp_path / f"{step}")).read_object("x") == step).all()
+    assert release_memory() >= x.nbytes
+
+
+def test_a_writer_that_saves_twice_at_once_copies_twice(tmp_path: Path) -> None:
+    writer, x = CasnapWriter(tmp_path / "a"), torch.ones(1000)
+    first, second = (writer.stage({"x": x}) for _ in range(2))
+    assert first["x"].data_ptr() != second["x"].data_ptr()
+    assert "_stager" not in writer.__getstate__()
 
 
 # --- what is refused, and bad input -----------------------------------------------------------
