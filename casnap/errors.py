@@ -7,6 +7,7 @@
     │   ├── NotAStoreError          nothing (or something else) is at this place
     │   ├── UnsupportedFormatError  written by a newer casnap
     │   ├── UntrustedStoreError     found by walking up, owned by another user
+    │   ├── MirrorError             the mirror of a store cannot be used, or lags
     │   └── BackendError            the place where objects live failed (OSError and the like)
     │       ├── StorageFullError    no space, or a quota, left
     │       └── UnavailableError    says nothing about the objects: whatever works on a store stops
@@ -61,6 +62,10 @@ class UnsupportedFormatError(StoreError):
 
 class UntrustedStoreError(StoreError):
     """A store found by walking up from a path belongs to another user."""
+
+
+class MirrorError(StoreError):
+    """The mirror of a store is not the right one, or did not get all snapshots in time."""
 
 
 class BackendError(StoreError):

@@ -12,23 +12,35 @@ from weakref import ref
 import msgspec
 
 from casnap.backends import Backend
-from casnap.errors import NotAStoreError, SnapshotNotFoundError, UnsupportedFormatError, nearest
+from casnap.errors import (
+    MirrorError,
+    NotAStoreError,
+    SnapshotNotFoundError,
+    UnsupportedFormatError,
+    nearest,
+)
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Root, Row, StoreConfig
 from casnap.runtime import calls
 from casnap.storage.chunk_cache import room_for
-from casnap.storage.creation import create_store
+from casnap.storage.config import object_error
+from casnap.storage.creation import Made, create_store
 from casnap.storage.location import Location, locate_snapshot, locate_store
+from casnap.storage.mirrored import not_that_mirror, place_of
 from casnap.storage.objects import Objects
-from casnap.storage.table import Table
+from casnap.storage.settings import CODEC, codec_of, settings_of
+from casnap.storage.table import Table, snapshots_in
 
 if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
     from casnap.state.stateful import Stateful
     from casnap.store import Store
+    from casnap.take.capturable import Capturable
     from casnap.take.options import TakeOptions
     from casnap.take.pending import PendingTake
+    from casnap.transfer.mirror import Mirror
+    from casnap.transfer.mirror_report import HowToMirror
 
 V = TypeVar("V")
 
@@ -40,11 +52,13 @@ class Found(NamedTuple):
         opened: The store that holds the snapshot.
         name: The snapshot's name in ``opened``.
         row: The snapshot's row in the store's table.
+        requests: How many requests the take made, by kind, if it was taken just now.
     """
 
     opened: OpenStore
     name: str
     row: Row
+    requests: Mapping[str, int] = {}
 
 
 class OpenStore:
@@ -53,7 +67,7 @@ class OpenStore:
     Args:
         objects: The objects of the store.
         prefix: The beginning of the full names of all snapshots; empty for the whole store.
-        codec: The codec for new chunks.
+        codec: How takes of this object store new chunks; None for as the store is set.
         is_new: Whether the store was made just now.
     """
 
@@ -61,26 +75,30 @@ class OpenStore:
     """:class:`casnap.Store`. Its module sets this, since it stands above this one."""
 
     def __init__(
-        self, objects: Objects, prefix: str, codec: Codec = Codec.RAW, *, is_new: bool = False
+        self, objects: Objects, prefix: str, codec: Codec | None = None, *, is_new: bool = False
     ) -> None:
         self.objects = objects
         self.prefix = prefix
         self.codec = codec
         self.is_new = is_new
+        self.mirror: Mirror | None = None
         # Weak, since the Store refers to this: else both would stay until a garbage collection.
         self._store: ref[Store] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew, as a spawned worker of a data loader does."""
+        how = None if self.mirror is None else self.mirror.how
         objects = self.objects
         cached = 0 if objects.chunk_cache is None else objects.chunk_cache.nbytes
-        return _open_again, (objects.backend, self.prefix, self.codec, objects.marks, cached)
+        return _open_again, (objects.backend, self.prefix, self.codec, objects.marks, how, cached)
 
     def whole(self) -> OpenStore:
         """Return the whole store that this is a view of."""
         if not self.prefix:
             return self
-        return OpenStore(self.objects, "", self.codec, is_new=self.is_new)
+        whole = OpenStore(self.objects, "", self.codec, is_new=self.is_new)
+        whole.mirror = self.mirror
+        return whole
 
     @property
     def store(self) -> Store:
@@ -135,7 +153,7 @@ class OpenStore:
         def found(table: Table) -> Row:
             row = table.get(full)
             if row is None:
-                hint = nearest(full, (name for name, _ in table.items()))
+                hint = nearest(full, (name for name, _ in snapshots_in(table)))
                 raise SnapshotNotFoundError(
                     f"{self.objects.backend.uri} holds no snapshot {full!r}{hint}"
                 )
@@ -143,34 +161,128 @@ class OpenStore:
 
         return self.read(found)
 
+    def new_codec(self) -> Codec:
+        """Return how new chunks are stored.
+
+        Raises:
+            UnsupportedFormatError: A newer casnap has set a codec that this one does not know.
+        """
+        return self.codec or codec_of(self.objects.recent(), self.objects.backend.uri)
+
+    def codec_for_copies(self) -> Codec | None:
+        """Return how chunks that are copied into the store are stored; None for as they are."""
+        return Codec.ZSTD if self.new_codec() is Codec.ZSTD else None
+
+    def at_mirror(self) -> OpenStore | None:
+        """Return the store at the mirror, open; None if there is no mirror.
+
+        Raises:
+            StoreError: It cannot be used, or not be reached just now.
+        """
+        if self.mirror is None:
+            return None
+        there = self.mirror.destination()
+        return OpenStore(there.objects, there.prefix)
+
+    def _completed(self, options: TakeOptions) -> TakeOptions:
+        """Add to the options of a take what the store says."""
+        wake = None if self.mirror is None else self.mirror.wake
+        return replace(options, codec=self.codec, on_commit=wake)
+
     def take(
         self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
     ) -> Found:
         """Take a snapshot with the other ranks of ``comm``; at the end, leave it."""
+        from casnap.take.capturable import LiveState
+
+        return self.take_asked(comm, lambda: LiveState(app_state), name, options)
+
+    def take_asked(
+        self, comm: Comm, asked: Callable[[], Capturable], name: str, options: TakeOptions
+    ) -> Found:
+        """Take a snapshot of what ``asked`` returns; as :meth:`take`."""
         from casnap.take.take import take
 
         with comm:
-            options = replace(options, codec=self.codec)
-            row = take(self.objects, self.full_name(name), app_state, options, comm)
-        return Found(self, check_name(name), row)
+            options = self._completed(options)
+            taken = take(self.objects, self.full_name(name), asked(), options, comm)
+        return Found(self, check_name(name), *msgspec.structs.astuple(taken))
 
     def async_take(
         self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
     ) -> PendingTake:
         """Begin a take with the other ranks of ``comm``; at its end, it leaves that."""
+        from casnap.take.capturable import LiveState
         from casnap.take.take import async_take
 
-        options = replace(options, codec=self.codec)
-        return async_take(self.objects, self.full_name(name), app_state, options, comm)
+        options = self._completed(options)
+        full, asked = self.full_name(name), LiveState(app_state)
+        return async_take(self.objects, full, asked, options, comm)
 
 
 def _open_again(
-    backend: Backend, prefix: str, codec: Codec, marks: bool, cache_bytes: int
+    backend: Backend,
+    prefix: str,
+    codec: Codec | None,
+    marks: bool,
+    mirror: HowToMirror | None,
+    cache_bytes: int,
 ) -> OpenStore:
     found = Location(backend, prefix, exists=True)
-    again = open_store(found, create=False, codec=codec, cache_bytes=cache_bytes)
+    again = open_store(found, create=False, cache_bytes=cache_bytes)
+    again.codec = codec
     again.objects.marks = marks
+    if mirror is not None:
+        again.mirror = open_mirror(again, mirror)
     return again
+
+
+def open_mirror(source: OpenStore, how: HowToMirror) -> Mirror:
+    """Return the mirror of a store, which begins to copy.
+
+    Raises:
+        CasnapError: It cannot be the mirror of this store.
+        TypeError: It is no path or URI.
+    """
+    from casnap.transfer.mirror import Mirror
+    from casnap.transfer.mirror_report import Destination
+
+    if source.prefix:
+        raise MirrorError(
+            f"{source.uri} is a view of the store {source.objects.backend.uri}; the mirror is of a "
+            "whole store: give mirror= to that one"
+        )
+    if not isinstance(how.uri, str | os.PathLike | Backend):
+        raise TypeError(f"mirror= is a path or URI of a store; got a {type(how.uri).__name__}")
+    found = located(how.uri, how.options)
+    # Not of the OpenStore, which refers to the mirror.
+    objects = source.objects
+
+    def open_there() -> Destination:
+        root = objects.newest()
+        known = place_of(root, objects.backend.uri)
+        zstd = settings_of(root)[CODEC] == "zstd"
+        try:
+            there = open_store(
+                found,
+                create=known is None,
+                chunk_size=objects.config.chunk_size,
+                codec=Codec.ZSTD if zstd else Codec.RAW,
+            )
+        except NotAStoreError as e:
+            if known is None:
+                raise
+            raise not_that_mirror(objects, known, f"there is no store: {e}") from e
+        there.objects.check_writable("mirror to")
+        return Destination(there.objects, there.prefix, there.codec_for_copies())
+
+    distributed: Any = sys.modules.get("torch.distributed")
+    # On many ranks, rank 0 commits, and copies.
+    has_ranks = distributed is not None and distributed.is_available()
+    passive = has_ranks and distributed.is_initialized() and distributed.get_rank() != 0
+    mirror = Mirror(objects, how, found.backend.uri, open_there, passive=passive)
+    mirror.start()
+    return mirror
 
 
 def open_store(
@@ -192,7 +304,7 @@ def open_store(
         create: Make the store if there is none.
         asked: Whether the user named this very place as a store.
         chunk_size: For a new store, in bytes.
-        codec: The codec for new chunks.
+        codec: For a new store: how new chunks are stored.
         exclusive: Whether the user vouches that no other process writes to the store.
         config: The record of the store, if it was read already.
         ahead: Whether a use follows at once, so that a remote store looks for its newest root now.
@@ -213,13 +325,17 @@ def open_store(
         )
     room = room_for(backend, cache_bytes)
     backend.exclusive |= exclusive
-    is_new, may_make = False, create and not found.name
+    may_make = create and not found.name
     objects = Objects(backend, config=config) if config is not None else None
+    made: Made | None = None
     if objects is None and backend.is_remote:
         objects = _at(backend, or_none=may_make, ahead=ahead)
     if objects is None and may_make:
         # If the store exists, this finishes a creation that was interrupted.
-        is_new = create_store(backend, chunk_size=chunk_size, asked=asked)
+        made = create_store(backend, chunk_size=chunk_size, asked=asked, codec=codec)
+        objects = Objects(backend, config=made.config)
+        if made.root is not None and backend.is_remote:
+            objects.note_newest(made.root)
     elif objects is None and not found.exists:
         raise NotAStoreError(
             f"{backend.uri} is not a casnap store, nor is any folder above it; make one "
@@ -228,7 +344,42 @@ def open_store(
     objects = objects or Objects(backend)
     if room is not None:
         objects.chunk_cache = room.of(objects.config, backend)
-    return OpenStore(objects, found.name, codec, is_new=is_new)
+    is_new = made is not None and made.is_new
+    return OpenStore(objects, found.name, is_new=is_new)
+
+
+def located(
+    uri: str | os.PathLike[str] | Backend, storage_options: Mapping[str, Any] | None
+) -> Location:
+    """Return the store that a URI or a backend means, and the prefix in it."""
+    if not isinstance(uri, Backend):
+        return locate_store(uri, storage_options)
+    if storage_options:
+        raise ValueError("a backend knows how it is reached; give storage_options to its maker")
+    # A backend without a store is noticed when the store's record is read.
+    return Location(uri, "", True)
+
+
+def open_or_make(
+    found: Location, *, chunk_size: int, exclusive: bool, dry_run: bool
+) -> OpenStore | None:
+    """Open a store to copy to, or make it; return None for a dry run if there is none.
+
+    Args:
+        found: The place of the store, and the prefix.
+        chunk_size: For a new store, in bytes.
+        exclusive: Whether the user vouches that no other process writes to the store.
+        dry_run: Whether nothing is to be made.
+
+    Raises:
+        StoreError: A store can neither be used nor made at this place.
+    """
+    try:
+        return open_store(found, create=not dry_run, chunk_size=chunk_size, exclusive=exclusive)
+    except NotAStoreError:
+        if not dry_run:
+            raise
+        return None
 
 
 def _at(backend: Backend, *, or_none: bool, ahead: bool) -> Objects | None:
@@ -242,6 +393,8 @@ def _at(backend: Backend, *, or_none: bool, ahead: bool) -> Objects | None:
     except NotAStoreError:
         if or_none:
             return None
+        if backend.is_object():
+            raise object_error(backend.uri) from None
         raise
 
 

@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from casnap.backends import Backend
-from casnap.errors import SnapshotNotFoundError
+from casnap.errors import MirrorError, SnapshotNotFoundError, StoreError
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
-from casnap.opened import Found, OpenStore, open_store
+from casnap.opened import (
+    Found,
+    OpenStore,
+    located,
+    open_mirror,
+    open_or_make,
+    open_store,
+)
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress, told_what
 from casnap.snapshot import PendingSnapshot, Snapshot
-from casnap.storage.location import Location, locate_store
-from casnap.storage.retention import PruneReport, Pruning, Retention, prune
-from casnap.storage.table import change_table, editing, tagged, unmark, untagged, upgrade
+from casnap.storage.retention import (
+    PruneReport,
+    Pruning,
+    Retention,
+    check_retention,
+    prune,
+)
+from casnap.storage.settings import codec_named
+from casnap.storage.table import change_table, editing, snapshots_in, tagged, unmark, untagged
+from casnap.upkeep import Upkeep
 
 if TYPE_CHECKING:
-    from casnap.maintenance.check import CheckReport
-    from casnap.maintenance.diff import Diff
-    from casnap.maintenance.gc import GcReport
-    from casnap.maintenance.repair import RepairReport
-    from casnap.maintenance.usage import Usage
     from casnap.state.stateful import Stateful
+    from casnap.transfer.mirror import Mirror
+    from casnap.transfer.report import CopyReport
+
+_log = logging.getLogger("casnap")
 
 
-class Store:
+class Store(Upkeep):
     """Many snapshots at one place. Each chunk is stored once.
 
     Args:
@@ -40,8 +55,10 @@ class Store:
             names of all snapshots in the view begin with the rest of the path.
         create: Make the store if there is none.
         chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
-        compress: Compress new chunks with zstd where that makes them smaller. When several ranks
-            take together, the choice of rank 0 counts.
+        codec: For a new store: how new chunks are stored, "raw" or "zstd" (where that makes them
+            smaller). :meth:`configure` changes it.
+        compress: Deprecated. ``True`` is ``codec="zstd"`` for a new store; in an existing one it
+            holds for the takes of this object.
         storage_options: How to reach a remote store: what s3fs, gcsfs or another file system of
             fsspec takes, such as ``{"endpoint_url": ...}``. It is neither stored nor shown.
         exclusive: You make sure that no other process writes to this store. This is asked
@@ -49,6 +66,11 @@ class Store:
         markers: Put ``<name>/casnap-snapshot.json`` for each snapshot, so that ``ls``,
             ``os.path.exists`` and ``fsspec`` see the snapshot; remove it with the snapshot. On a
             remote store each is one request.
+        mirror: The path or URI of another store that gets each snapshot, in the background. It is
+            made if there is none. A mirror that fails never fails a take, or makes it wait.
+            See ``docs/object-stores.md``.
+        mirror_options: How the mirror is reached, like ``storage_options``.
+        mirror_retention: Which snapshots to keep at the mirror; by default all.
         cache_bytes: For a remote store: keep the chunks that are read on a disk of this host, up to
             so many bytes for all stores together, so that they are fetched once. 0: no cache. By
             default ``CASNAP_CACHE_BYTES`` of the environment counts; without it there is no cache.
@@ -58,7 +80,9 @@ class Store:
         UnsupportedFormatError: A newer casnap made the store.
         StoreError: A store cannot be made at this place, or cannot be reached; or the folder of the
             cache is another user's, or on a network file system.
-        ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine.
+        ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine;
+            there is no such codec.
+        MirrorError: The mirror is the wrong store, or the store has another one.
     """
 
     @calls.named("Store()")
@@ -68,22 +92,36 @@ class Store:
         *,
         create: bool = True,
         chunk_size: int = DEFAULT_CHUNK_SIZE,
-        compress: bool = False,
+        codec: str | None = None,
+        compress: bool | None = None,
         storage_options: Mapping[str, Any] | None = None,
         exclusive: bool = False,
         markers: bool = True,
+        mirror: str | os.PathLike[str] | Backend | None = None,
+        mirror_options: Mapping[str, Any] | None = None,
+        mirror_retention: Retention | None = None,
         cache_bytes: int | None = None,
     ) -> None:
         if not isinstance(uri, OpenStore):
+            pinned = None if compress is None else _pinned(codec, compress=compress)
+            chosen = codec_named(codec) if codec is not None else pinned
             uri = open_store(
-                _located(uri, storage_options),
+                located(uri, storage_options),
                 create=create,
                 chunk_size=chunk_size,
-                codec=Codec.ZSTD if compress else Codec.RAW,
+                codec=chosen or Codec.RAW,
                 exclusive=exclusive,
                 cache_bytes=cache_bytes,
             )
+            uri.codec = None if uri.is_new else pinned
             uri.objects.marks = markers
+            if mirror is not None:
+                if mirror_retention is not None:
+                    check_retention(mirror_retention)
+                from casnap.transfer.mirror_report import HowToMirror
+
+                how = HowToMirror(mirror, mirror_options, mirror_retention)
+                uri.mirror = open_mirror(uri, how)
         self.opened = uri
         uri.note_store(self)
         self.objects = uri.objects
@@ -211,8 +249,17 @@ class Store:
         return "/".join(p for p in (self.prefix, (prefix or "").strip("/")) if p)
 
     def __getitem__(self, name: str) -> Snapshot:
-        """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`."""
-        return Snapshot(Found(self.opened, check_name(name), self.row(name)))
+        """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`.
+
+        One that this store does not have is looked for at its mirror.
+        """
+        try:
+            return Snapshot(Found(self.opened, check_name(name), self.row(name)))
+        except SnapshotNotFoundError:
+            there = self.opened.at_mirror()
+            if there is None:
+                raise
+        return Snapshot(Found(there, check_name(name), there.row(name)))
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str):
@@ -228,13 +275,61 @@ class Store:
         """Return all snapshots, or those below a prefix, in the order of their commits."""
         folder = self._folder(prefix)
         opened = self.opened
-        rows = opened.read(lambda table: list(table.below(f"{folder}/" if folder else "")))
+        rows = opened.read(lambda table: list(snapshots_in(table, folder)))
         found = [Snapshot(Found(opened, opened.inner_name(name), row)) for name, row in rows]
         return sorted(found, key=lambda s: s.seq)
 
     def latest(self, prefix: str | None = None) -> Snapshot | None:
-        """Return the snapshot that was committed last, or None if there is no snapshot."""
-        return max(self.snapshots(prefix), key=lambda s: s.seq, default=None)
+        """Return the snapshot that was committed last, or None if there is no snapshot.
+
+        With a mirror, the last ones of both sides are compared. If this store holds the last one of
+        the mirror too, its own last one is the newest; otherwise the time that the takes noted
+        decides. If the mirror cannot be reached, this store's last one is returned, with a warning.
+
+        Raises:
+            StoreError: This store has no snapshot, and its mirror cannot be reached.
+        """
+        own = self.snapshots(prefix)
+        newest = max(own, key=lambda s: s.seq, default=None)
+        try:
+            there = self.opened.at_mirror()
+            other = None if there is None else Store(there).latest(prefix)
+        except StoreError as e:
+            if newest is None:
+                raise
+            _log.warning("%s is the newest snapshot here; its mirror fails: %s", newest.name, e)
+            return newest
+        if newest is None or other is None:
+            return newest or other
+        is_known = any(s.commit_id == other.commit_id for s in own)
+        return newest if is_known or newest.time >= other.time else other
+
+    @property
+    def mirror(self) -> Mirror | None:
+        """The mirror: its ``status()``, and ``stop()``. None if there is none."""
+        return self.opened.mirror
+
+    @calls.named("wait_mirrored()")
+    def wait_mirrored(self, timeout: float | None = None) -> None:
+        """Wait until the mirror holds all snapshots that were committed, or are being stored.
+
+        Any process that has the store open can wait, whichever copies.
+
+        Args:
+            timeout: How many seconds to wait at most; None for as long as it takes.
+
+        Raises:
+            MirrorError: The time is over, or some cannot be mirrored. It names them and the cause.
+        """
+        from casnap.take.pending import wait_for_last
+
+        if self.opened.mirror is None:
+            raise MirrorError(f"{self.uri} was opened without mirror=")
+        until = None if timeout is None else time.monotonic() + timeout
+        if not wait_for_last(timeout):
+            raise MirrorError(f"{self.uri}: a take is still pending after {timeout:g} s")
+        left = None if until is None else max(0.0, until - time.monotonic())
+        self.opened.mirror.wait(left, timeout)
 
     @calls.named("delete()")
     def delete(self, name: str, *, commit_id: str | None = None) -> None:
@@ -305,137 +400,77 @@ class Store:
         change_table(self.objects, editing(full, commit_id, edit, self.objects.backend.uri))
         return full
 
-    @calls.named("upgrade()")
-    def upgrade(self) -> bool:
-        """Bring the store to the newest format, in one commit; return whether it was older.
-
-        Without this, the store keeps the format that it was made with. The newest format keeps
-        takes fast and small however many snapshots there are. A version of casnap that does not
-        know the format refuses the store from then on.
-        """
-        return upgrade(self.objects)
-
-    @property
-    def format(self) -> int:
-        """The number of the store's format."""
-        return self.objects.newest().format
-
-    @calls.named("gc()")
-    def gc(
+    @calls.named("copy()")
+    def copy(
         self,
+        name: str | None = None,
         *,
-        grace: float | timedelta = 86400.0,
-        repack: float = 0.5,
+        to: Store | str | os.PathLike[str] | Backend,
+        rename: str | None = None,
         dry_run: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
         exclusive: bool = False,
         progress: Progress | None = None,
-    ) -> GcReport:
-        """Collect garbage: delete the data that no snapshot needs.
+    ) -> CopyReport:
+        """Copy snapshots into another store. Only chunks that it lacks are sent.
 
-        Takes, deletes and other collectors may run at the same time, whatever their clocks say. The
-        collector always works on the whole store, not only on this view.
-
-        Args:
-            grace: How long to keep unreferenced data, in seconds (0: delete it now). For so long,
-                a deleted snapshot can still be read, and a running take can still rely on the data.
-                After that the reader gets an error, and the take begins again.
-            repack: Copy the rest out of packs of which less than this share is needed (0: never).
-            dry_run: Only report what would be done.
-            exclusive: You make sure that no other process writes to this store. This is asked
-                only where the store's backend cannot keep two writers apart.
-            progress: Called now and then: what is being done, how much is done, how much there is.
-
-        Raises:
-            StoreError: The store cannot be written to, or not safely.
-            DamagedError: An object could not be read; nothing was deleted.
-            ValueError: An argument is out of range.
-        """
-        from casnap.maintenance.gc import GcOptions, collect
-
-        seconds = grace.total_seconds() if isinstance(grace, timedelta) else grace
-        return collect(self.objects, GcOptions(seconds, repack, dry_run, exclusive), progress)
-
-    @calls.named("diff()")
-    def diff(self, a: str, b: str) -> Diff:
-        """Return what differs between two snapshots. Only subtrees that differ are read."""
-        from casnap.maintenance.diff import diff
-
-        return diff(self[a].contents, self[b].contents)
-
-    @calls.named("usage()")
-    def usage(self, prefix: str | None = None) -> list[Usage]:
-        """Return the logical, stored and unique bytes of each snapshot, in the order of commits."""
-        from casnap.maintenance.usage import usage
-
-        return usage([s.contents for s in self.snapshots(prefix)], self.objects)
-
-    @calls.named("check()")
-    def check(
-        self,
-        *,
-        data: bool = False,
-        sample: float | None = None,
-        seed: int | None = None,
-        progress: Progress | None = None,
-    ) -> CheckReport:
-        """Check that nothing in the store is missing or damaged. Nothing is changed.
-
-        The whole store is checked, not only this view.
+        Snapshots keep their metadata, tags, times and commit ids; one of the same name and commit
+        id that is there already is not copied again. After an interruption, a repeat goes on where
+        this stopped. Both stores may be used, and collected, meanwhile.
 
         Args:
-            data: Read and verify every chunk, at each of its places.
-            sample: Read and verify a random share of the chunks, up to 1.
-            seed: Chooses the share. By default it is another share each time.
-            progress: Called now and then: what is being done, how much is done, how much there is.
+            name: A snapshot, or a folder of them; None for all snapshots of this store or view.
+            to: The other store. If there is none at a path or URI, it is made, with chunks of the
+                same size as here.
+            rename: What the snapshot, or the folder, is called there; for all snapshots, a folder
+                that they go into.
+            dry_run: Only report what would be sent.
+            storage_options: How to reach ``to``, if that is the URI of a remote store.
+            exclusive: You make sure that no other process writes to that store.
+            progress: Called now and then: what is being done, the bytes done, and those in all.
 
         Returns:
-            All damages, and the parts of snapshots that each one hurts.
-        """
-        from casnap.maintenance.check import check
-
-        return check(self.objects, data=data, sample=sample, seed=seed, progress=progress)
-
-    @calls.named("repair()")
-    def repair(
-        self,
-        *,
-        sources: Sequence[str | os.PathLike[str] | Store] = (),
-        progress: Progress | None = None,
-        dry_run: bool = False,
-    ) -> RepairReport:
-        """Save what can be saved of a damaged store.
-
-        Lost parts of the index are built again from the packs. Undamaged chunks are copied out of
-        damaged packs. A chunk without an undamaged copy is looked for in the sources. If no source
-        has it, it is recorded as lost, and the next take of the same bytes stores it again. The
-        whole store is repaired, not only this view.
-
-        Args:
-            sources: Other casnap stores (open, or a path or URI), and files or folders of tensors:
-                ``.safetensors``, ``.npy``, and files of ``torch.save``.
-            progress: Called now and then: what is being done, how much is done, how much there is.
-            dry_run: Change nothing; only report what would be done.
+            Which snapshots were copied, and how much was sent and was there already.
 
         Raises:
-            DamagedError: The newest root cannot be read.
+            SnapshotNotFoundError: There is no such snapshot; or it was deleted meanwhile.
+            SnapshotExistsError: A name is taken there by another snapshot. Nothing was sent.
+            StoreError: It is the same store, or one with chunks of another size, or one of the
+                stores cannot be used.
+            DamagedError: Something in this store cannot be read.
         """
-        from casnap.maintenance.repair import repair
+        from casnap.transfer.choice import check_pair, choose
+        from casnap.transfer.copy import copy_snapshots
+        from casnap.transfer.report import CopyOptions
 
-        if isinstance(sources, str | os.PathLike):
-            raise TypeError(f"sources is a list, such as [{str(sources)!r}]; got one alone")
-        places = [s.objects.backend if isinstance(s, Store) else s for s in sources]
-        return repair(self.objects, sources=places, progress=progress, dry_run=dry_run)
+        chosen = choose(self.objects, self.prefix, name, rename)
+        there = to.opened if isinstance(to, Store) else None
+        if not isinstance(to, Store):
+            place = located(to, storage_options)
+            size = self.chunk_size
+            there = open_or_make(place, chunk_size=size, exclusive=exclusive, dry_run=dry_run)
+        elif storage_options:
+            raise ValueError(f"{to.uri} is open already; give storage_options to Store(...)")
+        if there is not None:
+            check_pair(self.objects, there.objects)
+            chosen = [c._replace(target=there.full_name(c.target)) for c in chosen]
+        codec = None if there is None else there.codec_for_copies()
+        options = CopyOptions(codec, dry_run, skip_gone=len(chosen) > 1)
+        objects = None if there is None else there.objects
+        return copy_snapshots(self.objects, objects, chosen, options, progress)
 
 
-def _located(
-    uri: str | os.PathLike[str] | Backend, storage_options: Mapping[str, Any] | None
-) -> Location:
-    if not isinstance(uri, Backend):
-        return locate_store(uri, storage_options)
-    if storage_options:
-        raise ValueError("a backend knows how it is reached; give storage_options to its maker")
-    # A backend without a store is noticed when the store's record is read.
-    return Location(uri, "", True)
+def _pinned(codec: str | None, *, compress: bool) -> Codec:
+    """Return the codec that ``compress=`` of old means, and warn of it."""
+    if codec is not None:
+        raise ValueError("codec= and compress= mean the same; give codec= alone")
+    warnings.warn(
+        "compress= is deprecated: how chunks are stored is a setting of the store; Store(uri, "
+        'codec="zstd") makes one that compresses, configure(codec="zstd") changes one',
+        DeprecationWarning,
+        stacklevel=4,
+    )
+    return Codec.ZSTD if compress else Codec.RAW
 
 
 OpenStore.store_class = Store

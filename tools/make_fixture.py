@@ -283,7 +283,7 @@ def stateful(content: dict[str, Any]) -> dict[str, Any]:
 
 def make(folder: Path) -> None:
     """Make the store."""
-    store = Store(folder, chunk_size=CHUNK, compress=True)
+    store = Store(folder, chunk_size=CHUNK, codec="zstd")
     allow_settings()
     seed_generators()
     first: dict[str, Any] = {**stateful(app_state(0)), "generators": RNGState()}
@@ -292,8 +292,9 @@ def make(folder: Path) -> None:
     store.take(stateful({"weights": {"step": -1}}), "run/step_2")
     store.take(stateful(app_state(2)), "run/step_2", metadata=metadata(2), overwrite=True)
     store.delete("run/step_1")
-    raw = Store(folder)
-    raw.take(stateful(app_state(3)), "run/step_3", metadata=metadata(3))
+    store.configure(codec="raw")
+    store.take(stateful(app_state(3)), "run/step_3", metadata=metadata(3))
+    store.configure(codec="zstd")
     store.take(stateful(app_state(4)), "compressed", metadata=metadata(4))
     for i in range(5, 8):
         store.take(stateful(app_state(i)), f"more/{i}", metadata=metadata(i))

@@ -122,15 +122,12 @@ class Backend(ABC):
         """Return a whole object."""
 
     @abstractmethod
-    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
         """Fill buffers from runs of an object; return how many bytes there were for each.
 
         Args:
             key: The object.
-            targets: For each run, where it begins, and the buffer. To read around the page cache,
-                a buffer must begin on a page.
-            bulk: Whether this is part of a large transfer, which should not fill the operating
-                system's cache.
+            targets: For each run, where it begins, and the buffer.
         """
 
     @abstractmethod

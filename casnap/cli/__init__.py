@@ -31,6 +31,7 @@ COMMANDS = {
     "show": ("casnap.cli.show", "Show the contents of a snapshot, or one tensor or value."),
     "diff": ("casnap.cli.diff", "Show the differences between two snapshots."),
     "du": ("casnap.cli.du", "Show disk usage of snapshots: logical, stored and unique bytes."),
+    "cp": ("casnap.cli.cp", "Copy snapshots into another store; send only what it lacks."),
     "rm": ("casnap.cli.rm", "Delete snapshots."),
     "tag": ("casnap.cli.tag", "Add tags, which protect a snapshot, or remove them."),
     "prune": ("casnap.cli.prune", "Forget the snapshots that no rule keeps."),
@@ -38,6 +39,7 @@ COMMANDS = {
     "check": ("casnap.cli.check", "Check that a store is whole."),
     "repair": ("casnap.cli.repair", "Repair a damaged store as far as possible."),
     "upgrade": ("casnap.cli.upgrade", "Upgrade a store to the newest format."),
+    "config": ("casnap.cli.config", "Show or change the settings of a store."),
     "cache": ("casnap.cli.cache", "Show, or clear, what this host keeps of remote stores."),
     "trust": ("casnap.cli.trust", "Let another user's store be found by walking up from a path."),
     "demo": ("casnap.cli.demo", "Train a small GPT, kill it, and resume it, on this machine."),
@@ -52,6 +54,7 @@ Examples:
   casnap show /ckpts/run1/step_100 0/model/layer.weight
   casnap diff /ckpts/run1/step_100 step_200
   casnap du /ckpts --json                  for scripts: one JSON document
+  casnap cp /ckpts/run1 s3://bucket/ckpts  send what the bucket lacks of a run
   casnap tag /ckpts/run1/step_100 best     neither pruned nor overwritten
   casnap prune /ckpts --keep-last 3 --dry-run
   casnap gc /ckpts --grace 1h              free unreferenced data, while runs go on

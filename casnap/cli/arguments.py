@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
 
-from casnap.cli.output import Failure, counted, quoted
+from casnap.cli.output import Failure, counted, kinds, quoted
 from casnap.errors import CasnapError, DamagedError, SnapshotNotFoundError, nearest
 from casnap.snapshot import Snapshot
+from casnap.storage.mirrored import is_unmirrored
 from casnap.storage.uris import store_uri
 from casnap.store import Store
 
@@ -54,6 +56,11 @@ def options_for(uri: str) -> dict[str, Any] | None:
     return {"endpoint_url": url}
 
 
+def is_exclusive() -> bool:
+    """Whether the user vouches that no other process writes to the store."""
+    return bool(click.get_current_context().meta.get(_EXCLUSIVE))
+
+
 def open_store(store: str | None, **how: Any) -> Store:
     """Return the store at, or above, a folder, or at a URI; by default the current folder.
 
@@ -64,10 +71,9 @@ def open_store(store: str | None, **how: Any) -> Store:
     Raises:
         StoreError: There is no store, or it cannot be used.
     """
-    exclusive = bool(click.get_current_context().meta.get(_EXCLUSIVE))
     uri = store or "."
     how = {"create": False, **how}
-    return Store(uri, storage_options=options_for(uri), exclusive=exclusive, **how)
+    return Store(uri, storage_options=options_for(uri), exclusive=is_exclusive(), **how)
 
 
 def open_snapshot(path: str) -> Snapshot:
@@ -77,7 +83,7 @@ def open_snapshot(path: str) -> Snapshot:
         CasnapError: There is no such snapshot, or its store cannot be used.
     """
     snapshot = Snapshot(path, storage_options=options_for(path))
-    if click.get_current_context().meta.get(_EXCLUSIVE):
+    if is_exclusive():
         snapshot.store.objects.backend.exclusive = True
     return snapshot
 
@@ -149,16 +155,18 @@ def store_fields(store: Store) -> dict[str, Any]:
     return {"store": store.objects.backend.uri, "prefix": store.prefix}
 
 
-def request_fields(store: Store) -> dict[str, Any]:
-    """Return how many requests were made so far, for JSON; nothing for a store on this machine."""
-    return {"requests": store.requests} if store.requests else {}
+def request_fields(*stores: Store) -> dict[str, Any]:
+    """Return how many requests were made so far, for JSON; nothing for stores on this machine."""
+    backends = {id(store.objects.backend): store.objects.backend for store in stores}
+    made = sum((Counter(backend.requests) for backend in backends.values()), Counter[str]())
+    return {"requests": dict(made)} if made else {}
 
 
 def print_requests(store: Store) -> None:
     """Print how many requests were made so far, if any were."""
     if store.requests:
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(store.requests.items()))
-        click.echo(f"{counted(sum(store.requests.values()), 'request')}: {kinds}")
+        total = counted(sum(store.requests.values()), "request")
+        click.echo(f"{total}: {kinds(store.requests)}")
 
 
 def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:
@@ -184,4 +192,5 @@ def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
         "seconds": snapshot.stats.seconds,
         "metadata": metadata_of(snapshot),
         "tags": list(snapshot.tags),
+        "unmirrored": is_unmirrored(snapshot.row),
     }

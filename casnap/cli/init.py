@@ -6,10 +6,17 @@ import re
 
 import click
 
-from casnap.cli.arguments import endpoint_option, exclusive_option, open_store, options_for
+from casnap.cli.arguments import (
+    endpoint_option,
+    exclusive_option,
+    open_store,
+    options_for,
+    request_fields,
+)
 from casnap.cli.output import Failure, emit, json_option, quoted, safe
 from casnap.format.records import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
 from casnap.storage.location import locate_store
+from casnap.storage.settings import CODEC
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
@@ -32,10 +39,15 @@ def _chunk_size(_ctx: click.Context, _param: click.Parameter, text: str | None) 
     metavar="SIZE",
     help="The chunk size, which cannot be changed later: a power of two, 64KiB to 64MiB [1MiB].",
 )
+@click.option(
+    "--codec",
+    type=click.Choice(["raw", "zstd"]),
+    help="How new chunks are stored; `casnap config` changes it later [raw].",
+)
 @exclusive_option
 @endpoint_option
 @json_option
-def init(store: str, chunk_size: int | None, as_json: bool) -> None:
+def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -> None:
     """Make a store.
 
     STORE is a folder, the current one by default. All runs that take snapshots below it then use
@@ -47,11 +59,18 @@ def init(store: str, chunk_size: int | None, as_json: bool) -> None:
             f"{found.backend.uri}/{found.name} lies in the store {found.backend.uri}, which keeps "
             "all snapshots below it; there is nothing to make"
         )
-    place = open_store(store, create=True, chunk_size=chunk_size or DEFAULT_CHUNK_SIZE)
+    size = chunk_size or DEFAULT_CHUNK_SIZE
+    place = open_store(store, create=True, chunk_size=size, codec=codec)
+    kept = place.settings[CODEC]
     if chunk_size not in (None, place.chunk_size):
         raise Failure(
             f"{place.uri} is a store already, of {binary(place.chunk_size)} chunks, which cannot "
             "be changed"
+        )
+    if codec not in (None, kept):
+        raise Failure(
+            f"{place.uri} is a store already, whose codec is {kept!s:.80}; `casnap config "
+            f"{place.uri} codec={codec}` changes it"
         )
     if as_json:
         emit(
@@ -59,7 +78,9 @@ def init(store: str, chunk_size: int | None, as_json: bool) -> None:
                 "store": place.uri,
                 "id": place.id,
                 "chunk_size": place.chunk_size,
+                CODEC: kept,
                 "created": place.opened.is_new,
+                **request_fields(place),
             }
         )
         return

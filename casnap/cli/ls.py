@@ -14,6 +14,7 @@ from casnap.cli.arguments import (
     store_fields,
 )
 from casnap.cli.output import described, emit, json_option, moment, safe, size, table
+from casnap.storage.mirrored import is_unmirrored
 
 
 @click.command()
@@ -43,7 +44,7 @@ def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
             size(s.stats.logical_bytes),
             size(s.stats.new_bytes),
             f"{s.stats.entries:,}",
-            described(metadata_of(s), s.tags),
+            described(metadata_of(s), s.tags, unmirrored=is_unmirrored(s.row)),
         )
         for s in found
     ]

@@ -89,9 +89,9 @@ def prune(
 ) -> None:
     """Forget the snapshots that no rule keeps.
 
-    A snapshot is kept if any rule keeps it, or if it has a tag. The rules apply to each run, that
-    is each folder of snapshots, on its own. The bytes of forgotten snapshots stay on disk until
-    garbage is collected; --gc does that at once.
+    A snapshot is kept if any rule keeps it, or if it has a tag, or is not mirrored yet. The rules
+    apply to each run, that is each folder of snapshots, on its own. The bytes of forgotten
+    snapshots stay on disk until garbage is collected; --gc does that at once.
     """
     retention = _retention(
         keep_last=keep_last, keep_every=keep_every, keep_within=keep_within, keep_best=keep_best
@@ -155,7 +155,7 @@ def _check_folder(place: Store, prefix: str | None) -> None:
 
 def _ask(plan: PruneReport) -> None:
     for verdict in plan.forgotten:
-        described_row = described(verdict.row.metadata, verdict.row.tags)
+        described_row = described(verdict.row.metadata, verdict.row.user_tags)
         click.echo(f"{safe(verdict.name)}  {described_row}".rstrip(), err=True)
     count = len(plan.forgotten)
     if count:
@@ -170,7 +170,7 @@ def _facts_of(report: PruneReport) -> dict[str, object]:
             "seq": v.row.seq,
             "time": v.row.time,
             "metadata": v.row.metadata,
-            "tags": list(v.row.tags),
+            "tags": list(v.row.user_tags),
             "kept": v.kept,
             "reasons": list(v.reasons),
         }
@@ -185,7 +185,7 @@ def _show(report: PruneReport) -> None:
             safe(v.name),
             moment(v.row.time),
             safe("; ".join(v.reasons)) or "- forgotten",
-            described(v.row.metadata, v.row.tags),
+            described(v.row.metadata, v.row.user_tags),
         )
         for v in report.verdicts
     ]

@@ -9,6 +9,9 @@ from casnap.errors import InvalidNameError
 MARKER = "casnap-snapshot.json"
 RESERVED = frozenset({"roots", "packs", "index", "tmp", "casnap.json"})
 
+UNFINISHED = "tmp/copy-"
+"""Rows of the table whose names begin so are copies that are under way, not snapshots."""
+
 
 def check_name(name: str) -> str:
     """Check a snapshot name, and return it without slashes at its ends.

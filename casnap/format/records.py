@@ -31,6 +31,8 @@ MAX_METADATA_BYTES = 64 << 10
 INLINE_METADATA_BYTES = 256
 """Larger metadata of a row stand in a node of their own."""
 ID_SIZE = 16
+INTERNAL = "#"
+"""Tags that begin so are casnap's own notes."""
 
 PackId = NewType("PackId", bytes)
 """16 bytes: 6 of its base (the root number that it was written under), then 10 random ones."""
@@ -89,10 +91,8 @@ class Row(Struct, frozen=True, omit_defaults=True):
         world_size: How many ranks took it.
         stats: What the take did.
         metadata: The user's metadata, if they are small.
-        tags: Sorted.
+        tags: Sorted; those of casnap's own (``storage/mirrored.py``) begin with ``INTERNAL``.
         metadata_node: The digest of the node that holds the user's metadata, if they are large.
-        requests: How many requests the take made, by kind, as the take itself returns it. It is
-            never stored: when a row is stored, its take still has to put the root.
     """
 
     commit: bytes
@@ -104,7 +104,11 @@ class Row(Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, Any] = {}
     tags: tuple[str, ...] = ()
     metadata_node: bytes = b""
-    requests: dict[str, int] = {}
+
+    @property
+    def user_tags(self) -> tuple[str, ...]:
+        """The tags that users gave."""
+        return tuple(tag for tag in self.tags if not tag.startswith(INTERNAL))
 
 
 class Root(Struct, frozen=True):

@@ -17,7 +17,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -41,6 +41,7 @@ from casnap.storage.objects import Objects
 from casnap.storage.probe import check_kept_apart
 from casnap.storage.roots import put_next_root
 from casnap.storage.segments import Rewriting, rewrite_segments
+from casnap.storage.table import drop_stale_copies
 
 _log = logging.getLogger("casnap")
 DAY = 86400.0
@@ -220,6 +221,9 @@ class _Collector:
 
     def run(self) -> None:
         self._objects.check_writable("collect the garbage of", dry_run=self._options.dry_run)
+        stale = drop_stale_copies(self._objects, dry_run=self._options.dry_run)
+        if self._options.dry_run:
+            self._options = replace(self._options, forgotten=self._options.forgotten | stale)
         self._collect()
         if self._lacks_space and self.report.freed_bytes:
             # Something was deleted, so there may be space for the copies now.
@@ -467,7 +471,9 @@ class _Collector:
         self._note_deleted(sizes)
         self.report.refused |= refused
         self.report.freed_bytes += sum(sizes.values())
-        self.report.freed_bytes += self._backend.tidy(self._options.grace)
+        # At a remote place, a collection with nothing to do asks nothing.
+        if orphans or not self._backend.is_remote:
+            self.report.freed_bytes += self._backend.tidy(self._options.grace)
 
     def _note_deleted(self, files: Iterable[str]) -> None:
         segments = sum(key.startswith("index/") for key in files)

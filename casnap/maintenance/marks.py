@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from casnap.format.names import UNFINISHED
 from casnap.format.records import PackId, RawRecord, Root, segment_records
-from casnap.maintenance.references import (
+from casnap.runtime.progress import Progress
+from casnap.storage.objects import Objects
+from casnap.storage.references import (
     MANIFEST,
     TABLE,
     digest_in,
@@ -14,8 +17,6 @@ from casnap.maintenance.references import (
     references_of_row,
     walk,
 )
-from casnap.runtime.progress import Progress
-from casnap.storage.objects import Objects
 
 _PART = 2 << 20
 """How many records are marked at a time; this takes about 700 MB."""
@@ -117,7 +118,9 @@ class Marks:
         """Yield each node that was not seen yet, and what it refers to."""
         if self.root.table is None:
             return
-        self.snapshots = len(self._objects.table(self.root)) - len(self._forgotten)
+        table = self._objects.table(self.root)
+        unfinished = {name for name, _ in table.below(UNFINISHED)}
+        self.snapshots = len(table) - len(unfinished.union(self._forgotten))
         done = 0
         for node, below in walk(self._objects, [TABLE + self.root.table.digest], self._seen):
             done += node[:1] == MANIFEST

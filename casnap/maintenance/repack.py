@@ -3,41 +3,21 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 
 from casnap.errors import DamagedError
-from casnap.format.codec import Codec
 from casnap.format.digest import Digest
-from casnap.format.records import PackId, Root
+from casnap.format.records import PackId
 from casnap.maintenance.marks import Marks
-from casnap.runtime.fork import PerProcess
 from casnap.runtime.threads import Crew
 from casnap.storage.commit import publish
+from casnap.storage.copying import codec_of, copy_verified, one_at_a_time
 from casnap.storage.index import View
 from casnap.storage.objects import Objects
-from casnap.storage.place_reads import ReadOptions, Want
 from casnap.storage.transaction import Transaction
 
 _log = logging.getLogger("casnap")
-# Two readers; writing takes the other buffers of the pool.
-_READ = ReadOptions(readers=2)
 _BATCH_BYTES = 1 << 30
-
-_turn = PerProcess(threading.Lock)
-
-
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Hold the turn to copy chunks from some buffers of the pool into others.
-
-    Two threads that did so at once could each hold the buffers that the other waits for.
-    """
-    with _turn.value:
-        yield
-
 
 Report = Callable[[int], None]
 """Called with the number of bytes copied since the last call, from any thread."""
@@ -117,17 +97,25 @@ def _proven_elsewhere(
 
 def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict[bytes, PackId]:
     copied: list[int] = []
+
+    def count(_digest: Digest, nbytes: int) -> None:
+        copied.append(nbytes)
+        report(nbytes)
+
+    chunks = [digest for digest, is_node in to_copy.items() if not is_node]
+    codec = codec_of(objects.index.find(objects.view(), chunks))
     with one_at_a_time(), Crew() as crew:
-        transaction = Transaction(objects, crew, _codec(objects, to_copy))
-
-        def sink(digest: Digest, raw: memoryview) -> None:
-            transaction.new_packs.copy(digest, raw, is_node=to_copy[digest])
-            copied.append(len(raw))
-            report(len(raw))
-
-        wants = (Want(digest, -1, partial(sink, digest), "") for digest in to_copy)
+        transaction = Transaction(objects, crew, codec)
         try:
-            _fetch_whole(objects, wants, transaction.base.root)
+            try:
+                copy_verified(objects, to_copy.items(), transaction.new_packs, count)
+            except DamagedError as e:
+                if objects.newest() != transaction.base.root:
+                    # Another collector has moved the chunks, so this one must mark again.
+                    raise
+                _log.warning(
+                    "some of what a pack holds cannot be copied out of it, so it stays: %s", e
+                )
             if copied:
                 publish(transaction, lambda table, seq: {})
             records = transaction.new_packs.segment().records
@@ -137,21 +125,3 @@ def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict
             raise
         finally:
             transaction.close()
-
-
-def _fetch_whole(objects: Objects, wants: Iterator[Want], root: Root) -> None:
-    try:
-        objects.fetch(wants, _READ)
-    except DamagedError as e:
-        if objects.newest() != root:
-            # Another collector has moved the chunks, so this one must mark again.
-            raise
-        _log.warning("some of what a pack holds cannot be copied out of it, so it stays: %s", e)
-
-
-def _codec(objects: Objects, digests: dict[Digest, bool]) -> Codec:
-    """Return zstd if any of these chunks is stored with it."""
-    chunks = [digest for digest, is_node in digests.items() if not is_node]
-    places = objects.index.find(objects.view(), chunks)
-    codecs = {place.codec for place in places if place is not None}
-    return Codec.ZSTD if Codec.ZSTD in codecs else Codec.RAW

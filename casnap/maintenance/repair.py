@@ -38,11 +38,11 @@ from casnap.maintenance.damage import Damage, root_damages
 from casnap.maintenance.file_survey import FileSurvey
 from casnap.maintenance.files import StoredFiles
 from casnap.maintenance.places import bad_records, can_lie_at, read_footer
-from casnap.maintenance.repack import one_at_a_time
 from casnap.maintenance.sources import chunks_in
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, undisturbed
+from casnap.storage.copying import one_at_a_time
 from casnap.storage.index import View
 from casnap.storage.location import locate_store
 from casnap.storage.new_packs import NewPacks

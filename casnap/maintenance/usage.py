@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from casnap.format.digest import Digest
 from casnap.format.entries import Entry
 from casnap.format.records import Row, pack_key
-from casnap.maintenance.references import MANIFEST, digest_in, is_node, references, walk
 from casnap.runtime.progress import Progress
 from casnap.storage.contents import Contents
 from casnap.storage.index import View
 from casnap.storage.looks import listed_packs
 from casnap.storage.objects import Objects
+from casnap.storage.references import MANIFEST, digest_in, is_node, references, walk
+from casnap.storage.table import snapshots_in
 
 _NO_OWNER, _SHARED = -1, -2
 
@@ -119,7 +120,7 @@ def shared_bytes(
 
 def _snapshots(objects: Objects, view: View) -> list[Contents]:
     table = objects.table(view.root)
-    return [Contents(objects, name, row) for name, row in table.items()]
+    return [Contents(objects, name, row) for name, row in snapshots_in(table)]
 
 
 class _Walk:

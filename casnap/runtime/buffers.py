@@ -19,7 +19,7 @@ from casnap.runtime.fork import PerProcess
 
 PAGE = 4096
 SLOT_BYTES = 48 << 20
-SLOTS = 6
+SLOTS, MIRROR_SLOTS = 6, 5
 
 
 class Slot:
@@ -47,6 +47,7 @@ class Slot:
 
 
 _all_pools: list[Pool] = []
+_givers: list[Callable[[], int]] = []
 
 
 class Pool:
@@ -110,7 +111,7 @@ class Pool:
         return len(free) * self.slot_bytes
 
 
-_pools: dict[int, Pool] = {}
+_pools: dict[tuple[int, int], Pool] = {}
 _lock = PerProcess(threading.Lock)
 
 
@@ -118,10 +119,12 @@ def shared_pool(at_least: int) -> Pool:
     """Return the process's pool of slots that hold ``at_least`` bytes each."""
     # Few sizes, since each size keeps its slots.
     nbytes = SLOT_BYTES if at_least <= SLOT_BYTES else 1 << (at_least - 1).bit_length()
+    # A mirror holds its slots for as long as a dead link stalls: takes must not wait for these.
+    slots = MIRROR_SLOTS if calls.current() == calls.MIRROR else SLOTS
     with _lock.value:
-        if nbytes not in _pools:
-            _pools[nbytes] = Pool(nbytes, SLOTS)
-        return _pools[nbytes]
+        if (nbytes, slots) not in _pools:
+            _pools[nbytes, slots] = Pool(nbytes, slots)
+        return _pools[nbytes, slots]
 
 
 @calls.named("release_memory()")
@@ -135,7 +138,13 @@ def release_memory() -> int:
     Returns:
         How many bytes were given back, at most: pages that were never touched took no memory.
     """
-    return sum(pool.shrink() for pool in list(_all_pools))
+    pools = sum(pool.shrink() for pool in list(_all_pools))
+    return pools + sum(give_back() for give_back in _givers)
+
+
+def on_release(give_back: Callable[[], int]) -> None:
+    """Have :func:`release_memory` call a function, which returns how many bytes it gave back."""
+    _givers.append(give_back)
 
 
 def view_at(address: int, nbytes: int) -> memoryview:

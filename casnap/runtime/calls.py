@@ -15,6 +15,9 @@ from typing import ParamSpec, TypeVar
 from casnap.errors import NestedTakeError
 from casnap.runtime.fork import PerProcess
 
+MIRROR = "a mirror"
+"""The call of threads that copy to a mirror in the background. They must not hold up others."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -72,9 +72,9 @@ class _Files(LocalBackend):
     """The files, read as those of a store on this host. Each failure is a miss."""
 
     @override
-    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
         try:
-            return super().read_into(key, targets, bulk=bulk)
+            return super().read_into(key, targets)
         except UnavailableError as e:
             raise BackendError(str(e)) from e
 

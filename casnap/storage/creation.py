@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from casnap.backends import Backend, LocalBackend
 from casnap.errors import BackendError, NotAStoreError, StoreError
+from casnap.format.codec import Codec
 from casnap.format.names import MARKER
 from casnap.format.records import (
     CONFIG_KEY,
@@ -23,13 +25,28 @@ from casnap.format.records import (
     root_key,
 )
 from casnap.runtime.environment import crowded_folders
-from casnap.storage.config import not_a_store_error, read_config
+from casnap.storage.config import object_error, read_config
 from casnap.storage.location import exists, holds
 from casnap.storage.probe import honours_put_if_absent, no_put_if_absent_error
 from casnap.storage.roots import sealed_root
+from casnap.storage.settings import codec_settings
 from casnap.storage.uris import store_uri
 
 _log = logging.getLogger("casnap")
+
+
+class Made(NamedTuple):
+    """A store that is complete.
+
+    Attributes:
+        is_new: Whether there was no store yet.
+        config: Its record.
+        root: Its first root, if that was put just now.
+    """
+
+    is_new: bool
+    config: StoreConfig
+    root: Root | None
 
 
 def create_store(
@@ -38,7 +55,8 @@ def create_store(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     asked: bool,
     version: int = FORMAT,
-) -> bool:
+    codec: Codec = Codec.RAW,
+) -> Made:
     """Make a store, or finish making one; do nothing if it is complete.
 
     Args:
@@ -46,9 +64,7 @@ def create_store(
         chunk_size: Bytes; a power of two from 64 KiB to 64 MiB.
         asked: Whether the user named this very place as a store.
         version: The format of a new store.
-
-    Returns:
-        Whether there was no store yet.
+        codec: How a new store is to store new chunks; format 1 knows only the default.
 
     Raises:
         StoreError: No store can be made here.
@@ -59,23 +75,34 @@ def create_store(
     if isinstance(backend, LocalBackend):
         _check_folder(backend.folder, asked=asked)
     backend.make()
-    is_new = not holds(backend, CONFIG_KEY)
+    ours: StoreConfig | None = None
+    # A list of a remote place shows more, and its objects are few folders.
+    names = set(backend.names("")) if backend.is_remote else None
+    is_new = not holds(backend, CONFIG_KEY) if names is None else CONFIG_KEY not in names
     if is_new:
-        _put_config(backend, chunk_size, version, asked=asked)
-    config = read_config(backend)  # raises if a newer version began to make it
+        names = set(backend.names("")) if names is None else names
+        ours = _put_config(backend, names, chunk_size, version, asked=asked)
+    config = ours or read_config(backend)  # raises if a newer version began to make it
     if config.write_features:
-        return is_new
-    # If the creation was cut off, folders may be there already.
-    made = holds(backend, root_key(0)) or any(map(backend.names, ("roots/0", "packs", "index")))
+        return Made(is_new, config, None)
+    # If the creation was cut off, folders may be there already. Beside our record there were none.
+    made = ours is None and (
+        holds(backend, root_key(0)) or any(map(backend.names, ("roots/0", "packs", "index")))
+    )
+    root: Root | None = None
     if not made:
         root = Root(seq=0, commit=os.urandom(16), time=0.0)
         if config.format > 1:
-            root = msgspec.structs.replace(root, format=2, read_features=(DEEP_TABLE,))
-        backend.put_if_absent(root_key(0), sealed_root(root))
+            settings = codec_settings(codec) if codec is not Codec.RAW else {}
+            root = msgspec.structs.replace(
+                root, format=2, read_features=(DEEP_TABLE,), settings=settings
+            )
+        if not backend.put_if_absent(root_key(0), sealed_root(root)):
+            root = None
     backend.sync()
     if is_new:
         _warn_of_rules(backend)
-    return is_new
+    return Made(is_new, config, root)
 
 
 def _warn_of_rules(backend: Backend) -> None:
@@ -87,13 +114,25 @@ def _warn_of_rules(backend: Backend) -> None:
         _log.debug("%s: the rules of the bucket cannot be looked at: %s", backend.uri, e)
 
 
-def _put_config(backend: Backend, chunk_size: int, version: int, *, asked: bool) -> None:
-    """Put the record of a new store, which begins to exist by that."""
+def _put_config(
+    backend: Backend, names: set[str], chunk_size: int, version: int, *, asked: bool
+) -> StoreConfig | None:
+    """Put the record of a new store, which begins to exist by that.
+
+    Args:
+        backend: Where to make it.
+        names: What there is already.
+        chunk_size: Bytes.
+        version: The format.
+        asked: Whether the user named this very place as a store.
+
+    Returns:
+        The record; None if another process was faster, or something of a store was there.
+    """
     if chunk_size > backend.max_chunk_bytes:
         most = backend.max_chunk_bytes >> 20
         raise ValueError(f"chunk_size is at most {most} MiB at {backend.uri}; got {chunk_size}")
     _check_remote_place(backend, asked=asked)
-    names = set(backend.names(""))
     if backend.is_remote and MARKER in names:
         raise NotAStoreError(
             f"{backend.uri} is a snapshot of a store further up; name that store, or another place"
@@ -110,8 +149,9 @@ def _put_config(backend: Backend, chunk_size: int, version: int, *, asked: bool)
         raise no_put_if_absent_error(backend.uri)
     config = StoreConfig(os.urandom(16).hex(), chunk_size, version, put_if_absent=honoured)
     content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
-    backend.put_if_absent(CONFIG_KEY, content)
+    is_ours = backend.put_if_absent(CONFIG_KEY, content)
     backend.sync()
+    return config if is_ours and not foreign else None
 
 
 def _check_remote_place(backend: Backend, *, asked: bool) -> None:
@@ -123,7 +163,7 @@ def _check_remote_place(backend: Backend, *, asked: bool) -> None:
             f"be one store, make it with `casnap init {backend.uri}`, or Store(...)"
         )
     if backend.is_object():
-        raise not_a_store_error(backend)
+        raise object_error(backend.uri)
 
 
 def _check_folder(folder: Path, *, asked: bool) -> None:

@@ -67,12 +67,31 @@ class NewPacks:
         self._node_filler.add_known([(digest, node)])
         self.nodes[digest] = (node, self._node_filler.last())
 
-    def copy(self, digest: Digest, raw: memoryview, *, is_node: bool) -> None:
-        """Write a chunk or node, unless it was claimed; from any thread."""
+    def copy(
+        self, digest: Digest, raw: memoryview, *, is_node: bool, is_verified: bool = False
+    ) -> None:
+        """Write a chunk or node, unless it was claimed; from any thread.
+
+        Args:
+            digest: Its digest.
+            raw: Its bytes.
+            is_node: Whether it is a node.
+            is_verified: Whether these bytes were found to have the digest, in memory that no other
+                thread writes. Else they are hashed again in the pack.
+        """
         with self._lock:
-            if digest not in self._claimed:
-                self._claimed.add(digest)
-                self._copies[is_node].add_known([(digest, raw)])
+            if digest in self._claimed:
+                return
+            self._claimed.add(digest)
+            filler = self._copies[is_node]
+            if is_verified:
+                filler.add_verified(digest, raw)
+            else:
+                filler.add_known([(digest, raw)])
+
+    def use(self, codec: Codec) -> None:
+        """Store what is written from now on with another codec."""
+        self._chunks.codec = self._nodes.codec = codec
 
     def finish_chunks(self) -> None:
         """Wait until all chunks and copies are written; nodes may still follow."""

@@ -253,6 +253,12 @@ class PackFiller:
         expected = iter([digest for digest, _ in chunks])
         self.add([raw for _, raw in chunks], check)
 
+    def add_verified(self, digest: Digest, raw: Raw) -> None:
+        """Keep a chunk that was verified where it lies, in memory that no other thread writes."""
+        for _ in self._groups([raw]):
+            offset, size, codec = self._copy(raw)
+            self._records.append((digest, Place(self._id, offset, size, len(raw), codec)))
+
     def _groups(self, raws: Sequence[Raw]) -> Iterator[list[Raw]]:
         """Yield runs of chunks that fit into the open pack; open another one where none fits."""
         group: list[Raw] = []

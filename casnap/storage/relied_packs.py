@@ -66,6 +66,10 @@ class ReliedPacks:
 
     def rely(self, digests: list[Digest]) -> list[bool]:
         """Rely on the digests that are in live, existing packs; return which are in none."""
+        return [place is None for place in self.rely_on(digests)]
+
+    def rely_on(self, digests: list[Digest]) -> list[Place | None]:
+        """Rely on the digests that are in live, existing packs; return a place of each, or None."""
         found = self._find(digests)
         with self._lock:
             for digest, place in zip(digests, found, strict=True):
@@ -73,7 +77,7 @@ class ReliedPacks:
                     pack, end = PackId(place.pack), place.offset + place.stored
                     self._digests.setdefault(pack, bytearray()).extend(digest)
                     self._ends[pack] = max(end, self._ends.get(pack, 0))
-        return [place is None for place in found]
+        return found
 
     def _find(self, digests: list[Digest]) -> list[Place | None]:
         """Find digests in packs that exist; drop from the view those that do not."""

@@ -21,8 +21,9 @@ import msgspec
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import Row
 from casnap.storage.contents import Contents
+from casnap.storage.mirrored import is_unmirrored
 from casnap.storage.objects import Objects
-from casnap.storage.table import Table, change_table, unmark
+from casnap.storage.table import Table, change_table, snapshots_in, unmark
 
 Best: TypeAlias = "tuple[str, int] | tuple[str, int, Literal['min', 'max']]"
 Run: TypeAlias = "Sequence[tuple[str, Row]]"
@@ -39,7 +40,7 @@ class Retention:
     """Rules that say which snapshots to keep. A snapshot is kept if any rule keeps it.
 
     The rules apply to each *run* on its own: the snapshots of one folder, in the order of their
-    commits. Tagged snapshots are always kept.
+    commits. Tagged snapshots are always kept, and so are those that a mirror still lacks.
 
     Args:
         keep_last: How many of the newest snapshots to keep.
@@ -93,7 +94,8 @@ class Retention:
         return reasons
 
     def _kept(self, run: Run, now: float) -> Iterator[tuple[str, str]]:
-        yield from ((name, "tagged") for name, row in run if row.tags)
+        yield from ((name, "tagged") for name, row in run if row.user_tags)
+        yield from ((name, "not mirrored yet") for name, row in run if is_unmirrored(row))
         if self.keep_last is not None:
             yield from ((name, f"last {self.keep_last}") for name, _ in run[-self.keep_last :])
         if self.keep_every is not None:
@@ -303,14 +305,14 @@ class Pruning:
         self._objects = objects
         self.verdicts: list[Verdict] = []
         self._retention = retention
-        self._prefix = f"{folder}/" if folder else ""
+        self._folder = folder
         self._taken = taken
 
     def judge(self, table: Table) -> list[Verdict]:
         """Return the verdicts on the snapshots of a table."""
-        named = table.below(self._prefix)
+        named = snapshots_in(table, self._folder)
         if self._taken is not None:
-            named = ((n, row) for n, row in named if "/" not in n[len(self._prefix) :])
+            named = ((n, row) for n, row in named if n.rpartition("/")[0] == self._folder)
         unread: set[str] = set()
         if self._taken is None or self._retention.asks_metadata:
             named = ((n, self._with_metadata(n, row, unread)) for n, row in named)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from casnap.errors import (
     SnapshotNotFoundError,
     StateError,
 )
-from casnap.format.names import MARKER, check_name
+from casnap.format.names import MARKER, UNFINISHED, check_name
 from casnap.format.records import DEEP_TABLE, MAX_METADATA_BYTES, Root, Row
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import publish
@@ -29,9 +30,34 @@ _FENCED_TRIES = 3
 _METADATA_DEPTH = 64
 _MOST_TAGS = 100
 _TAG_CHARS = 100
+_ABANDONED_AFTER = 7 * 86400.0
 
 Table = Tree[Row]
 Change = Callable[[Table, int], dict[str, "Row | None"]]
+
+
+def snapshots_in(table: Table, folder: str = "") -> Iterator[tuple[str, Row]]:
+    """Yield the snapshots below a folder, "" for all; unfinished copies are not among them."""
+    rows = table.below(f"{folder}/" if folder else "")
+    return (item for item in rows if not item[0].startswith(UNFINISHED))
+
+
+def stale_copies(table: Table) -> list[str]:
+    """Return the names of the rows of copies that were not gone on with for a week.
+
+    A time in the future counts like one in the past, so that no row stays for ever.
+    """
+    now = time.time()
+    rows = table.below(UNFINISHED)
+    return [name for name, row in rows if not abs(now - row.time) <= _ABANDONED_AFTER]
+
+
+def drop_stale_copies(objects: Objects, *, dry_run: bool) -> frozenset[str]:
+    """Drop the rows of copies that were not gone on with for a week; return their names."""
+    stale = objects.current(lambda root: stale_copies(objects.table(root)), objects.recent)
+    if stale and not dry_run:
+        change_table(objects, lambda table, _: dict.fromkeys(stale_copies(table)))
+    return frozenset(stale)
 
 
 def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
@@ -47,10 +73,10 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
             f"{uri} holds a snapshot {name!r} already; choose another name, delete it, or pass "
             "overwrite=True"
         )
-    if row is not None and row.tags:
+    if row is not None and row.user_tags:
         raise SnapshotExistsError(
-            f"{uri}: the snapshot {name!r} is tagged ({', '.join(row.tags):.200}), so it is not "
-            "overwritten; choose another name, or untag it first (`casnap tag --remove`)"
+            f"{uri}: the snapshot {name!r} is tagged ({', '.join(row.user_tags):.200}), so it is "
+            "not overwritten; choose another name, or untag it first (`casnap tag --remove`)"
         )
     parts = name.split("/")
     for n in range(1, len(parts)):
@@ -66,12 +92,14 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
         )
 
 
-def setting(name: str, row: Callable[[int], Row], *, overwrite: bool, uri: str) -> Change:
-    """Return the change that adds a row. ``row`` makes it, given the number of its root."""
+def setting(
+    name: str, row: Callable[[int, Row | None], Row], *, overwrite: bool, uri: str
+) -> Change:
+    """Return the change that adds a row. ``row`` makes it, given its root and what it replaces."""
 
     def change(table: Table, seq: int) -> dict[str, Row | None]:
         check_free(table, name, overwrite=overwrite, uri=uri)
-        return {name: row(seq)}
+        return {name: row(seq, table.get(name))}
 
     return change
 
@@ -147,14 +175,46 @@ def upgrade(objects: Objects) -> bool:
     return change_table(objects, lambda _table, _seq: {}, become)
 
 
+def mark(objects: Objects, name: str, row: Row) -> None:
+    """Write the marker for ``ls``, ``glob`` and ``os.path.exists``; it is never read as truth.
+
+    An error is a warning only: the snapshot is committed.
+    """
+    if not objects.marks:
+        return
+    content = {"casnap": "snapshot", "name": name, "commit": row.commit.hex()}
+    try:
+        objects.backend.mark(f"{name}/{MARKER}", msgspec.json.encode(content))
+    except Exception as e:  # noqa: BLE001
+        _log.warning("%s is committed, but its marker file cannot be written: %s", name, e)
+
+
 def unmark(objects: Objects, names: Iterable[str]) -> None:
-    """Remove the markers of deleted snapshots, if the store has any."""
+    """Remove the markers of deleted snapshots, if the store has any; at a remote place together."""
+    backend, keys = objects.backend, []
     for name in names if objects.marks else ():
         try:
             # The table is untrusted input: a name in it may point outside the store.
-            objects.backend.mark(f"{check_name(name)}/{MARKER}", None)
+            keys.append(f"{check_name(name)}/{MARKER}")
+        except InvalidNameError as e:
+            _unmarked(name, e)
+    if backend.is_remote and keys:
+        try:
+            for key, refused in backend.delete_all(keys).items():
+                _unmarked(key, refused)
+        except Exception as e:  # noqa: BLE001 - they are deleted, whatever it was
+            _unmarked(keys[0], e)
+        return
+    for key in keys:
+        try:
+            backend.mark(key, None)
         except Exception as e:  # noqa: BLE001 - it is deleted, whatever it was
-            _log.warning("%.200r is deleted, but its marker file cannot be: %.500s", name, e)
+            _unmarked(key, e)
+
+
+def _unmarked(what: str, error: Exception) -> None:
+    text = "%.200r is deleted, but its marker file cannot be: %.500s"
+    _log.warning(text, what.removesuffix(f"/{MARKER}"), error)
 
 
 def tagged(row: Row, tags: Iterable[str]) -> Row:
@@ -164,17 +224,18 @@ def tagged(row: Row, tags: Iterable[str]) -> Row:
         InvalidNameError: One of them cannot be a tag.
         SnapshotError: There are too many.
     """
-    every = sorted({*row.tags, *map(_checked_tag, tags)})
+    every = {*row.user_tags, *map(_checked_tag, tags)}
     if len(every) > _MOST_TAGS:
         raise SnapshotError(
             f"a snapshot has at most {_MOST_TAGS} tags; with these it would have {len(every)}"
         )
-    return msgspec.structs.replace(row, tags=tuple(every))
+    return msgspec.structs.replace(row, tags=tuple(sorted({*row.tags, *every})))
 
 
 def untagged(row: Row, tags: Iterable[str]) -> Row:
     """Return a row without some tags."""
-    return msgspec.structs.replace(row, tags=tuple(sorted({*row.tags} - {*tags})))
+    left = {*row.tags} - {*row.user_tags}.intersection(tags)
+    return msgspec.structs.replace(row, tags=tuple(sorted(left)))
 
 
 def _checked_tag(tag: object) -> str:

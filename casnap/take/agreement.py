@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 import msgspec
 
@@ -11,8 +10,8 @@ from casnap.errors import DamagedError, SnapshotExistsError
 from casnap.format.codec import Codec
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
-from casnap.state.stateful import Stateful, random_states_first
 from casnap.storage.objects import Objects
+from casnap.storage.settings import codec_of
 from casnap.storage.table import check_free
 from casnap.take.options import TakeOptions
 
@@ -25,7 +24,7 @@ class Request(msgspec.Struct, array_like=True):
         name: The name of the snapshot.
         keys: The keys of the app state.
         options: The options that must be the same on all ranks.
-        codec: How chunks are stored; that of rank 0 counts.
+        codec: How chunks are stored; that of rank 0 counts, which looks what the store is set to.
         seed: A random number; that of rank 0 chooses which bytes of replicas are compared.
         root: The newest root, which rank 0 reads for all where each look is a request.
     """
@@ -42,7 +41,7 @@ class Request(msgspec.Struct, array_like=True):
 def agree_on_request(
     objects: Objects,
     name: str,
-    app_state: Mapping[str, Stateful],
+    keys: list[str],
     options: TakeOptions,
     comm: Comm,
 ) -> Request:
@@ -51,12 +50,21 @@ def agree_on_request(
     Its keys are in the order in which all ranks read their states: reading may be a collective of
     the trainer's.
 
+    Args:
+        objects: The store.
+        name: The name of the snapshot.
+        keys: The keys of this rank.
+        options: How to take.
+        comm: The ranks.
+
     Raises:
         SnapshotExistsError: The name is taken.
         StateError: The ranks were asked for different things.
     """
-    keys = random_states_first(app_state)
-    root = _check_name_is_free(objects, name, options) if comm.rank == 0 else None
+    root, codec = None, options.codec or Codec.RAW
+    if comm.rank == 0:
+        root = _check_name_is_free(objects, name, options)
+        codec = codec_of(root, objects.backend.uri) if options.codec is None else codec
     own = Request(
         objects.config.store_id,
         name,
@@ -66,7 +74,7 @@ def agree_on_request(
             "allow_pickle": str(options.allow_pickle),
             "retention": repr(options.retention),
         },
-        options.codec,
+        codec,
         seed=int.from_bytes(os.urandom(7), "big"),
         root=root if objects.backend.is_remote else None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ class TakeOptions:
     """How to take. :meth:`casnap.Snapshot.take` describes the options.
 
     Attributes:
-        codec: How new chunks are stored; the store chooses it.
+        on_commit: Called right after the commit, on the rank that commits; the snapshot is then
+            noted as one that the mirror of the store lacks. None if there is no mirror.
+        codec: How new chunks are stored; None for as the store is set.
     """
 
     metadata: Mapping[str, Any] | None = None
@@ -27,7 +29,8 @@ class TakeOptions:
     retention: Retention | None = None
     replicated: Sequence[str] | None = None
     per_rank: Sequence[str] | None = None
-    codec: Codec = Codec.RAW
+    codec: Codec | None = None
+    on_commit: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         if self.retention is not None:

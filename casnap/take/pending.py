@@ -6,16 +6,19 @@ import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 from casnap.errors import StateError
-from casnap.format.records import Row
 from casnap.runtime.threads import NO_THREADS, Worker
+from casnap.take.publish import Taken
 
 # One take at a time in a process: so pending takes keep their order, and share their buffers.
 # The lock covers what the caller's thread does; the rest is known by ``_last``. One lock for both
 # would pass from thread to thread, and an interrupt could lose it.
 turn = threading.Lock()
+# Between two looks whether a take has ended, in seconds.
+_LOOK = 0.02
 _last: PendingTake | None = None
 
 
@@ -25,10 +28,22 @@ def _free_turn_after_fork() -> None:
     _pending.clear()
 
 
-def wait_for_last() -> None:
-    """Wait for the end, good or bad, of the take in the background."""
-    if _last is not None:
-        _last.wait_for_end()
+def wait_for_last(timeout: float | None = None) -> bool:
+    """Wait for the end, good or bad, of the take in the background; return whether it came.
+
+    Args:
+        timeout: How many seconds to wait at most.
+    """
+    last = _last
+    if last is None:
+        return True
+    if timeout is None:
+        last.wait_for_end()
+    else:
+        until = time.monotonic() + timeout
+        while not last.done() and time.monotonic() < until:
+            time.sleep(_LOOK)
+    return last.done()
 
 
 os.register_at_fork(after_in_child=_free_turn_after_fork)
@@ -42,11 +57,11 @@ class PendingTake:
         finish: Does the rest of the take.
     """
 
-    def __init__(self, name: str, finish: Callable[[], Row]) -> None:
+    def __init__(self, name: str, finish: Callable[[], Taken]) -> None:
         self.name = name
         self.error_seen = False
-        self._finish: Callable[[], Row] | None = finish
-        self._row: Row | None = None
+        self._finish: Callable[[], Taken] | None = finish
+        self._taken: Taken | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._thread: Worker | None = None
@@ -89,7 +104,7 @@ class PendingTake:
             return
         try:
             assert self._finish is not None
-            self._row = self._finish()
+            self._taken = self._finish()
             _pending.discard(self)
         except BaseException as e:  # noqa: BLE001 - raised by wait
             self._error = e
@@ -106,18 +121,18 @@ class PendingTake:
         assert self._thread is not None
         self._thread.wait()
 
-    def wait(self) -> Row:
-        """Wait for the end; return the row, or raise the error."""
+    def wait(self) -> Taken:
+        """Wait for the end; return what was taken, or raise the error."""
         self.wait_for_end()
         if self._error is not None:
             self.error_seen = True
             raise self._error
-        if self._row is None:
+        if self._taken is None:
             raise StateError(
                 f"the take of {self.name!r} goes on in the process that began it; wait for it "
                 "there, not in a fork"
             )
-        return self._row
+        return self._taken
 
 
 _pending: set[PendingTake] = set()

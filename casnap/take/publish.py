@@ -8,18 +8,31 @@ from dataclasses import dataclass
 
 import msgspec
 
-from casnap.format.names import MARKER
 from casnap.format.records import Row, Stats, encode
 from casnap.storage.commit import publish
 from casnap.storage.handover import OtherRanks
+from casnap.storage.mirrored import taken_tags
 from casnap.storage.objects import Objects
 from casnap.storage.retention import Pruning, Retention, prune
-from casnap.storage.table import setting
+from casnap.storage.table import mark, setting
 from casnap.storage.transaction import Transaction
 from casnap.take.manifest import BuiltManifest
 from casnap.take.options import TakeOptions
 
 _log = logging.getLogger("casnap")
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """A snapshot that was taken just now.
+
+    Attributes:
+        row: Its row in the table.
+        requests: How many requests the take made, by kind, on all ranks. They are not stored: when
+            a row is written, its take still has to put the root.
+    """
+
+    row: Row
+    requests: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -42,13 +55,15 @@ class Publication:
 
     def publish(
         self, transaction: Transaction, built: BuiltManifest | None, others: OtherRanks
-    ) -> Row:
-        """Commit the snapshot, with all that the other ranks wrote; return its row."""
+    ) -> Taken:
+        """Commit the snapshot, with all that the other ranks wrote."""
         assert built is not None, "rank 0 publishes, and has the manifest"
         digest = transaction.put_node(encode(built.manifest))
         made: list[Row] = []
 
-        def row(seq: int) -> Row:
+        mirrored = self.options.on_commit is not None
+
+        def row(seq: int, old: Row | None) -> Row:
             duration = time.monotonic() - self.started
             new_bytes = transaction.new_packs.stored_bytes + others.new_bytes
             made.append(
@@ -60,34 +75,24 @@ class Publication:
                     world_size=self.world_size,
                     stats=Stats(built.logical_bytes, new_bytes, built.entries, duration),
                     metadata=dict(self.options.metadata or {}),
+                    tags=taken_tags(old) if mirrored else (),
                 )
             )
             return made[-1]
 
         uri, overwrite = self.objects.backend.uri, self.options.overwrite
         publish(transaction, setting(self.name, row, overwrite=overwrite, uri=uri), others)
-        if self.objects.marks:
-            self._write_marker(made[-1])
+        if self.options.on_commit is not None:
+            self.options.on_commit()
+        mark(self.objects, self.name, made[-1])
         if self.options.retention is not None:
             self._prune(made[-1], self.options.retention)
-        requests = dict(transaction.requests + others.requests)
-        return msgspec.structs.replace(made[-1], requests=requests)
+        return Taken(made[-1], dict(transaction.requests + others.requests))
 
     def find(self, commit: bytes) -> Row | None:
         """Return the row of this take if the store has it, given the commit id."""
         row = self.objects.current(lambda root: self.objects.table(root).get(self.name))
         return row if row is not None and row.commit == commit else None
-
-    def _write_marker(self, row: Row) -> None:
-        """Write the marker for ``ls``, ``glob`` and ``os.path.exists``; it is never read as truth.
-
-        An error is a warning only: the snapshot is committed.
-        """
-        content = {"casnap": "snapshot", "name": self.name, "commit": row.commit.hex()}
-        try:
-            self.objects.backend.mark(f"{self.name}/{MARKER}", msgspec.json.encode(content))
-        except Exception as e:  # noqa: BLE001
-            _log.warning("%s is committed, but its marker file cannot be written: %s", self.name, e)
 
     def _prune(self, row: Row, retention: Retention) -> None:
         """Delete the snapshots of the run that the retention does not keep.

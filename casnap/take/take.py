@@ -13,23 +13,24 @@ from functools import partial
 from itertools import count
 
 from casnap.errors import FencedError
-from casnap.format.records import Root, Row
+from casnap.format.codec import Codec
+from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, collector_paused, undisturbed
-from casnap.state.stateful import Stateful
 from casnap.storage.objects import Objects
 from casnap.storage.table import checked_metadata
 from casnap.storage.transaction import Transaction
 from casnap.take import pending as background
 from casnap.take.agreement import agree_on_request
-from casnap.take.capture import Capture, capture_state
+from casnap.take.capturable import Capturable
+from casnap.take.capture import Capture
 from casnap.take.division import Division, divide
 from casnap.take.hashing import Hasher
 from casnap.take.joint_commit import commit_together
 from casnap.take.manifest import build_manifest
 from casnap.take.options import TakeOptions
 from casnap.take.pending import PendingTake
-from casnap.take.publish import Publication
+from casnap.take.publish import Publication, Taken
 from casnap.take.rounds import rounds_for
 from casnap.take.staging import Piece, StagedCopies, batched
 
@@ -40,11 +41,11 @@ _FENCED_TRIES = 5
 def take(
     objects: Objects,
     name: str,
-    app_state: Mapping[str, Stateful],
+    asked: Capturable,
     options: TakeOptions,
     comm: Comm,
-) -> Row:
-    """Take a snapshot and return its row once it is durable.
+) -> Taken:
+    """Take a snapshot and return once it is durable.
 
     Raises:
         StateError: Something in the state cannot be taken.
@@ -55,7 +56,7 @@ def take(
     started = time.monotonic()
     with background.turn:
         background.wait_for_last()
-        work = _begin(objects, name, app_state, options, comm, started)
+        work = _begin(objects, name, asked, options, comm, started)
         for tries in count(1):
             try:
                 return work.store(partial(batched, work.pieces()))
@@ -70,7 +71,7 @@ def take(
 def async_take(
     objects: Objects,
     name: str,
-    app_state: Mapping[str, Stateful],
+    asked: Capturable,
     options: TakeOptions,
     comm: Comm,
 ) -> PendingTake:
@@ -84,7 +85,7 @@ def async_take(
     try:
         with background.turn:
             background.wait_for_last()
-            work = _begin(objects, name, app_state, options, comm, started)
+            work = _begin(objects, name, asked, options, comm, started)
             copies = StagedCopies(options.max_staging_bytes)
             pending = PendingTake(name, partial(_store_copies, work, copies))
             try:
@@ -104,7 +105,7 @@ def async_take(
         raise
 
 
-def _store_copies(work: _Take, copies: StagedCopies) -> Row:
+def _store_copies(work: _Take, copies: StagedCopies) -> Taken:
     with work.comm:
         try:
             return work.store(copies.batches)
@@ -115,7 +116,7 @@ def _store_copies(work: _Take, copies: StagedCopies) -> Row:
 def _begin(
     objects: Objects,
     name: str,
-    app_state: Mapping[str, Stateful],
+    asked: Capturable,
     options: TakeOptions,
     comm: Comm,
     started: float,
@@ -124,15 +125,16 @@ def _begin(
     options = replace(options, metadata=checked_metadata(options.metadata or {}))
     before = dict(objects.backend.requests)
     comm.enter_phase("beginning a take")
-    request = agree_on_request(objects, name, app_state, options, comm)
-    options = replace(options, codec=request.codec)
-    state, chunk_size = {key: app_state[key] for key in request.keys}, objects.config.chunk_size
-    capture = capture_state(state, chunk_size, allow_pickle=options.allow_pickle)
+    request = agree_on_request(objects, name, asked.keys(), options, comm)
+    chunk_size = objects.config.chunk_size
+    capture = asked.capture(request.keys, chunk_size, allow_pickle=options.allow_pickle)
     comm.enter_phase("sharing out the work")
-    division = divide(comm, capture, state, options, chunk_size, request.seed)
+    division = divide(comm, capture, asked.values, options, chunk_size, request.seed)
     capture.assign(division.assigned)
     publication = Publication(objects, name, options, comm.size, started)
-    return _Take(objects, options, comm, capture, division, publication, before, request.root)
+    return _Take(
+        objects, options, request.codec, comm, capture, division, publication, before, request.root
+    )
 
 
 @dataclass(frozen=True)
@@ -140,11 +142,13 @@ class _Take:
     """A take whose state is captured, and whose work is divided among the ranks.
 
     Attributes:
+        codec: How new chunks are stored.
         told: The root to base it on, if rank 0 has told one; by default the newest one is read.
     """
 
     objects: Objects
     options: TakeOptions
+    codec: Codec
     comm: Comm
     capture: Capture
     division: Division
@@ -156,7 +160,7 @@ class _Take:
         """Return the bytes that this rank hashes; each rank begins with another part of them."""
         return self.capture.pieces(self.comm.rank / self.comm.size)
 
-    def store(self, batches: Callable[[int], Iterable[list[Piece]]]) -> Row:
+    def store(self, batches: Callable[[int], Iterable[list[Piece]]]) -> Taken:
         """Store the chunks that are new, then the manifest, and commit.
 
         Args:
@@ -164,10 +168,15 @@ class _Take:
         """
         return undisturbed(partial(self._store, batches))
 
-    def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Row:
+    def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Taken:
         comm, publication = self.comm, self.publication
         transaction = Transaction(
-            self.objects, crew, self.options.codec, self.requests_before, self.told
+            self.objects,
+            crew,
+            self.codec,
+            self.requests_before,
+            self.told,
+            puts_root=comm.rank == 0,
         )
         try:
             comm.enter_phase("hashing and writing")

@@ -42,11 +42,11 @@ from casnap.format.records import (
     segment_records,
 )
 from casnap.maintenance.places import Places, read_footer
-from casnap.maintenance.references import MANIFEST, TABLE, TREE, references
 from casnap.maintenance.survey import Survey
 from casnap.state.flatten import flatten, inflate
 from casnap.state.tensors import Leaf, allocate
 from casnap.storage.config import read_config
+from casnap.storage.references import MANIFEST, TABLE, TREE, references
 from casnap.storage.roots import read_root
 from casnap.storage.tree import Tree
 from tests.support.cli_calls import CHUNK

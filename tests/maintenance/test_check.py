@@ -95,7 +95,7 @@ def test_stores_in_memory(uri: str) -> None:
 
 
 def test_compressed_chunks(tmp_path: Path) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK, compress=True)
+    store = Store(tmp_path, chunk_size=CHUNK, codec="zstd")
     store.take({"s": StateDict(x=torch.zeros(100_000))}, "zeros")
     assert store.check(data=True).ok
     _, place = record_of(tmp_path, torch.zeros(CHUNK // 4))

@@ -151,7 +151,7 @@ def _take_anew(store: Path) -> None:
 
 
 def test_compressed(tmp_path: Path) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK, compress=True)
+    store = Store(tmp_path, chunk_size=CHUNK, codec="zstd")
     state = {f"x{i}": torch.full((CHUNK // 4,), i) for i in range(4)}
     store.take({"s": StateDict(state)}, "one")
     size = listing_of(tmp_path).stored_bytes

@@ -70,7 +70,8 @@ def make(folder: Path) -> None:
     store = Store(folder, chunk_size=CHUNK)
     for name, step in {"a": 2, "old_0": 0, "old_1": 1}.items():
         store.take(state_of(step), name, metadata={"step": step})
-    Store(folder, compress=True).take(state_of(3), "run/b", metadata={"step": 3})
+    store.configure(codec="zstd")
+    store.take(state_of(3), "run/b", metadata={"step": 3})
     store.delete("old_0")
     assert store.gc(grace=3600, repack=0).waiting_packs > 0
     store.delete("old_1")

@@ -16,6 +16,7 @@ import click
 
 import casnap
 import casnap.backends
+import casnap.integrations.dcp
 import casnap.testing
 from casnap.cli import COMMANDS, cli
 from casnap.maintenance.check import CheckReport
@@ -27,9 +28,16 @@ from casnap.maintenance.usage import Usage
 from casnap.restore.report import RestoreReport
 from casnap.snapshot import EntriesByPath, SnapshotMetadata
 from casnap.storage.retention import PruneReport
+from casnap.transfer.report import CopyReport
 
 RECORD = Path(__file__).parent.parent / "fixtures" / "public_face.json"
-MODULES = (casnap, casnap.errors, casnap.testing, casnap.backends)
+MODULES = (
+    casnap,
+    casnap.errors,
+    casnap.testing,
+    casnap.backends,
+    casnap.integrations.dcp,
+)
 ANSWERS = (
     SnapshotMetadata,
     EntriesByPath,
@@ -38,6 +46,7 @@ ANSWERS = (
     GcReport,
     CheckReport,
     RepairReport,
+    CopyReport,
     Damage,
     Hurt,
     Diff,

@@ -14,11 +14,14 @@ from typing import Any
 
 from tools.bench import (
     blocked,
+    copy,
+    dcp,
     gc,
     long_run,
     machine,
     many,
     memory,
+    mirror,
     object_store,
     ranks,
     ranks_plan,
@@ -40,6 +43,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "save": (save.measure, WORKLOADS),
     "async": (blocked.measure, WORKLOADS),
     "restore": (restore.measure, WORKLOADS),
+    "dcp": (dcp.measure, WORKLOADS),
     "read": (read_object.measure, ("read_object of 10 MB from 10 GB, warm",)),
     "many": (many.measure, ("50,000 entries",)),
     "memory": (memory.measure, ("extra memory",)),
@@ -48,6 +52,8 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "long": (long_run.measure, ("incremental take of 64 MiB, 1 % changed each step",)),
     "tiny": (tiny.measure, ("take of two numbers",)),
     "s3": (object_store.measure, object_store.WORKLOADS),
+    "mirror": (mirror.measure, mirror.WORKLOADS),
+    "copy": (copy.measure, copy.WORKLOADS),
     "cache": (read_cache.measure, read_cache.WORKLOADS),
     "plan": (ranks_plan.measure, ranks_plan.WORKLOADS),
 }

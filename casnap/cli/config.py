@@ -1,0 +1,46 @@
+"""``casnap config``."""
+
+from __future__ import annotations
+
+import click
+
+from casnap.cli.arguments import endpoint_option, exclusive_option, open_store
+from casnap.cli.output import emit, json_option, plain, quoted, safe
+
+SETTINGS = ("codec", "mirror")
+
+
+@click.command()
+@click.argument("store")
+@click.argument("settings", metavar="[SETTING=VALUE]...", nargs=-1)
+@exclusive_option
+@endpoint_option
+@json_option
+def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
+    """Show the settings of a store, or change them.
+
+    codec says how new chunks are stored, raw or zstd (where that makes them smaller). Takes that
+    begin after a change obey it. What is stored already stays as it is.
+
+    mirror=none forgets which store is the mirror, and which snapshots it lacks.
+    """
+    changes = dict(map(_parsed, settings))
+    place = open_store(store)
+    if changes:
+        try:
+            place.configure(**changes)
+        except ValueError as e:
+            raise click.UsageError(safe(str(e))) from e
+    if as_json:
+        emit({"store": place.objects.backend.uri, "settings": place.settings})
+        return
+    for key, value in sorted(place.settings.items()):
+        click.echo(safe(f"{key}={plain(value, json=False)}"))
+
+
+def _parsed(setting: str) -> tuple[str, str]:
+    key, equals, value = setting.partition("=")
+    if not equals or key not in SETTINGS:
+        known = ", ".join(f"{key}=VALUE" for key in SETTINGS)
+        raise click.UsageError(f"{quoted(setting)} is no setting; there is {known}")
+    return key, value

@@ -1,0 +1,219 @@
+"""``casnap cp``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from casnap.cli.arguments import (
+    endpoint_option,
+    exclusive_option,
+    is_exclusive,
+    options_for,
+    print_requests,
+)
+from casnap.cli.option_types import duration
+from casnap.cli.output import Failure, counted, emit, json_option, phases, safe, size
+from casnap.errors import NotAStoreError
+from casnap.storage.uris import snapshot_uri, store_uri
+from casnap.store import Store
+from casnap.transfer.choice import check_pair, choose
+from casnap.transfer.follow import Follower, FollowOptions, Pair
+from casnap.transfer.report import Chosen, CopyOptions, CopyReport
+
+EXAMPLES = """\
+\b
+Examples:
+  casnap cp /ckpts s3://bucket/ckpts                      all snapshots
+  casnap cp /ckpts/run1 s3://bucket/ckpts --dry-run       those of one run
+  casnap cp s3://bucket/ckpts/step_100 /scratch/ckpts     one
+  casnap cp /ckpts/run1/step_100 /scratch/ckpts/best      one, under another name
+  casnap cp /ckpts/run1 s3://bucket/ckpts --follow        and each that is taken from now on
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("source", metavar="SRC")
+@click.argument("destination", metavar="DST")
+@click.option("--dry-run", is_flag=True, help="Only show what would be sent.")
+@click.option("--follow", is_flag=True, help="Go on, and copy each new snapshot.")
+@click.option(
+    "--interval", type=duration, default="5s", metavar="TIME", help="How often to look [5s]."
+)
+@click.option(
+    "--give-up-after",
+    type=duration,
+    metavar="TIME",
+    help="End --follow after failures for so long; by default never.",
+)
+@exclusive_option
+@endpoint_option
+@json_option
+def cp(
+    source: str,
+    destination: str,
+    dry_run: bool,
+    follow: bool,
+    interval: float,
+    give_up_after: float | None,
+    as_json: bool,
+) -> None:
+    """Copy snapshots into another store, and send only the chunks that it lacks.
+
+    SRC is a store, a snapshot in it, or a folder of snapshots. DST is a store, or the new name of
+    the snapshot or folder in one; where there is no store, it is made. Snapshots keep their
+    metadata, tags and commit ids. Those that are there already are not copied again, and a copy
+    that was interrupted goes on where it stopped when it is repeated.
+
+    With --follow, the command goes on until SIGINT or SIGTERM. Failures of either side are logged,
+    and tried again. It copies what SRC holds, and then each new snapshot; one that is deleted at
+    DST later is not copied again.
+    """
+    _check_usage(follow=follow, dry_run=dry_run)
+    if store_uri(source) is None and store_uri(destination) is None:
+        options_for(destination)  # there is no server to name
+    if follow:
+        how = FollowOptions(interval, give_up_after)
+        _follow(source, destination, how, as_json=as_json)
+        return
+    here, name = _opened_or_above(source)
+    there, rename = _destination(destination)
+    reach: dict[str, Any] = {}
+    if isinstance(there, str):
+        reach = {"storage_options": _options(there), "exclusive": is_exclusive()}
+    with phases() as progress:
+        report = here.copy(
+            name, to=there, rename=rename, dry_run=dry_run, progress=progress, **reach
+        )
+    places = {"source": here, "destination": there if isinstance(there, Store) else None}
+    if as_json:
+        requests = {key: place.requests for key, place in places.items() if place is not None}
+        emit({"source": here.uri, "destination": _uri(there), **asdict(report), **_some(requests)})
+        return
+    _show(report, _uri(there))
+    for place in places.values():
+        if place is not None:
+            print_requests(place)
+
+
+def _check_usage(*, follow: bool, dry_run: bool) -> None:
+    source = click.get_current_context().get_parameter_source
+    for option in ("interval", "give_up_after"):
+        if not follow and source(option) is not ParameterSource.DEFAULT:
+            raise click.UsageError(f"--{option.replace('_', '-')} is for --follow")
+    if follow and dry_run:
+        raise click.UsageError("--dry-run shows what one copy would send; --follow copies for ever")
+
+
+def _follow(source: str, destination: str, how: FollowOptions, *, as_json: bool) -> None:
+    """Copy until a signal ends it; then say what was copied."""
+
+    def open_pair() -> Pair:
+        here, name = _opened_or_above(source)
+        there, rename = _destination(destination)
+        if isinstance(there, str):
+            options, size = _options(there), here.chunk_size
+            there = Store(there, chunk_size=size, storage_options=options, exclusive=is_exclusive())
+        target = there.opened
+        check_pair(here.objects, target.objects)
+
+        def chosen() -> list[Chosen]:
+            found = choose(here.objects, here.prefix, name, rename)
+            return [each._replace(target=target.full_name(each.target)) for each in found]
+
+        codec = target.codec_for_copies()
+        return Pair(here.objects, target.objects, chosen, CopyOptions(codec))
+
+    copied: list[str] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    follower = Follower(open_pair, how)
+    try:
+        for report in follower.reports():
+            copied += report.copied
+            if not as_json:
+                click.echo(f"copied {', '.join(map(safe, report.copied))}: {_sent(report)}")
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        pass
+    if as_json:
+        emit({"copied": copied, "refused": follower.refused})
+    else:
+        click.echo(f"{counted(len(copied), 'snapshot')} copied")
+    if follower.refused:
+        raise Failure("; ".join(f"{name}: {why}" for name, why in follower.refused.items()))
+
+
+def _some(requests: dict[str, dict[str, int]]) -> dict[str, Any]:
+    made = {key: counts for key, counts in requests.items() if counts}
+    return {"requests": made} if made else {}
+
+
+def _uri(place: Store | str) -> str:
+    return place.uri if isinstance(place, Store) else place
+
+
+def _options(uri: str) -> dict[str, Any] | None:
+    """Return how a remote store is reached; the other one of the two may be on this machine."""
+    return None if store_uri(uri) is None else options_for(uri)
+
+
+def _opened(uri: str) -> tuple[Store, str | None]:
+    """Return the store that a URI lies in, and the name or folder in it, if there is one."""
+    place = Store(uri, create=False, storage_options=_options(uri), exclusive=is_exclusive())
+    return Store(place.opened.whole()), place.prefix or None
+
+
+def _opened_or_above(uri: str) -> tuple[Store, str | None]:
+    """Return the same; the URI of a remote snapshot may do, whose store is its parent.
+
+    Raises:
+        NotAStoreError: There is no store at either place.
+    """
+    try:
+        return _opened(uri)
+    except NotAStoreError:
+        remote = store_uri(uri)
+        if remote is None or remote.name or remote.is_bucket:
+            raise
+        snapshot = snapshot_uri(uri)
+        assert snapshot is not None
+        try:
+            return _opened(snapshot.store)[0], snapshot.name
+        except NotAStoreError:
+            pass
+        raise
+
+
+def _destination(uri: str) -> tuple[Store | str, str | None]:
+    """Return the store to copy to, or where it is to be made; and the new name, if there is one."""
+    try:
+        return _opened_or_above(uri)
+    except NotAStoreError:
+        found = store_uri(uri)
+        if found is not None and found.name:
+            return found.store, found.name
+        return uri, None
+
+
+def _show(report: CopyReport, uri: str) -> None:
+    would = "would be " if report.dry_run else ""
+    for name in report.copied:
+        click.echo(f"{would}copied {safe(name)}")
+    for name in report.gone:
+        click.echo(f"{safe(name)} was deleted meanwhile, and is not copied", err=True)
+    snapshots = counted(len(report.copied), "snapshot")
+    there = f", {len(report.present):,} there already" if report.present else ""
+    click.echo(f"{safe(uri)}: {snapshots} {would}copied{there}")
+    click.echo(_sent(report))
+
+
+def _sent(report: CopyReport) -> str:
+    would = "would be " if report.dry_run else ""
+    sent = f"{size(report.sent_bytes)} in {counted(report.sent_chunks, 'chunk')} {would}sent"
+    shared = f"{size(report.present_bytes)} in {counted(report.present_chunks, 'chunk')}"
+    return f"{sent}, {shared} there already"

@@ -1,0 +1,66 @@
+"""Copying chunks and nodes out of packs into new packs, of the same store or of another one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from casnap.format.codec import Codec
+from casnap.format.digest import Digest
+from casnap.format.records import Place
+from casnap.runtime import calls
+from casnap.runtime.fork import PerProcess
+from casnap.storage.new_packs import NewPacks
+from casnap.storage.objects import Objects
+from casnap.storage.place_reads import ReadOptions, Want
+
+# Two buffers to read into; writing takes the others of the pool.
+_READ = ReadOptions(readers=2, sharing=3)
+
+# Mirrors have a pool of their own, and so a turn of their own.
+_turn = PerProcess(threading.Lock)
+_turn_of_mirrors = PerProcess(threading.Lock)
+
+Report = Callable[[Digest, int], None]
+"""Called with the digest and the raw length of what was copied, from any thread."""
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Hold the turn to copy chunks from some buffers of the pool into others.
+
+    Two threads that did so at once could each hold the buffers that the other waits for.
+    """
+    with (_turn_of_mirrors if calls.current() == calls.MIRROR else _turn).value:
+        yield
+
+
+def codec_of(places: Iterable[Place | None]) -> Codec:
+    """Return zstd if any of these chunks is stored with it."""
+    codecs = {place.codec for place in places if place is not None}
+    return Codec.ZSTD if Codec.ZSTD in codecs else Codec.RAW
+
+
+def copy_verified(
+    source: Objects, chunks: Iterable[tuple[Digest, bool]], new_packs: NewPacks, report: Report
+) -> None:
+    """Read chunks and nodes, verify them, and write them into new packs. Hold the turn for it.
+
+    Args:
+        source: The store to read from.
+        chunks: Digests, each with whether it is a node.
+        new_packs: Where to write.
+        report: Called after each.
+
+    Raises:
+        DamagedError: Some are nowhere whole. All others were written.
+        BackendError: Some cannot be read, and may be whole.
+    """
+
+    def sink(digest: Digest, is_node: bool, raw: memoryview) -> None:
+        new_packs.copy(digest, raw, is_node=is_node, is_verified=True)
+        report(digest, len(raw))
+
+    source.fetch((Want(d, -1, partial(sink, d, node), "") for d, node in chunks), _READ)

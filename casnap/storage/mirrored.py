@@ -1,0 +1,192 @@
+"""What the table of a store with a mirror says: which snapshots the mirror lacks.
+
+These notes are tags that no user can give. A take into a store with a mirror commits its row with
+one, and the mirror removes it once it holds the snapshot. Until then no process prunes the
+snapshot, whether it knows of the mirror or not, and whoever was killed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from casnap.errors import MirrorError
+from casnap.format.records import INTERNAL, Root, Row, id_from_name
+from casnap.storage.objects import Objects
+from casnap.storage.settings import change_settings
+from casnap.storage.table import Table, change_table
+
+SETTING = "mirror"
+_LACKS = f"{INTERNAL}unmirrored"
+_REPLACES = f"{INTERNAL}replaces:"
+# A snapshot that is taken anew again and again, while the mirror cannot be reached, remembers so
+# many of those that it has replaced: the first, which the mirror may have, and the last ones.
+_MOST_REPLACED = 16
+# Nodes of tables.
+_MOST_KNOWN = 1 << 16
+_FROM = f"{INTERNAL}from:"
+
+
+class MirrorPlace(NamedTuple):
+    """Which store is the mirror, as the settings of the mirrored store say.
+
+    Attributes:
+        store: The id of that store.
+        prefix: The folder there that all snapshots go into; empty for none.
+        uri: Where it was.
+    """
+
+    store: str
+    prefix: str
+    uri: str
+
+
+def is_unmirrored(row: Row) -> bool:
+    """Whether the mirror still lacks a snapshot."""
+    return _LACKS in row.tags
+
+
+def taken_tags(old: Row | None) -> tuple[str, ...]:
+    """Return the tags of a snapshot that was just taken, and is to be mirrored.
+
+    Args:
+        old: The snapshot of the same name that it replaces.
+    """
+    replaced: list[str] = []
+    if old is not None:
+        replaced = [*_replaced_tags(old), f"{_REPLACES}{old.commit.hex()}"]
+        del replaced[1 : max(1, len(replaced) - _MOST_REPLACED + 1)]
+    return (*replaced, _LACKS)
+
+
+def replaced_by(row: Row) -> frozenset[bytes]:
+    """Return the commit ids of the snapshots that a snapshot has replaced since it was mirrored."""
+    found = (id_from_name(tag.removeprefix(_REPLACES)) for tag in _replaced_tags(row))
+    return frozenset(commit for commit in found if commit is not None)
+
+
+def _replaced_tags(row: Row) -> list[str]:
+    return [tag for tag in row.tags if tag.startswith(_REPLACES)]
+
+
+def origin_tags(row: Row, store_id: str) -> tuple[str, ...]:
+    """Return the tags of the copy of a snapshot at a mirror: the user's, and where it is from."""
+    return tuple(sorted((*row.user_tags, f"{_FROM}{store_id}")))
+
+
+def origin_of(row: Row) -> str:
+    """Return the id of the store that a snapshot at a mirror was copied from; empty if unknown."""
+    return next((tag.removeprefix(_FROM) for tag in row.tags if tag.startswith(_FROM)), "")
+
+
+def _settled(row: Row) -> Row:
+    return msgspec.structs.replace(row, tags=row.user_tags)
+
+
+def settle(objects: Objects, mirrored: Mapping[str, bytes]) -> None:
+    """Note that the mirror holds some snapshots, in one commit.
+
+    Args:
+        objects: The mirrored store.
+        mirrored: Full name and commit id of each.
+    """
+
+    def change(table: Table, _seq: int) -> dict[str, Row | None]:
+        changed: dict[str, Row | None] = {}
+        for name, commit in mirrored.items():
+            row = table.get(name)
+            # If it was taken anew meanwhile, that row says that it has replaced this commit.
+            if row is not None and row.commit == commit and is_unmirrored(row):
+                changed[name] = _settled(row)
+        return changed
+
+    change_table(objects, change)
+
+
+class Lacking:
+    """Looks for what the mirror lacks, in one table after the other.
+
+    What stays the same from one table to the next is read once.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[tuple[str, Row], ...]] = {}
+
+    def look(self, table: Table) -> dict[str, Row]:
+        """Return the snapshots that the mirror lacks, by full name, in the order of commits."""
+        if len(self._known) > _MOST_KNOWN:
+            self._known = {}
+        found = table.chosen(lambda _, row: is_unmirrored(row), self._known)
+        return dict(sorted(found, key=lambda item: item[1].seq))
+
+
+def place_of(root: Root, uri: str) -> MirrorPlace | None:
+    """Return which store is the mirror; None if there is none yet.
+
+    Raises:
+        MirrorError: The setting cannot be understood.
+    """
+    said = root.settings.get(SETTING)
+    if said is None:
+        return None
+    fields = [said.get(field) for field in MirrorPlace._fields] if isinstance(said, dict) else []
+    texts = [field for field in fields if isinstance(field, str)]
+    if len(texts) != len(MirrorPlace._fields):
+        raise MirrorError(
+            f"{uri} has a setting for its mirror that this casnap does not understand; update "
+            f"casnap, or forget that mirror: `casnap config {uri} mirror=none`"
+        )
+    return MirrorPlace(*texts)
+
+
+def attach(objects: Objects, place: MirrorPlace) -> None:
+    """Note which store is the mirror; the first time, note that it lacks all snapshots.
+
+    Raises:
+        MirrorError: Another store is the mirror.
+        StoreError: The store is of format 1, which has no settings.
+    """
+    uri = objects.backend.uri
+    known = place_of(objects.newest(), uri)
+    if known is None:
+        change_settings(objects, lambda s: {SETTING: place._asdict(), **s}, _tag_all)
+        known = place_of(objects.newest(), uri)
+    if known is not None and (known.store, known.prefix) != (place.store, place.prefix):
+        found = f"at {place.uri} there is the store {place.store}{_below(place)}"
+        raise not_that_mirror(objects, known, found)
+
+
+def not_that_mirror(objects: Objects, known: MirrorPlace, found: str) -> MirrorError:
+    """Return the error for another store, or none, in place of the mirror."""
+    uri = objects.backend.uri
+    return MirrorError(
+        f"the mirror of {uri} is the store {known.store}{_below(known)}, which was at {known.uri}; "
+        f"{found}. Name that one; or if it is gone for good, or you want another one, forget it "
+        f"first: `casnap config {uri} mirror=none`"
+    )
+
+
+def _below(place: MirrorPlace) -> str:
+    return f" (below {place.prefix})" if place.prefix else ""
+
+
+def _tag_all(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
+    return {
+        name: msgspec.structs.replace(row, tags=(*row.user_tags, *taken_tags(None)))
+        for name, row in rows
+    }
+
+
+def _tag_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
+    return {name: _settled(row) for name, row in rows if row.tags != row.user_tags}
+
+
+def detach(objects: Objects) -> bool:
+    """Forget the mirror, and which snapshots it lacks; return whether there was any of that."""
+
+    def without(settings: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in settings.items() if key != SETTING}
+
+    return change_settings(objects, without, _tag_none)

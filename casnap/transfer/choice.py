@@ -1,0 +1,88 @@
+"""Which snapshots a copy is to bring where, and whether that can be done at all."""
+
+from __future__ import annotations
+
+import msgspec
+
+from casnap.backends import Backend, LocalBackend
+from casnap.errors import SnapshotNotFoundError, StoreError, nearest
+from casnap.format.names import check_name
+from casnap.format.records import Row
+from casnap.storage.objects import Objects
+from casnap.storage.table import Table, snapshots_in
+from casnap.transfer.report import Chosen
+
+
+def choose(source: Objects, prefix: str, name: str | None, rename: str | None) -> list[Chosen]:
+    """Return the snapshots that are meant, each with its full name and what it is called there.
+
+    Args:
+        source: The store.
+        prefix: The folder that the names lie in, and that their new names are without; "" for the
+            whole store.
+        name: A snapshot, or a folder of them; None for all.
+        rename: What that is called at the destination, or the folder that all go into.
+
+    Raises:
+        SnapshotNotFoundError: There are none.
+        InvalidNameError: The name, or a new one, cannot be one.
+    """
+    inner = "" if name is None else check_name(name)
+    outer = "/".join(part for part in (prefix, inner) if part)
+
+    def look(table: Table) -> list[tuple[str, Row]]:
+        row = table.get(check_name(outer)) if inner else None
+        found = [(outer, row)] if row is not None else list(snapshots_in(table, outer))
+        if outer and not found:
+            hint = nearest(outer, (full for full, _ in snapshots_in(table)))
+            raise SnapshotNotFoundError(
+                f"{source.backend.uri} holds no snapshot {outer!r}, nor any below it{hint}"
+            )
+        return found
+
+    found = source.current(lambda root: look(source.table(root)))
+    below = len(prefix) + 1 if prefix else 0
+    return [
+        Chosen(
+            full,
+            _renamed(full[below:], inner, rename),
+            # Notes of casnap's own are about that store alone.
+            msgspec.structs.replace(row, tags=row.user_tags),
+        )
+        for full, row in found
+    ]
+
+
+def _renamed(name: str, folder: str, rename: str | None) -> str:
+    if rename is None:
+        return name
+    rest = name[len(folder) :] if folder else f"/{name}"
+    return check_name(check_name(rename) + rest)
+
+
+def check_pair(source: Objects, destination: Objects) -> None:
+    """Check that snapshots of one store can be copied into another one.
+
+    Raises:
+        StoreError: They are the same store, or their chunks are of different sizes.
+    """
+    here, there = source.backend, destination.backend
+    is_same_id = source.config.store_id == destination.config.store_id
+    if is_same_id and _is_same_place(here, there):
+        raise StoreError(
+            f"{there.uri} is the store that is copied from; a copy goes into another store"
+        )
+    ours, theirs = source.config.chunk_size >> 10, destination.config.chunk_size >> 10
+    if ours != theirs:
+        raise StoreError(
+            f"{here.uri} has chunks of {ours:,} KiB, {there.uri} of {theirs:,} KiB. A snapshot "
+            "names its chunks by their digests, so it can be copied only between stores with "
+            f"chunks of one size: make the other store with `casnap init --chunk-size {ours}K`; or "
+            "restore from the one and take into the other"
+        )
+
+
+def _is_same_place(here: Backend, there: Backend) -> bool:
+    if isinstance(here, LocalBackend) and isinstance(there, LocalBackend):
+        return here.folder.samefile(there.folder)
+    return here.identity == there.identity

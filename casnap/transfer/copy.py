@@ -1,0 +1,161 @@
+"""Copying snapshots into another store.
+
+A snapshot is copied in parts. Each part is a change of the destination like a take: it relies on
+the chunks that are there, and writes those that it lacks. A part that does not complete the
+snapshot refers to what it has written from a row of its own (``pinned.py``). The last part writes
+the nodes of the tree and the row of the snapshot, and removes that row.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from itertools import count
+
+from casnap.errors import FencedError, SnapshotNotFoundError
+from casnap.runtime.progress import Progress
+from casnap.storage.contents import Contents
+from casnap.storage.objects import Objects
+from casnap.storage.table import Table
+from casnap.transfer.report import Chosen, CopyOptions, CopyReport
+from casnap.transfer.tally import Tally
+from casnap.transfer.tree import SourceTree
+from casnap.transfer.whole import WholeCopy, is_present
+
+_log = logging.getLogger("casnap")
+_FENCED_TRIES = 5
+# The most nodes of earlier snapshots of this copy that are remembered.
+_MOST_SEEN = 1 << 19
+
+
+def copy_snapshots(
+    source: Objects,
+    destination: Objects | None,
+    snapshots: Sequence[Chosen],
+    options: CopyOptions | None = None,
+    progress: Progress | None = None,
+) -> CopyReport:
+    """Copy snapshots into another store, in the order of their commits.
+
+    A snapshot of the same name and commit id that is there already is not copied again.
+
+    Args:
+        source: The store to read from.
+        destination: The store to write to; None for a dry run into a store that is to be made.
+        snapshots: What to copy.
+        options: How.
+        progress: Called with "copying", the bytes that were dealt with, and the total.
+
+    Raises:
+        SnapshotExistsError: A name is taken. Nothing was sent.
+        SnapshotNotFoundError: A snapshot was deleted from the source meanwhile.
+        DamagedError: Something in the source cannot be read. What was copied before stands.
+        FencedError: A collector was faster than the copy, again and again.
+        StoreError: A store failed.
+    """
+    started = time.monotonic()
+    copy = _Copy(source, destination, options or CopyOptions(), progress)
+    copy.run(sorted(snapshots, key=lambda chosen: (chosen.row.seq, chosen.name)))
+    copy.report.seconds = time.monotonic() - started
+    return copy.report
+
+
+class _Copy:
+    """A copy of several snapshots.
+
+    Attributes:
+        report: What was done so far.
+    """
+
+    def __init__(
+        self,
+        source: Objects,
+        destination: Objects | None,
+        options: CopyOptions,
+        progress: Progress | None,
+    ) -> None:
+        self._source = source
+        self._destination = destination
+        self._options = options
+        self._tally = Tally(progress)
+        self.report = self._tally.report
+        self.report.dry_run = options.dry_run
+        # Nodes that were seen in this copy; and each with the copied snapshot that it is part of.
+        self._seen: set[bytes] = set()
+        self._owners: dict[bytes, Chosen] = {}
+
+    def run(self, snapshots: Sequence[Chosen]) -> None:
+        """Copy them all."""
+        todo = self._missing(snapshots)
+        self._tally.total = sum(chosen.row.stats.logical_bytes for chosen in todo)
+        for chosen in todo:
+            with self._tally.dealing_with(chosen.row.stats.logical_bytes):
+                self._copy(chosen)
+
+    def _missing(self, snapshots: Sequence[Chosen]) -> list[Chosen]:
+        """Return the snapshots that the destination lacks.
+
+        Raises:
+            SnapshotExistsError: The name of one is taken.
+        """
+        there = self._destination
+        if there is None:
+            return list(snapshots)
+        uri = there.backend.uri
+        there.check_writable("copy snapshots into", dry_run=self._options.dry_run)
+
+        def look(table: Table) -> list[bool]:
+            return [is_present(table, chosen, uri) for chosen in snapshots]
+
+        found = there.current(lambda root: look(there.table(root)), there.recent)
+        pairs = list(zip(snapshots, found, strict=True))
+        self.report.present += [chosen.target for chosen, is_there in pairs if is_there]
+        return [chosen for chosen, is_there in pairs if not is_there]
+
+    def _copy(self, chosen: Chosen) -> None:
+        try:
+            with Contents(self._source, chosen.name, chosen.row).reading():
+                self._copy_unfenced(chosen)
+        except SnapshotNotFoundError as e:
+            if not self._options.skip_gone:
+                raise
+            _log.warning("%s", e)
+            self._forget()
+            self.report.gone.append(chosen.name)
+
+    def _copy_unfenced(self, chosen: Chosen) -> None:
+        for tries in count(1):
+            try:
+                self._try(chosen)
+            except FencedError as e:
+                self._forget()
+                if tries == _FENCED_TRIES:
+                    raise FencedError(
+                        f"{chosen.target} is not copied: collectors without grace deleted what it "
+                        f"relied on, {tries} times; copy again, and give `casnap gc` a --grace"
+                    ) from e
+                _log.info("%s: a collector went past the copy, which starts again", chosen.target)
+            else:
+                return
+
+    def _try(self, chosen: Chosen) -> None:
+        if len(self._seen) > _MOST_SEEN:
+            self._forget()
+        tree = SourceTree(self._source, chosen, self._seen, self._owners)
+        whole = WholeCopy(self._source, chosen, tree, self._options, self._tally)
+        if self._options.dry_run:
+            whole.look(self._destination)
+        else:
+            assert self._destination is not None
+            if not whole.copy(self._destination):
+                # Another process has copied it meanwhile.
+                self._forget()
+                self.report.present.append(chosen.target)
+                return
+        self._owners.update(dict.fromkeys(tree.nodes, chosen))
+        self.report.copied.append(chosen.target)
+
+    def _forget(self) -> None:
+        self._seen.clear()
+        self._owners.clear()

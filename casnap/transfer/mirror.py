@@ -1,0 +1,450 @@
+"""The mirror of a store: another store that gets each snapshot, in the background.
+
+A take with a mirror commits its row with a note that the mirror lacks the snapshot
+(``storage/mirrored.py``). A **pass** copies all snapshots with such a note, in the order of their
+commits, and removes the notes. It runs on a thread that the interpreter waits for at its exit. A
+pass begins after each commit of this process, and a **watcher**, a daemon thread, begins others:
+after a failure, or for what other processes have committed. On each host one process at a time has
+a pass. Nothing here raises to a take, or makes it wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from functools import partial
+from weakref import WeakSet, ref
+
+import msgspec
+
+from casnap.errors import (
+    BackendError,
+    CasnapError,
+    DamagedError,
+    MirrorError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+)
+from casnap.format.records import Row
+from casnap.runtime import calls
+from casnap.runtime.threads import Worker, gently
+from casnap.storage.lmdb_files import BusyError, locked
+from casnap.storage.mirrored import (
+    Lacking,
+    MirrorPlace,
+    attach,
+    origin_of,
+    origin_tags,
+    replaced_by,
+    settle,
+)
+from casnap.storage.objects import Objects
+from casnap.storage.retention import Pruning, prune
+from casnap.transfer.choice import check_pair
+from casnap.transfer.copy import copy_snapshots
+from casnap.transfer.mirror_report import Destination, HostNote, HowToMirror, MirrorStatus, Told
+from casnap.transfer.patience import RETRY_REFUSED, Patience
+from casnap.transfer.report import Chosen, CopyOptions
+
+_log = logging.getLogger("casnap")
+# How often to look for what other processes have committed, in seconds.
+_LOOK = 5.0
+# How long a new Store waits to hear that its mirror is the wrong one, in seconds.
+_FIRST_CONTACT = 5.0
+# A long pass notes what it has copied this often, in seconds.
+_SETTLE = 10.0
+
+
+class _StoppedError(Exception):
+    """Ends a copy because the mirror was stopped."""
+
+
+class Mirror:
+    """Copies each snapshot of a store to another store, in the background.
+
+    Args:
+        source: The mirrored store.
+        how: What the user said of the mirror.
+        uri: The mirror, in full.
+        open_there: Opens the mirror, or makes it.
+        passive: Whether another process copies, as on ranks other than 0.
+    """
+
+    def __init__(
+        self,
+        source: Objects,
+        how: HowToMirror,
+        uri: str,
+        open_there: Callable[[], Destination],
+        *,
+        passive: bool = False,
+    ) -> None:
+        self.how = how
+        self.uri = uri
+        self._source = source
+        self._note = HostNote(source, uri)
+        self._open_there = open_there
+        self._passive = passive
+        self._stopped = False
+        self._there: Destination | None = None
+        self._misfit: CasnapError | None = None
+        self._lacking = Lacking()
+        self._begin()
+        _all.add(self)
+
+    def _begin(self) -> None:
+        """Begin with threads of this process: those of a parent do not come along in a fork."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._event = threading.Event()
+        self._changed = threading.Condition()
+        self._patience = Patience(f"the mirror of {self._source.backend.uri} at {self.uri}")
+        self._refused: dict[str, tuple[bytes, str]] = {}
+        self._pass: Worker | None = None
+        self._again = False
+        self._watcher: threading.Thread | None = None
+        self._contacted = threading.Event()
+        self._looked_at: bytes | None = None
+        self._passes = 0
+        self._refused_until = 0.0
+
+    # --- from the threads of users; none of these raises because of the mirror, or waits for it ---
+
+    def start(self) -> None:
+        """Begin to copy; wait a moment for the news that the mirror is the wrong store.
+
+        Raises:
+            CasnapError: It is, or there is no store and none can be made.
+        """
+        if self._passive:
+            return
+        self.wake()
+        self._contacted.wait(_FIRST_CONTACT)
+        if self._misfit is not None:
+            self.stop()
+            raise self._misfit
+
+    def stop(self) -> None:
+        """Copy no more. What the mirror lacks stays noted; another Store with it goes on."""
+        self._stopped = True
+        self._event.set()
+
+    def wake(self) -> None:
+        """Note that something was committed."""
+        if os.getpid() != self._pid:
+            self._begin()
+        if self._stopped or self._passive:
+            return
+        try:
+            self._watch()
+            if not self._patience.delay:
+                self._start_pass()
+        except RuntimeError as e:
+            # No thread can be started. A later commit tries again.
+            self._patience.note_failure(e)
+
+    def _watch(self) -> None:
+        with self._lock:
+            if self._watcher is None:
+                self._watcher = threading.Thread(
+                    target=_watch, args=(ref(self), self._event), name="casnap-mirror", daemon=True
+                )
+                self._watcher.start()
+
+    def _start_pass(self) -> None:
+        with self._lock:
+            self._again = True
+            if self._pass is not None and not self._pass.ended:
+                return
+            self._pass = Worker(self._run, "casnap-mirror-pass")
+            self._pass.start()
+
+    def due(self) -> float:
+        """Return in how many seconds to look whether there is something to copy."""
+        # At a remote store each look is a request or two.
+        return self._patience.delay or (6 * _LOOK if self._source.backend.is_remote else _LOOK)
+
+    # --- the pass ---
+
+    def _run(self) -> None:
+        calls.work_for(calls.MIRROR)
+        while True:
+            with self._lock:
+                if not self._again or self._stopped:
+                    self._pass = None
+                    return
+                self._again = False
+            try:
+                self._copy_all()
+                self._patience.note_success()
+            except (BusyError, _StoppedError):
+                pass
+            except BaseException as e:  # noqa: BLE001 - it must never reach a take
+                self._patience.note_failure(e)
+                self._again = False
+                self._note.tell(self._told())
+            finally:
+                self._passes += 1
+                self._contacted.set()
+                self._tell_waiting()
+
+    def _copy_all(self) -> None:
+        """Copy all snapshots that the mirror lacks.
+
+        Raises:
+            BusyError: Another process of this host is copying.
+        """
+        with ExitStack() as stack:
+            if (lock := self._note.lock) is not None:
+                stack.enter_context(locked(lock, 0))
+            there = self.destination()
+            while not self._stopped:
+                root = self._source.newest()
+                retry = bool(self._refused) and time.monotonic() >= self._refused_until
+                if root.commit == self._looked_at and not retry:
+                    return
+                todo = self._lacking.look(self._source.table(root))
+                self._refused = {
+                    name: why
+                    for name, why in self._refused.items()
+                    if name in todo and todo[name].commit == why[0]
+                }
+                for name in () if retry else self._refused:
+                    del todo[name]
+                if not self._copy_some(there, todo):
+                    self._looked_at = root.commit
+                    self._note.tell(self._told())
+                    return
+
+    def _copy_some(self, there: Destination, todo: dict[str, Row]) -> bool:
+        """Copy some snapshots; return whether any of them was."""
+        copied: dict[str, bytes] = {}
+        settled = time.monotonic()
+        any_copied = False
+        try:
+            for name, row in todo.items():
+                # Training goes first, unless the mirror falls behind, or the process is to end.
+                is_late = len(todo) > 1 or not threading.main_thread().is_alive()
+                copy = partial(self._copy, there, name, row)
+                if copy() if is_late else gently(copy):
+                    copied[name] = row.commit
+                    any_copied = True
+                if copied and time.monotonic() - settled > _SETTLE:
+                    self._settle(copied)
+                    settled = time.monotonic()
+        finally:
+            if copied:
+                self._settle(copied)
+        return any_copied
+
+    def _settle(self, copied: dict[str, bytes]) -> None:
+        # Before that, so that who waits for the notes finds no failure any more.
+        self._patience.note_success()
+        settle(self._source, copied)
+        copied.clear()
+        self._note.tell(self._told())
+        self._tell_waiting()
+
+    def _copy(self, there: Destination, name: str, row: Row) -> bool:
+        """Copy one snapshot; return whether the mirror holds it."""
+        target = f"{there.prefix}/{name}" if there.prefix else name
+        tags = origin_tags(row, self._source.config.store_id)
+        sent = msgspec.structs.replace(row, tags=tags)
+        chosen = Chosen(name, target, sent, replaced_by(row))
+        options = CopyOptions(there.codec)
+        try:
+            copy_snapshots(self._source, there.objects, [chosen], options, self._check_stopped)
+        except SnapshotNotFoundError:
+            # It was deleted meanwhile.
+            return False
+        except SnapshotExistsError as e:
+            self._refuse(name, row, self._conflict(there, chosen, e))
+            return False
+        except DamagedError as e:
+            self._refuse(name, row, str(e))
+            return False
+        if (retention := self.how.retention) is not None:
+            folder = target.rpartition("/")[0]
+            prune(there.objects, Pruning(there.objects, retention, folder, row.commit))
+        return True
+
+    def _check_stopped(self, _what: str, _done: int, _total: int) -> None:
+        if self._stopped:
+            raise _StoppedError
+
+    def _refuse(self, name: str, row: Row, why: str) -> None:
+        if self._refused.get(name) != (row.commit, why):
+            _log.warning("%s is not mirrored: %s", name, why)
+        self._refused[name] = (row.commit, why)
+        self._refused_until = time.monotonic() + RETRY_REFUSED
+
+    def _conflict(self, there: Destination, chosen: Chosen, error: SnapshotExistsError) -> str:
+        """Say which two snapshots want one name."""
+        objects, here = there.objects, self._source
+        row = objects.current(lambda root: objects.table(root).get(chosen.target))
+        if row is None:
+            return str(error)
+        origin = origin_of(row)
+        taken = f"copied from the store {origin}" if origin else "not copied by a mirror"
+        return (
+            f"{objects.backend.uri} holds another snapshot {chosen.target!r} (commit "
+            f"{row.commit.hex()}, {taken}) than {here.backend.uri} (commit "
+            f"{chosen.row.commit.hex()}, the store {here.config.store_id}). Neither is "
+            "overwritten. Take it under another name, or delete the one that you do not need; two "
+            "runs that use one mirror need names of their own, or a folder each, as in "
+            "mirror='s3://bucket/ckpts//node1'"
+        )
+
+    # --- the store at the mirror ---
+
+    def destination(self) -> Destination:
+        """Return the open mirror.
+
+        Raises:
+            CasnapError: It cannot be reached or used, or is the wrong store.
+        """
+        with self._opening:
+            if self._there is None:
+                try:
+                    self._there = self._opened()
+                    self._misfit = None
+                except BackendError:
+                    raise
+                except CasnapError as e:
+                    # Not for lack of a connection: this stays so until somebody does something.
+                    self._misfit = e
+                    raise
+            return self._there
+
+    def _opened(self) -> Destination:
+        there = self._open_there()
+        if there.objects.config.store_id == self._source.config.store_id:
+            raise MirrorError(
+                f"{self.uri} is the store {self._source.backend.uri} itself, or a copy of its "
+                "files; a mirror is another store, which casnap makes"
+            )
+        check_pair(self._source, there.objects)
+        place = MirrorPlace(there.objects.config.store_id, there.prefix, self.uri)
+        attach(self._source, place)
+        return there
+
+    # --- what is known ---
+
+    def lacking(self) -> dict[str, Row]:
+        """Return the snapshots that the mirror lacks, by full name, as the newest root says."""
+        objects = self._source
+        return objects.current(lambda root: self._lacking.look(objects.table(root)))
+
+    def status(self) -> MirrorStatus:
+        """Return how far the mirror lags, and why."""
+        if os.getpid() != self._pid:
+            self._begin()
+        lacking = self.lacking()
+        told = self._told()
+        if not told.error and not told.refused:
+            told = self._note.heard() or told
+        return MirrorStatus(
+            self.uri,
+            len(lacking),
+            sum(row.stats.new_bytes for row in lacking.values()),
+            self._pass is not None and not self._pass.ended,
+            told.error or None,
+            told.since or None,
+            {name: why for name, why in told.refused.items() if name in lacking},
+        )
+
+    def wait(self, timeout: float | None, asked: float | None) -> None:
+        """Wait until the mirror holds all snapshots that were committed before this call.
+
+        Args:
+            timeout: How many seconds to wait at most.
+            asked: How many the user allowed, for the message.
+
+        Raises:
+            MirrorError: The time is over, or some cannot be mirrored.
+        """
+        if os.getpid() != self._pid:
+            self._begin()
+        until = None if timeout is None else time.monotonic() + timeout
+        wanted = {row.commit for row in self.lacking().values()}
+        passes = self._passes
+        self._patience.hurry()
+        self._refused_until = 0.0
+        while wanted:
+            self.wake()
+            left = None if until is None else until - time.monotonic()
+            with self._changed:
+                self._changed.wait(0.5 if left is None else min(0.5, max(0.0, left)))
+            lacking = {name: row for name, row in self.lacking().items() if row.commit in wanted}
+            wanted &= {row.commit for row in lacking.values()}
+            if not wanted:
+                return
+            status = self.status()
+            hopeless = lacking.keys() <= status.refused.keys() or self._misfit is not None
+            hopeless &= self._passive or self._passes > passes
+            if hopeless or (until is not None and time.monotonic() >= until):
+                raise MirrorError(_lag(status, lacking, None if hopeless else asked))
+
+    def _tell_waiting(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _told(self) -> Told:
+        patience = self._patience
+        refused = {name: why for name, (_, why) in self._refused.items()}
+        error = "" if patience.error is None else f"{patience.error}"
+        return Told(os.getpid(), error, patience.since or 0.0, refused)
+
+
+def _lag(status: MirrorStatus, lacking: Iterable[str], timeout: float | None) -> str:
+    names = sorted(lacking)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    why = [f"{name}: {text}" for name, text in status.refused.items() if name in names]
+    if status.error is not None:
+        why.append(status.error)
+    after = "" if timeout is None else f" after {timeout:g} s"
+    causes = "; ".join(why[:3]) or "it is still copying"
+    return (
+        f"{status.uri} lacks {', '.join(names[:3])}{more}{after}: {causes}. They are kept here, "
+        "and a Store with this mirror goes on copying them"
+    )
+
+
+def _watch(mirror_ref: ref[Mirror], event: threading.Event) -> None:
+    """Begin a pass now and then, as long as the mirror is in use."""
+    delay = _LOOK
+    while True:
+        event.wait(delay)
+        mirror = mirror_ref()
+        if mirror is None or mirror._stopped:
+            return
+        mirror.wake()
+        delay = mirror.due()
+        del mirror
+
+
+_all: WeakSet[Mirror] = WeakSet()
+
+
+@atexit.register
+def _warn_of_lag() -> None:
+    for mirror in list(_all):
+        lacking: dict[str, Row] = {}
+        if not (mirror._stopped or mirror._passive) and mirror._pid == os.getpid():
+            with suppress(Exception):
+                lacking = mirror.lacking()
+        if lacking:
+            # Logging may be torn down by now, and this must be seen.
+            print(
+                f"casnap: WARNING: {mirror.uri} lacks {len(lacking)} snapshots of "
+                f"{mirror._source.backend.uri}. They are kept there, and the next Store with this "
+                "mirror copies them",
+                file=sys.stderr,
+            )

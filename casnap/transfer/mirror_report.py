@@ -1,0 +1,129 @@
+"""What a mirror is told, and what it tells: to users, and to other processes of its host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from casnap.backends import Backend
+from casnap.format.codec import Codec
+from casnap.format.decoding import json_decoder
+from casnap.format.digest import digest_of
+from casnap.runtime.environment import cache_folder, is_running
+from casnap.storage.objects import Objects
+from casnap.storage.retention import Retention
+
+
+class Destination(NamedTuple):
+    """The open mirror.
+
+    Attributes:
+        objects: The store.
+        prefix: The folder there that all snapshots go into; empty for none.
+        codec: How new chunks are stored there; None for as they are in the mirrored store.
+    """
+
+    objects: Objects
+    prefix: str
+    codec: Codec | None
+
+
+class HowToMirror(NamedTuple):
+    """What the user said of a mirror.
+
+    Attributes:
+        uri: The mirror.
+        options: How it is reached.
+        retention: Which snapshots to keep there.
+    """
+
+    uri: str | os.PathLike[str] | Backend
+    options: Mapping[str, Any] | None
+    retention: Retention | None
+
+
+@dataclass(frozen=True)
+class MirrorStatus:
+    """How far the mirror of a store lags, and why.
+
+    Attributes:
+        uri: The mirror.
+        snapshots: How many snapshots it lacks.
+        nbytes: About how many bytes these have added to the mirrored store, as stored.
+        active: Whether this process is copying just now.
+        error: Why the last try failed; None if it did not.
+        since: When it began to fail, in seconds since the epoch.
+        refused: Snapshots, by name, that cannot be mirrored until somebody does something, and why.
+    """
+
+    uri: str
+    snapshots: int
+    nbytes: int
+    active: bool
+    error: str | None
+    since: float | None
+    refused: dict[str, str]
+
+
+class Told(msgspec.Struct):
+    """What the process that copies tells the others of its host.
+
+    Attributes:
+        pid: The process.
+        error: Why its last try failed; empty if it did not.
+        since: When it began to fail, in seconds since the epoch.
+        refused: Snapshots that cannot be mirrored, by name, and why.
+    """
+
+    pid: int = 0
+    error: str = ""
+    since: float = 0.0
+    refused: dict[str, str] = {}
+
+
+class HostNote:
+    """Two files of this host: which process copies to a mirror, and what it says.
+
+    Nothing rests on them but that work is not done twice.
+
+    Args:
+        source: The mirrored store.
+        uri: The mirror.
+    """
+
+    def __init__(self, source: Objects, uri: str) -> None:
+        what = f"{source.config.store_id} {source.backend.identity} {uri}"
+        self._name = f"mirror-{digest_of(what.encode()).hex()[:32]}"
+
+    def _path(self, suffix: str) -> Path | None:
+        folder = cache_folder()
+        return None if folder is None else folder / f"{self._name}{suffix}"
+
+    @property
+    def lock(self) -> Path | None:
+        """The file that the process holds a lock on; None if there is no folder for it."""
+        return self._path(".lock")
+
+    def tell(self, told: Told) -> None:
+        """Tell other processes."""
+        path = self._path(".json")
+        if path is not None:
+            with suppress(OSError):
+                path.write_bytes(msgspec.json.encode(told))
+
+    def heard(self) -> Told | None:
+        """Return what a process that still runs has told."""
+        path = self._path(".json")
+        if path is None:
+            return None
+        try:
+            told = json_decoder(Told).decode(path.read_bytes())
+        except (OSError, msgspec.DecodeError, ValueError):
+            return None
+        return told if is_running(told.pid) else None

@@ -1,0 +1,74 @@
+"""What a copy is told, and what it tells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from casnap.format.codec import Codec
+from casnap.format.records import Row
+
+PART_BYTES = 1 << 30
+
+
+class Chosen(NamedTuple):
+    """A snapshot to copy.
+
+    Attributes:
+        name: Its full name in the source.
+        target: Its full name in the destination.
+        row: Its row in the source's table, with the tags that it is to have there.
+        replaces: The commit ids of snapshots that it may replace there.
+    """
+
+    name: str
+    target: str
+    row: Row
+    replaces: frozenset[bytes] = frozenset()
+
+
+@dataclass(frozen=True)
+class CopyOptions:
+    """How to copy.
+
+    Attributes:
+        codec: How new chunks are stored; None for zstd where the source has any of them so.
+        dry_run: Only report what would be sent.
+        skip_gone: Pass over snapshots that are deleted from the source meanwhile.
+        part_bytes: Commit what was sent when it is about so many bytes, so that a repeat goes on
+            from there.
+    """
+
+    codec: Codec | None = None
+    dry_run: bool = False
+    skip_gone: bool = False
+    part_bytes: int = PART_BYTES
+
+
+@dataclass
+class CopyReport:
+    """What a copy did, or with ``dry_run`` would do. Bytes are those of chunks and nodes as stored.
+
+    Attributes:
+        dry_run: Whether nothing was changed.
+        copied: The names of the snapshots that were copied, as they are called there.
+        present: The names of those that were there already.
+        gone: The names, in the source, of those that were deleted there meanwhile.
+        sent_chunks: How many chunks and tree nodes were sent.
+        sent_bytes: Their bytes.
+        present_chunks: How many chunks and tree nodes of the copied snapshots were there already.
+            One that several snapshots have may count more than once.
+        present_bytes: Their bytes.
+        seconds: How long it took.
+        requests: How many requests were made, by kind, at the source and at the destination.
+    """
+
+    dry_run: bool = False
+    copied: list[str] = field(default_factory=list)
+    present: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    sent_chunks: int = 0
+    sent_bytes: int = 0
+    present_chunks: int = 0
+    present_bytes: int = 0
+    seconds: float = 0.0

@@ -1,0 +1,57 @@
+"""Counting what a copy does, for its report and its progress."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from casnap.format.digest import Digest
+from casnap.format.records import Place
+from casnap.runtime.progress import Progress
+from casnap.transfer.report import CopyReport
+
+
+class Tally:
+    """Counts what was dealt with.
+
+    Args:
+        progress: Called with "copying", the bytes that were dealt with, and the total.
+
+    Attributes:
+        report: The report so far.
+        total: The bytes of all snapshots.
+        would_send: In a dry run, what would be sent for the snapshots so far.
+    """
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done = 0
+        self.total = 0
+        self.report = CopyReport()
+        self.would_send: set[Digest] = set()
+
+    @contextmanager
+    def dealing_with(self, nbytes: int) -> Iterator[None]:
+        """Deal with a snapshot of so many bytes, some of which may be passed over as a whole."""
+        before = self._done
+        yield
+        self.advance(before + nbytes - self._done)
+
+    def advance(self, nbytes: int) -> None:
+        """Note that so many bytes more were dealt with; from any thread."""
+        with self._lock:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress("copying", min(self._done, self.total), self.total)
+
+    def count_present(self, place: Place) -> None:
+        """Count a chunk or node that the destination has."""
+        self.report.present_chunks += 1
+        self.report.present_bytes += place.stored
+
+    def count_sent(self, chunks: int, nbytes: int) -> None:
+        """Count chunks and nodes that were sent."""
+        self.report.sent_chunks += chunks
+        self.report.sent_bytes += nbytes

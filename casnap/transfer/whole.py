@@ -1,0 +1,296 @@
+"""Copying one whole snapshot, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+
+import msgspec
+
+from casnap.errors import FencedError
+from casnap.format.digest import Digest, split_digests
+from casnap.format.records import Place, Row
+from casnap.runtime.threads import Crew, undisturbed
+from casnap.storage.commit import Change, publish
+from casnap.storage.contents import Contents
+from casnap.storage.copying import codec_of, copy_verified, one_at_a_time
+from casnap.storage.objects import Objects
+from casnap.storage.references import digest_in
+from casnap.storage.relied_packs import COLLECTED, ReliedPacks
+from casnap.storage.table import Table, check_free, mark
+from casnap.storage.transaction import Transaction
+from casnap.transfer import pinned
+from casnap.transfer.report import Chosen, CopyOptions
+from casnap.transfer.tally import Tally
+from casnap.transfer.tree import SourceTree
+
+# So many digests are looked for at a time, at most.
+_BATCH = 1024
+# The most chunks of a part: a tensor has no more boxes.
+_MOST_CHUNKS = 1 << 16
+
+RelyOn = Callable[[list[Digest]], "list[Place | None]"]
+Planned = dict[Digest, "Place | None"]
+"""What to send, with its places in the source."""
+
+
+def is_present(table: Table, chosen: Chosen, uri: str) -> bool:
+    """Whether a snapshot was copied already.
+
+    Raises:
+        SnapshotExistsError: Its name is taken by another one.
+    """
+    row = table.get(chosen.target)
+    if row is not None and row.commit == chosen.row.commit:
+        return True
+    replaces = row is not None and row.commit in chosen.replaces
+    check_free(table, chosen.target, overwrite=replaces, uri=uri)
+    return False
+
+
+class _CopiedMeanwhileError(Exception):
+    """Ends a part of a snapshot that another process has copied."""
+
+
+class WholeCopy:
+    """The copying of one snapshot.
+
+    Args:
+        source: The store to read from.
+        chosen: The snapshot.
+        tree: Its tree.
+        options: How to copy.
+        tally: Counts what is done.
+    """
+
+    def __init__(
+        self,
+        source: Objects,
+        chosen: Chosen,
+        tree: SourceTree,
+        options: CopyOptions,
+        tally: Tally,
+    ) -> None:
+        self._source = source
+        self._chosen = chosen
+        self._tree = tree
+        self._options = options
+        self._tally = tally
+        self._pending: Iterator[Digest] = tree.chunks()
+        # The digests that this part found at the destination, and those that earlier parts did.
+        self._found, self._found_before = bytearray(), bytearray()
+        self._looks_again = False
+        self._parts: dict[str, bytes] = {}
+        self._new_bytes = 0
+
+    # --- what to send ---
+
+    def _plan(self, rely_on: RelyOn) -> tuple[Planned, bool]:
+        """Return the chunks to send next, and whether these are the last ones."""
+        planned: Planned = {}
+        nbytes = 0
+        self._found_before += self._found
+        self._found = bytearray()
+        view = self._source.recent_view()
+        most = max(1, min(_BATCH, self._options.part_bytes // self._source.config.chunk_size))
+        while nbytes < self._options.part_bytes and len(planned) <= _MOST_CHUNKS - _BATCH:
+            batch = list(dict.fromkeys(islice(self._pending, most)))
+            if not batch:
+                if not self._found_before:
+                    return planned, True
+                # It may have been collected since.
+                self._pending = iter(split_digests(bytes(self._found_before)))
+                self._found_before = bytearray()
+                self._looks_again = True
+                continue
+            lacking = self._lacking(batch, rely_on, planned)
+            places = self._source.index.find(view, lacking) if lacking else []
+            planned.update(zip(lacking, places, strict=True))
+            nbytes += sum(place.stored for place in places if place is not None)
+        return planned, False
+
+    def _lacking(self, batch: list[Digest], rely_on: RelyOn, planned: Planned) -> list[Digest]:
+        lacking = []
+        for digest, place in zip(batch, rely_on(batch), strict=True):
+            if place is None:
+                if digest not in planned:
+                    lacking.append(digest)
+                continue
+            self._found += digest
+            if not self._looks_again:
+                self._tally.count_present(place)
+                self._tally.advance(place.raw)
+        return lacking
+
+    def look(self, destination: Objects | None) -> None:
+        """Report what would be sent.
+
+        Args:
+            destination: The store that it would be sent to; None if that is to be made.
+        """
+        rely_on: RelyOn = lambda digests: [None] * len(digests)  # noqa: E731
+        if destination is not None:
+            rely_on = ReliedPacks(destination, destination.recent_view()).rely_on
+        is_last = False
+        while not is_last:
+            planned, is_last = self._plan(rely_on)
+            # A second look would find the same.
+            self._found = bytearray()
+            self._count_would(planned)
+        for digests in _batches([digest_in(node) for node in self._tree.nodes]):
+            there = zip(digests, rely_on(digests), strict=True)
+            lacking = [digest for digest, place in there if place is None]
+            places = self._source.index.find(self._source.recent_view(), lacking)
+            self._count_would(dict(zip(lacking, places, strict=True)))
+
+    def _count_would(self, planned: Planned) -> None:
+        would = self._tally.would_send
+        for digest in planned.keys() - would:
+            would.add(digest)
+            place = planned[digest]
+            self._tally.count_sent(1, place.stored if place is not None else 0)
+            self._tally.advance(place.raw if place is not None else 0)
+
+    # --- sending ---
+
+    def copy(self, destination: Objects) -> bool:
+        """Copy the snapshot; return False if another process has copied it meanwhile.
+
+        Raises:
+            FencedError: A collector has deleted what this has written or relied on.
+        """
+        try:
+            while (row := undisturbed(partial(self._part, destination))) is None:
+                continue
+        except _CopiedMeanwhileError:
+            return False
+        mark(destination, self._chosen.target, row)
+        return True
+
+    def _part(self, destination: Objects, crew: Crew) -> Row | None:
+        """Send a part, and commit it; return the row of the snapshot if that completes it."""
+        with one_at_a_time():
+            transaction = Transaction(destination, crew)
+            try:
+                planned, is_last = self._plan(transaction.relied.rely_on)
+                sent = self._send(transaction, planned, crew)
+                if is_last:
+                    return self._finish(transaction, len(sent))
+                self._keep(transaction, sent)
+            except BaseException as e:
+                crew.fail(e)
+                raise
+            finally:
+                transaction.close()
+        return None
+
+    def _send(
+        self, transaction: Transaction, planned: Planned, crew: Crew
+    ) -> list[tuple[Digest, int]]:
+        """Copy chunks into new packs; return digest and raw length of each."""
+        sent: list[tuple[Digest, int]] = []
+
+        def note(digest: Digest, nbytes: int) -> None:
+            if crew.error is not None:
+                raise crew.error
+            sent.append((digest, nbytes))
+            self._tally.advance(nbytes)
+
+        codec = self._options.codec
+        transaction.new_packs.use(codec_of(planned.values()) if codec is None else codec)
+        if planned:
+            chunks = ((digest, False) for digest in planned)
+            copy_verified(self._source, chunks, transaction.new_packs, note)
+        return sent
+
+    def _keep(self, transaction: Transaction, sent: list[tuple[Digest, int]]) -> None:
+        """Commit what was sent, so that no collector deletes it."""
+        parts = pinned.put_part(transaction, sent)
+
+        def change(table: Table, seq: int) -> dict[str, Row | None]:
+            self._check_missing(transaction, table)
+            return pinned.with_parts(transaction, table, seq, self._chosen, parts)
+
+        self._publish(transaction, change, len(sent))
+        self._parts |= parts
+
+    def _finish(self, transaction: Transaction, sent: int) -> Row:
+        """Write the tree, and commit the snapshot."""
+        nodes = self._put_nodes(transaction)
+        chosen, keeper = self._chosen, pinned.name_of(self._chosen)
+        # Before anything is committed: they may be in a node of their own.
+        metadata = Contents(self._source, chosen.name, chosen.row).metadata
+        made: list[Row] = []
+
+        def change(table: Table, seq: int) -> dict[str, Row | None]:
+            self._check_missing(transaction, table)
+            self._check_kept(transaction, table)
+            stats = msgspec.structs.replace(
+                chosen.row.stats,
+                new_bytes=self._new_bytes + transaction.new_packs.stored_bytes,
+            )
+            made.append(
+                msgspec.structs.replace(
+                    chosen.row,
+                    manifest=transaction.ref(Digest(chosen.row.manifest.digest)),
+                    seq=seq,
+                    stats=stats,
+                    metadata=metadata,
+                    metadata_node=b"",
+                )
+            )
+            changes: dict[str, Row | None] = {chosen.target: made[-1]}
+            if table.get(keeper) is not None:
+                changes[keeper] = None
+            return changes
+
+        self._publish(transaction, change, sent + nodes)
+        return made[-1]
+
+    def _put_nodes(self, transaction: Transaction) -> int:
+        """Write the nodes that the destination lacks; return how many."""
+        count = 0
+        # The manifest last, as a take writes it.
+        for digests in _batches([digest_in(node) for node in reversed(self._tree.nodes)]):
+            lacking = []
+            for digest, place in zip(digests, transaction.relied.rely_on(digests), strict=True):
+                if place is None:
+                    lacking.append(digest)
+                else:
+                    self._tally.count_present(place)
+            self._source.cache_nodes(lacking)
+            claimed = transaction.new_packs.claim(lacking, [True] * len(lacking))
+            for digest, is_mine in zip(lacking, claimed, strict=True):
+                if is_mine:
+                    transaction.new_packs.add_node(digest, self._source.node(digest))
+                    count += 1
+        return count
+
+    def _publish(self, transaction: Transaction, change: Change, sent: int) -> None:
+        publish(transaction, change)
+        self._new_bytes += transaction.new_packs.stored_bytes
+        self._tally.count_sent(sent, transaction.new_packs.stored_bytes)
+
+    def _check_missing(self, transaction: Transaction, table: Table) -> None:
+        if is_present(table, self._chosen, transaction.objects.backend.uri):
+            raise _CopiedMeanwhileError
+
+    def _check_kept(self, transaction: Transaction, table: Table) -> None:
+        """Check that the table still refers to what this does not rely on by itself.
+
+        Raises:
+            FencedError: A snapshot that has a part of the tree, or a part of this, was deleted.
+        """
+        kept = pinned.parts_of(transaction.objects, table.get(pinned.name_of(self._chosen)))
+        stand = self._parts.items() <= kept.items()
+        for name, chosen in self._tree.shared_with.items():
+            row = table.get(name)
+            stand &= row is not None and row.manifest.digest == chosen.row.manifest.digest
+        if not stand:
+            raise FencedError(COLLECTED)
+
+
+def _batches(digests: list[Digest]) -> Iterator[list[Digest]]:
+    for at in range(0, len(digests), _BATCH):
+        yield digests[at : at + _BATCH]

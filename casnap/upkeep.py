@@ -1,0 +1,193 @@
+"""What is done to a whole store, or compares its snapshots: the maintenance verbs of Store."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from casnap.runtime import calls
+from casnap.runtime.progress import Progress
+from casnap.snapshot import Snapshot
+from casnap.storage.mirrored import detach
+from casnap.storage.objects import Objects
+from casnap.storage.settings import change_settings, codec_named, codec_settings, settings_of
+from casnap.storage.table import upgrade
+
+if TYPE_CHECKING:
+    from casnap.maintenance.check import CheckReport
+    from casnap.maintenance.diff import Diff
+    from casnap.maintenance.gc import GcReport
+    from casnap.maintenance.repair import RepairReport
+    from casnap.maintenance.usage import Usage
+
+
+class Upkeep(ABC):
+    """The half of :class:`casnap.Store` that looks after a store.
+
+    Attributes:
+        objects: The objects of the store.
+    """
+
+    objects: Objects
+
+    @abstractmethod
+    def __getitem__(self, name: str) -> Snapshot:
+        """Return a snapshot by name."""
+
+    @abstractmethod
+    def snapshots(self, prefix: str | None = None) -> list[Snapshot]:
+        """Return all snapshots, or those below a prefix, in the order of their commits."""
+
+    @calls.named("upgrade()")
+    def upgrade(self) -> bool:
+        """Bring the store to the newest format, in one commit; return whether it was older.
+
+        Without this, the store keeps the format that it was made with. The newest format keeps
+        takes fast and small however many snapshots there are. A version of casnap that does not
+        know the format refuses the store from then on.
+        """
+        return upgrade(self.objects)
+
+    @property
+    def format(self) -> int:
+        """The number of the store's format."""
+        return self.objects.newest().format
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the whole store: ``codec`` is how new chunks are stored."""
+        return settings_of(self.objects.newest())
+
+    @calls.named("configure()")
+    def configure(self, *, codec: str | None = None, mirror: str | None = None) -> bool:
+        """Change settings of the whole store; return whether anything changed.
+
+        Takes that begin after that obey them, in all processes. What is stored stays as it is.
+
+        Args:
+            codec: How new chunks are stored: "raw", or "zstd" where that makes them smaller.
+            mirror: "none" forgets which store is the mirror, and which snapshots it lacks. The next
+                ``Store(..., mirror=)`` may name another one. Without that, one mirror is the only.
+
+        Raises:
+            ValueError: There is no such codec.
+            StoreError: The store is of format 1, which has no settings; :meth:`upgrade` it.
+        """
+        changed = False
+        if codec is not None:
+            new = codec_settings(codec_named(codec))
+            changed = change_settings(self.objects, lambda settings: {**settings, **new})
+        if mirror is not None:
+            if mirror != "none":
+                raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
+            changed |= detach(self.objects)
+        return changed
+
+    @calls.named("gc()")
+    def gc(
+        self,
+        *,
+        grace: float | timedelta = 86400.0,
+        repack: float = 0.5,
+        dry_run: bool = False,
+        exclusive: bool = False,
+        progress: Progress | None = None,
+    ) -> GcReport:
+        """Collect garbage: delete the data that no snapshot needs.
+
+        Takes, deletes and other collectors may run at the same time, whatever their clocks say. The
+        collector always works on the whole store, not only on this view.
+
+        Args:
+            grace: How long to keep unreferenced data, in seconds (0: delete it now). For so long,
+                a deleted snapshot can still be read, and a running take can still rely on the data.
+                After that the reader gets an error, and the take begins again.
+            repack: Copy the rest out of packs of which less than this share is needed (0: never).
+            dry_run: Only report what would be done.
+            exclusive: You make sure that no other process writes to this store. This is asked
+                only where the store's backend cannot keep two writers apart.
+            progress: Called now and then: what is being done, how much is done, how much there is.
+
+        Raises:
+            StoreError: The store cannot be written to, or not safely.
+            DamagedError: An object could not be read; nothing was deleted.
+            ValueError: An argument is out of range.
+        """
+        from casnap.maintenance.gc import GcOptions, collect
+
+        seconds = grace.total_seconds() if isinstance(grace, timedelta) else grace
+        return collect(self.objects, GcOptions(seconds, repack, dry_run, exclusive), progress)
+
+    @calls.named("diff()")
+    def diff(self, a: str, b: str) -> Diff:
+        """Return what differs between two snapshots. Only subtrees that differ are read."""
+        from casnap.maintenance.diff import diff
+
+        return diff(self[a].contents, self[b].contents)
+
+    @calls.named("usage()")
+    def usage(self, prefix: str | None = None) -> list[Usage]:
+        """Return the logical, stored and unique bytes of each snapshot, in the order of commits."""
+        from casnap.maintenance.usage import usage
+
+        return usage([s.contents for s in self.snapshots(prefix)], self.objects)
+
+    @calls.named("check()")
+    def check(
+        self,
+        *,
+        data: bool = False,
+        sample: float | None = None,
+        seed: int | None = None,
+        progress: Progress | None = None,
+    ) -> CheckReport:
+        """Check that nothing in the store is missing or damaged. Nothing is changed.
+
+        The whole store is checked, not only this view.
+
+        Args:
+            data: Read and verify every chunk, at each of its places.
+            sample: Read and verify a random share of the chunks, up to 1.
+            seed: Chooses the share. By default it is another share each time.
+            progress: Called now and then: what is being done, how much is done, how much there is.
+
+        Returns:
+            All damages, and the parts of snapshots that each one hurts.
+        """
+        from casnap.maintenance.check import check
+
+        return check(self.objects, data=data, sample=sample, seed=seed, progress=progress)
+
+    @calls.named("repair()")
+    def repair(
+        self,
+        *,
+        sources: Sequence[str | os.PathLike[str] | Upkeep] = (),
+        progress: Progress | None = None,
+        dry_run: bool = False,
+    ) -> RepairReport:
+        """Save what can be saved of a damaged store.
+
+        Lost parts of the index are built again from the packs. Undamaged chunks are copied out of
+        damaged packs. A chunk without an undamaged copy is looked for in the sources. If no source
+        has it, it is recorded as lost, and the next take of the same bytes stores it again. The
+        whole store is repaired, not only this view.
+
+        Args:
+            sources: Other casnap stores (open, or a path or URI), and files or folders of tensors:
+                ``.safetensors``, ``.npy``, and files of ``torch.save``.
+            progress: Called now and then: what is being done, how much is done, how much there is.
+            dry_run: Change nothing; only report what would be done.
+
+        Raises:
+            DamagedError: The newest root cannot be read.
+        """
+        from casnap.maintenance.repair import repair
+
+        if isinstance(sources, str | os.PathLike):
+            raise TypeError(f"sources is a list, such as [{str(sources)!r}]; got one alone")
+        places = [s.objects.backend if isinstance(s, Upkeep) else s for s in sources]
+        return repair(self.objects, sources=places, progress=progress, dry_run=dry_run)

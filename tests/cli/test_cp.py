@@ -1,0 +1,73 @@
+"""``casnap cp``: what it copies where, what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from casnap import Store
+from tests.support.cli_calls import CHUNK, document, failure, fill, invoke
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill(tmp_path_factory.mktemp("cp") / "source")
+
+
+def names(place: object) -> list[str]:
+    return [s.name for s in Store(str(place), create=False).snapshots()]
+
+
+def test_whole_stores_prefixes_and_snapshots(source: Path, tmp_path: Path) -> None:
+    invoke("cp", source, tmp_path / "all")
+    assert names(tmp_path / "all") == names(source)
+    invoke("cp", source / "run1", tmp_path / "run")
+    assert names(tmp_path / "run") == ["run1/step_0", "run1/step_1", "run1/step_2"]
+    invoke("cp", source / "run1", tmp_path / "run" / "again")
+    assert names(tmp_path / "run")[3:] == ["again/step_0", "again/step_1", "again/step_2"]
+    invoke("cp", source / "run1/step_2", tmp_path / "one")
+    assert names(tmp_path / "one") == ["run1/step_2"]
+    invoke("cp", source / "run1/step_2", tmp_path / "one" / "best")
+    assert names(tmp_path / "one") == ["run1/step_2", "best"]
+    invoke("cp", source, tmp_path / "one" / "every")
+    assert len(names(tmp_path / "one" / "every")) == 4
+
+
+def test_what_it_prints(source: Path, tmp_path: Path) -> None:
+    there = tmp_path / "copy"
+    said = invoke("cp", source / "run1", there, "--dry-run").stdout
+    assert "would be copied run1/step_0\n" in said
+    assert f"{there}: 3 snapshots would be copied\n" in said
+    assert not there.exists()
+    said = invoke("cp", source / "run1", there).stdout
+    assert "copied run1/step_2\n" in said
+    assert f"{there}: 3 snapshots copied\n" in said
+    said = invoke("cp", source, there).stdout
+    assert "1 snapshot copied, 3 there already\n" in said
+    assert said.endswith("there already\n")
+
+
+def test_json(source: Path, tmp_path: Path) -> None:
+    there = tmp_path / "copy"
+    found = document("cp", source, there)
+    assert (found["source"], found["destination"]) == (str(source), str(there))
+    assert found["copied"] == names(source)
+    assert found["sent_bytes"] > 6 * CHUNK
+    assert found["present"] == found["gone"] == []
+    again = document("cp", source, there)
+    assert (again["copied"], again["present"]) == ([], names(source))
+    assert again["sent_bytes"] == again["sent_chunks"] == 0
+
+
+def test_what_is_refused(source: Path, tmp_path: Path) -> None:
+    said = failure("cp", tmp_path / "nothing", tmp_path / "copy")
+    assert "is not a casnap store" in said
+    assert "nor any below it" in failure("cp", source / "run7", tmp_path / "copy")
+    assert "is the store that is copied from" in failure("cp", source, source / "copy")
+    assert "on a server" in failure(
+        "cp", source, tmp_path / "copy", "--endpoint-url", "http://x", status=2
+    )
+    assert not (tmp_path / "copy").exists()
+    Store(tmp_path / "large", chunk_size=2 * CHUNK)
+    assert "--chunk-size 64K" in failure("cp", source, tmp_path / "large")

@@ -1,0 +1,179 @@
+"""Settings of a store: the codec of new chunks, which every writer obeys."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casnap import Retention, Snapshot, StateDict, Store
+from casnap.backends import LocalBackend
+from casnap.errors import StoreError, UnsupportedFormatError
+from casnap.format.codec import Codec
+from casnap.storage.creation import create_store
+from casnap.storage.roots import put_next_root
+from tests.support.cli_calls import document, failure, invoke
+from tests.support.object_stores import store_in
+from tests.support.servers import Bucket
+
+CHUNK = 64 << 10
+
+
+def state(n: int) -> dict[str, StateDict]:
+    """Return a state that zstd makes smaller, another one for each number."""
+    return {"s": StateDict(x=torch.full((CHUNK,), n))}
+
+
+def codecs(store: Store, name: str) -> set[int]:
+    """Return the codecs that the chunks of a snapshot are stored with."""
+    contents = store[name].contents
+    path, entry, _ = contents.entry("s/x")
+    digests = [digest for digest, _ in contents.chunks(path, entry)]
+    places = contents.objects.index.find(contents.objects.view(), digests)
+    return {place.codec for place in places if place is not None}
+
+
+def put_setting(store: Store, codec: object) -> None:
+    """Set a codec as a newer version may."""
+    objects = store.objects
+    assert put_next_root(objects.backend, objects.newest(), settings={"codec": codec})
+
+
+def take_with_snapshot(folder: Path, name: str) -> None:
+    Snapshot.take(folder / name, state(7))
+
+
+def take_async(folder: Path, name: str) -> None:
+    Store(folder).async_take(state(7), name).wait()
+
+
+def take_from_a_view(folder: Path, name: str) -> None:
+    run, _, last = name.rpartition("/")
+    Store(folder / run).take(state(7), last)
+
+
+@pytest.mark.parametrize("take", [take_with_snapshot, take_async, take_from_a_view])
+def test_every_writer_obeys_the_codec_of_the_store(tmp_path: Path, take: Any) -> None:
+    store = Store(tmp_path / "s", chunk_size=CHUNK, codec="zstd")
+    assert store.settings == {"codec": "zstd"}
+    take(tmp_path / "s", "run/a")
+    assert codecs(store, "run/a") == {Codec.ZSTD}
+
+
+def test_configure(tmp_path: Path) -> None:
+    store = Store(tmp_path / "s", chunk_size=CHUNK)
+    assert store.settings == {"codec": "raw"}
+    store.take(state(1), "a")
+    other = Store(tmp_path / "s")
+    assert store.configure(codec="zstd")
+    # No commit that changes nothing.
+    seq = store.objects.newest().seq
+    assert not store.configure(codec="zstd")
+    assert not store.configure()
+    assert store.objects.newest().seq == seq
+    other.take(state(2), "b")
+    other.take(state(1), "same")
+    assert [codecs(store, name) for name in ("a", "b", "same")] == [
+        {Codec.RAW},
+        {Codec.ZSTD},
+        {Codec.RAW},
+    ]
+    assert store.configure(codec="raw")
+    other.take(state(3), "c")
+    assert codecs(store, "c") == {Codec.RAW}
+    with pytest.raises(ValueError, match="one of 'raw', 'zstd'; got 'ZSTD'"):
+        store.configure(codec="ZSTD")
+
+
+def test_the_codec_of_an_existing_store_stays(tmp_path: Path) -> None:
+    """Like its chunk size."""
+    Store(tmp_path / "s", codec="zstd", chunk_size=CHUNK)
+    again = Store(tmp_path / "s", codec="raw", chunk_size=1 << 20)
+    assert (again.settings["codec"], again.chunk_size) == ("zstd", CHUNK)
+    with pytest.raises(ValueError, match="got 'lz4'"):
+        Store(tmp_path / "other", codec="lz4")
+    assert not (tmp_path / "other").exists()
+
+
+def test_compress_is_an_alias_that_warns(tmp_path: Path) -> None:
+    """It sets the codec of a new store, and holds for one handle of an existing one."""
+    with pytest.warns(DeprecationWarning, match=r"codec=.zstd") as caught:
+        store = Store(tmp_path / "new", chunk_size=CHUNK, compress=True)
+    assert caught[0].filename == __file__
+    assert store.settings == {"codec": "zstd"}
+    plain = Store(tmp_path / "old", chunk_size=CHUNK)
+    with pytest.warns(DeprecationWarning, match="compress="):
+        packed = Store(tmp_path / "old", compress=True)
+    assert packed.settings == {"codec": "raw"}
+    packed.take(state(1), "packed")
+    pickle.loads(pickle.dumps(packed)).take(state(2), "unpickled")
+    plain.take(state(3), "plain")
+    assert codecs(plain, "packed") == codecs(plain, "unpickled") == {Codec.ZSTD}
+    assert codecs(plain, "plain") == {Codec.RAW}
+    with pytest.raises(ValueError, match="codec= alone"):
+        Store(tmp_path / "old", codec="raw", compress=True)
+
+
+@pytest.mark.parametrize("codec", ["from-the-future", 7, ["zstd"], None, "ZSTD"])
+def test_an_unknown_codec_stops_takes_alone(tmp_path: Path, codec: object) -> None:
+    store = Store(tmp_path / "s", chunk_size=CHUNK)
+    store.take(state(1), "a")
+    store.take(state(2), "b")
+    put_setting(store, codec)
+    packs = set((tmp_path / "s/packs").rglob("?" * 32))
+    for take in (store.take, store.async_take):
+        with pytest.raises(
+            UnsupportedFormatError, match=r"update casnap.*casnap config .*codec=raw"
+        ):
+            take(state(3), "c")
+    assert set((tmp_path / "s/packs").rglob("?" * 32)) == packs
+    store["a"].restore(state(0))
+    store.tag("a", "best")
+    store.prune(Retention(keep_last=1))
+    store.gc(grace=0)
+    assert Store(tmp_path / "s").check(data=True).ok
+    assert store.settings == {"codec": codec}
+    assert invoke("config", tmp_path / "s").exit_code == 0
+    assert store.configure(codec="raw")
+    store.take(state(3), "c")
+
+
+def test_format_1_has_no_settings(tmp_path: Path) -> None:
+    create_store(LocalBackend(tmp_path / "s"), chunk_size=CHUNK, asked=True, version=1)
+    store = Store(tmp_path / "s")
+    assert store.settings == {"codec": "raw"}
+    assert not store.configure(codec="raw")
+    with pytest.raises(StoreError, match="casnap upgrade"):
+        store.configure(codec="zstd")
+    assert "casnap upgrade" in failure("config", tmp_path / "s", "codec=zstd")
+    assert store.upgrade()
+    assert store.configure(codec="zstd")
+    store.take(state(1), "a")
+    assert codecs(store, "a") == {Codec.ZSTD}
+
+
+def test_the_command(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    made = document("init", folder, "--codec", "zstd")
+    assert (made["codec"], made["created"]) == ("zstd", True)
+    assert invoke("config", folder).stdout == "codec=zstd\n"
+    assert invoke("config", folder, "codec=raw").stdout == "codec=raw\n"
+    assert document("config", folder) == {"store": str(folder), "settings": {"codec": "raw"}}
+    assert "casnap config" in failure("init", folder, "--codec", "zstd")
+    assert document("init", folder, "--codec", "raw")["created"] is False
+    for setting in ("codec", "colour=red", "codec=lz4", "=raw"):
+        assert "codec" in failure("config", folder, setting, status=2)
+    assert document("config", folder)["settings"] == {"codec": "raw"}
+    assert "not a casnap store" in failure("config", tmp_path / "none")
+
+
+def test_on_an_object_store(bucket: Bucket) -> None:
+    store = store_in(bucket, codec="zstd")
+    again = store_in(bucket)
+    again.take(state(1), "a")
+    assert codecs(again, "a") == {Codec.ZSTD}
+    assert again.configure(codec="raw")
+    assert store.settings == {"codec": "raw"}

@@ -1,0 +1,69 @@
+"""Copying snapshots in small parts, and comparing two stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from casnap import Store
+from casnap.backends import Backend
+from casnap.format.names import UNFINISHED
+from casnap.storage.table import snapshots_in
+from casnap.transfer.copy import copy_snapshots
+from casnap.transfer.report import Chosen, CopyOptions, CopyReport
+from tests.support.faults import CHUNK, app_state, assert_equal, content, take
+
+Place = Store | str | Path | Backend
+
+
+def opened(place: Place) -> Store:
+    return place if isinstance(place, Store) else Store(place, chunk_size=CHUNK)
+
+
+def filled(place: Place, steps: int = 3) -> Store:
+    """Make a store of some steps, of which the second has a tag."""
+    store = opened(place)
+    for step in range(steps):
+        take(store, step)
+    store.tag("step_1", "best")
+    return store
+
+
+def copy_in_parts(source: Place, destination: Place, part_bytes: int = CHUNK) -> CopyReport:
+    """Copy all snapshots, and commit what was sent after each few chunks."""
+    here, there = opened(source).objects, opened(destination).objects
+    table = here.table(here.newest())
+    chosen = [Chosen(name, name, row) for name, row in snapshots_in(table)]
+    options = CopyOptions(part_bytes=part_bytes, skip_gone=True)
+    return copy_snapshots(here, there, chosen, options)
+
+
+def unfinished(place: Place) -> list[str]:
+    """Return the names of the rows of copies that are under way."""
+    objects = opened(place).objects
+    return [name for name, _ in objects.table(objects.newest()).below(UNFINISHED)]
+
+
+def assert_copied(source: Place, destination: Place, names: set[str] | None = None) -> None:
+    """Check that snapshots of a store are in another one: each bit, and what is known of them.
+
+    Args:
+        source: The store that was copied from.
+        destination: The other one.
+        names: Their names, those of all by default.
+    """
+    here, there = opened(source), opened(destination)
+    for original in here.snapshots():
+        if names is not None and original.name not in names:
+            continue
+        copy = there[original.name]
+        for what in ("commit_id", "time", "world_size", "tags"):
+            assert getattr(copy, what) == getattr(original, what), what
+        assert copy.metadata.user == original.metadata.user
+        assert copy.stats.logical_bytes == original.stats.logical_bytes
+        step = original.metadata.user["step"]
+        for snapshot in (copy, original):
+            state = app_state(step + 1)
+            snapshot.restore(state)
+            assert_equal(dict(next(iter(state.values()))), content(step))
+    for store in (here, there):
+        assert store.check(data=True).ok

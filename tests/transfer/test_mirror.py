@@ -1,0 +1,407 @@
+"""A store with a mirror: what gets there and when, what is kept until then, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import casnap.transfer.mirror
+import casnap.transfer.patience
+from casnap import Retention, StateDict, Store
+from casnap.backends import LocalBackend, MemoryBackend
+from casnap.errors import (
+    BackendError,
+    InvalidNameError,
+    MirrorError,
+    NotAStoreError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StoreError,
+)
+from casnap.storage.creation import create_store
+from casnap.testing import Fault, FaultyBackend, fail
+from tests.support.cli_calls import document, failure, invoke, process
+from tests.support.copies import assert_copied
+from tests.support.faults import CHUNK, app_state, assert_holds, take
+
+DEAD = Fault(fail(), times=None)
+LAST = Retention(keep_last=1)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have mirrors try again soon."""
+    monkeypatch.setattr(casnap.transfer.patience, "_FIRST", 0.02)
+    monkeypatch.setattr(casnap.transfer.patience, "_LONGEST", 0.05)
+    monkeypatch.setattr(casnap.transfer.mirror, "_LOOK", 0.1)
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> FaultyBackend:
+    """Return where a mirror can be that fails as it is told."""
+    return FaultyBackend(LocalBackend(tmp_path / "there"))
+
+
+def mirrored(place: Path, mirror: Any, **options: Any) -> Store:
+    return Store(place, chunk_size=CHUNK, mirror=mirror, **options)
+
+
+def names(store: Store) -> list[str]:
+    return [s.name for s in store.snapshots()]
+
+
+def lacking(store: Store) -> int:
+    assert store.mirror is not None
+    return store.mirror.status().snapshots
+
+
+# --- what it copies -------------------------------------------------------------------------------
+
+
+def test_it_gets_each_snapshot(tmp_path: Path) -> None:
+    store = mirrored(tmp_path / "here", tmp_path / "there")
+    for step in range(3):
+        take(store, step)
+    pending = store.async_take(app_state(3), "step_3", metadata={"step": 3})
+    store.wait_mirrored(60)
+    pending.wait()
+    assert lacking(store) == 0
+    copy = Store(tmp_path / "there")
+    assert names(copy) == [f"step_{step}" for step in range(4)]
+    assert copy.chunk_size == CHUNK
+    assert all(s.tags == () for s in (*store.snapshots(), *copy.snapshots()))
+    assert_copied(store, copy)
+    take(store, 0, overwrite=True)
+    store.tag("step_1", "best")
+    store.wait_mirrored(60)
+    assert copy["step_0"].commit_id == store["step_0"].commit_id
+    store.delete("step_2")
+    assert "step_2" in copy
+
+
+def test_what_was_there_before_is_mirrored_too(tmp_path: Path) -> None:
+    plain = Store(tmp_path / "here", chunk_size=CHUNK, codec="zstd")
+    for step in range(3):
+        take(plain, step)
+    plain.tag("step_1", "best")
+    store = mirrored(tmp_path / "here", tmp_path / "there")
+    store.wait_mirrored(60)
+    copy = Store(tmp_path / "there")
+    assert names(copy) == names(plain)
+    assert copy["step_1"].tags == ("best",)
+    assert copy.settings == {"codec": "zstd"}
+    # Later takes without a mirror are not its business.
+    take(plain, 3)
+    store.wait_mirrored(60)
+    assert names(copy) == ["step_0", "step_1", "step_2"]
+
+
+def test_a_mirror_in_a_folder_of_a_store(tmp_path: Path) -> None:
+    """Two runs of the same names share one store, and its chunks."""
+    shared = Store(tmp_path / "shared", chunk_size=CHUNK)
+    stores = [mirrored(tmp_path / n, f"{tmp_path}/shared/{n}") for n in "ab"]
+    for store in stores:
+        take(store, 1)
+        store.wait_mirrored(60)
+    assert names(shared) == ["a/step_1", "b/step_1"]
+    assert shared["b/step_1"].stats.new_bytes < CHUNK
+    assert_holds(shared["b/step_1"], 1)
+
+
+def test_other_processes_have_the_same_mirror(tmp_path: Path) -> None:
+    """A store that was pickled, as for a worker, has it too."""
+    store = mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=LAST)
+    again = pickle.loads(pickle.dumps(store))
+    take(again, 1)
+    take(store, 2)
+    for each in (store, again):
+        each.wait_mirrored(60)
+    assert names(Store(tmp_path / "there")) == ["step_2"]
+
+
+# --- what is kept until then ----------------------------------------------------------------------
+
+
+def test_what_is_not_mirrored_is_kept(tmp_path: Path, there: FaultyBackend) -> None:
+    """By the retention of takes, by other processes, and whatever the mirror does."""
+    store = mirrored(tmp_path / "here", there)
+    store.wait_mirrored(60)
+    with there.during(DEAD):
+        for step in range(3):
+            take(store, step, retention=LAST)
+        assert names(store) == ["step_0", "step_1", "step_2"]
+        told = process(
+            "prune", tmp_path / "here", "--keep-last", "1", "--gc", "--grace", "1s", "-y"
+        )
+        assert told.stdout.count("not mirrored yet") == 3, told
+        assert "(not mirrored yet)" in invoke("ls", tmp_path / "here").stdout
+        listed = document("ls", tmp_path / "here")["snapshots"]
+        assert [(s["unmirrored"], s["tags"]) for s in listed] == [(True, [])] * 3
+    store.wait_mirrored(60)
+    assert names(store) == ["step_0", "step_1", "step_2"]
+    take(store, 3, retention=LAST)
+    assert names(store)[-1] == "step_3"
+    assert not {"step_0", "step_1", "step_2"} & set(names(store))
+    store.wait_mirrored(60)
+    assert names(Store(tmp_path / "there")) == [f"step_{step}" for step in range(4)]
+
+
+def test_it_may_be_overwritten_or_deleted(tmp_path: Path, there: FaultyBackend) -> None:
+    store = mirrored(tmp_path / "here", there)
+    take(store, 0)
+    store.wait_mirrored(60)
+    first = store["step_0"].commit_id
+    with there.during(DEAD):
+        for _ in range(20):
+            last = take(store, 0, overwrite=True)
+        take(store, 1)
+        store.delete("step_1")
+        assert len(last.row.tags) <= 17
+    store.wait_mirrored(60)
+    copy = Store(tmp_path / "there")
+    assert first != copy["step_0"].commit_id == last.commit_id
+    assert names(copy) == ["step_0"]
+
+
+def test_tags_of_its_own(tmp_path: Path, there: FaultyBackend) -> None:
+    store = mirrored(tmp_path / "here", there)
+    with there.during(DEAD):
+        take(store, 1)
+        with pytest.raises(InvalidNameError, match="begins with '#'"):
+            store.tag("step_1", "#unmirrored")
+        store.untag("step_1", "#unmirrored")
+        store.tag("step_1", "best")
+        store.untag("step_1", "best")
+        assert lacking(store) == 1
+        store.tag("step_1", *(f"t{n}" for n in range(100)))
+        assert store["step_1"].tags == tuple(sorted(f"t{n}" for n in range(100)))
+        with pytest.raises(SnapshotExistsError, match="t0"):
+            take(store, 1, overwrite=True)
+    store.wait_mirrored(60)
+    assert len(Store(tmp_path / "there")["step_1"].tags) == 100
+    assert store.row("step_1").tags == store["step_1"].tags
+
+
+def test_each_side_has_its_own_retention(tmp_path: Path) -> None:
+    last_two = Retention(keep_last=2)
+    store = mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=last_two)
+    for step in range(4):
+        take(store, step)
+    store.wait_mirrored(60)
+    copy = Store(tmp_path / "there")
+    assert names(copy) == ["step_2", "step_3"]
+    assert names(store) == [f"step_{n}" for n in range(4)]
+    store.prune(LAST)
+    store.tag("step_3", "x")
+    take(store, 4)
+    store.wait_mirrored(60)
+    # One that was pruned there is not copied again, one that was pruned here stays there.
+    assert names(copy) == ["step_3", "step_4"]
+    assert names(store) == ["step_3", "step_4"]
+
+
+# --- a mirror that fails --------------------------------------------------------------------------
+
+
+def test_a_mirror_that_fails_never_fails_takes(
+    tmp_path: Path, there: FaultyBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "casnap")
+    with there.during(DEAD):
+        store = mirrored(tmp_path / "here", there)
+        for step in range(3):
+            take(store, step)
+        with pytest.raises(MirrorError, match=r"step_0, step_1, step_2 after 0.5 s.*on purpose"):
+            store.wait_mirrored(0.5)
+        assert store.mirror is not None
+        status = store.mirror.status()
+        assert (status.snapshots, status.refused) == (3, {})
+        assert status.nbytes > 3 * CHUNK
+        assert "on purpose" in str(status.error)
+        assert status.since is not None
+        assert sum("is tried again" in r.message for r in caplog.records) == 1
+    store.wait_mirrored(60)
+    status = store.mirror.status()
+    assert (status.snapshots, status.error, status.since) == (0, None, None)
+    assert_copied(store, tmp_path / "there")
+
+
+def test_wait_mirrored_without_a_mirror(tmp_path: Path) -> None:
+    store = Store(tmp_path / "here")
+    assert store.mirror is None
+    with pytest.raises(MirrorError, match="without mirror="):
+        store.wait_mirrored()
+
+
+def test_a_damaged_snapshot_does_not_hold_up_others(tmp_path: Path, there: FaultyBackend) -> None:
+    store = mirrored(tmp_path / "here", there)
+    store.wait_mirrored(60)
+    with there.during(DEAD):
+        take(store, 1)
+        for pack in (tmp_path / "here/packs").rglob("?" * 32):
+            pack.write_bytes(bytes(pack.stat().st_size))
+        store.take({"s": StateDict(x=[b"y" * CHUNK])}, "whole")
+    with pytest.raises(MirrorError, match="step_1"):
+        store.wait_mirrored(60)
+    assert names(Store(tmp_path / "there")) == ["whole"]
+    assert store.mirror is not None
+    assert set(store.mirror.status().refused) == {"step_1"}
+
+
+# --- two stores, one mirror -----------------------------------------------------------------------
+
+
+def test_two_stores_never_overwrite_one_another(tmp_path: Path) -> None:
+    one, two = (mirrored(tmp_path / n, tmp_path / "there") for n in ("one", "two"))
+    take(one, 1)
+    one.wait_mirrored(60)
+    two.take(app_state(5), "step_1", metadata={"step": 5})
+    take(two, 2)
+    with pytest.raises(MirrorError) as caught:
+        two.wait_mirrored()
+    for part in (one.id, two.id, str(tmp_path / "two"), one["step_1"].commit_id, "//node1"):
+        assert part in str(caught.value)
+    # Nor by overwriting what is its own here.
+    two.take(app_state(6), "step_1", metadata={"step": 6}, overwrite=True)
+    with pytest.raises(MirrorError, match="step_1"):
+        two.wait_mirrored()
+    copy = Store(tmp_path / "there")
+    assert names(copy) == ["step_1", "step_2"]
+    assert_holds(copy["step_1"], 1)
+    # The training goes on, and the name can be freed.
+    take(two, 3)
+    two.delete("step_1")
+    two.wait_mirrored(60)
+    assert names(copy) == ["step_1", "step_2", "step_3"]
+
+
+def test_a_lost_memory_is_no_permission(tmp_path: Path) -> None:
+    """What was deleted here and taken anew does not replace the copy: nothing says that it may."""
+    store = mirrored(tmp_path / "here", tmp_path / "there")
+    take(store, 1)
+    store.wait_mirrored(60)
+    store.delete("step_1")
+    store.take(app_state(7), "step_1")
+    with pytest.raises(MirrorError, match="or delete the one"):
+        store.wait_mirrored()
+    Store(tmp_path / "there").delete("step_1")
+    store.wait_mirrored(60)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def test_a_fresh_machine_resumes_from_the_mirror(tmp_path: Path) -> None:
+    first = mirrored(tmp_path / "first", tmp_path / "there")
+    assert first.latest() is None
+    for step in range(3):
+        take(first, step)
+    first.wait_mirrored(60)
+    second = mirrored(tmp_path / "second", tmp_path / "there")
+    newest = second.latest()
+    assert newest is not None
+    assert newest.path == str(tmp_path / "there/step_2")
+    assert_holds(newest, 2)
+    assert_holds(second["step_1"], 1)
+    assert "step_1" not in second
+    assert names(second) == []
+    with pytest.raises(SnapshotNotFoundError, match="there holds no snapshot"):
+        second["step_9"]
+    take(second, 3)
+    assert second.latest().path == str(tmp_path / "second/step_3")  # type: ignore[union-attr]
+    second.wait_mirrored(60)
+    # The other one learns of it, by the time that the takes noted.
+    assert first.latest().name == "step_3"  # type: ignore[union-attr]
+    assert first.latest(prefix="run") is None
+
+
+def test_latest_while_the_mirror_fails(tmp_path: Path, there: FaultyBackend) -> None:
+    with there.during(DEAD):
+        store = mirrored(tmp_path / "here", there)
+        # None would begin the run anew.
+        with pytest.raises(BackendError, match="on purpose"):
+            store.latest()
+        take(store, 1)
+        assert store.latest().name == "step_1"  # type: ignore[union-attr]
+
+
+# --- which store is the mirror --------------------------------------------------------------------
+
+
+def test_another_store_in_place_of_the_mirror(tmp_path: Path) -> None:
+    store = mirrored(tmp_path / "here", tmp_path / "there")
+    take(store, 1)
+    store.wait_mirrored(60)
+    there = Store(tmp_path / "there").id
+    shutil.move(tmp_path / "there", tmp_path / "moved")
+    with pytest.raises(MirrorError, match=f"(?s){there}.*no store.*mirror=none"):
+        mirrored(tmp_path / "here", tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+    # It is known by its id, wherever it is.
+    mirrored(tmp_path / "here", tmp_path / "moved").wait_mirrored(60)
+    other = Store(tmp_path / "there", chunk_size=CHUNK).id
+    with pytest.raises(MirrorError, match=f"{there}.*{other}"):
+        mirrored(tmp_path / "here", tmp_path / "there")
+    assert names(Store(tmp_path / "there")) == []
+    assert invoke("config", tmp_path / "here", "mirror=none").stdout == "codec=raw\n"
+    mirrored(tmp_path / "here", tmp_path / "there").wait_mirrored(60)
+    assert names(Store(tmp_path / "there")) == ["step_1"]
+    assert "mirror can only be" in failure("config", tmp_path / "here", "mirror=x", status=2)
+
+
+def test_forgetting_a_mirror_frees_what_it_lacks(tmp_path: Path, there: FaultyBackend) -> None:
+    store = mirrored(tmp_path / "here", there)
+    store.wait_mirrored(60)
+    with there.during(DEAD):
+        for step in range(3):
+            take(store, step)
+        assert store.mirror is not None
+        store.mirror.stop()
+        assert Store(tmp_path / "here").configure(mirror="none")
+        store.prune(LAST)
+    assert names(store) == ["step_2"]
+    assert store.settings == {"codec": "raw"}
+
+
+def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
+    store = Store(tmp_path / "here", chunk_size=CHUNK)
+    take(store, 1)
+    (tmp_path / "file").write_text("x")
+    Store(tmp_path / "large", chunk_size=1 << 20)
+    create_store(LocalBackend(tmp_path / "old"), chunk_size=CHUNK, asked=True, version=1)
+    shutil.copytree(tmp_path / "here", tmp_path / "copied")
+    bad: dict[Any, tuple[type[Exception], str]] = {
+        tmp_path / "here": (MirrorError, "itself, or a copy"),
+        tmp_path / "copied": (MirrorError, "itself, or a copy"),
+        tmp_path / "here/run": (MirrorError, "itself, or a copy"),
+        tmp_path / "file": (NotAStoreError, "is a file"),
+        tmp_path / "large": (StoreError, "chunks of"),
+        "ftpx://nowhere/x": (StoreError, "ftpx"),
+        "": (NotAStoreError, "empty path"),
+        7: (TypeError, "path or URI"),
+    }
+    for place, (kind, text) in bad.items():
+        with pytest.raises(kind, match=text):
+            mirrored(tmp_path / "here", place)
+    assert store.settings == {"codec": "raw"}
+    with pytest.raises(MirrorError, match="is a view of"):
+        mirrored(tmp_path / "here/run", tmp_path / "there")
+    with pytest.raises(StoreError, match="casnap upgrade"):
+        mirrored(tmp_path / "old", tmp_path / "there")
+    with pytest.raises(TypeError, match="retention"):
+        mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=3)
+    with pytest.raises(ValueError, match="remote"):
+        mirrored(tmp_path / "here", tmp_path / "there", mirror_options={"key": "x"})
+
+
+def test_a_mirror_in_memory(tmp_path: Path) -> None:
+    store = mirrored(tmp_path / "here", MemoryBackend("mirror"))
+    take(store, 1)
+    store.wait_mirrored(60)
+    assert store.mirror is not None
+    assert store.latest().path == str(tmp_path / "here/step_1")  # type: ignore[union-attr]

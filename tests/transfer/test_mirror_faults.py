@@ -1,0 +1,438 @@
+"""A mirror, and ``casnap cp --follow``, that are killed, cut off or collected at any moment.
+
+Nothing that was committed is lost on either side, what is copied is equal bit for bit, and a repeat
+goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import casnap.transfer.mirror
+import casnap.transfer.patience
+from casnap import Retention, Store
+from casnap.backends import LocalBackend
+from casnap.errors import BackendError, MirrorError, NotAStoreError, UnreachableError
+from casnap.storage.table import snapshots_in
+from casnap.testing import Fault, FaultyBackend, Gate, fail
+from casnap.transfer.follow import Follower, FollowOptions, Pair
+from casnap.transfer.report import Chosen, CopyOptions
+from tests.support.cli_calls import COMMAND
+from tests.support.copies import assert_copied, filled
+from tests.support.faults import (
+    BACKEND_CALLS,
+    CHUNK,
+    WRITING_CALLS,
+    app_state,
+    assert_holds,
+    assert_no_orphans,
+    backend_faults,
+    in_child,
+    memory_folder,
+    start,
+    take,
+    wait,
+)
+from tests.support.sweep import sweep
+
+DEAD = Fault(fail(UnreachableError), times=None)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(casnap.transfer.patience, "_FIRST", 0.02)
+    monkeypatch.setattr(casnap.transfer.patience, "_LONGEST", 0.05)
+    monkeypatch.setattr(casnap.transfer.mirror, "_LOOK", 0.1)
+
+
+def mirrored(folder: Path, mirror: Any = None, **options: Any) -> Store:
+    return Store(folder / "here", chunk_size=CHUNK, mirror=mirror or folder / "there", **options)
+
+
+def committed(place: Path) -> int:
+    """Return how many snapshots a store holds; 0 if there is none yet."""
+    try:
+        return len(Store(place, create=False).snapshots())
+    except NotAStoreError:
+        return 0
+
+
+def assert_all_well(folder: Path, count: int) -> None:
+    """Check that a new process brings all to the mirror, and that gc then leaves nothing over."""
+    store = mirrored(folder)
+    store.wait_mirrored(120)
+    assert {s.metadata.user["step"] for s in store.snapshots()} == set(range(count))
+    assert_copied(store, folder / "there")
+    for side in ("here", "there"):
+        Store(folder / side).gc(grace=0)
+        assert_no_orphans(folder / side)
+
+
+# --- killed ---------------------------------------------------------------------------------------
+
+
+def take_two(folder: Path) -> None:
+    store = mirrored(folder)
+    for step in range(2):
+        take(store, step)
+    store.wait_mirrored(120)
+
+
+KILLED = [
+    pytest.param(True, WRITING_CALLS, id="after what writes", marks=pytest.mark.sweep),
+    pytest.param(False, BACKEND_CALLS, id="before any", marks=pytest.mark.slow),
+    pytest.param(True, BACKEND_CALLS, id="after any", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("after", "calls"), KILLED)
+def test_killed_at_any_call(after: bool, calls: list[str]) -> None:
+    """The process dies before, or right after, each call of either backend."""
+    # Of a process that is not killed, there are no more calls to strike at.
+    for killed, strike_at in enumerate(sweep()):
+        with memory_folder() as folder:
+
+            def work(folder: Path = folder, strike_at: int = strike_at) -> None:
+                with backend_faults(strike_at, names=calls, after=after):
+                    take_two(folder)
+
+            status = in_child(work)
+            assert_all_well(folder, committed(folder / "here"))
+            if status == 0:
+                print(f"{killed} killed")
+                return
+            assert status == -signal.SIGKILL
+
+
+@pytest.mark.sweep
+def test_the_mirror_fails_at_any_call() -> None:
+    """Once, at each call of it: takes succeed, and all of them get there."""
+    for strike_at in sweep():
+        with memory_folder() as folder:
+            there = FaultyBackend(LocalBackend(folder / "there"))
+            with there.during(Fault(fail(), skip=strike_at)) as (fault,):
+                store = mirrored(folder, there)
+                for step in range(3):
+                    take(store, step)
+                store.wait_mirrored(120)
+            assert_copied(store, folder / "there")
+            if not fault.struck:
+                print(f"failed at {strike_at} calls")
+                return
+
+
+def test_the_source_is_collected_meanwhile(tmp_path: Path) -> None:
+    """A snapshot is deleted, and its bytes are collected, while it is being copied."""
+    there = FaultyBackend(LocalBackend(tmp_path / "there"))
+    store = mirrored(tmp_path, there)
+    take(store, 0)
+    store.wait_mirrored(60)
+    gate = Gate()
+    with there.during(Fault(gate, "write", "packs/*")):
+        take(store, 1)
+        assert gate.reached.wait(60)
+        store.delete("step_1")
+        Store(tmp_path / "here").gc(grace=0)
+        Store(tmp_path / "here").gc(grace=0)
+        gate.open()
+    take(store, 2)
+    store.wait_mirrored(60)
+    copy = Store(tmp_path / "there")
+    assert {"step_0", "step_2"} <= {s.name for s in copy.snapshots()}
+    assert copy.check(data=True).ok
+    assert_copied(store, copy)
+
+
+def test_the_destination_is_collected_meanwhile(tmp_path: Path) -> None:
+    """Without grace, at the first packs and roots that the mirror writes there."""
+    there = FaultyBackend(LocalBackend(tmp_path / "there"))
+    plain = LocalBackend(tmp_path / "there")
+
+    def collect(call: Any) -> object:
+        Store(plain).gc(grace=0)
+        return call.go()
+
+    store = mirrored(tmp_path, there)
+    store.wait_mirrored(60)
+    with there.during(
+        Fault(collect, "write", times=4), Fault(collect, "put_if_absent", "roots/*", times=4)
+    ):
+        for step in range(3):
+            take(store, step)
+        store.wait_mirrored(120)
+    assert_copied(store, tmp_path / "there")
+    assert_all_well(tmp_path, 3)
+
+
+def test_a_link_that_is_cut_for_long(tmp_path: Path) -> None:
+    """Takes go on with their retention; all that was taken meanwhile gets there in the end."""
+    there = FaultyBackend(LocalBackend(tmp_path / "there"))
+    store = mirrored(tmp_path, there)
+    take(store, 0)
+    store.wait_mirrored(60)
+    with there.during(DEAD) as (cut,):
+        for step in range(1, 12):
+            take(store, step, retention=Retention(keep_last=2))
+        with pytest.raises(MirrorError, match="on purpose"):
+            store.wait_mirrored(0.2)
+        assert cut.struck > 1
+    store.wait_mirrored(120)
+    copy = Store(tmp_path / "there")
+    assert [s.name for s in copy.snapshots()] == [f"step_{n}" for n in range(12)]
+    assert_copied(store, copy)
+
+
+def test_many_at_once(tmp_path: Path) -> None:
+    """Several processes with one mirror: one at a time copies, and each can wait."""
+
+    def work(first: int) -> None:
+        store = mirrored(tmp_path)
+        for step in range(first, first + 3):
+            take(store, step)
+        store.wait_mirrored(120)
+
+    assert [wait(pid) for pid in [start(partial(work, 3 * n)) for n in range(3)]] == [0, 0, 0]
+    assert_all_well(tmp_path, 9)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, time, casnap.transfer.mirror, casnap.transfer.patience
+from tests.support.faults import take
+from casnap import Store
+casnap.transfer.patience._LONGEST = 0.05
+store = Store(sys.argv[1], chunk_size=1 << 16, mirror=sys.argv[2])
+for step in range(3):
+    take(store, step)
+print("taken", flush=True)
+"""
+
+
+def run(script: str, folder: Path, **options: Any) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-c", script, str(folder / "here"), str(folder / "there")]
+    return subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def test_exit_waits_while_the_mirror_works(tmp_path: Path) -> None:
+    process = run(SCRIPT, tmp_path)
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (0, "")
+    assert_copied(tmp_path / "here", tmp_path / "there")
+    assert len(Store(tmp_path / "there").snapshots()) == 3
+
+
+def test_exit_does_not_wait_for_a_mirror_that_fails(tmp_path: Path) -> None:
+    """What it lacks is said, and kept."""
+    script = SCRIPT.replace("mirror=sys.argv[2])", "mirror=sys.argv[2])\nbreak_it()").replace(
+        "from casnap import Store\n",
+        "from casnap import Store\n"
+        "def break_it():\n"
+        "    import os; store.wait_mirrored(60); os.rename(sys.argv[2], sys.argv[2] + '-gone')\n"
+        "    open(sys.argv[2], 'w').close()\n",
+    )
+    process = run(script, tmp_path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert re.search(r"WARNING: .*there lacks 3 snapshots of .*here\. They are kept", errors), (
+        errors
+    )
+    (tmp_path / "there").unlink()
+    (tmp_path / "there-gone").rename(tmp_path / "there")
+    assert_all_well(tmp_path, 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signals_end_the_process(tmp_path: Path, number: int) -> None:
+    process = run(f"{SCRIPT}\nwhile True: take(store, 3, overwrite=True)\n", tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "taken\n"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == -number, errors
+    held = committed(tmp_path / "here")
+    assert held >= 3
+    assert_all_well(tmp_path, held)
+
+
+def test_forks(tmp_path: Path) -> None:
+    """A child of a process whose mirror works has a mirror of its own, and neither hangs."""
+    store = mirrored(tmp_path)
+    take(store, 0)
+    for step in range(1, 4):
+
+        def child(step: int = step) -> None:
+            take(store, step)
+            store.wait_mirrored(120)
+
+        assert in_child(child) == 0
+    take(store, 4)
+    store.wait_mirrored(60)
+    assert_all_well(tmp_path, 5)
+
+
+def take_on_ranks(folder: str) -> str:
+    store = mirrored(Path(folder))
+    pending = store.async_take(app_state(1), "step_1", metadata={"step": 1})
+    pending.wait()
+    store.wait_mirrored(120)
+    assert store.mirror is not None
+    assert store.mirror.status().snapshots == 0
+    dist.barrier()
+    latest = store.latest()
+    assert latest is not None
+    return latest.commit_id
+
+
+def test_many_ranks(world: Callable[[int], Any], tmp_path: Path) -> None:
+    """Rank 0 copies; the others can wait."""
+    commits = world(2).run(take_on_ranks, str(tmp_path))
+    assert set(commits) == {Store(tmp_path / "there")["step_1"].commit_id}
+    assert_holds(Store(tmp_path / "there")["step_1"], 1)
+
+
+# --- casnap cp --follow ---------------------------------------------------------------------------
+
+
+def follower(here: Any, there: Any) -> Follower:
+    def open_pair() -> Pair:
+        source, target = Store(here, chunk_size=CHUNK), Store(there, chunk_size=CHUNK)
+        objects = source.objects
+
+        def chosen() -> list[Chosen]:
+            rows = list(snapshots_in(objects.table(objects.newest())))
+            return [Chosen(name, name, row) for name, row in rows]
+
+        return Pair(objects, target.objects, chosen, CopyOptions(part_bytes=CHUNK))
+
+    return Follower(open_pair, FollowOptions(interval=0.001))
+
+
+def follow(here: Any, there: Any, count: int) -> Iterator[str]:
+    """Follow until so many snapshots were copied; yield their names."""
+    for number, report in enumerate(follower(here, there).reports(), 1):
+        yield from report.copied
+        if number == count:
+            return
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [False, True])
+def test_follow_is_killed_at_any_call(after: bool) -> None:
+    for killed, strike_at in enumerate(sweep()):
+        with memory_folder() as folder:
+            source = filled(folder / "here")
+
+            def work(folder: Path = folder, strike_at: int = strike_at) -> None:
+                with backend_faults(strike_at, after=after):
+                    list(follow(folder / "here", folder / "there", 3))
+
+            status = in_child(work)
+            copy = Store(folder / "there", chunk_size=CHUNK)
+            left = 3 - sum(s.name in copy for s in source.snapshots())
+            if left:
+                list(follow(folder / "here", folder / "there", left))
+            assert_copied(folder / "here", copy)
+            assert len(copy.snapshots()) == 3
+            if status == 0:
+                print(f"{killed} killed")
+                return
+            assert status == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("side", ["here", "there"])
+def test_follow_survives_failures_of_either_side(tmp_path: Path, side: str) -> None:
+    filled(tmp_path / "here")
+    filled(tmp_path / "there", steps=2)
+    places = {n: FaultyBackend(LocalBackend(tmp_path / n)) for n in ("here", "there")}
+    Store(tmp_path / "there").delete("step_0")
+    Store(tmp_path / "there").delete("step_1")
+    fault = Fault(fail(UnreachableError), times=200, chance=0.5, seed=1)
+    with places[side].during(fault):
+        assert sorted(follow(places["here"], places["there"], 3)) == [
+            "step_0",
+            "step_1",
+            "step_2",
+        ]
+    assert fault.struck
+    assert_copied(tmp_path / "here", tmp_path / "there")
+
+
+def test_follow_copies_what_is_new_alone(tmp_path: Path) -> None:
+    source = filled(tmp_path / "here")
+    copy = Store(tmp_path / "there", chunk_size=CHUNK)
+    copied = []
+    for report in follower(tmp_path / "here", tmp_path / "there").reports():
+        copied += report.copied
+        if len(copied) == 3:
+            # What is deleted there is not copied again; what is taken anew here replaces its own.
+            copy.delete("step_0")
+            take(copy, 4)
+            take(source, 2, overwrite=True)
+            take(source, 3)
+            take(source, 4)
+        if len(copied) == 5:
+            break
+    assert copied == ["step_0", "step_1", "step_2", "step_2", "step_3"]
+    assert "step_0" not in copy
+    assert copy["step_2"].commit_id == source["step_2"].commit_id
+    assert copy["step_4"].commit_id != source["step_4"].commit_id
+
+
+def test_follow_gives_up_in_the_end(tmp_path: Path) -> None:
+    filled(tmp_path / "here")
+    there = FaultyBackend(LocalBackend(tmp_path / "there"))
+    following = follower(tmp_path / "here", there)
+    following._options = FollowOptions(interval=0.001, give_up_after=0.1)
+    with there.during(DEAD), pytest.raises(UnreachableError, match="on purpose"):
+        next(following.reports())
+    with there.during(Fault(fail(BackendError), times=None)), pytest.raises(BackendError):
+        # A wrong argument would not get better.
+        next(follower(tmp_path / "here", there).reports())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_follows_until_it_is_told_to_end(tmp_path: Path, number: int) -> None:
+    store = filled(tmp_path / "here", steps=2)
+    places = [str(tmp_path / "here"), str(tmp_path / "there")]
+    process = subprocess.Popen(
+        [*COMMAND, "cp", *places, "--follow", "--interval", "0.05s"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = [process.stdout.readline() for _ in range(2)]
+    take(store, 2)
+    said.append(process.stdout.readline())
+    assert [line.split(":")[0] for line in said] == [f"copied step_{n}" for n in range(3)]
+    process.send_signal(number)
+    rest, errors = process.communicate(timeout=60)
+    assert (process.returncode, rest, errors) == (0, "3 snapshots copied\n", "")
+    assert_copied(store, tmp_path / "there")
+
+
+def test_threads_end_with_the_store(tmp_path: Path) -> None:
+    store = mirrored(tmp_path)
+    take(store, 0)
+    store.wait_mirrored(60)
+    watchers = [t for t in threading.enumerate() if t.name == "casnap-mirror"]
+    assert watchers
+    assert store.mirror is not None
+    store.mirror.stop()
+    for thread in watchers:
+        thread.join(60)
+        assert not thread.is_alive()
