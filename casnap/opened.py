@@ -23,7 +23,8 @@ from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Root, Row, StoreConfig
 from casnap.runtime import calls
-from casnap.storage.creation import create_store
+from casnap.storage.config import object_error
+from casnap.storage.creation import Made, create_store
 from casnap.storage.location import Location, locate_snapshot, locate_store
 from casnap.storage.mirrored import not_that_mirror, place_of
 from casnap.storage.objects import Objects
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
     from casnap.state.stateful import Stateful
     from casnap.store import Store
+    from casnap.take.capturable import Capturable
     from casnap.take.options import TakeOptions
     from casnap.take.pending import PendingTake
     from casnap.transfer.mirror import Mirror
@@ -49,11 +51,13 @@ class Found(NamedTuple):
         opened: The store that holds the snapshot.
         name: The snapshot's name in ``opened``.
         row: The snapshot's row in the store's table.
+        requests: How many requests the take made, by kind, if it was taken just now.
     """
 
     opened: OpenStore
     name: str
     row: Row
+    requests: Mapping[str, int] = {}
 
 
 class OpenStore:
@@ -187,21 +191,31 @@ class OpenStore:
         self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
     ) -> Found:
         """Take a snapshot with the other ranks of ``comm``; at the end, leave it."""
+        from casnap.take.capturable import LiveState
+
+        return self.take_asked(comm, lambda: LiveState(app_state), name, options)
+
+    def take_asked(
+        self, comm: Comm, asked: Callable[[], Capturable], name: str, options: TakeOptions
+    ) -> Found:
+        """Take a snapshot of what ``asked`` returns; as :meth:`take`."""
         from casnap.take.take import take
 
         with comm:
             options = self._completed(options)
-            row = take(self.objects, self.full_name(name), app_state, options, comm)
-        return Found(self, check_name(name), row)
+            taken = take(self.objects, self.full_name(name), asked(), options, comm)
+        return Found(self, check_name(name), *msgspec.structs.astuple(taken))
 
     def async_take(
         self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
     ) -> PendingTake:
         """Begin a take with the other ranks of ``comm``; at its end, it leaves that."""
+        from casnap.take.capturable import LiveState
         from casnap.take.take import async_take
 
         options = self._completed(options)
-        return async_take(self.objects, self.full_name(name), app_state, options, comm)
+        full, asked = self.full_name(name), LiveState(app_state)
+        return async_take(self.objects, full, asked, options, comm)
 
 
 def _open_again(
@@ -298,18 +312,23 @@ def open_store(
             "little-endian, and this casnap does not swap them for a big-endian one"
         )
     backend.exclusive |= exclusive
-    is_new, may_make = False, create and not found.name
+    may_make = create and not found.name
     objects = Objects(backend, config=config) if config is not None else None
+    made: Made | None = None
     if objects is None and backend.is_remote:
         objects = _at(backend, or_none=may_make, ahead=ahead)
     if objects is None and may_make:
         # If the store exists, this finishes a creation that was interrupted.
-        is_new = create_store(backend, chunk_size=chunk_size, asked=asked, codec=codec)
+        made = create_store(backend, chunk_size=chunk_size, asked=asked, codec=codec)
+        objects = Objects(backend, config=made.config)
+        if made.root is not None and backend.is_remote:
+            objects.note_newest(made.root)
     elif objects is None and not found.exists:
         raise NotAStoreError(
             f"{backend.uri} is not a casnap store, nor is any folder above it; make one "
             f"with `casnap init {backend.uri}`, or check the path"
         )
+    is_new = made is not None and made.is_new
     return OpenStore(objects or Objects(backend), found.name, is_new=is_new)
 
 
@@ -358,6 +377,8 @@ def _at(backend: Backend, *, or_none: bool, ahead: bool) -> Objects | None:
     except NotAStoreError:
         if or_none:
             return None
+        if backend.is_object():
+            raise object_error(backend.uri) from None
         raise
 
 

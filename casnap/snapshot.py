@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec import field
+from msgspec.structs import asdict, astuple
+
 from casnap.format.entries import Entry
 from casnap.format.names import check_name
 from casnap.format.records import Stats
@@ -80,6 +83,17 @@ class SnapshotMetadata:
         )
 
 
+class TakeStats(Stats, frozen=True, array_like=True):
+    """What a take did.
+
+    Attributes:
+        requests: How many requests it made, by kind, on all ranks. Only the take itself tells: this
+            is empty for a snapshot that was looked up, and for a store on this machine.
+    """
+
+    requests: dict[str, int] = field(default_factory=dict)
+
+
 class Snapshot:
     """One immutable, named checkpoint in a store.
 
@@ -110,7 +124,8 @@ class Snapshot:
         if not isinstance(path, Found):
             opened, name = find(path, storage_options, store, create=False)
             path = Found(opened, check_name(name), opened.row(name))
-        self._opened, self.name, self.row = path
+        self._opened, self.name, self.row, requests = path
+        self._requests = dict(requests)
         self._store = self._opened.store
         self.pg = pg
         self.contents = Contents(self._opened.objects, self._opened.outer_name(self.name), self.row)
@@ -247,7 +262,7 @@ class Snapshot:
         *,
         allow_pickle: bool = False,
         progress: Progress | None = None,
-        read_once: bool = True,
+        read_once: bool | None = None,
         timeout: float | None = None,
     ) -> RestoreReport:
         """Restore an app state, or some of its keys, in place where that is possible.
@@ -266,9 +281,9 @@ class Snapshot:
                 for a store that you trust as you trust code.
             progress: Called now and then, from any thread: what is being done, how many bytes are
                 done, how many there are.
-            read_once: Read each stored byte on one rank, which passes it on to the others.
-                Otherwise each rank reads for itself, which is faster where storage is faster than
-                the network.
+            read_once: Read each stored byte on one rank, which passes it on to the others (True),
+                or have each rank read for itself (False). By default, ranks read for themselves
+                where they all see the store through one page cache, as on one host.
             timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
         Returns:
@@ -384,9 +399,9 @@ class Snapshot:
         return self.row.world_size
 
     @property
-    def stats(self) -> Stats:
-        """The logical bytes, new bytes, entries and seconds of the take."""
-        return self.row.stats
+    def stats(self) -> TakeStats:
+        """The logical bytes, new bytes, entries, seconds and requests of the take."""
+        return TakeStats(**asdict(self.row.stats), requests=self.requests)
 
     @property
     def requests(self) -> dict[str, int]:
@@ -394,7 +409,7 @@ class Snapshot:
 
         Empty for a store on this machine, and for a snapshot that was looked up.
         """
-        return self.row.requests
+        return dict(self._requests)
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -406,7 +421,7 @@ class Snapshot:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew; process groups stay in their process."""
-        return type(self), (Found(self._opened, self.name, self.row),)
+        return type(self), (Found(self._opened, self.name, self.row, self._requests),)
 
 
 class PendingSnapshot:
@@ -435,4 +450,5 @@ class PendingSnapshot:
         Raises:
             CasnapError: The take failed; nothing was committed.
         """
-        return Snapshot(Found(self._opened, self._name, self._take.wait()), self._pg)
+        taken = self._take.wait()
+        return Snapshot(Found(self._opened, self._name, *astuple(taken)), self._pg)

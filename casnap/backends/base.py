@@ -122,7 +122,7 @@ class Backend(ABC):
         """Return a whole object."""
 
     @abstractmethod
-    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
         """Fill buffers from runs of an object; return how many bytes there were for each.
 
         Args:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from casnap.errors import BackendError, CredentialsError
@@ -79,7 +80,7 @@ class Found:
 
     size: int | None
     tag: str = ""
-    kept: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,42 @@ class Page:
         sizes: The length in bytes of each object, by its key.
         folders: The folders, without a slash at the end.
         after: What continues the listing; None at its end.
+        times: When each object was put, in seconds since the epoch; without those that the server
+            does not tell.
     """
 
     sizes: Mapping[str, int]
     folders: Sequence[str]
     after: str | None
+    times: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        objects: Iterable[tuple[str, int, datetime | None]],
+        folders: Iterable[str],
+        after: str | None,
+        prefix: str,
+    ) -> Page:
+        """Return a page, given what a server tells.
+
+        Args:
+            objects: Names with their prefix, lengths, and times where these are told.
+            folders: Folders with their prefix, and a slash at the end.
+            after: What continues the listing.
+            prefix: What all names begin with.
+        """
+        skip = len(prefix)
+        # Consoles make empty objects for folders, which end with a slash.
+        found = [(name[skip:], size, at) for name, size, at in objects if not name.endswith("/")]
+        sizes = {key: size for key, size, _ in found}
+        times = {key: at.timestamp() for key, _, at in found if at is not None}
+        return cls(sizes, [folder[skip:-1] for folder in folders], after, times)
+
+
+def kept_of(told: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return what a copy has to be given, of what a server tells of its source."""
+    return {name: told[name] for name in names if told.get(name)}
 
 
 class Client(ABC):

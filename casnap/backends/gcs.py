@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -29,9 +30,11 @@ from casnap.backends.client import (
     Sink,
     Source,
     TransientError,
+    kept_of,
     valid_options,
     without_secrets,
 )
+from casnap.backends.gcs_credentials import none_found_error, token_to_use
 from casnap.backends.gcs_errors import BehindItsEndError, RefusedError, typed
 from casnap.backends.retries import Retries
 from casnap.errors import BackendError, CredentialsError, NoBucketError, UnreachableError
@@ -39,6 +42,11 @@ from casnap.runtime.typing import override
 
 _CONNECTIONS = 32
 _BOUNDARY = "==casnap=="
+_CONNECTING = (
+    aiohttp.ClientConnectorError,
+    # Older versions have no error of its own for this.
+    getattr(aiohttp, "ConnectionTimeoutError", aiohttp.ServerTimeoutError),
+)
 # What a copy is given of its source.
 _KEPT = ("storageClass", "contentType", "kmsKeyName")
 
@@ -58,6 +66,7 @@ class GcsClient(Client):
         self._uri = uri
         options = {
             **storage_options,
+            "token": token_to_use(storage_options.get("token")),
             "asynchronous": True,
             "use_listings_cache": False,
             "skip_instance_cache": True,
@@ -123,7 +132,7 @@ class GcsClient(Client):
         except aiohttp.InvalidURL as e:
             raise BackendError(f"{self._uri}: wrong address: {without_secrets(str(e))}") from e
         except (OSError, asyncio.TimeoutError, aiohttp.ClientError, ValueError) as e:
-            reached = not isinstance(e, aiohttp.ClientConnectorError)
+            reached = not isinstance(e, _CONNECTING)
             message = f"{type(e).__name__}: {without_secrets(str(e))}"
             raise TransientError(message, reached=reached) from e
 
@@ -161,6 +170,8 @@ class GcsClient(Client):
 
     async def _meant(self, refusal: RefusedError, path: str, what: str) -> Exception:
         """Return the error that an answer means. A 404 may not tell what is missing."""
+        if refusal.status == 401 and self._fs.credentials.credentials is None:
+            return none_found_error(self._uri, refusal)
         error = typed(refusal, what, self._uri)
         if error is not None:
             return error
@@ -220,29 +231,23 @@ class GcsClient(Client):
         told = await self._ask(
             "GET", self._object(key), f"{self._uri}/{key}", parameters={"fields": fields}
         )
-        kept = {name: str(told[name]) for name in _KEPT if told.get(name)}
-        return Found(int(told["size"]), told.get("md5Hash") or "", kept)
+        return Found(int(told["size"]), told.get("md5Hash") or "", kept_of(told, _KEPT))
 
     @override
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
         parameters = {
             "prefix": self._prefix + prefix,
-            "fields": "items(name,size),prefixes,nextPageToken",
+            "fields": "items(name,size,updated),prefixes,nextPageToken",
             **({} if deep else {"delimiter": "/"}),
             **({} if after is None else {"pageToken": after}),
         }
         told = await self._ask(
             "GET", self._objects(), f"{self._uri}/{prefix}", parameters=parameters
         )
-        skip = len(self._prefix)
-        # Consoles make empty objects for folders, which end with a slash.
-        sizes = {
-            found["name"][skip:]: int(found["size"])
-            for found in told.get("items", ())
-            if not found["name"].endswith("/")
-        }
-        folders = [folder[skip:-1] for folder in told.get("prefixes", ())]
-        return Page(sizes, folders, told.get("nextPageToken"))
+        items = told.get("items", ())
+        objects = [(o["name"], int(o["size"]), _moment(o.get("updated"))) for o in items]
+        after = told.get("nextPageToken")
+        return Page.of(objects, told.get("prefixes", ()), after, self._prefix)
 
     @override
     async def copy(self, key: str, to: str, found: Found) -> Found:
@@ -345,6 +350,14 @@ class GcsClient(Client):
 async def _raise_refusal(answer: aiohttp.ClientResponse) -> None:
     if answer.status >= 300:
         raise RefusedError(answer.status, (await answer.read()).decode(errors="replace"))
+
+
+def _moment(told: str | None) -> datetime | None:
+    try:
+        # Python 3.10 reads no Z.
+        return datetime.fromisoformat(told.replace("Z", "+00:00")) if told else None
+    except ValueError:
+        return None
 
 
 def _crc32c(content: memoryview) -> str:

@@ -218,12 +218,11 @@ class LocalBackend(Backend):
             return (self.folder / key).read_bytes()
 
     @override
-    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
-        """Read from the page cache; what a bulk read does not find there, around it."""
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
         with translated(f"{self.uri}/{key}"):
             fd = os.open(self.folder / key, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                return [_read(fd, target, offset, bulk=bulk) for offset, target in targets]
+                return [_read(fd, target, offset) for offset, target in targets]
             finally:
                 os.close(fd)
 
@@ -381,53 +380,8 @@ def _write_direct(fd: int, view: memoryview) -> int:
     return start
 
 
-def _read(fd: int, target: memoryview, offset: int, *, bulk: bool) -> int:
+def _read(fd: int, target: memoryview, offset: int) -> int:
     done = 0
-    if bulk and _DIRECT:
-        done = _read_cached(fd, target, offset)
-        done = _read_direct(fd, target, offset, done)
-    return _read_buffered(fd, target, offset, done)
-
-
-def _read_cached(fd: int, target: memoryview, offset: int) -> int:
-    """Read the beginning of a run from the page cache; return how many bytes were there."""
-    if not hasattr(os, "preadv") or not hasattr(os, "RWF_NOWAIT"):
-        return 0
-    done = 0
-    try:
-        while done < len(target):
-            n = os.preadv(fd, [target[done:]], offset + done, os.RWF_NOWAIT)
-            if n == 0:
-                break
-            done += n
-    except OSError as e:
-        if e.errno not in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-    return done
-
-
-def _read_direct(fd: int, target: memoryview, offset: int, done: int) -> int:
-    """Go on reading around the page cache, in whole pages; return how many bytes there are."""
-    done = done // PAGE * PAGE
-    whole = len(target) // PAGE * PAGE
-    if (offset + done) % PAGE or address_of(target) % PAGE:
-        return done
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | _DIRECT)
-        while done < whole:
-            n = os.preadv(fd, [target[done:whole]], offset + done)
-            done += n
-            if n == 0 or n % PAGE:
-                break
-    except OSError as e:
-        if e.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_DIRECT)
-    return done
-
-
-def _read_buffered(fd: int, target: memoryview, offset: int, done: int) -> int:
     while done < len(target):
         n = os.preadv(fd, [target[done:]], offset + done)
         if n == 0:

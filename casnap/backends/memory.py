@@ -58,7 +58,7 @@ class MemoryBackend(Backend):
             raise FileNotFoundError(key) from None
 
     @override
-    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
         content, lengths = self.read(key), []
         for offset, target in targets:
             part = content[offset : offset + len(target)]

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from casnap.backends.client import (
 from casnap.backends.event_loop import event_loop
 from casnap.backends.retries import Operation, Retries, ended
 from casnap.backends.scatter import Scatter, Whole, runs
-from casnap.errors import AccessDeniedError, BackendError, UnavailableError
+from casnap.errors import AccessDeniedError, BackendError, UnavailableError, UnreachableError
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.sizes import size as in_words
 from casnap.runtime.typing import override
@@ -35,6 +36,8 @@ T = TypeVar("T")
 # Requests of one backend at a time. The server and the line are busy then, and memory is bounded.
 _REQUESTS = 24
 _LARGEST = 48 << 20
+# How long a probe of put-if-absent may go on at most, in seconds, and how wrong a clock may be.
+_IN_USE = 3600.0
 # A page of a listing that shows fewer folders than this is full of their objects. Then listing the
 # other folders side by side is faster, and costs few requests more.
 _FEW_FOLDERS = 4
@@ -65,7 +68,9 @@ class RemoteBackend(Backend):
         self._retries = retries or Retries()
         self._counts: Counter[str] = Counter()
         self._connected: _Connected | None = None
-        self._known = False
+        # Whether the server has ever answered, and whether the last thing that it did was to fail
+        # until an operation was given up.
+        self._known = self._failing = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process connect anew."""
@@ -135,7 +140,7 @@ class RemoteBackend(Backend):
         return self._run(self._read(key))
 
     @override
-    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
         """Read runs by ranges: near ones in one request, long ones in several at once."""
         sinks = runs(targets)
         found = self._run(together([self._get(key, sink) for sink in sinks])) if sinks else []
@@ -182,6 +187,21 @@ class RemoteBackend(Backend):
             self.delete(key)
         else:
             self.write(key, content)
+
+    @override
+    def tidy(self, min_age: float) -> int:
+        """Delete what killed processes left in ``tmp/``: probes of put-if-absent.
+
+        One that may still go on stays: for at least an hour, by the times that the server tells.
+        """
+        return self._run(self._tidy(max(min_age, _IN_USE)))
+
+    async def _tidy(self, min_age: float) -> int:
+        pages = await self._pages("tmp/", deep=True)
+        until = time.time() - min_age
+        old = {k: p.sizes[k] for p in pages for k, at in p.times.items() if at <= until}
+        refused = await self._delete_all(list(old))
+        return sum(size for key, size in old.items() if key not in refused)
 
     # --- one process, one client ---
 
@@ -239,13 +259,28 @@ class RemoteBackend(Backend):
                 try:
                     return await self._once(operation, kind, work, transfer)
                 except TransientError as e:
-                    await operation.pause(e)
+                    await self._pause(operation, e)
                 except TakenError as e:
                     # No condition of ours: the user's options have one, or the server lies.
                     raise BackendError(f"cannot {what} at {self.uri}: {e}") from e
 
     def _operation(self, what: str) -> Operation:
-        return Operation(f"{what} at {self.uri}", self._retries, known=self._known)
+        given_up = self._failing
+        return Operation(
+            f"{what} at {self.uri}", self._retries, known=self._known, failing=given_up
+        )
+
+    async def _pause(self, operation: Operation, error: TransientError) -> None:
+        """Wait before the next attempt.
+
+        Raises:
+            UnreachableError: There is no next one. What follows is less patient.
+        """
+        try:
+            await operation.pause(error)
+        except UnreachableError:
+            self._failing = True
+            raise
 
     async def _once(
         self,
@@ -267,7 +302,7 @@ class RemoteBackend(Backend):
                     raise
                 connected = await asyncio.to_thread(self._reach, connected)
             else:
-                self._known = True
+                self._known, self._failing = True, False
                 return result
         raise AssertionError
 
@@ -322,7 +357,7 @@ class RemoteBackend(Backend):
             there = await self._there(key)
             if there is not None:
                 return there == content
-            await operation.pause(error)
+            await self._pause(operation, error)
 
     async def _there(self, key: str) -> bytes | None:
         try:
@@ -388,14 +423,14 @@ class RemoteBackend(Backend):
                 try:
                     told = await self._once(operation, "delete", _deleting(keys))
                 except TransientError as e:
-                    await operation.pause(e)
+                    await self._pause(operation, e)
                     continue
                 errors |= {k: e for k, e in told.items() if isinstance(e, BackendError)}
                 again = {k: e for k, e in told.items() if isinstance(e, TransientError)}
                 if not again:
                     return errors
                 keys = list(again)
-                await operation.pause(again[keys[0]])
+                await self._pause(operation, again[keys[0]])
 
     async def _delete_all(self, keys: Sequence[str]) -> dict[str, BackendError]:
         step = self._reach().client.deletes

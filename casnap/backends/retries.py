@@ -37,7 +37,9 @@ class Retries:
             each 256 KiB that move.
         silence: An attempt fails if no byte moves for so long.
         connect: An attempt fails if there is no connection after so long.
-        first_contact: How long to try to reach a server that has never answered this process.
+        first_contact: How long to try to reach a server that has never answered this process, and
+            how long to go on where an operation was just given up: there, what cleans up must not
+            take the whole deadline again.
         first_delay: How long to wait at most before the second attempt; twice as long before each
             one that follows. The wait is random, so that many hosts do not come back together.
         longest_delay: How long to wait at most between two attempts.
@@ -59,14 +61,17 @@ class Operation:
         what: What it does and to which object, for messages.
         retries: How patient it is.
         known: Whether the server has ever answered.
+        failing: Whether the operation before was given up.
     """
 
-    def __init__(self, what: str, retries: Retries, *, known: bool = True) -> None:
+    def __init__(
+        self, what: str, retries: Retries, *, known: bool = True, failing: bool = False
+    ) -> None:
         self._what = what
         self._retries = retries
         self._began = time.monotonic()
         self._attempts = 0
-        self._until = self._began + retries.deadline
+        self._until = self._began + (retries.first_contact if failing else retries.deadline)
         self._furthest = 0
         self._reached = known
 
@@ -78,9 +83,7 @@ class Operation:
         """
         self._attempts += 1
         self._reached |= error.reached
-        until = self._until
-        if not self._reached:
-            until = min(until, self._began + self._retries.first_contact)
+        until = self._limit()
         delay = self._retries.first_delay * 2 ** (self._attempts - 1 + 2 * error.busy)
         delay = random.uniform(0, min(delay, self._retries.longest_delay))
         if self._attempts >= self._retries.attempts or time.monotonic() + delay > until:
@@ -100,6 +103,12 @@ class Operation:
             _told_at = now
             _log.warning("still trying to %s: %s", self._what, error)
 
+    def _limit(self) -> float:
+        """Return until when to go on; not for long while nothing was heard of the server."""
+        if self._reached:
+            return self._until
+        return min(self._until, self._began + self._retries.first_contact)
+
     async def watched(self, request: Coroutine[Any, Any, T], transfer: Transfer) -> T:
         """Make a request; cancel it once no byte moves, or the time is over."""
         task = asyncio.ensure_future(request)
@@ -107,7 +116,7 @@ class Operation:
         try:
             while True:
                 silent = since + self._retries.silence
-                wait = min(silent, self._until) - time.monotonic()
+                wait = min(silent, self._limit()) - time.monotonic()
                 await asyncio.wait({task}, timeout=max(0.0, wait))
                 # Bytes that came while this process was busy are taken first.
                 await asyncio.wait({task}, timeout=_TAKING)
@@ -115,13 +124,16 @@ class Operation:
                     return task.result()
                 now = time.monotonic()
                 if transfer.nbytes != moved:
+                    # There is a connection, else none of them would have moved.
+                    self._reached = True
                     moved, since = transfer.nbytes, now
                     self._until += max(0, moved - self._furthest) / _SLOWEST
                     self._furthest = max(moved, self._furthest)
                 elif now >= silent:
                     raise TransientError(f"no byte moved for {self._retries.silence:g} s")
-                if now >= self._until:
-                    raise TransientError("there was no more time")
+                if now >= self._limit():
+                    answered = "there was no more time" if self._reached else "no answer"
+                    raise TransientError(answered, reached=self._reached)
         finally:
             await ended(task)
 

@@ -25,6 +25,7 @@ from casnap.backends.client import (
     Sink,
     Source,
     TransientError,
+    kept_of,
     valid_options,
     without_secrets,
 )
@@ -43,13 +44,8 @@ _ERRORS = (
     botocore.exceptions.BotoCoreError,
     botocore.exceptions.ClientError,
 )
-# What a copy is given of its source: response header → parameter of the request.
-_KEPT = {
-    "StorageClass": "StorageClass",
-    "ServerSideEncryption": "ServerSideEncryption",
-    "SSEKMSKeyId": "SSEKMSKeyId",
-    "BucketKeyEnabled": "BucketKeyEnabled",
-}
+# What a copy is given of its source; the answer and the request have the same names.
+_KEPT = ("StorageClass", "ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnabled")
 
 
 class S3Client(Client):
@@ -138,8 +134,7 @@ class S3Client(Client):
         finally:
             # Nothing is done if the body was read to its end; else this ends the connection.
             body.close()
-        kept = {name: answer[name] for name in _KEPT if answer.get(name)}
-        return Found(size, answer.get("ETag", "").strip('"'), kept)
+        return Found(size, answer.get("ETag", "").strip('"'), kept_of(answer, _KEPT))
 
     @override
     async def look(self, key: str) -> Found:
@@ -154,15 +149,10 @@ class S3Client(Client):
         what = f"{self._uri}/{prefix}"
         full = self._prefix + prefix
         answer = await self._call("list_objects_v2", what, Prefix=full, **arguments)
-        skip = len(self._prefix)
-        # Consoles make empty objects for folders, which end with a slash.
-        sizes = {
-            found["Key"][skip:]: found["Size"]
-            for found in answer.get("Contents", ())
-            if not found["Key"].endswith("/")
-        }
-        folders = [found["Prefix"][skip:-1] for found in answer.get("CommonPrefixes", ())]
-        return Page(sizes, folders, _continuation(answer, what))
+        contents = answer.get("Contents", ())
+        objects = [(found["Key"], found["Size"], found.get("LastModified")) for found in contents]
+        folders = [found["Prefix"] for found in answer.get("CommonPrefixes", ())]
+        return Page.of(objects, folders, _continuation(answer, what), self._prefix)
 
     @override
     async def copy(self, key: str, to: str, found: Found) -> Found:

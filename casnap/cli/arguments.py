@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import click
 
-from casnap.cli.output import Failure, counted, quoted
+from casnap.cli.output import Failure, counted, kinds, quoted
 from casnap.errors import CasnapError, DamagedError, SnapshotNotFoundError, nearest
 from casnap.snapshot import Snapshot
 from casnap.storage.mirrored import is_unmirrored
@@ -154,16 +155,18 @@ def store_fields(store: Store) -> dict[str, Any]:
     return {"store": store.objects.backend.uri, "prefix": store.prefix}
 
 
-def request_fields(store: Store) -> dict[str, Any]:
-    """Return how many requests were made so far, for JSON; nothing for a store on this machine."""
-    return {"requests": store.requests} if store.requests else {}
+def request_fields(*stores: Store) -> dict[str, Any]:
+    """Return how many requests were made so far, for JSON; nothing for stores on this machine."""
+    backends = {id(store.objects.backend): store.objects.backend for store in stores}
+    made = sum((Counter(backend.requests) for backend in backends.values()), Counter[str]())
+    return {"requests": dict(made)} if made else {}
 
 
 def print_requests(store: Store) -> None:
     """Print how many requests were made so far, if any were."""
     if store.requests:
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(store.requests.items()))
-        click.echo(f"{counted(sum(store.requests.values()), 'request')}: {kinds}")
+        total = counted(sum(store.requests.values()), "request")
+        click.echo(f"{total}: {kinds(store.requests)}")
 
 
 def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:

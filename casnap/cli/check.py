@@ -49,7 +49,7 @@ def check(
     place = open_whole_store(store)
     if sample is not None and seed is None:
         seed = random.randrange(1 << 32)
-    with phases() as report:
+    with phases(lambda: place.requests) as report:
         found = check_store(place.objects, data=data, sample=sample, seed=seed, progress=report)
     uri = place.objects.backend.uri
     if as_json:

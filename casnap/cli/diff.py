@@ -6,7 +6,12 @@ from typing import Any
 
 import click
 
-from casnap.cli.arguments import endpoint_option, open_snapshot, second_snapshot
+from casnap.cli.arguments import (
+    endpoint_option,
+    open_snapshot,
+    request_fields,
+    second_snapshot,
+)
 from casnap.cli.entries import entry_fields, type_text
 from casnap.cli.output import emit, json_option, print_rest, safe, size, table
 from casnap.maintenance.diff import Change, Diff
@@ -34,7 +39,8 @@ def diff(a: str, b: str, limit: int | None, as_json: bool) -> None:
     found = compare(first.contents, second.contents)
     ordered = sorted(found.changes, key=lambda c: (-c.changed_bytes, -c.total_bytes, c.path))
     if as_json:
-        emit(_document(first, second, found, ordered[:limit]))
+        document = _document(first, second, found, ordered[:limit])
+        emit({**document, **request_fields(first.store, second.store)})
         return
     if not ordered:
         click.echo("no difference")

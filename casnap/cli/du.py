@@ -32,7 +32,7 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
     place = open_store(store)
     found = snapshots_of(place, prefix)
     objects = place.objects
-    with phases() as report:
+    with phases(lambda: place.requests) as report:
         usages = usage([s.contents for s in found], objects, report)
     logical, stored = sum(u.logical_bytes for u in usages), stored_bytes(objects)
     if as_json:

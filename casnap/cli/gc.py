@@ -76,7 +76,7 @@ def gc(
 
 def collected(place: Store, options: GcOptions) -> GcReport:
     """Collect the garbage of a store, with a progress bar on a terminal."""
-    with phases() as report:
+    with phases(lambda: place.requests) as report:
         return collect(place.objects, options, report)
 
 

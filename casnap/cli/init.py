@@ -6,7 +6,13 @@ import re
 
 import click
 
-from casnap.cli.arguments import endpoint_option, exclusive_option, open_store, options_for
+from casnap.cli.arguments import (
+    endpoint_option,
+    exclusive_option,
+    open_store,
+    options_for,
+    request_fields,
+)
 from casnap.cli.output import Failure, emit, json_option, quoted, safe
 from casnap.format.records import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
 from casnap.storage.location import locate_store
@@ -74,6 +80,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
                 "chunk_size": place.chunk_size,
                 CODEC: kept,
                 "created": place.opened.is_new,
+                **request_fields(place),
             }
         )
         return

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -65,6 +65,11 @@ def counted(count: int, thing: str) -> str:
     if count != 1:
         thing = f"{thing[:-1]}ies" if thing.endswith("ry") else f"{thing}s"
     return f"{count:,} {thing}"
+
+
+def kinds(requests: Mapping[str, int]) -> str:
+    """Return numbers of requests by kind in one line; empty if there are none."""
+    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(requests.items()))
 
 
 def described(
@@ -175,10 +180,13 @@ def plain(value: Any, *, json: bool = True) -> Any:
 
 
 @contextmanager
-def phases() -> Iterator[Progress | None]:
+def phases(requests: Callable[[], Mapping[str, int]] = dict) -> Iterator[Progress | None]:
     """Give what long work reports to: on a terminal, a bar on stderr for each phase; else None.
 
     A bar appears only where the phase is not done within :data:`PATIENCE`.
+
+    Args:
+        requests: Returns how many requests were made so far, by kind, for the bars to show.
     """
     if not sys.stderr.isatty():
         yield None
@@ -188,7 +196,7 @@ def phases() -> Iterator[Progress | None]:
     def report(what: str, done: int, total: int) -> None:
         if what not in bars:
             close()
-            bars[what] = _Bar(what, of_bytes=what in ("copying", "reading"))
+            bars[what] = _Bar(what, requests, of_bytes=what in ("copying", "reading"))
         bars[what](done, total)
 
     def close() -> None:
@@ -204,8 +212,11 @@ def phases() -> Iterator[Progress | None]:
 class _Bar:
     """A progress bar that appears after :data:`PATIENCE`."""
 
-    def __init__(self, what: str, *, of_bytes: bool) -> None:
+    def __init__(
+        self, what: str, requests: Callable[[], Mapping[str, int]], *, of_bytes: bool
+    ) -> None:
         self._what = what
+        self._requests = requests
         self._of_bytes = of_bytes
         self._started = time.monotonic()
         self._bar: Any = None
@@ -216,7 +227,8 @@ class _Bar:
             if time.monotonic() - self._started < PATIENCE:
                 return
             self._open(total)
-        self._bar.update(self._task, completed=done, total=total)
+        made = kinds(self._requests())
+        self._bar.update(self._task, completed=done, total=total, requests=made)
 
     def _open(self, total: int) -> None:
         from rich.console import Console
@@ -224,6 +236,7 @@ class _Bar:
             BarColumn,
             DownloadColumn,
             MofNCompleteColumn,
+            TextColumn,
             TimeRemainingColumn,
         )
         from rich.progress import (
@@ -236,10 +249,11 @@ class _Bar:
             BarColumn(),
             amount,
             TimeRemainingColumn(),
+            TextColumn("{task.fields[requests]}"),
             console=Console(stderr=True),
             transient=True,
         )
-        self._task = self._bar.add_task(self._what, total=total)
+        self._task = self._bar.add_task(self._what, total=total, requests="")
         self._bar.start()
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ def repair(
         check_can_ask("--yes to repair")
         confirm(f"Repair {safe(uri)}?")
     places = [open_store(s) if store_uri(s) is not None else s for s in sources]
-    with phases() as report:
+    with phases(lambda: place.requests) as report:
         done = place.repair(sources=places, progress=report, dry_run=dry_run)
     if as_json:
         emit({"store": uri, **_document(done), **request_fields(place)})

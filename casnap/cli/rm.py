@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import click
 
-from casnap.cli.arguments import endpoint_option, exclusive_option, open_snapshot
+from casnap.cli.arguments import (
+    endpoint_option,
+    exclusive_option,
+    open_snapshot,
+    request_fields,
+)
 from casnap.cli.output import (
     check_can_ask,
     confirm,
@@ -41,10 +46,5 @@ def rm(snapshots: tuple[str, ...], yes: bool, as_json: bool) -> None:
         if not as_json:
             click.echo(f"deleted {safe(snapshot.path)}")
     if as_json:
-        emit(
-            {
-                "deleted": [
-                    {"store": s.store.uri, "name": s.name, "commit": s.commit_id} for s in found
-                ]
-            }
-        )
+        deleted = [{"store": s.store.uri, "name": s.name, "commit": s.commit_id} for s in found]
+        emit({"deleted": deleted, **request_fields(*(s.store for s in found))})

@@ -7,7 +7,13 @@ from typing import Any
 
 import click
 
-from casnap.cli.arguments import endpoint_option, metadata_of, open_snapshot, snapshot_fields
+from casnap.cli.arguments import (
+    endpoint_option,
+    metadata_of,
+    open_snapshot,
+    request_fields,
+    snapshot_fields,
+)
 from casnap.cli.entries import entry_fields, small_value, type_text
 from casnap.cli.output import (
     counted,
@@ -46,7 +52,7 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
     if path is None:
         document = {**snapshot_fields(found), "keys": list(_keys(found.contents))}
         if as_json:
-            emit({"store": found.store.uri, **document})
+            emit({"store": found.store.uri, **document, **request_fields(found.store)})
         else:
             _print_snapshot(found, document)
         return
@@ -54,7 +60,8 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
     if as_json:
         if "children" in facts:
             facts["children"] = facts["children"][:limit]
-        emit({"store": found.store.uri, "name": found.name, **facts})
+        named = {"store": found.store.uri, "name": found.name}
+        emit({**named, **facts, **request_fields(found.store)})
     else:
         _print_entry(facts, entry, limit or 50)
 
@@ -83,7 +90,7 @@ def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
     facts: Facts = {"path": path, "rank": entries.owner(inner), **entry_fields(entry)}
     if isinstance(entry, TensorEntry):
         facts["chunks"] = len(contents.chunks(bare, entry))
-        with phases() as report:
+        with phases(lambda: contents.objects.backend.requests) as report:
             facts["shared_bytes"] = shared_bytes(contents, bare, entry, report)
     elif isinstance(entry, ContainerEntry):
         facts["children"] = _children(entries, inner, path)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import click
 
-from casnap.cli.arguments import endpoint_option, exclusive_option, open_snapshot
+from casnap.cli.arguments import (
+    endpoint_option,
+    exclusive_option,
+    open_snapshot,
+    request_fields,
+)
 from casnap.cli.output import described, emit, json_option, safe
 
 
@@ -30,7 +35,7 @@ def tag(path: str, tags: tuple[str, ...], remove: bool, as_json: bool) -> None:
         snapshot = store[name]
     if as_json:
         facts = {"name": name, "commit": snapshot.commit_id, "tags": list(snapshot.tags)}
-        emit({"store": store.uri, **facts})
+        emit({"store": store.uri, **facts, **request_fields(store)})
     elif tags:
         click.echo(f"{safe(snapshot.path)}  {described({}, snapshot.tags) or 'has no tags'}")
     else:

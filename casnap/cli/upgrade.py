@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import click
 
-from casnap.cli.arguments import endpoint_option, exclusive_option, open_store
+from casnap.cli.arguments import (
+    endpoint_option,
+    exclusive_option,
+    open_store,
+    request_fields,
+)
 from casnap.cli.output import emit, json_option, safe
 
 
@@ -24,7 +29,8 @@ def upgrade(store: str, as_json: bool) -> None:
     was = place.format
     upgraded = place.upgrade()
     if as_json:
-        emit({"store": place.objects.backend.uri, "upgraded": upgraded, "format": place.format})
+        facts = {"upgraded": upgraded, "format": place.format, **request_fields(place)}
+        emit({"store": place.objects.backend.uri, **facts})
     elif upgraded:
         click.echo(f"{safe(place.objects.backend.uri)}: format {was} -> {place.format}")
     else:

@@ -93,8 +93,6 @@ class Row(Struct, frozen=True, omit_defaults=True):
         metadata: The user's metadata, if they are small.
         tags: Sorted; those of casnap's own (``storage/mirrored.py``) begin with ``INTERNAL``.
         metadata_node: The digest of the node that holds the user's metadata, if they are large.
-        requests: How many requests the take made, by kind, as the take itself returns it. It is
-            never stored: when a row is stored, its take still has to put the root.
     """
 
     commit: bytes
@@ -106,7 +104,6 @@ class Row(Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, Any] = {}
     tags: tuple[str, ...] = ()
     metadata_node: bytes = b""
-    requests: dict[str, int] = {}
 
     @property
     def user_tags(self) -> tuple[str, ...]:

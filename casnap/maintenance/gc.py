@@ -471,7 +471,9 @@ class _Collector:
         self._note_deleted(sizes)
         self.report.refused |= refused
         self.report.freed_bytes += sum(sizes.values())
-        self.report.freed_bytes += self._backend.tidy(self._options.grace)
+        # At a remote place, a collection with nothing to do asks nothing.
+        if orphans or not self._backend.is_remote:
+            self.report.freed_bytes += self._backend.tidy(self._options.grace)
 
     def _note_deleted(self, files: Iterable[str]) -> None:
         segments = sum(key.startswith("index/") for key in files)

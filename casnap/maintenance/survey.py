@@ -31,6 +31,9 @@ from casnap.storage.tree import Branch, Child, Leaf, Tree
 
 T = TypeVar("T")
 _LOOKS = 5
+# On a remote store, nodes of a pack that lie within so many bytes are read together.
+_TOGETHER = 4 << 20
+_KEPT_BYTES = 32 << 20
 
 
 class _UncachedObjects(Objects):
@@ -40,11 +43,18 @@ class _UncachedObjects(Objects):
         super().__init__(survey.objects.backend, survey.objects)
         self._survey = survey
         self.asked: list[Digest] = []
+        # Nodes that were read with their neighbours, and are whole at all their places.
+        self._kept: dict[Digest, bytes] = {}
+        self._kept_bytes = 0
 
     def node(self, digest: Digest, hint: Place | None = None) -> bytes:
         """Return a node, verified, and record that it is needed."""
         self.asked.append(digest)
         self._survey.needed[digest] = -1
+        if self.backend.is_remote and digest not in self._kept:
+            self._read_around(digest)
+        if digest in self._kept:
+            return self._kept[digest]
         found: list[bytes] = []
         # Read all places: each is there in case that another fails.
         for place in self._survey.whole_places(digest):
@@ -54,6 +64,35 @@ class _UncachedObjects(Objects):
         if found:
             return found[0]
         raise DamagedError(f"tree node {digest.hex()} is nowhere whole")
+
+    def _read_around(self, digest: Digest) -> None:
+        """Read a node, and those beside it in its pack: a commit writes all its nodes into one."""
+        survey = self._survey
+        places = survey.whole_places(digest)
+        if not places:
+            return
+        first = min(place.offset for place in places)
+        near = range(first - _TOGETHER, first + _TOGETHER)
+        todo: dict[Digest, list[Place]] = {digest: places}
+        for other, place in survey.places.of_pack(PackId(places[0].pack)):
+            # Each node has two places there.
+            if place.offset in near and other not in todo and other not in self._kept:
+                todo[other] = survey.whole_places(other)
+        todo = {d: where for d, where in todo.items() if d == digest or len(where) > 1}
+        found: dict[Digest, list[bytes]] = {d: [] for d in todo}
+        wants = {d: [Want(d, -1, partial(_keep, found[d]), "")] for d in todo}
+        self.read_places([(place, wants[d]) for d in todo for place in todo[d]])
+        if self._kept_bytes > _KEPT_BYTES:
+            self._kept, self._kept_bytes = {}, 0
+        for other, copies in found.items():
+            # The rest is read alone, and noted as bad, where it is needed.
+            if copies and len(copies) == len(todo[other]):
+                self._kept[other] = copies[0]
+                self._kept_bytes += len(copies[0])
+
+
+def _keep(copies: list[bytes], raw: memoryview) -> None:
+    copies.append(bytes(raw))
 
 
 class Survey(FileSurvey):

@@ -475,9 +475,14 @@ def join(pg: Any, timeout: float | None, operation: str) -> Comm:
             f"pg= is a process group, as of torch.distributed.new_group(); got a "
             f"{type(pg).__name__}, which is no process group (of a mesh, pass mesh.get_group())"
         )
-    ranks = tuple(dist.get_process_group_ranks(pg))
+    return join_ranks(tuple(dist.get_process_group_ranks(pg)), timeout, operation)
+
+
+def join_ranks(ranks: tuple[int, ...], timeout: float | None, operation: str) -> Comm:
+    """Begin an operation of these ranks of the default process group, as :func:`join` does."""
     if len(ranks) == 1:
         return SingleProcess()
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
     return Group(_link_of(ranks), timeout, operation)
 
 

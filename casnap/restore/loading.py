@@ -68,12 +68,21 @@ class _Item(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """How a cell is used: its number, its bytes, how many of them are kept, and the sink."""
+    """How a cell is used.
+
+    Attributes:
+        number: Its number.
+        nbytes: Its bytes.
+        kept: How many of them are kept.
+        sink: What takes them.
+        target: The very memory that they fill, if they fill a run of memory whole.
+    """
 
     number: int
     nbytes: int
     kept: int
     sink: Sink
+    target: memoryview | None = None
 
 
 class Loading:
@@ -172,9 +181,9 @@ class Loading:
                 assert isinstance(entry, TensorEntry)
                 each = (_moves(entry, cells, box, tensor) for box, tensor in item.targets)
                 moves = chain.from_iterable(each)
-            for number, nbytes, kept, sink in moves:
+            for number, nbytes, kept, sink, target in moves:
                 counted = self._counted(sink, kept) if self._progress else sink
-                yield Want(digests[number], nbytes, counted, path)
+                yield Want(digests[number], nbytes, counted, path, target)
 
     def _fill_inline(self, item: _Item, payload: Payload) -> None:
         inline, path = payload.inline, item.path
@@ -250,13 +259,19 @@ def _copies(cells: Cells, target: memoryview) -> Iterator[_Move]:
     """Yield moves that fill memory with all cells, one behind the other."""
     start = 0
     for number, nbytes in enumerate(cells.sizes()):
-        yield _Move(number, nbytes, nbytes, _copy_to(target[start : start + nbytes]))
+        yield _filling(number, target[start : start + nbytes])
         start += nbytes
+
+
+def _filling(number: int, target: memoryview) -> _Move:
+    """Return the move of a cell to a run of memory that it fills whole."""
+    return _Move(number, len(target), len(target), _copy_to(target), target)
 
 
 def _copy_to(target: memoryview, first: int = 0) -> Sink:
     def sink(raw: memoryview) -> None:
-        buffers.copy(target, raw[first : first + len(target)])
+        if raw is not target:  # else it was read straight into its place
+            buffers.copy(target, raw[first : first + len(target)])
 
     return sink
 
@@ -283,23 +298,17 @@ def _moves(
         cell = cells.region(number)
         common = cell.intersect(region)
         assert common is not None
-        kept = common.numel * itemsize
-        copy = None
-        if flat is not None:
-            copy = _copy_of_run(
-                flat, common.start_in(region), common.start_in(cell), itemsize, kept
-            )
-        sink = copy or _elements_to(entry, target[common.within(region)], cell, common.within(cell))
-        yield _Move(number, cell.numel * itemsize, kept, sink)
-
-
-def _copy_of_run(
-    flat: memoryview, start: int | None, first: int | None, itemsize: int, nbytes: int
-) -> Sink | None:
-    """Return a sink that copies bytes, if the elements are consecutive on both sides."""
-    if start is None or first is None:
-        return None
-    return _copy_to(flat[start * itemsize : start * itemsize + nbytes], first * itemsize)
+        kept, nbytes = common.numel * itemsize, cell.numel * itemsize
+        run, first = None, common.start_in(cell)
+        if flat is not None and (start := common.start_in(region)) is not None:
+            run = flat[start * itemsize : start * itemsize + kept]
+        if run is None or first is None:
+            sink = _elements_to(entry, target[common.within(region)], cell, common.within(cell))
+            yield _Move(number, nbytes, kept, sink)
+        elif kept == nbytes:
+            yield _filling(number, run)
+        else:
+            yield _Move(number, nbytes, kept, _copy_to(run, first * itemsize))
 
 
 def _elements_to(

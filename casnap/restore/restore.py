@@ -20,6 +20,7 @@ from casnap.restore.report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.shared_trees import share_trees
 from casnap.restore.targets import memory_of, targets_of
+from casnap.runtime.environment import boot_id
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
@@ -40,7 +41,7 @@ class RestoreOptions:
     strict: bool = True
     allow_pickle: bool = False
     progress: Progress | None = None
-    read_once: bool = True
+    read_once: bool | None = None
 
 
 def restore(
@@ -56,7 +57,8 @@ def restore(
         RankError: Another rank failed, died or hangs.
     """
     comm.enter_phase("beginning a restore")
-    keys = _agreed_keys(contents, app_state, options, comm)
+    agreed = _agree(contents, app_state, options, comm)
+    keys = [key for key in agreed.order if key in app_state]
     report = RestoreReport(left_behind=_left_behind(contents, comm.size))
     found = (key_state(contents, key, app_state[key], report, comm.rank) for key in keys)
     states = [state for state in found if state is not None]
@@ -70,7 +72,8 @@ def restore(
         raise MismatchError(mismatch_message(report, contents.where))
     entries = {path: entry for state in states for path, entry in state.entries.items()}
     comm.enter_phase("reading")
-    leaves = _load(contents, entries, targets, options, comm)
+    shared = comm if agreed.reads_once and comm.size > 1 else None
+    leaves = _load(contents, entries, targets, options, comm, shared)
     for state in states:
         leaves |= state.given
     # No rank changes its state before all ranks have read everything.
@@ -93,7 +96,8 @@ class _Asked(msgspec.Struct, array_like=True):
 
     Attributes:
         keys: The keys of its app state.
-        cache: What tells its cache from others, where nodes are shared.
+        cache: What tells its cache from others: at a remote place the host's cache of nodes, else
+            the page cache; empty if there is none, or it is unknown.
     """
 
     keys: list[str]
@@ -105,32 +109,41 @@ class _Agreed(msgspec.Struct, array_like=True):
 
     Attributes:
         commit: The commit id of the snapshot.
-        read_once: The option.
+        read_once: The option of rank 0.
+        reads_once: Whether one rank reads each stored byte, and passes it on.
         order: The keys of all ranks, in the order in which all ranks load them.
         root: A recent root, if rank 0 reads that and the trees for all.
     """
 
     commit: bytes
-    read_once: bool
+    read_once: bool | None
+    reads_once: bool
     order: list[str]
     root: Root | None = None
 
 
-def _agreed_keys(
+def _agree(
     contents: Contents, app_state: Mapping[str, Stateful], options: RestoreOptions, comm: Comm
-) -> list[str]:
-    """Return this rank's keys, in an order that all ranks share.
+) -> _Agreed:
+    """Agree with the other ranks on what to restore, in which order, and how.
 
     Reading and loading a state may itself be a collective, so the order must be the same.
     """
-    is_remote = contents.objects.backend.is_remote and comm.size > 1
+    backend = contents.objects.backend
+    is_remote = backend.is_remote and comm.size > 1
     asked = _Asked(random_states_first(app_state))
     if is_remote:
         asked.cache = contents.objects.index.cache.identity
+    elif comm.size > 1 and (boot := boot_id()):
+        asked.cache = f"{boot} {backend.identity}".encode()
     everyone = comm.gather_messages(asked, _Asked)
     order = list(dict.fromkeys(key for of_rank in everyone for key in of_rank.keys))
     root = contents.objects.recent() if is_remote and comm.rank == 0 else None
-    own = _Agreed(contents.row.commit, options.read_once, order, root)
+    # One page cache reads each byte once by itself, and passes it on faster than a rank can.
+    caches = {of_rank.cache for of_rank in everyone}
+    has_one_cache = not is_remote and len(caches) == 1 and b"" not in caches
+    reads_once = not has_one_cache if options.read_once is None else options.read_once
+    own = _Agreed(contents.row.commit, options.read_once, reads_once, order, root)
     agreed = comm.broadcast_message(own, _Agreed)
     commit = agreed.commit.hex()
     comm.check_same(f"the commit of {contents.where}", contents.row.commit.hex(), commit)
@@ -139,7 +152,7 @@ def _agreed_keys(
         contents.objects.hear(agreed.root)
         components = [component_of(key) for key in agreed.order]
         share_trees(comm, contents, components, [of_rank.cache for of_rank in everyone])
-    return [key for key in agreed.order if key in app_state]
+    return agreed
 
 
 def _left_behind(contents: Contents, size: int) -> list[str]:
@@ -155,8 +168,9 @@ def _load(
     targets: Mapping[str, Shards],
     options: RestoreOptions,
     comm: Comm,
+    shared: Comm | None,
 ) -> dict[str, Leaf]:
-    """Read all entries, into their targets if they have some."""
+    """Read all entries, into their targets if they have some; together, over ``shared``."""
     loading = Loading(contents, options.progress)
     memory = memory_of(targets)
     # Filling one could overwrite a part of another, so these are read into new memory first.
@@ -178,8 +192,8 @@ def _load(
             loading.add(path, entry, filled, shards.value)
     # From here on tensors are written, so every rank must have finished its checks.
     comm.all_gather(b"")
-    together = comm.size > 1 and options.read_once
-    leaves = loading.load(fetch=partial(fetch_shared, comm, contents.objects) if together else None)
+    fetch = None if shared is None else partial(fetch_shared, shared, contents.objects)
+    leaves = loading.load(fetch=fetch)
     for group in groups:
         if fill_shared_memory((memory[part], leaves[part[0]].content) for part in group):
             leaves |= {part[0]: leaves[part[0]]._replace(content=memory[part]) for part in group}

@@ -68,6 +68,18 @@ def trust_file() -> Path | None:
     return None if base is None else base / "casnap" / "trusted"
 
 
+def google_metadata_server() -> tuple[str, int] | None:
+    """Return the address of the server that gives credentials to machines of Google's cloud.
+
+    None if the environment names other credentials or another server, or says not to ask.
+    """
+    named = ("GOOGLE_APPLICATION_CREDENTIALS", "GCE_METADATA_HOST", "GCE_METADATA_ROOT")
+    if any(map(os.environ.get, named)) or os.environ.get("NO_GCE_CHECK") == "true":
+        return None
+    host, _, port = os.environ.get("GCE_METADATA_IP", "169.254.169.254").partition(":")
+    return host, int(port) if port.isdigit() else 80
+
+
 def file_system(folder: Path) -> str:
     """Return the type of the file system that holds a folder; empty if it is unknown."""
     try:

@@ -30,7 +30,7 @@ from casnap.state.sharded import Shards, shards_of
 from casnap.state.tensors import Leaf, NoValuesError, assemble, describe, is_fillable
 from casnap.state.values import DECODE_ERRORS, decode_value, encode_value
 
-__all__ = ["Leaf", "component_of", "fill_targets", "flatten", "inflate"]
+__all__ = ["Leaf", "component_of", "containers_of", "fill_targets", "flatten", "inflate"]
 
 MAX_NESTING = 1000
 
@@ -92,9 +92,7 @@ def flatten(value: Any, path: str, *, allow_pickle: bool = False) -> Iterator[Le
     try:
         for where, child, node in _walk(value, path, sparse=True):
             if node is not None:
-                spec = encode(node.spec()) if node.spec is not None else b""
-                entry = ContainerEntry(node.kind, len(node.children), Payload(len(spec)))
-                yield Leaf(where, entry, spec)
+                yield _container_leaf(where, node)
             elif type(child) in _TENSORS:
                 yield describe(where, child)
             elif isinstance(child, (torch.Tensor, *arrays)):
@@ -105,6 +103,18 @@ def flatten(value: Any, path: str, *, allow_pickle: bool = False) -> Iterator[Le
         raise UnsupportedTypeError(
             f"{path}: keys or elements of sets are nested too deeply; flatten them"
         ) from None
+
+
+def containers_of(value: Any, path: str) -> Iterator[Leaf]:
+    """Yield the leaves of the containers of a state, without those of its tensors and values."""
+    for where, _, node in _walk(value, path, sparse=False):
+        if node is not None:
+            yield _container_leaf(where, node)
+
+
+def _container_leaf(path: str, node: Opened) -> Leaf:
+    spec = encode(node.spec()) if node.spec is not None else b""
+    return Leaf(path, ContainerEntry(node.kind, len(node.children), Payload(len(spec))), spec)
 
 
 def _value_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:

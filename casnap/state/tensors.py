@@ -185,7 +185,7 @@ def _describe_other(path: str, value: object) -> Leaf:
     shards = shards_of(path, value)
     if shards is not None:
         with without_torch_function():
-            return _describe_shards(path, shards)
+            return describe_shards(path, shards)
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, torch.Tensor) and torch.nn.parameter.is_lazy(value):
         raise NoValuesError(f"{path}: {name} holds no values yet; run the module once first")
@@ -205,7 +205,12 @@ def _describe_other(path: str, value: object) -> Leaf:
     raise UnsupportedTypeError(f"{path}: {name} {reason}")
 
 
-def _describe_shards(path: str, shards: Shards) -> Leaf:
+def describe_shards(path: str, shards: Shards) -> Leaf:
+    """Return a sharded tensor as a leaf.
+
+    Raises:
+        UnsupportedTypeError: It cannot be stored.
+    """
     value = shards.value
     name = _NAMES.get(value.dtype)
     if name is None or any(tensor.dtype != value.dtype for tensor in shards.tensors):

@@ -262,7 +262,7 @@ def encode_value(path: str, value: object, *, allow_pickle: bool) -> tuple[str, 
         data = _encode_enum(value)
         if data is not None:
             return "enum", data
-    return _encode_object(path, value, allow_pickle)
+    return encode_object(path, value, allow_pickle)
 
 
 def decode_value(path: str, kind: str, data: bytes, *, allow_pickle: bool = False) -> object:
@@ -340,7 +340,12 @@ def _decode_enum(path: str, data: bytes) -> object:
 # --- anything else ----------------------------------------------------------------------------
 
 
-def _encode_object(path: str, value: object, allow_pickle: bool) -> tuple[str, bytes]:
+def encode_object(path: str, value: object, allow_pickle: bool) -> tuple[str, bytes]:
+    """Return the kind and the bytes of a value as ``torch.save`` writes it.
+
+    Raises:
+        UnsupportedTypeError: The value cannot be read back safely.
+    """
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     buffer = io.BytesIO()

@@ -32,11 +32,14 @@ def no_config_error(uri: str) -> DamagedError:
     )
 
 
+def object_error(uri: str) -> NotAStoreError:
+    """Return the error for a place that is an object itself."""
+    return NotAStoreError(f"{uri} is an object; a store is a folder of them. Choose another")
+
+
 def not_a_store_error(backend: Backend) -> NotAStoreError:
     """Return the error for a place that holds no store."""
     uri = backend.uri
-    if backend.is_object():
-        return NotAStoreError(f"{uri} is an object; a store is a folder of them. Choose another")
     above = (
         ". No store is looked for above a remote place; to name one, end it with two slashes, like "
         "s3://bucket/ckpts//run1/step_100"
@@ -52,9 +55,13 @@ def _config_bytes(backend: Backend) -> bytes:
         return backend.read(CONFIG_KEY)
     except FileNotFoundError:
         if not backend.names("roots/0"):
+            raise not_a_store_error(backend) from None
+    except BackendError as e:
+        if isinstance(e, UnavailableError) or backend.names("roots/0"):
             raise
-        # Another process may have just made the store: it puts this record before any root.
-        return backend.read(CONFIG_KEY)
+        raise not_a_store_error(backend) from None
+    # Another process may have just made the store: it puts this record before any root.
+    return backend.read(CONFIG_KEY)
 
 
 def read_config(backend: Backend) -> StoreConfig:
@@ -71,9 +78,7 @@ def read_config(backend: Backend) -> StoreConfig:
     except UnavailableError:
         raise
     except (FileNotFoundError, BackendError):
-        if backend.names("roots/0"):
-            raise no_config_error(backend.uri) from None
-        raise not_a_store_error(backend) from None
+        raise no_config_error(backend.uri) from None
     try:
         version = json_decoder(dict).decode(raw).get("format", 0)
         if isinstance(version, int) and version > FORMAT:

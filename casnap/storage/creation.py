@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,7 +25,7 @@ from casnap.format.records import (
     root_key,
 )
 from casnap.runtime.environment import crowded_folders
-from casnap.storage.config import not_a_store_error, read_config
+from casnap.storage.config import object_error, read_config
 from casnap.storage.location import exists, holds
 from casnap.storage.probe import honours_put_if_absent, no_put_if_absent_error
 from casnap.storage.roots import sealed_root
@@ -34,6 +35,20 @@ from casnap.storage.uris import store_uri
 _log = logging.getLogger("casnap")
 
 
+class Made(NamedTuple):
+    """A store that is complete.
+
+    Attributes:
+        is_new: Whether there was no store yet.
+        config: Its record.
+        root: Its first root, if that was put just now.
+    """
+
+    is_new: bool
+    config: StoreConfig
+    root: Root | None
+
+
 def create_store(
     backend: Backend,
     *,
@@ -41,7 +56,7 @@ def create_store(
     asked: bool,
     version: int = FORMAT,
     codec: Codec = Codec.RAW,
-) -> bool:
+) -> Made:
     """Make a store, or finish making one; do nothing if it is complete.
 
     Args:
@@ -50,9 +65,6 @@ def create_store(
         asked: Whether the user named this very place as a store.
         version: The format of a new store.
         codec: How a new store is to store new chunks; format 1 knows only the default.
-
-    Returns:
-        Whether there was no store yet.
 
     Raises:
         StoreError: No store can be made here.
@@ -63,14 +75,21 @@ def create_store(
     if isinstance(backend, LocalBackend):
         _check_folder(backend.folder, asked=asked)
     backend.make()
-    is_new = not holds(backend, CONFIG_KEY)
+    ours: StoreConfig | None = None
+    # A list of a remote place shows more, and its objects are few folders.
+    names = set(backend.names("")) if backend.is_remote else None
+    is_new = not holds(backend, CONFIG_KEY) if names is None else CONFIG_KEY not in names
     if is_new:
-        _put_config(backend, chunk_size, version, asked=asked)
-    config = read_config(backend)  # raises if a newer version began to make it
+        names = set(backend.names("")) if names is None else names
+        ours = _put_config(backend, names, chunk_size, version, asked=asked)
+    config = ours or read_config(backend)  # raises if a newer version began to make it
     if config.write_features:
-        return is_new
-    # If the creation was cut off, folders may be there already.
-    made = holds(backend, root_key(0)) or any(map(backend.names, ("roots/0", "packs", "index")))
+        return Made(is_new, config, None)
+    # If the creation was cut off, folders may be there already. Beside our record there were none.
+    made = ours is None and (
+        holds(backend, root_key(0)) or any(map(backend.names, ("roots/0", "packs", "index")))
+    )
+    root: Root | None = None
     if not made:
         root = Root(seq=0, commit=os.urandom(16), time=0.0)
         if config.format > 1:
@@ -78,11 +97,12 @@ def create_store(
             root = msgspec.structs.replace(
                 root, format=2, read_features=(DEEP_TABLE,), settings=settings
             )
-        backend.put_if_absent(root_key(0), sealed_root(root))
+        if not backend.put_if_absent(root_key(0), sealed_root(root)):
+            root = None
     backend.sync()
     if is_new:
         _warn_of_rules(backend)
-    return is_new
+    return Made(is_new, config, root)
 
 
 def _warn_of_rules(backend: Backend) -> None:
@@ -94,13 +114,25 @@ def _warn_of_rules(backend: Backend) -> None:
         _log.debug("%s: the rules of the bucket cannot be looked at: %s", backend.uri, e)
 
 
-def _put_config(backend: Backend, chunk_size: int, version: int, *, asked: bool) -> None:
-    """Put the record of a new store, which begins to exist by that."""
+def _put_config(
+    backend: Backend, names: set[str], chunk_size: int, version: int, *, asked: bool
+) -> StoreConfig | None:
+    """Put the record of a new store, which begins to exist by that.
+
+    Args:
+        backend: Where to make it.
+        names: What there is already.
+        chunk_size: Bytes.
+        version: The format.
+        asked: Whether the user named this very place as a store.
+
+    Returns:
+        The record; None if another process was faster, or something of a store was there.
+    """
     if chunk_size > backend.max_chunk_bytes:
         most = backend.max_chunk_bytes >> 20
         raise ValueError(f"chunk_size is at most {most} MiB at {backend.uri}; got {chunk_size}")
     _check_remote_place(backend, asked=asked)
-    names = set(backend.names(""))
     if backend.is_remote and MARKER in names:
         raise NotAStoreError(
             f"{backend.uri} is a snapshot of a store further up; name that store, or another place"
@@ -117,8 +149,9 @@ def _put_config(backend: Backend, chunk_size: int, version: int, *, asked: bool)
         raise no_put_if_absent_error(backend.uri)
     config = StoreConfig(os.urandom(16).hex(), chunk_size, version, put_if_absent=honoured)
     content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
-    backend.put_if_absent(CONFIG_KEY, content)
+    is_ours = backend.put_if_absent(CONFIG_KEY, content)
     backend.sync()
+    return config if is_ours and not foreign else None
 
 
 def _check_remote_place(backend: Backend, *, asked: bool) -> None:
@@ -130,7 +163,7 @@ def _check_remote_place(backend: Backend, *, asked: bool) -> None:
             f"be one store, make it with `casnap init {backend.uri}`, or Store(...)"
         )
     if backend.is_object():
-        raise not_a_store_error(backend)
+        raise object_error(backend.uri)
 
 
 def _check_folder(folder: Path, *, asked: bool) -> None:

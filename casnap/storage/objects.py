@@ -142,7 +142,7 @@ class Objects:
         Args:
             doing: What the caller is about to do, for the message.
             root: The root that it stands on; by default a recent one.
-            dry_run: Whether the caller will not write at all.
+            dry_run: Whether the caller will put no root.
 
         Raises:
             UnsupportedFormatError: The store uses a feature that this version cannot write.
@@ -430,6 +430,8 @@ def _error(uri: str, failed: list[_Failed]) -> CasnapError:
     lines = map(str, failed[:3])
     more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
     hurt = f"; hurt: {', '.join(paths[:10])}{' …' if len(paths) > 10 else ''}" if paths else ""
+    if any(w.target is not None for w in wants):
+        hurt += "; what was read into these tensors is not proven, so do not use them"
     message = f"{uri}: {'; '.join(lines)}{more}{hurt}"
     if all(any(u.why.reason is Reason.UNREADABLE for u in f.tried) for f in failed):
         return BackendError(f"{message}. The data may be whole: make it readable, then try again")

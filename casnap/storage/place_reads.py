@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from casnap.backends.base import Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
-from casnap.format.codec import decompress
+from casnap.format.codec import Codec, decompress
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import MAX_NODE_BYTES, Place, pack_key
 from casnap.runtime.buffers import PAGE, SLOTS, Slot, shared_pool
@@ -19,18 +19,32 @@ _READ_BYTES = 16 << 20
 _BULK_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20
 _SMALL_IN_ALL = 16 << 20
+# So many bytes are still in the cache of the core when they are hashed.
+_IN_PLACE_BYTES = 2 << 20
+# Smaller chunks lie close together, so one read takes many of them.
+_LARGE_BYTES = 64 << 10
 
 Sink = Callable[[memoryview], None]
 """Called with the verified bytes of a chunk, from any thread. It must copy what it keeps."""
 
 
 class Want(NamedTuple):
-    """A chunk to read: its digest, its raw length, its sink, and the path that needs it."""
+    """A chunk to read.
+
+    Attributes:
+        digest: Its digest.
+        nbytes: Its raw length; -1 if it is not known.
+        sink: What takes its bytes.
+        path: The path that needs it.
+        target: Memory that may be read into before the bytes are proven. The sink then gets this
+            very object.
+    """
 
     digest: Digest
     nbytes: int
     sink: Sink
     path: str
+    target: memoryview | None = None
 
 
 class ReadOptions(NamedTuple):
@@ -42,11 +56,13 @@ class ReadOptions(NamedTuple):
         prepare: Called with each buffer from the pool before it is used.
         readers: The most threads, each with a buffer of the pool. Lower it if the sinks take
             buffers too. 0: the calling thread reads, into a buffer of its own.
+        sharing: How many threads share a buffer, from a remote place: most of them wait.
     """
 
     budget: int | None = None
     prepare: Callable[[Slot], None] | None = None
     readers: int = SLOTS
+    sharing: int = 1
 
 
 DEFAULT_READ = ReadOptions()
@@ -102,6 +118,7 @@ def read_places(
             found.append((place, wants))
         else:
             failed.append(Unread(place, wants, Why(Reason.IMPOSSIBLE)))
+    found = _read_in_place(backend, found, how)
     total = sum(place.stored for place, _ in found)
     largest = max((place.stored for place, _ in found), default=0)
     readers = _readers(backend)
@@ -109,6 +126,7 @@ def read_places(
     unit = min(_READ_BYTES, share, _READ_BYTES if how.budget is None else how.budget)
     reads = list(coalesced(found, max(largest + 2 * PAGE, unit), is_remote=backend.is_remote))
     most = max((read.stop - read.start for read in reads), default=0) + PAGE
+    most = -(-most // PAGE) * PAGE
     if total <= _SMALL_BYTES or how.readers == 0:
         return failed + _read_small(backend, reads, most)
     pool = shared_pool(max(most, chunk_size + (64 << 10)))
@@ -116,15 +134,82 @@ def read_places(
     with Crew() as crew:
         source = Shared(reads, crew)
 
+        def read_into(buffer: memoryview) -> None:
+            for read in source:
+                failed.extend(_read_run(backend, read, buffer))
+
         def work() -> None:
             # A thread that has ended keeps no slot, since other reads may wait for one.
             with pool.lease() as slot:
                 if how.prepare is not None:
                     how.prepare(slot)
-                for read in source:
-                    failed.extend(_read_run(backend, read, slot.view, bulk=total >= _BULK_BYTES))
+                if how.sharing == 1 or not backend.is_remote:
+                    read_into(slot.view)
+                    return
+                parts = [slot.view[at:][:most] for at in range(0, pool.slot_bytes - most + 1, most)]
+                parts = parts[: how.sharing]
+                crew.run(lambda: read_into(parts.pop()), len(parts))
 
         crew.run(work, min(len(reads), readers, affordable, how.readers))
+    return failed
+
+
+def _read_in_place(
+    backend: Backend, found: list[tuple[Place, list[Want]]], how: ReadOptions
+) -> list[tuple[Place, list[Want]]]:
+    """Read straight into the memory that wants the chunks, and prove them there; return the rest.
+
+    What fails is among the rest: read again into a buffer, it shows whether the chunk is damaged,
+    or the memory was written to meanwhile.
+    """
+    rest: list[tuple[Place, list[Want]]] = []
+    direct: list[tuple[Place, tuple[memoryview, list[Want]]]] = []
+    for place, wants in found:
+        target = None if backend.is_remote else _target(place, wants)
+        if target is None:
+            rest.append((place, wants))
+        else:
+            direct.append((place, (target, wants)))
+    runs = list(coalesced(direct, _IN_PLACE_BYTES + PAGE))
+    with Crew() as crew:
+        source = Shared(runs, crew)
+
+        def work() -> None:
+            for run in source:
+                rest.extend(_fill(backend, run))
+
+        if len(runs) < 2 or how.readers == 0:
+            work()
+        else:
+            crew.run(work, min(len(runs), _readers(backend), how.readers))
+    return rest
+
+
+def _target(place: Place, wants: list[Want]) -> memoryview | None:
+    """Return the memory that a chunk can be read into as it is stored."""
+    if place.codec != Codec.RAW or place.raw < _LARGE_BYTES:
+        return None
+    return next((want.target for want in wants if want.target is not None), None)
+
+
+def _fill(
+    backend: Backend, run: Run[tuple[memoryview, list[Want]]]
+) -> list[tuple[Place, list[Want]]]:
+    """Read a run of chunks into their places; return those that are not whole there."""
+    targets = [(place.offset, target) for place, (target, _) in run.chunks]
+    try:
+        lengths = backend.read_into(pack_key(run.pack), targets)
+    except UnavailableError:
+        raise
+    except (FileNotFoundError, BackendError):
+        lengths = [0] * len(targets)
+    failed = []
+    for n, (place, (target, wants)) in zip(lengths, run.chunks, strict=True):
+        if n == place.raw == len(target) and digest_of(target) == wants[0].digest:
+            for want in wants:
+                want.sink(target)
+        else:
+            failed.append((place, wants))
     return failed
 
 
@@ -148,12 +233,10 @@ def _read_small(backend: Backend, reads: list[Run[list[Want]]], most: int) -> li
     return failed
 
 
-def _read_run(
-    backend: Backend, read: Run[list[Want]], buffer: memoryview, *, bulk: bool = False
-) -> list[Unread]:
+def _read_run(backend: Backend, read: Run[list[Want]], buffer: memoryview) -> list[Unread]:
     target = buffer[: -(-(read.stop - read.start) // PAGE) * PAGE]
     try:
-        [n] = backend.read_into(pack_key(read.pack), [(read.start, target)], bulk=bulk)
+        [n] = backend.read_into(pack_key(read.pack), [(read.start, target)])
     except FileNotFoundError:
         return [Unread(*chunk, Why(Reason.MISSING)) for chunk in read.chunks]
     except UnavailableError:

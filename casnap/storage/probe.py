@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 
 from casnap.backends.base import Backend
@@ -20,6 +21,8 @@ from casnap.runtime.threads import Crew, Shared
 
 _log = logging.getLogger("casnap")
 _PUTS = 4
+# How long a host believes what it found, in seconds.
+_BELIEVED = 30 * 86400.0
 # The endpoints that this process knows to honour it.
 _known: set[str] = set()
 
@@ -53,7 +56,7 @@ def check_kept_apart(backend: Backend, config: StoreConfig) -> None:
 
 
 def honours_put_if_absent(backend: Backend) -> bool:
-    """Whether a place honours put-if-absent. Each endpoint is asked once by a host.
+    """Whether a place honours put-if-absent. A host asks each endpoint once a month.
 
     Raises:
         BackendError: The place cannot be written to.
@@ -64,7 +67,7 @@ def honours_put_if_absent(backend: Backend) -> bool:
     if not endpoint or endpoint in _known:
         return True
     note = _note(endpoint)
-    if note is None or not note.exists():
+    if not _is_fresh(note):
         if not _has_one_winner(backend):
             return False
         _take_note(note)
@@ -103,13 +106,21 @@ def _delete(backend: Backend, key: str) -> None:
     try:
         backend.delete(key)
     except BackendError as e:
-        # A collector deletes it some day.
+        # A collector that frees something deletes it, once it is an hour old.
         _log.debug("%s/%s stays: %s", backend.uri, key, e)
 
 
 def _note(endpoint: str) -> Path | None:
     folder = cache_folder()
     return None if folder is None else folder / "probed" / digest_of(endpoint.encode()).hex()[:32]
+
+
+def _is_fresh(note: Path | None) -> bool:
+    """Whether this host has probed lately: what stands behind an address may be replaced."""
+    try:
+        return note is not None and abs(time.time() - note.stat().st_mtime) < _BELIEVED
+    except OSError:
+        return False
 
 
 def _take_note(note: Path | None) -> None:

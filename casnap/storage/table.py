@@ -190,13 +190,31 @@ def mark(objects: Objects, name: str, row: Row) -> None:
 
 
 def unmark(objects: Objects, names: Iterable[str]) -> None:
-    """Remove the markers of deleted snapshots, if the store has any."""
+    """Remove the markers of deleted snapshots, if the store has any; at a remote place together."""
+    backend, keys = objects.backend, []
     for name in names if objects.marks else ():
         try:
             # The table is untrusted input: a name in it may point outside the store.
-            objects.backend.mark(f"{check_name(name)}/{MARKER}", None)
+            keys.append(f"{check_name(name)}/{MARKER}")
+        except InvalidNameError as e:
+            _unmarked(name, e)
+    if backend.is_remote and keys:
+        try:
+            for key, refused in backend.delete_all(keys).items():
+                _unmarked(key, refused)
+        except Exception as e:  # noqa: BLE001 - they are deleted, whatever it was
+            _unmarked(keys[0], e)
+        return
+    for key in keys:
+        try:
+            backend.mark(key, None)
         except Exception as e:  # noqa: BLE001 - it is deleted, whatever it was
-            _log.warning("%.200r is deleted, but its marker file cannot be: %.500s", name, e)
+            _unmarked(key, e)
+
+
+def _unmarked(what: str, error: Exception) -> None:
+    text = "%.200r is deleted, but its marker file cannot be: %.500s"
+    _log.warning(text, what.removesuffix(f"/{MARKER}"), error)
 
 
 def tagged(row: Row, tags: Iterable[str]) -> Row:

@@ -32,6 +32,8 @@ class Transaction:
         codec: How new chunks are stored.
         before: How many requests the backend had made when the change began.
         told: The root that rank 0 has just read for all ranks; by default a recent one.
+        puts_root: Whether this process is to put the root, so that it has to know whether the place
+            keeps writers apart.
 
     Attributes:
         objects: The store.
@@ -52,9 +54,11 @@ class Transaction:
         codec: Codec = Codec.RAW,
         before: Mapping[str, int] | None = None,
         told: Root | None = None,
+        *,
+        puts_root: bool = True,
     ) -> None:
         self._before = Counter(objects.backend.requests if before is None else before)
-        objects.check_writable("write to", told)
+        objects.check_writable("write to", told, dry_run=not puts_root)
         self.objects = objects
         self.base: View = objects.recent_view(told)
         self.commit = os.urandom(16)

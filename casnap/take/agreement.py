@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 import msgspec
 
@@ -11,7 +10,6 @@ from casnap.errors import DamagedError, SnapshotExistsError
 from casnap.format.codec import Codec
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
-from casnap.state.stateful import Stateful, random_states_first
 from casnap.storage.objects import Objects
 from casnap.storage.settings import codec_of
 from casnap.storage.table import check_free
@@ -43,7 +41,7 @@ class Request(msgspec.Struct, array_like=True):
 def agree_on_request(
     objects: Objects,
     name: str,
-    app_state: Mapping[str, Stateful],
+    keys: list[str],
     options: TakeOptions,
     comm: Comm,
 ) -> Request:
@@ -52,11 +50,17 @@ def agree_on_request(
     Its keys are in the order in which all ranks read their states: reading may be a collective of
     the trainer's.
 
+    Args:
+        objects: The store.
+        name: The name of the snapshot.
+        keys: The keys of this rank.
+        options: How to take.
+        comm: The ranks.
+
     Raises:
         SnapshotExistsError: The name is taken.
         StateError: The ranks were asked for different things.
     """
-    keys = random_states_first(app_state)
     root, codec = None, options.codec or Codec.RAW
     if comm.rank == 0:
         root = _check_name_is_free(objects, name, options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,14 +13,10 @@ from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region
 from casnap.format.tiling import Tiling
 from casnap.runtime.buffers import bytes_at
-from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
-from casnap.state.containers import component_of
 from casnap.state.cuda import synchronize
-from casnap.state.flatten import flatten
 from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards
-from casnap.state.stateful import RNGState, Stateful, random_states_first, same_random_state
 from casnap.state.tensors import Leaf, as_copyable, itemsize_of
 from casnap.take.staging import (
     CellPart,
@@ -40,12 +36,15 @@ class KeySpan(NamedTuple):
         component: The key, as a path component.
         start: The first leaf.
         stop: One past the last leaf.
+        given: Whether they are global, and no other rank has any of them, except for other parts
+            of sharded tensors.
     """
 
     per_rank: bool
     component: str
     start: int
     stop: int
+    given: bool = False
 
 
 class Assignment(NamedTuple):
@@ -64,30 +63,13 @@ class Assignment(NamedTuple):
     assembled: list[int]
 
 
-def capture_state(
-    app_state: Mapping[str, Stateful], chunk_size: int, *, allow_pickle: bool
-) -> Capture:
-    """Capture an app state; reading it leaves the random state as it was before."""
-    random = [s for s in app_state.values() if isinstance(s, RNGState)]
-    states = [s.state_dict() for s in random]
-    try:
-        with collector_paused():
-            return Capture(app_state, chunk_size, allow_pickle=allow_pickle)
-    finally:
-        # Set it back at once, and only if it has changed: else the numbers that other threads draw
-        # meanwhile would be drawn twice.
-        for state, before in zip(random, states, strict=True):
-            if not same_random_state(state.state_dict(), before):
-                state.load_state_dict(before)
-
-
 class Capture:
-    """The leaves of an app state. Tensors are referenced; all other values are encoded.
+    """The leaves of a state. Tensors are referenced; all other values are encoded.
 
     Args:
-        app_state: Key → a value with ``state_dict`` and ``load_state_dict``.
+        leaves: The leaves, in order.
+        spans: Which of them belong to which key.
         chunk_size: The store's, in bytes.
-        allow_pickle: Whether values without a safe encoding may be pickled.
 
     Attributes:
         leaves: All leaves, in order.
@@ -98,23 +80,12 @@ class Capture:
         assigned: Leaf → what of it this rank hashes, where other ranks hold it too.
 
     Raises:
-        NotStatefulError: A value lacks one of the two methods.
-        UnsupportedTypeError: A value cannot be stored.
+        UnsupportedTypeError: A path is too long.
     """
 
-    def __init__(
-        self, app_state: Mapping[str, Stateful], chunk_size: int, *, allow_pickle: bool
-    ) -> None:
-        self.leaves: list[Leaf] = []
-        self.spans: list[KeySpan] = []
-        for key in random_states_first(app_state):
-            stateful = app_state[key]
-            start, component = len(self.leaves), component_of(key)
-            state = stateful.state_dict()
-            with plain():
-                self.leaves.extend(flatten(state, component, allow_pickle=allow_pickle))
-            per_rank = isinstance(stateful, RNGState)
-            self.spans.append(KeySpan(per_rank, component, start, len(self.leaves)))
+    def __init__(self, leaves: list[Leaf], spans: list[KeySpan], chunk_size: int) -> None:
+        self.leaves = leaves
+        self.spans = spans
         self.grids: list[Grid | None] = []
         self.assigned: dict[int, Assignment] = {}
         self.inline: dict[int, bytes] = {}

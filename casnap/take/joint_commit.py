@@ -15,6 +15,7 @@ from casnap.storage.handover import Handover, OtherRanks, hand_over
 from casnap.storage.looks import Looks
 from casnap.storage.objects import Objects
 from casnap.storage.transaction import Transaction
+from casnap.take.publish import Taken
 
 _log = logging.getLogger("casnap")
 
@@ -25,26 +26,26 @@ class _Instruction(msgspec.Struct, array_like=True):
     Attributes:
         move: Move what you wrote to names under this root, and hand over again.
         error: The commit failed.
-        row: The commit is done.
+        taken: The commit is done.
     """
 
     move: int | None = None
     error: ErrorText | None = None
-    row: Row | None = None
+    taken: Taken | None = None
 
 
 def commit_together(
     comm: Comm,
     transaction: Transaction,
-    publish: Callable[[OtherRanks], Row],
+    publish: Callable[[OtherRanks], Taken],
     find: Callable[[bytes], Row | None],
-) -> Row:
-    """Commit what all ranks wrote, and return the row. A single process is rank 0 of one.
+) -> Taken:
+    """Commit what all ranks wrote. A single process is rank 0 of one.
 
     Args:
         comm: The ranks.
         transaction: What this rank wrote.
-        publish: Called on rank 0: commits, with what the others wrote, and returns the row.
+        publish: Called on rank 0: commits, with what the others wrote.
         find: Returns the row of this take if the store has it, given the commit id.
 
     Raises:
@@ -56,7 +57,7 @@ def commit_together(
     return _follow(comm, transaction, find)
 
 
-def _lead(comm: Comm, transaction: Transaction, publish: Callable[[OtherRanks], Row]) -> Row:
+def _lead(comm: Comm, transaction: Transaction, publish: Callable[[OtherRanks], Taken]) -> Taken:
     comm.broadcast(transaction.commit)
 
     def move(seq: int) -> list[Handover]:
@@ -66,16 +67,16 @@ def _lead(comm: Comm, transaction: Transaction, publish: Callable[[OtherRanks], 
     try:
         others = OtherRanks(_handovers(comm), move, comm.check_not_abandoned)
         _check_written(transaction.objects, others)
-        row = publish(others)
+        taken = publish(others)
     except Exception as e:
         if not comm.ended and not transaction.may_stand:
             comm.broadcast_message(_Instruction(error=error_text(e)), _Instruction)
         raise
     try:
-        comm.broadcast_message(_Instruction(row=row), _Instruction)
+        comm.broadcast_message(_Instruction(taken=taken), _Instruction)
     except RankError as e:
         _log.warning("it is committed, but not all ranks hear of it: %s", e)
-    return row
+    return taken
 
 
 def _handovers(comm: Comm) -> list[Handover]:
@@ -120,7 +121,7 @@ def _check_written(objects: Objects, others: OtherRanks) -> None:
         )
 
 
-def _follow(comm: Comm, transaction: Transaction, find: Callable[[bytes], Row | None]) -> Row:
+def _follow(comm: Comm, transaction: Transaction, find: Callable[[bytes], Row | None]) -> Taken:
     """Hand over what this rank wrote, and do what rank 0 says until it has committed."""
     commit = bytes(comm.broadcast())
     handover = _hand_over(transaction, comm.size)
@@ -135,7 +136,7 @@ def _follow(comm: Comm, transaction: Transaction, find: Callable[[bytes], Row | 
         ended = 0 not in e.ranks and comm.await_end(0)
         row = find(commit)
         if row is not None:
-            return row
+            return Taken(row)
         if ended:
             raise
         raise RankError(
@@ -146,8 +147,8 @@ def _follow(comm: Comm, transaction: Transaction, find: Callable[[bytes], Row | 
     if instruction.error is not None:
         transaction.withdraw()
         raise error_of_ranks(comm.operation, {0: instruction.error})
-    assert instruction.row is not None
-    return instruction.row
+    assert instruction.taken is not None
+    return instruction.taken
 
 
 def _hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:

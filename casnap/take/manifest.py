@@ -179,7 +179,8 @@ class _Builder:
         return [
             comm.rank == 0
             if scope is first
-            else scope in by_owner and owner_of(keys[i], comm.size) == comm.rank
+            else scope is Scope.GIVEN
+            or (scope in by_owner and owner_of(keys[i], comm.size) == comm.rank)
             for i, scope in enumerate(self._scopes)
         ]
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 from casnap.errors import StateError
-from casnap.format.records import Row
 from casnap.runtime.threads import NO_THREADS, Worker
+from casnap.take.publish import Taken
 
 # One take at a time in a process: so pending takes keep their order, and share their buffers.
 # The lock covers what the caller's thread does; the rest is known by ``_last``. One lock for both
@@ -57,11 +57,11 @@ class PendingTake:
         finish: Does the rest of the take.
     """
 
-    def __init__(self, name: str, finish: Callable[[], Row]) -> None:
+    def __init__(self, name: str, finish: Callable[[], Taken]) -> None:
         self.name = name
         self.error_seen = False
-        self._finish: Callable[[], Row] | None = finish
-        self._row: Row | None = None
+        self._finish: Callable[[], Taken] | None = finish
+        self._taken: Taken | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._thread: Worker | None = None
@@ -104,7 +104,7 @@ class PendingTake:
             return
         try:
             assert self._finish is not None
-            self._row = self._finish()
+            self._taken = self._finish()
             _pending.discard(self)
         except BaseException as e:  # noqa: BLE001 - raised by wait
             self._error = e
@@ -121,18 +121,18 @@ class PendingTake:
         assert self._thread is not None
         self._thread.wait()
 
-    def wait(self) -> Row:
-        """Wait for the end; return the row, or raise the error."""
+    def wait(self) -> Taken:
+        """Wait for the end; return what was taken, or raise the error."""
         self.wait_for_end()
         if self._error is not None:
             self.error_seen = True
             raise self._error
-        if self._row is None:
+        if self._taken is None:
             raise StateError(
                 f"the take of {self.name!r} goes on in the process that began it; wait for it "
                 "there, not in a fork"
             )
-        return self._row
+        return self._taken
 
 
 _pending: set[PendingTake] = set()

@@ -22,6 +22,19 @@ from casnap.take.options import TakeOptions
 _log = logging.getLogger("casnap")
 
 
+class Taken(msgspec.Struct, frozen=True):
+    """A snapshot that was taken just now.
+
+    Attributes:
+        row: Its row in the table.
+        requests: How many requests the take made, by kind, on all ranks. They are not stored: when
+            a row is written, its take still has to put the root.
+    """
+
+    row: Row
+    requests: dict[str, int] = {}
+
+
 @dataclass(frozen=True)
 class Publication:
     """A snapshot that is about to be published.
@@ -42,8 +55,8 @@ class Publication:
 
     def publish(
         self, transaction: Transaction, built: BuiltManifest | None, others: OtherRanks
-    ) -> Row:
-        """Commit the snapshot, with all that the other ranks wrote; return its row."""
+    ) -> Taken:
+        """Commit the snapshot, with all that the other ranks wrote."""
         assert built is not None, "rank 0 publishes, and has the manifest"
         digest = transaction.put_node(encode(built.manifest))
         made: list[Row] = []
@@ -74,8 +87,7 @@ class Publication:
         mark(self.objects, self.name, made[-1])
         if self.options.retention is not None:
             self._prune(made[-1], self.options.retention)
-        requests = dict(transaction.requests + others.requests)
-        return msgspec.structs.replace(made[-1], requests=requests)
+        return Taken(made[-1], dict(transaction.requests + others.requests))
 
     def find(self, commit: bytes) -> Row | None:
         """Return the row of this take if the store has it, given the commit id."""

@@ -15,7 +15,7 @@ from casnap.state.containers import component_of
 from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards
 from casnap.state.tensors import Leaf
-from casnap.take.capture import Capture
+from casnap.take.capture import Capture, KeySpan
 from casnap.take.options import TakeOptions
 
 
@@ -27,6 +27,7 @@ class Scope(Enum):
     SHARDED = "global; ranks hold pieces, and share the work"
     REPLICATED = "global; declared equal on all ranks, which share the work"
     FROM_RANK_0 = "global; rank 0 hashes it"
+    GIVEN = "global; this rank alone has it"
     EQUAL = "global; it was undecided, and all ranks hold the same"
 
 
@@ -83,16 +84,18 @@ def declarations_of(
 def scopes_of(capture: Capture, declared: Declarations) -> list[Scope]:
     """Return the scope of each leaf."""
     return [
-        Scope.PER_RANK if span.per_rank else _scope(leaf, declared)
+        Scope.PER_RANK if span.per_rank else _scope(leaf, span, declared)
         for span in capture.spans
         for leaf in capture.leaves[span.start : span.stop]
     ]
 
 
-def _scope(leaf: Leaf, declared: Declarations) -> Scope:
+def _scope(leaf: Leaf, span: KeySpan, declared: Declarations) -> Scope:
     path = leaf.path
     if isinstance(leaf.content, Shards):
         return Scope.SHARDED
+    if span.given:
+        return Scope.GIVEN
     if _matches(path, declared.per_rank):
         return Scope.PER_RANK
     if path in declared.ddp_buffers:

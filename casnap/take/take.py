@@ -14,23 +14,23 @@ from itertools import count
 
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
-from casnap.format.records import Root, Row
+from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, collector_paused, undisturbed
-from casnap.state.stateful import Stateful
 from casnap.storage.objects import Objects
 from casnap.storage.table import checked_metadata
 from casnap.storage.transaction import Transaction
 from casnap.take import pending as background
 from casnap.take.agreement import agree_on_request
-from casnap.take.capture import Capture, capture_state
+from casnap.take.capturable import Capturable
+from casnap.take.capture import Capture
 from casnap.take.division import Division, divide
 from casnap.take.hashing import Hasher
 from casnap.take.joint_commit import commit_together
 from casnap.take.manifest import build_manifest
 from casnap.take.options import TakeOptions
 from casnap.take.pending import PendingTake
-from casnap.take.publish import Publication
+from casnap.take.publish import Publication, Taken
 from casnap.take.rounds import rounds_for
 from casnap.take.staging import Piece, StagedCopies, batched
 
@@ -41,11 +41,11 @@ _FENCED_TRIES = 5
 def take(
     objects: Objects,
     name: str,
-    app_state: Mapping[str, Stateful],
+    asked: Capturable,
     options: TakeOptions,
     comm: Comm,
-) -> Row:
-    """Take a snapshot and return its row once it is durable.
+) -> Taken:
+    """Take a snapshot and return once it is durable.
 
     Raises:
         StateError: Something in the state cannot be taken.
@@ -56,7 +56,7 @@ def take(
     started = time.monotonic()
     with background.turn:
         background.wait_for_last()
-        work = _begin(objects, name, app_state, options, comm, started)
+        work = _begin(objects, name, asked, options, comm, started)
         for tries in count(1):
             try:
                 return work.store(partial(batched, work.pieces()))
@@ -71,7 +71,7 @@ def take(
 def async_take(
     objects: Objects,
     name: str,
-    app_state: Mapping[str, Stateful],
+    asked: Capturable,
     options: TakeOptions,
     comm: Comm,
 ) -> PendingTake:
@@ -85,7 +85,7 @@ def async_take(
     try:
         with background.turn:
             background.wait_for_last()
-            work = _begin(objects, name, app_state, options, comm, started)
+            work = _begin(objects, name, asked, options, comm, started)
             copies = StagedCopies(options.max_staging_bytes)
             pending = PendingTake(name, partial(_store_copies, work, copies))
             try:
@@ -105,7 +105,7 @@ def async_take(
         raise
 
 
-def _store_copies(work: _Take, copies: StagedCopies) -> Row:
+def _store_copies(work: _Take, copies: StagedCopies) -> Taken:
     with work.comm:
         try:
             return work.store(copies.batches)
@@ -116,7 +116,7 @@ def _store_copies(work: _Take, copies: StagedCopies) -> Row:
 def _begin(
     objects: Objects,
     name: str,
-    app_state: Mapping[str, Stateful],
+    asked: Capturable,
     options: TakeOptions,
     comm: Comm,
     started: float,
@@ -125,11 +125,11 @@ def _begin(
     options = replace(options, metadata=checked_metadata(options.metadata or {}))
     before = dict(objects.backend.requests)
     comm.enter_phase("beginning a take")
-    request = agree_on_request(objects, name, app_state, options, comm)
-    state, chunk_size = {key: app_state[key] for key in request.keys}, objects.config.chunk_size
-    capture = capture_state(state, chunk_size, allow_pickle=options.allow_pickle)
+    request = agree_on_request(objects, name, asked.keys(), options, comm)
+    chunk_size = objects.config.chunk_size
+    capture = asked.capture(request.keys, chunk_size, allow_pickle=options.allow_pickle)
     comm.enter_phase("sharing out the work")
-    division = divide(comm, capture, state, options, chunk_size, request.seed)
+    division = divide(comm, capture, asked.values, options, chunk_size, request.seed)
     capture.assign(division.assigned)
     publication = Publication(objects, name, options, comm.size, started)
     return _Take(
@@ -160,7 +160,7 @@ class _Take:
         """Return the bytes that this rank hashes; each rank begins with another part of them."""
         return self.capture.pieces(self.comm.rank / self.comm.size)
 
-    def store(self, batches: Callable[[int], Iterable[list[Piece]]]) -> Row:
+    def store(self, batches: Callable[[int], Iterable[list[Piece]]]) -> Taken:
         """Store the chunks that are new, then the manifest, and commit.
 
         Args:
@@ -168,9 +168,16 @@ class _Take:
         """
         return undisturbed(partial(self._store, batches))
 
-    def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Row:
+    def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Taken:
         comm, publication = self.comm, self.publication
-        transaction = Transaction(self.objects, crew, self.codec, self.requests_before, self.told)
+        transaction = Transaction(
+            self.objects,
+            crew,
+            self.codec,
+            self.requests_before,
+            self.told,
+            puts_root=comm.rank == 0,
+        )
         try:
             comm.enter_phase("hashing and writing")
             hasher = Hasher(self.capture, transaction, self.options.progress)

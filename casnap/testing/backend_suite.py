@@ -179,47 +179,44 @@ class BackendSuite:
 
     # --- parts of objects ---
 
-    @pytest.mark.parametrize("bulk", [False, True])
     @pytest.mark.parametrize(
         ("offset", "nbytes"),
         [(0, 10), (1, 4096), (4096, 8192), (4095, 2 * _MIB), (2 * _MIB, _MIB), (3 * _MIB, 1)],
     )
-    def test_a_run_is_read(self, backend: Backend, offset: int, nbytes: int, bulk: bool) -> None:
+    def test_a_run_is_read(self, backend: Backend, offset: int, nbytes: int) -> None:
         """Any run of an object, into any buffer."""
         content = pattern(3 * _MIB + 5)
         backend.write("packs/ab/x", content)
         for unaligned in (0, 3):
             memory = bytearray(nbytes + unaligned)
             target = memoryview(memory)[unaligned:]
-            assert backend.read_into("packs/ab/x", [(offset, target)], bulk=bulk) == [nbytes]
+            assert backend.read_into("packs/ab/x", [(offset, target)]) == [nbytes]
             assert target == content[offset : offset + nbytes]
             assert memory[:unaligned] == bytes(unaligned)
 
-    @pytest.mark.parametrize("bulk", [False, True])
-    def test_a_run_over_the_end(self, backend: Backend, bulk: bool) -> None:
+    def test_a_run_over_the_end(self, backend: Backend) -> None:
         """A read at the end of an object returns how many bytes there were."""
         content = pattern(10_000)
         backend.write("packs/ab/x", content)
         for offset, expected in [(0, 10_000), (9_999, 1), (4096, 5904), (10_000, 0), (1 << 40, 0)]:
             target = bytearray(16_384)
-            [found] = backend.read_into("packs/ab/x", [(offset, memoryview(target))], bulk=bulk)
+            [found] = backend.read_into("packs/ab/x", [(offset, memoryview(target))])
             assert found == expected
             assert target[:found] == content[offset : offset + found]
         nothing = [(5, memoryview(bytearray()))]
-        assert backend.read_into("packs/ab/x", nothing, bulk=bulk) == [0]
+        assert backend.read_into("packs/ab/x", nothing) == [0]
 
-    @pytest.mark.parametrize("bulk", [False, True])
-    def test_several_runs_are_read_at_once(self, backend: Backend, bulk: bool) -> None:
+    def test_several_runs_are_read_at_once(self, backend: Backend) -> None:
         """Runs in any order, neighbours, overlapping ones, and some past the end."""
         content = pattern(2 * _MIB + 5)
         backend.write("packs/ab/x", content)
         runs = [(_MIB, 4096), (0, 10), (10, 10), (5, 10), (2 * _MIB, 4096), (3 * _MIB, 1), (7, 0)]
         targets = [(offset, memoryview(bytearray(nbytes))) for offset, nbytes in runs]
-        lengths = backend.read_into("packs/ab/x", targets, bulk=bulk)
+        lengths = backend.read_into("packs/ab/x", targets)
         assert lengths == [4096, 10, 10, 10, 5, 0, 0]
         for (offset, target), n in zip(targets, lengths, strict=True):
             assert target[:n] == content[offset : offset + n]
-        assert backend.read_into("packs/ab/x", [], bulk=bulk) == []
+        assert backend.read_into("packs/ab/x", []) == []
 
     # --- listings ---
 

@@ -223,8 +223,8 @@ class FaultyBackend(Backend):
         return self._call("read", self.inner.read, key)
 
     @override
-    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
-        return self._call("read_into", partial(self.inner.read_into, bulk=bulk), key, targets)
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
+        return self._call("read_into", self.inner.read_into, key, targets)
 
     @override
     def size(self, key: str) -> int:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,7 +29,9 @@ from casnap.testing import FaultyProxy, HttpAct, HttpFault, after, answer, chang
 from casnap.testing.backend_suite import pattern
 from casnap.testing.proxy import Answer, Exchange
 from tests.support.object_stores import IMPATIENT
-from tests.support.servers import NOBODY, SECRET, Bucket
+from tests.support.servers import NOBODY, SECRET, Bucket, deaf_port
+
+pytestmark = pytest.mark.servers
 
 KEY = "roots/0/7"
 MIB = 1 << 20
@@ -108,6 +111,51 @@ def test_an_answer_that_stays_unclear(backend: Backend, proxy: FaultyProxy) -> N
     assert backend.requests == {"put": 5, "get": 5}
 
 
+@pytest.mark.servers
+def test_after_an_operation_was_given_up_the_next_ones_are_less_patient(
+    bucket: Bucket, direct: Backend, proxy: FaultyProxy
+) -> None:
+    """So a call that fails does not spend the deadline again on each step of its cleaning up."""
+    patience = {
+        "attempts": 10_000,
+        "deadline": 4.0,
+        "first_contact": 1.0,
+        "first_delay": 0.01,
+        "longest_delay": 0.01,
+    }
+    options = {**bucket.storage_options, "endpoint_url": proxy.url, "casnap": patience}
+    backend = backend_at(f"{bucket.uri}/run", options)
+    direct.write(KEY, b"there")
+    assert backend.read(KEY) == b"there"
+    made = []
+    with proxy.during(HttpFault(answer(500), times=None)):
+        for _ in range(2):
+            before = sum(backend.requests.values())
+            with pytest.raises(UnreachableError, match="attempts in"):
+                backend.read(KEY)
+            made.append(sum(backend.requests.values()) - before)
+    assert made[1] * 2 < made[0]
+    assert backend.read(KEY) == b"there"
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+@pytest.mark.parametrize("silent", ["drops", "accepts"])
+def test_a_server_that_never_answers(scheme: str, silent: str) -> None:
+    """Neither one that takes no connections, nor one that says nothing, is waited for for long."""
+    options: dict[str, Any] = {"casnap": {"connect": 0.4, "first_contact": 1.0}}
+    if scheme == "gs":
+        options |= {"token": "anon", "project": "x"}
+        pytest.importorskip("gcsfs")
+    else:
+        options |= {"key": "a", "secret": "b"}
+    with deaf_port(drops=silent == "drops") as url:
+        backend = backend_at(f"{scheme}://bucket/run", {**options, "endpoint_url": url})
+        with pytest.raises(UnreachableError, match=r"no answer|[Tt]imeout"):
+            backend.read(KEY)
+    # By default 15 seconds of silence are waited for, up to ten times.
+    assert backend.requests["get"] <= 3
+
+
 def test_a_user_who_waits_is_told_why(
     backend: Backend,
     proxy: FaultyProxy,
@@ -119,6 +167,21 @@ def test_a_user_who_waits_is_told_why(
         backend.write(KEY, b"mine")
     assert f"still trying to put {KEY} at s3://" in caplog.text
     assert "SlowDown" in caplog.text
+
+
+def test_probes_that_were_killed_are_tidied_up_once_they_are_old(
+    direct: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct.write("tmp/0123", b"x" * 16)
+    direct.write("packs/00/a", b"kept")
+    assert direct.tidy(0) == 0
+    assert direct.names("tmp") == ["0123"]
+    # As if it were an hour later.
+    later = time.time() + 3700
+    monkeypatch.setattr("casnap.backends.remote.time.time", lambda: later)
+    assert direct.tidy(0) == 16
+    assert direct.names("tmp") == []
+    assert direct.read("packs/00/a") == b"kept"
 
 
 def test_an_exclusive_writer_looks_first(

@@ -267,11 +267,12 @@ def test_progress_appears_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TERM", "xterm")
     terminal = TerminalText()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with output.phases() as report:
+    with output.phases(lambda: {"put": 2, "get": 1000}) as report:
         assert report is not None
         report("counting", 1, 2)
         report("counting", 2, 2)
     assert "counting" in terminal.getvalue()
+    assert "1,000 get, 2 put" in terminal.getvalue()
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with output.phases() as report:
         assert report is None

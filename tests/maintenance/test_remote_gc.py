@@ -126,6 +126,20 @@ def test_a_check_reads_several_footers_at_once(tmp_path: Path) -> None:
     assert 4 < backend.most_at_once <= backend.in_flight
 
 
+def test_a_check_reads_the_nodes_of_a_commit_together(tmp_path: Path) -> None:
+    """Each small snapshot has a table, a manifest, a tree and lists, each node twice."""
+    name, count = str(tmp_path), 20
+    store = Store(RemoteDouble(name), chunk_size=64 << 10)
+    for n in range(count):
+        store.take({f"k{k}": StateDict(a=torch.randn(20_000)) for k in range(4)}, f"step_{n}")
+    backend = RemoteDouble(name)
+    store = Store(backend)
+    backend.reset()
+    assert store.check().ok
+    # Roots, footers of two packs a commit, segments; and the nodes of a commit by one request.
+    assert backend.requests["get"] <= 4 * count + 20, backend.requests
+
+
 @pytest.mark.slow
 def test_a_million_packs(tmp_path: Path) -> None:
     """Half of them are garbage. Their folders are listed one by one, and 500 batches deleted."""

@@ -145,17 +145,21 @@ def take_only(path: str) -> None:
     Store(FarFolder(path), chunk_size=64 << 10).take(state(1), "step_1")
 
 
-def take_by_path(path: str, options: dict[str, Any]) -> dict[str, int]:
-    """Take by a path, as a job's first take; return this rank's requests."""
+def take_by_path(path: str, options: dict[str, Any], caches: str) -> dict[str, int]:
+    """Take by a path, as a job's first take on a host a rank; return this rank's requests."""
+    os.environ["CASNAP_CACHE_DIR"] = f"{caches}/by-path-{dist.get_rank()}"
     snapshot = Snapshot.take(path, state(1), storage_options=options)
     return dict(snapshot.store.objects.backend.requests)
 
 
-def test_ranks_that_take_by_a_path_only_put(world: Callable[[int], World], bucket: Bucket) -> None:
-    """Rank 0 makes the store, and tells the others all that they would ask."""
+def test_ranks_that_take_by_a_path_only_put(
+    world: Callable[[int], World], bucket: Bucket, tmp_path: Path
+) -> None:
+    """Rank 0 makes the store, probes its server, and tells the others all that they would ask."""
     path = f"{bucket.uri}/run/step_1"
-    for requests in world(RANKS).run(take_by_path, path, bucket.storage_options)[1:]:
+    for requests in world(RANKS).run(take_by_path, path, bucket.storage_options, str(tmp_path))[1:]:
         assert set(requests) == {"put"}
+        assert requests["put"] <= 3
     store = Store(f"{bucket.uri}/run", create=False, storage_options=bucket.storage_options)
     assert [snapshot.name for snapshot in store.snapshots()] == ["step_1"]
     assert store.check()

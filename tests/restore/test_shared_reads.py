@@ -129,8 +129,8 @@ class Counting(FaultyBackend):
         super().__init__(inner)
         self.reads: list[tuple[str, int, int]] = []
 
-    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
-        lengths = super().read_into(key, targets, bulk=bulk)
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
+        lengths = super().read_into(key, targets)
         if key.startswith("packs/"):
             self.reads += [(key, at, n) for (at, _), n in zip(targets, lengths, strict=True)]
         return lengths

@@ -184,19 +184,21 @@ def takes_killed_at_random(tmp_path: Path, rounds: int, seed: int) -> None:
                 step += 1
 
     for _ in range(rounds):
+        known, waits = told.read_text(), dice.random() < 0.9
         pid = start(take_on_and_on)
-        time.sleep(dice.uniform(0.01, 0.2))
+        # On a busy machine the first take of a child may come late. Some children die before it.
+        while waits and told.read_text() == known:
+            time.sleep(0.001)
+        time.sleep(dice.uniform(0.01, 0.1))
         os.kill(pid, signal.SIGKILL)
         assert wait(pid) == KILLED
-        steps = set(map(int, told.read_text().split()))
-        if not steps:
-            continue
         latest = Store(path).latest()
-        assert latest is not None
+        newest = -1 if latest is None else latest.metadata.user["step"]
         # The last one may have been committed without being told of.
-        newest = latest.metadata.user["step"]
-        assert max(steps) <= newest <= max(steps) + 1
-        assert_holds(latest, newest)
+        last = max(map(int, told.read_text().split()), default=-1)
+        assert last <= newest <= last + 1
+        if latest is not None:
+            assert_holds(latest, newest)
         told.write_text("".join(f"{i}\n" for i in range(newest + 1)))
     assert_store(path, set(map(int, told.read_text().split())))
 

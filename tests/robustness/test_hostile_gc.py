@@ -303,7 +303,7 @@ def test_a_row_many_times(folder: Path) -> None:
 
     def forge(forger: Forger) -> None:
         leaf = forger.tree(*map(list, sorted(forger.rows.items())))
-        forger.table = branch(forger, *([f"{i:06}", leaf, 1] for i in range(2_000)))
+        forger.table = branch(forger, *([f"{i:06}", leaf, 1] for i in range(500)))
         forger.publish({})
 
     assail(folder, forge)
@@ -405,7 +405,7 @@ def test_names_on_a_terminal(folder: Path, caplog: pytest.LogCaptureFixture) -> 
     good_is_whole(Store(folder))
 
 
-@pytest.mark.parametrize("count", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_very_many_rows(folder: Path, count: int) -> None:
     """Very many snapshots of one manifest, in leaves as they should be."""
 

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 
+from casnap import Store
 from casnap.errors import CasnapError, StoreError, UnavailableError
 from casnap.testing import (
     FaultyProxy,
@@ -24,7 +25,7 @@ from casnap.testing import (
     hang_up,
     stall,
 )
-from tests.support.faults import KEY, assert_holds, content, take
+from tests.support.faults import CHUNK, KEY, assert_holds, content, take
 from tests.support.object_stores import IMPATIENT, assert_bucket, store_in
 from tests.support.servers import Bucket, Server
 
@@ -67,12 +68,34 @@ def _collect(bucket: Bucket, endpoint: str) -> None:
     store_in(bucket, endpoint).gc(grace=0)
 
 
+def _copy_in(bucket: Bucket, endpoint: str) -> None:
+    """Copy a snapshot into the bucket, from a store that the first call makes."""
+    source = Store(f"memory://{bucket.uri[5:]}/source", chunk_size=CHUNK)
+    if not source.snapshots():
+        take(source, 3)
+    source.copy(to=store_in(bucket, endpoint))
+
+
+def _copy_out(bucket: Bucket, endpoint: str) -> None:
+    """Copy all snapshots of the bucket; what an earlier call has copied stays."""
+    there = Store(f"memory://{bucket.uri[5:]}/there", chunk_size=CHUNK)
+    try:
+        store_in(bucket, endpoint).copy(to=there)
+    finally:
+        for snapshot in there.snapshots():
+            assert_holds(snapshot, snapshot.metadata.user["step"])
+    assert {0, 1} <= {s.metadata.user["step"] for s in there.snapshots()}
+
+
 OPERATIONS: dict[str, Callable[[Bucket, str], None]] = {
     "take": _take,
     "restore": _restore,
     "read_object": _read_object,
     "gc": _collect,
+    "copy in": _copy_in,
+    "copy out": _copy_out,
 }
+_WRITING_STEP_3 = ("take", "copy in")
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +120,11 @@ def proxy(bucket: Bucket, known_proxy: FaultyProxy) -> FaultyProxy:
 
 def assert_all_is_well(bucket: Bucket, operation: str) -> None:
     """Check what is left after an operation that may have failed, and that all works again."""
-    assert_bucket(bucket, {0, 1}, maybe=3 if operation == "take" else None)
+    assert_bucket(bucket, {0, 1}, maybe=3 if operation in _WRITING_STEP_3 else None)
     store = store_in(bucket)
     take(store, 4)
     store.gc(grace=0)
-    assert_bucket(bucket, {0, 1, 4}, maybe=3 if operation == "take" else None)
+    assert_bucket(bucket, {0, 1, 4}, maybe=3 if operation in _WRITING_STEP_3 else None)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -35,9 +35,11 @@ def test_a_run(bucket: Bucket) -> None:
     store = store_in(bucket)
     take(store, 0)
     before = store.requests
-    store.take(app_state(0), "again")
-    made = {kind: n - before.get(kind, 0) for kind, n in store.requests.items()}
+    again = store.take(app_state(0), "again")
+    made = {k: n - before.get(k, 0) for k, n in store.requests.items() if n > before.get(k, 0)}
     assert sum(made.values()) <= 8, made
+    assert again.stats.requests == again.requests == made
+    assert store["again"].stats.requests == {}
     state = app_state(1)
     pending = store.async_take(state, "step_1", metadata={"step": 1})
     state[KEY].data["weight"].zero_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,13 @@ def test_a_host_probes_an_endpoint_once(
     assert not probes(gateway)
     assert not probes(Gateway(tmp_path / "another store", gateway.endpoint))
     assert probes(Gateway(tmp_path / "elsewhere"))
-    # As in another process, then on another host.
+    # As in another process, a month later, then on another host.
+    monkeypatch.setattr(probe, "_known", set())
+    assert not probes(gateway)
+    for note in (cache_dir / "probed").iterdir():
+        os.utime(note, (0, time.time() - 31 * 86400))
+    monkeypatch.setattr(probe, "_known", set())
+    assert probes(gateway)
     monkeypatch.setattr(probe, "_known", set())
     assert not probes(gateway)
     monkeypatch.setattr(probe, "_known", set())

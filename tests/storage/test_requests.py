@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import Snapshot, StateDict, Store
+from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import DamagedError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.records import pack_key
 from casnap.storage.objects import Objects
@@ -47,6 +47,16 @@ def chunk_requests(backend: RemoteDouble, store: Store, path: str) -> int:
     places = store.objects.index.find(store.objects.view(), digests)
     keys = {pack_key(place.pack) for place in places if place is not None}
     return sum(kind == "get" and key in keys for kind, key in backend.log)
+
+
+def test_a_store_is_made_by_few_requests(tmp_path: Path) -> None:
+    """Beside these a real server is asked for rules of the bucket, and probed once by a host."""
+    backend = RemoteDouble(str(tmp_path))
+    store = Store(backend)
+    assert backend.count <= 6, backend.log
+    backend.reset()
+    store.take(state_of(1), "first")
+    assert set(backend.requests) <= {"put", "get"}, backend.log
 
 
 # --- takes ---
@@ -152,6 +162,16 @@ def test_a_pack_that_is_gone_is_stored_anew_after_a_read_has_missed_it(name: str
     store.take(state_of(), "second")
     for path, tensor in state_of()["model"].items():
         assert torch.equal(store["second"].read_object(f"model/{path}"), tensor)
+
+
+def test_a_prune_removes_its_markers_together(name: str) -> None:
+    backend = RemoteDouble(name)
+    store = Store(backend)
+    for number in range(4):
+        store.take({"s": StateDict(x=number)}, f"step_{number}")
+    backend.reset()
+    assert len(store.prune(Retention(keep_last=1)).forgotten) == 4
+    assert backend.requests["delete"] == 1, backend.log
 
 
 # --- opening and reading ---

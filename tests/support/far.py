@@ -46,9 +46,9 @@ class FarFolder(LocalBackend):
         return super().read(key)
 
     @override
-    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
         self._note("get", key)
-        return super().read_into(key, targets, bulk=bulk)
+        return super().read_into(key, targets)
 
     @override
     def size(self, key: str) -> int:

@@ -16,6 +16,7 @@ import click
 
 import casnap
 import casnap.backends
+import casnap.integrations.dcp
 import casnap.testing
 from casnap.cli import COMMANDS, cli
 from casnap.maintenance.check import CheckReport
@@ -30,7 +31,13 @@ from casnap.storage.retention import PruneReport
 from casnap.transfer.report import CopyReport
 
 RECORD = Path(__file__).parent.parent / "fixtures" / "public_face.json"
-MODULES = (casnap, casnap.errors, casnap.testing, casnap.backends)
+MODULES = (
+    casnap,
+    casnap.errors,
+    casnap.testing,
+    casnap.backends,
+    casnap.integrations.dcp,
+)
 ANSWERS = (
     SnapshotMetadata,
     EntriesByPath,

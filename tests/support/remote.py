@@ -116,7 +116,7 @@ class RemoteDouble(MemoryBackend):
         return content
 
     @override
-    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
         ranges = sorted((offset, offset + len(target)) for offset, target in targets)
         stops = [stop for _, stop in ranges]
         gaps = sum(b[0] - stop > _GAP for stop, b in zip(stops, ranges[1:], strict=False))

@@ -154,6 +154,24 @@ def _start_keeper(kind: str, at: Path) -> None:
         time.sleep(0.01)
 
 
+@contextmanager
+def deaf_port(*, drops: bool) -> Iterator[str]:
+    """Give the URL of a port that answers nothing.
+
+    Args:
+        drops: Whether it does not even take connections: its queue of them is full.
+    """
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0 if drops else 100)
+        for _ in range(3 if drops else 0):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
 # --- the kinds --------------------------------------------------------------------------------
 
 

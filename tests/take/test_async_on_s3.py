@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from casnap import Store
@@ -57,6 +58,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.servers
 def test_takes_that_are_interrupted_refused_or_late(bucket: Bucket) -> None:
     uri = f"{bucket.uri}/store"
     made = Store(uri, storage_options=bucket.storage_options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -344,8 +345,8 @@ class Counting(FaultyBackend):
         super().__init__(LocalBackend(Path(folder)))
         self.reads: list[tuple[str, int, int]] = []
 
-    def read_into(self, key: str, targets: Sequence[Target], *, bulk: bool = False) -> list[int]:
-        lengths = super().read_into(key, targets, bulk=bulk)
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
+        lengths = super().read_into(key, targets)
         self.reads += [(key, at, n) for (at, _), n in zip(targets, lengths, strict=True)]
         return lengths
 
@@ -354,12 +355,18 @@ def save(folder: str, layout: str) -> None:
     Store(folder).take({"train": training(layout, 1)}, layout)
 
 
-def reads_of(folder: str, name: str, layout: str, read_once: bool) -> list[tuple[str, int, int]]:
+def reads_of(
+    folder: str, name: str, layout: str, read_once: bool | None, hosts: bool = False
+) -> list[tuple[str, int, int]]:
     backend = Counting(folder)
     snapshot, given = Store(backend)[name], training(layout, 2)
     snapshot.contents.manifest  # noqa: B018 - to open a snapshot is not to restore it
     backend.reads.clear()
-    snapshot.restore({"train": given}, read_once=read_once)
+    with pytest.MonkeyPatch.context() as patch:
+        if hosts:
+            # As if each rank were on a host of its own.
+            patch.setattr("casnap.restore.restore.boot_id", lambda: str(os.getpid()))
+        snapshot.restore({"train": given}, read_once=read_once)
     return backend.reads
 
 
@@ -386,7 +393,10 @@ def test_each_byte_is_read_once(
     most = max(sum(n for *_, n in reads) for reads in by_rank)
     assert most < 1.5 * max(stored / size, largest)
 
-    # Without read_once, each rank that holds all of the state reads all of it.
-    by_rank = world(size).run(reads_of, folder, before, after, False)
-    if after in ("plain", "ddp"):
-        assert all(sum(n for *_, n in reads) > 0.9 * stored for reads in by_rank)
+    # Otherwise each rank that holds all of the state reads all of it. So it is on one host.
+    for read_once in (False, None):
+        by_rank = world(size).run(reads_of, folder, before, after, read_once)
+        if after in ("plain", "ddp"):
+            assert all(sum(n for *_, n in reads) > 0.9 * stored for reads in by_rank)
+    by_rank = world(size).run(reads_of, folder, before, after, None, True)
+    assert sum(n for reads in by_rank for *_, n in reads) < 1.1 * stored

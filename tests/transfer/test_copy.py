@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
@@ -14,6 +13,7 @@ import torch
 
 from casnap import Retention, StateDict, Store
 from casnap.errors import (
+    BackendError,
     DamagedError,
     InvalidNameError,
     NotAStoreError,
@@ -27,6 +27,7 @@ from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.report import Chosen, CopyOptions
 from tests.support.copies import assert_copied, copy_in_parts, filled, opened, unfinished
 from tests.support.faults import CHUNK, app_state, assert_holds, assert_no_orphans, files, take
+from tests.support.mounts import as_nobody
 from tests.support.remote import RemoteDouble
 from tests.support.written import configure
 
@@ -366,19 +367,25 @@ def test_places_that_cannot_be_used(source: Store, tmp_path: Path) -> None:
     assert not (tmp_path / "copy").exists()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_destination_that_cannot_be_written_to(source: Store, tmp_path: Path) -> None:
-    Store(tmp_path / "copy", chunk_size=CHUNK)
-    folders = [tmp_path / "copy", *(p for p in (tmp_path / "copy").rglob("*") if p.is_dir())]
-    for folder in folders:
-        folder.chmod(0o500)
-    try:
-        with pytest.raises(StoreError, match="writable"):
-            source.copy(to=tmp_path / "copy")
-    finally:
-        for folder in folders:
-            folder.chmod(0o700)
-    assert Store(tmp_path / "copy").snapshots() == []
+def test_stores_that_may_only_be_read(
+    source: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a one can be copied from, but not to."""
+    Store(tmp_path / "closed", chunk_size=CHUNK)
+    before = files(tmp_path / "closed")
+
+    def copy() -> None:
+        there = tmp_path / "of-nobody" / "copy"
+        Store(tmp_path / "source").copy("step_0", to=there)
+        assert_holds(Store(there)["step_0"], 0)
+        with pytest.raises(BackendError, match="writable for this user"):
+            Store(there).copy(to=tmp_path / "closed")
+        with pytest.raises(StoreError, match=r"writable|denied"):
+            Store(there).copy(to=tmp_path / "not-there")
+
+    as_nobody(tmp_path, monkeypatch, copy)
+    assert files(tmp_path / "closed") == before
+    assert not (tmp_path / "not-there").exists()
 
 
 def test_damage_at_the_source_is_told_and_not_copied(source: Store, tmp_path: Path) -> None:

@@ -153,7 +153,12 @@ def delete_at_destination(_source: Path, destination: Path, repack: float) -> No
     store.gc(grace=0, repack=repack)
 
 
-MEANWHILE = [collect_destination, collect_both, delete_at_source, delete_at_destination]
+MEANWHILE = [
+    pytest.param(collect_destination, marks=pytest.mark.slow),
+    collect_both,
+    pytest.param(delete_at_source, marks=pytest.mark.slow),
+    delete_at_destination,
+]
 
 
 def assert_survives(source: Path, destination: Path, meanwhile: Collect) -> None:
@@ -170,7 +175,7 @@ def test_collected_while_it_stands_still(
     stores: tuple[Path, Path], meanwhile: Collect, record_property: Report
 ) -> None:
     """Without grace, at either side, by another process, after any call that writes."""
-    for k in sweep():
+    for k in sweep(3):
         source, destination = fresh(stores)
         stopped, status = while_stopped(
             partial(copy_in_parts, source, destination, PART),
@@ -192,7 +197,7 @@ def test_collected_at_every_call(
 ) -> None:
     """A collector that is faster every time stops a copy by an error, and nothing is lost."""
     count = 0
-    for k in (0, 9, 18, 27):
+    for k in (0, 5, 20):
         source, destination = fresh(stores)
         collector = _Collector(partial(meanwhile, source, destination, 0.0))
         faults = backend_faults(k, collector, names=WRITING_CALLS, lasting=True)

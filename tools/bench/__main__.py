@@ -15,6 +15,7 @@ from typing import Any
 from tools.bench import (
     blocked,
     copy,
+    dcp,
     gc,
     long_run,
     machine,
@@ -41,6 +42,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "save": (save.measure, WORKLOADS),
     "async": (blocked.measure, WORKLOADS),
     "restore": (restore.measure, WORKLOADS),
+    "dcp": (dcp.measure, WORKLOADS),
     "read": (read_object.measure, ("read_object of 10 MB from 10 GB, warm",)),
     "many": (many.measure, ("50,000 entries",)),
     "memory": (memory.measure, ("extra memory",)),

@@ -1,0 +1,68 @@
+"""Whether to wait for the credentials that Google's cloud gives its machines.
+
+gcsfs asks a metadata server for them, for over 20 seconds where there is none.
+"""
+
+from __future__ import annotations
+
+import time
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+from gcsfs.credentials import GoogleCredentials
+from google.auth import _cloud_sdk
+
+from casnap.errors import CredentialsError
+from casnap.runtime.environment import google_metadata_server
+
+# How long to wait for the metadata server, in seconds: as long as Google's library in one attempt.
+_PATIENCE = 3.0
+_BETWEEN = 0.25
+_FLAVOR = {"Metadata-Flavor": "Google"}
+
+
+def token_to_use(token: Any) -> Any:
+    """Return the ``token=`` for gcsfs: what the user gave, unless gcsfs would wait for nothing.
+
+    None has gcsfs look for default credentials, then for those of the machine, and do without any
+    if there are none. Off Google's cloud, without default credentials, the end is clear at once.
+    """
+    if token is not None or _has_defaults():
+        return token
+    server = google_metadata_server()
+    if server is None or _answers(*server):
+        return token
+    return "cache" if getattr(GoogleCredentials, "tokens", None) else "anon"
+
+
+def none_found_error(uri: str, refusal: Exception) -> CredentialsError:
+    """Return the error for a request without credentials that the server refuses."""
+    return CredentialsError(
+        f"{uri}: no credentials were found, and the server asks for some ({refusal}). Run `gcloud "
+        "auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS, or pass token= in "
+        "storage_options"
+    )
+
+
+def _has_defaults() -> bool:
+    # Not public, but it knows the folder on each system.
+    return Path(_cloud_sdk.get_application_default_credentials_path()).exists()
+
+
+def _answers(host: str, port: int) -> bool:
+    """Whether that is a metadata server. One that is only just starting may refuse at first."""
+    until = time.monotonic() + _PATIENCE
+    while (left := until - time.monotonic()) > 0:
+        asked = HTTPConnection(host, port, timeout=left)
+        try:
+            asked.request("GET", "/", headers=_FLAVOR)
+            answer = asked.getresponse()
+        except (OSError, HTTPException):
+            time.sleep(min(_BETWEEN, left))
+        else:
+            # Where there is none, a proxy may answer.
+            return all(answer.getheader(name) == value for name, value in _FLAVOR.items())
+        finally:
+            asked.close()
+    return False

@@ -1,0 +1,17 @@
+"""casnap behind ``torch.distributed.checkpoint`` (DCP).
+
+::
+
+    from casnap.integrations.dcp import CasnapReader, CasnapWriter
+
+    dcp.save(state, storage_writer=CasnapWriter("/ckpts/step_100"))
+    dcp.load(state, storage_reader=CasnapReader("/ckpts/step_100"))
+
+``install("/ckpts")`` does the same for code that only gives DCP a path.
+"""
+
+from casnap.integrations.dcp.reader import CasnapReader
+from casnap.integrations.dcp.redirect import install, uninstall
+from casnap.integrations.dcp.writer import CasnapWriter
+
+__all__ = ["CasnapReader", "CasnapWriter", "install", "uninstall"]

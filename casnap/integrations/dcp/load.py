@@ -1,0 +1,152 @@
+"""Reading what the plan of a load asks for."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from casnap.errors import StateError
+from casnap.format.entries import Entry, TensorEntry
+from casnap.format.region import Region
+from casnap.integrations.dcp.names import Stored
+from casnap.integrations.dcp.place import own_rank
+from casnap.integrations.dcp.plan import check_box
+from casnap.restore.loading import Fetch, Loading
+from casnap.runtime.torch_modes import plain
+from casnap.state.cuda import synchronize
+from casnap.state.flatten import inflate
+from casnap.state.overlap import conflicting_groups
+from casnap.storage.contents import Contents
+
+
+class _Part(NamedTuple):
+    """A part of a tensor to load: the tensor in the snapshot, its box, and what to fill."""
+
+    item: ReadItem
+    stored: Stored
+    box: Region
+    target: torch.Tensor
+
+
+class PlanLoad:
+    """A load of this rank.
+
+    Args:
+        contents: The snapshot.
+        values: What it holds, by the names in DCP.
+        planner: Gets what is read.
+        allow_pickle: Whether to unpickle pickled values.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        values: Mapping[str, Stored],
+        planner: LoadPlanner,
+        allow_pickle: bool,
+    ) -> None:
+        self._contents = contents
+        self._values = values
+        self._planner = planner
+        self._allow_pickle = allow_pickle
+
+    @torch.no_grad()
+    @plain()
+    def run(self, plan: LoadPlan, fetch: Fetch | None) -> None:
+        """Read everything, verified, and give it to the planner.
+
+        Args:
+            plan: What to read.
+            fetch: How to read; by default from the store, for this rank alone.
+
+        Raises:
+            DamagedError: Something is damaged.
+        """
+        loading, planner = Loading(self._contents), self._planner
+        parts = [self._part(i) for i in plan.items if i.type is LoadItemType.TENSOR]
+        objects = [i for i in plan.items if i.type is LoadItemType.BYTE_IO]
+        apart = _apart(parts)
+        fresh = {i: torch.empty_like(parts[i].target) for i in apart}
+        by_path: dict[str, list[int]] = {}
+        for i, part in enumerate(parts):
+            by_path.setdefault(part.stored.path, []).append(i)
+        for path, numbers in by_path.items():
+            filled = [(parts[i].box, fresh.get(i, parts[i].target)) for i in numbers]
+            loading.add(path, parts[numbers[0]].stored.entry, filled)
+        for item in objects:
+            for path, entry in _entries_below(
+                self._contents, self._values[item.storage_index.fqn].path
+            ):
+                loading.add(path, entry)
+        synchronize(part.target for part in parts)
+        leaves = loading.load(fetch=fetch)
+        for i, part in enumerate(parts):
+            if i in fresh:
+                part.target.copy_(fresh[i])
+            planner.commit_tensor(part.item, part.target)
+        for item in objects:
+            path = self._values[item.storage_index.fqn].path
+            value = inflate(path, leaves, allow_pickle=self._allow_pickle)
+            _give(planner, item, value)
+
+    def _part(self, item: ReadItem) -> _Part:
+        name = item.storage_index.fqn
+        stored = self._values[name]
+        box = Region(tuple(item.storage_offsets), tuple(item.lengths))
+        state = getattr(self._planner, "state_dict", {})
+        # A snapshot has each tensor as one chunk, so this is all that the rank holds in one box.
+        check_box(stored.path, state.get(item.dest_index.fqn), [box])
+        target = self._planner.resolve_tensor(item).detach()
+        if tuple(target.shape) != box.sizes:
+            raise StateError(
+                f"{stored.path}: the plan has a part of shape {box.sizes}, but the planner gives "
+                f"memory of shape {tuple(target.shape)}"
+            )
+        return _Part(item, stored, box, target)
+
+
+def _entries_below(contents: Contents, path: str) -> Iterator[tuple[str, Entry]]:
+    """Yield path and entry of a value and of all that it contains."""
+    key, slash, inner = path.partition("/")
+    entries = contents.trees(own_rank())[key]
+    entry = entries.get(slash + inner)
+    assert entry is not None
+    yield path, entry
+    yield from ((key + below, e) for below, e in entries.below(f"{slash}{inner}/"))
+
+
+def _apart(parts: list[_Part]) -> set[int]:
+    """Return the parts whose memory others are to fill as well, perhaps with other values."""
+
+    def content(name: tuple[str, int]) -> object:
+        _, stored, box, _ = parts[name[1]]
+        assert isinstance(stored.entry, TensorEntry)
+        return stored.entry.dtype, stored.entry.data, box
+
+    memory = {("", i): part.target for i, part in enumerate(parts)}
+    return {i for group in conflicting_groups(memory, content) for _, i in group}
+
+
+def _give(planner: LoadPlanner, item: ReadItem, value: object) -> None:
+    """Give a value to the planner, without the bytes of a pickle where it takes it so."""
+    if (
+        isinstance(planner, DefaultLoadPlanner)
+        and type(planner).load_bytes is DefaultLoadPlanner.load_bytes
+    ):
+        name = item.dest_index.fqn
+        if planner.flatten_state_dict:
+            set_element(planner.original_state_dict, planner.mappings[name], value)
+        else:
+            planner.state_dict[name] = value
+        return
+    # The bytes are made here, from a value that was decoded safely.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    planner.load_bytes(item, buffer)

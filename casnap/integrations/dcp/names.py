@@ -1,0 +1,191 @@
+"""The names of DCP and the paths of casnap.
+
+DCP flattens nested dicts, and lists that hold tensors or dicts, into a flat dict. It names a value
+by the keys above it, joined by dots, and keeps the keys as the value's *object path*. casnap's path
+of a value has the same keys, joined by slashes. So what both have of one state is of one form, and
+a snapshot needs no record of its own about DCP: each side can be computed from the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from casnap.errors import DamagedError, StateError, UnsupportedTypeError
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry
+from casnap.restore.loading import Loading
+from casnap.runtime.torch_modes import plain
+from casnap.state.containers import component_of, container_builder
+from casnap.state.flatten import containers_of
+from casnap.state.numpy_values import is_numpy
+from casnap.state.tensors import Leaf, allocate
+from casnap.storage.contents import Contents
+
+ObjectPath: TypeAlias = tuple[str | int, ...]
+"""The keys of dicts and indices of lists that lead to a value, as DCP has them."""
+
+
+def casnap_path(path: ObjectPath) -> str:
+    """Return casnap's path of a value."""
+    return "/".join(map(component_of, path))
+
+
+# --- saving -----------------------------------------------------------------------------------
+
+
+def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
+    """Return the dicts and lists that hold all values, as leaves, by the first key.
+
+    Args:
+        paths: The object paths of all values, in order.
+
+    Raises:
+        StateError: One value lies below another.
+    """
+    root: dict[str, Any] = {}
+    with plain():
+        # In place of any value: a list of other values could be one packed value.
+        value = torch.empty(0)
+        for path in paths:
+            try:
+                set_element(root, path, value)
+            except (TypeError, IndexError, RuntimeError) as e:
+                raise StateError(f"{casnap_path(path)} lies below another value: {e}") from e
+        return {
+            key: list(containers_of(_as_saved(below), component_of(key)))
+            for key, below in root.items()
+        }
+
+
+def _as_saved(value: Any) -> Any:
+    """Return nested containers in which the states of optimizers are as torch makes them.
+
+    DCP makes a str of each key, and drops an empty dict. But an optimizer numbers its parameters,
+    and would take no notice of the state of a parameter "0".
+    """
+    if isinstance(value, list):
+        return [_as_saved(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    made = {key: _as_saved(inner) for key, inner in value.items()}
+    if "param_groups" in made and made.keys() <= {"state", "param_groups"}:
+        state = made.get("state", {})
+        if isinstance(state, dict) and all(key.isdecimal() for key in state):
+            numbered = {int(key): inner for key, inner in state.items()}
+            made = {"state": numbered, "param_groups": made["param_groups"]}
+    return made
+
+
+# --- loading ----------------------------------------------------------------------------------
+
+
+class Stored(NamedTuple):
+    """A value in a snapshot: casnap's path of it, and its entry."""
+
+    path: str
+    entry: Entry
+
+
+class _Value:
+    """Stands for a value that DCP takes as a whole."""
+
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+
+
+class _List(list[Any]):
+    """Stands for a list. DCP looks into it only if it holds tensors or dicts."""
+
+    stored: Stored
+
+
+def described(contents: Contents, rank: int) -> tuple[Metadata, dict[str, Stored]]:
+    """Return the metadata that DCP plans a load with, and the values by their names in DCP.
+
+    They are made from the snapshot's own entries, whoever took it. Each tensor is one chunk.
+
+    Args:
+        contents: The snapshot.
+        rank: Whose values to see, of those that belong to one rank.
+
+    Raises:
+        UnsupportedTypeError: DCP has the same name for two values.
+    """
+    entries = dict(contents.entries(rank))
+    loading = Loading(contents)
+    for path, entry in entries.items():
+        if isinstance(entry, ContainerEntry):
+            loading.add(path, entry)
+    specs = loading.load()
+    try:
+        with plain():
+            root = {
+                _key_of(component): _stand_in(component, entries, specs)
+                for component in contents.trees(rank)
+            }
+        flat, mappings = flatten_state_dict(root)
+    except (ValueError, RecursionError) as e:
+        raise UnsupportedTypeError(
+            f"{contents.where} has no names in DCP: {e}; read it with casnap.Snapshot"
+        ) from e
+    values = {name: value.stored for name, value in flat.items()}
+    metadata: dict[str, STORAGE_TYPES] = {
+        name: _tensor_metadata(value) if isinstance(value, torch.Tensor) else BytesStorageMetadata()
+        for name, value in flat.items()
+    }
+    return Metadata(metadata, planner_data=mappings, storage_data={}), values
+
+
+def _key_of(component: str) -> str:
+    """Return the key of a component, which is a str."""
+    return _ESCAPED.sub(lambda m: chr(int(m[1].lstrip("u"), 16)), component)
+
+
+_ESCAPED = re.compile("%(25|2F|uD[89A-F][0-9A-F]{2})")
+
+
+def _stand_in(path: str, entries: Mapping[str, Entry], specs: Mapping[str, Leaf]) -> Any:
+    """Return what DCP is shown in place of a value, so that it flattens the state as always."""
+    entry = entries.get(path)
+    if entry is None:
+        raise DamagedError(f"{path} is missing from the snapshot", (path,))
+    stored = Stored(path, entry)
+    made: Any = _Value(stored)
+    if isinstance(entry, TensorEntry):
+        if not is_numpy(entry) and entry.quantization is None:
+            made = allocate(entry, "meta")
+            made.stored = stored
+    elif isinstance(entry, ContainerEntry) and entry.kind in _OPENED:
+        spec = specs[path].content
+        assert isinstance(spec, bytes)
+        components, build = container_builder(path, entry, spec)
+        built = build([_stand_in(f"{path}/{c}", entries, specs) for c in components])
+        made = dict(built) if entry.kind != "list" else _List(built)
+        if entry.kind == "list":
+            made.stored = stored
+    return made
+
+
+_OPENED = ("dict", "OrderedDict", "defaultdict", "Counter", "list")
+
+
+def _tensor_metadata(tensor: torch.Tensor) -> TensorStorageMetadata:
+    start = torch.Size([0] * tensor.dim())
+    return TensorStorageMetadata(
+        TensorProperties(dtype=tensor.dtype),
+        tensor.shape,
+        [ChunkStorageMetadata(start, tensor.shape)],
+    )

@@ -1,0 +1,91 @@
+"""Where a checkpoint of DCP lies, and which ranks save or load it together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from casnap.errors import StateError
+from casnap.store import Store
+
+CheckpointId = str | os.PathLike[str]
+
+
+class Place(NamedTuple):
+    """The path of a snapshot, or its name in a store.
+
+    Attributes:
+        path: The path; or the name, if there is a store.
+        store: The store, if one was given.
+        storage_options: How to reach a remote store.
+    """
+
+    path: str | None
+    store: Store | None
+    storage_options: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, where: CheckpointId | Store | None, options: Mapping[str, Any] | None) -> Place:
+        """Return the place that a writer or a reader is made with."""
+        if isinstance(where, Store):
+            return cls(None, where, options)
+        return cls(None if where is None else os.fspath(where), None, options)
+
+    def at(self, checkpoint_id: CheckpointId | None) -> Place:
+        """Return the place that ``checkpoint_id=`` names; this one if that is empty."""
+        if not checkpoint_id:
+            return self
+        path = os.fspath(checkpoint_id)
+        name = name_below(self.store, path) if self.store is not None else None
+        return self._replace(path=name or path)
+
+    @property
+    def id(self) -> str:
+        """The place as messages name it.
+
+        Raises:
+            StateError: There is no path.
+        """
+        if self.path is None:
+            raise StateError(
+                "no path: give one to CasnapWriter or CasnapReader, or pass checkpoint_id= to DCP"
+            )
+        return self.path if self.store is None else f"{self.store.uri}/{self.path}"
+
+
+def name_below(store: Store, path: str) -> str | None:
+    """Return the name of a snapshot of a store, given its path; None if the path is elsewhere."""
+    root = store.uri
+    if "://" not in root:
+        root, path = os.path.realpath(root), os.path.realpath(path)
+    below = path.startswith(f"{root.rstrip('/')}/")
+    return path[len(root.rstrip("/")) + 1 :].strip("/") or None if below else None
+
+
+def own_rank() -> int:
+    """Return the rank of this process in the world; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def ranks_of(told: Sequence[object]) -> tuple[int, ...]:
+    """Return the ranks that work together.
+
+    Args:
+        told: For each, in order, its rank in the world. A rank that replays its cached plan has
+            told nothing; then the ranks are known only if they are the whole world.
+
+    Raises:
+        StateError: They are not known.
+    """
+    ranks = tuple(rank for rank in told if isinstance(rank, int))
+    if len(ranks) == len(told):
+        return ranks
+    if len(told) == dist.get_world_size():
+        return tuple(range(len(told)))
+    raise StateError(
+        "the plans of some ranks of this process group have changed since they were cached, and "
+        "DCP does not say which ranks these are; save without enable_plan_caching=True"
+    )

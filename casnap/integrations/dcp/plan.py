@@ -1,0 +1,200 @@
+"""The plan of a save as leaves of a take.
+
+DCP has divided the state before: each item of a plan is a whole value or a box of a tensor, and one
+rank alone has it. So every leaf is global, and no rank needs to be asked for replicas.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from casnap.errors import StateError, UnsupportedTypeError
+from casnap.format.entries import Payload, ValueEntry
+from casnap.format.region import Region
+from casnap.integrations.dcp.names import ObjectPath, casnap_path, containers_above
+from casnap.ranks.comm import Comm
+from casnap.runtime.threads import collector_paused
+from casnap.runtime.torch_modes import plain
+from casnap.state.flatten import flatten
+from casnap.state.sharded import Shards, shards_of, without_torch_function
+from casnap.state.tensors import Leaf, describe_shards
+from casnap.state.values import decode_value, encode_object
+from casnap.take.capturable import GivenLeaves
+
+
+class _Paths(msgspec.Struct, array_like=True):
+    """Object paths, in order."""
+
+    paths: list[tuple[str | int, ...]]
+
+
+def planned(comm: Comm, plan: SavePlan, planner: SavePlanner, *, allow_pickle: bool) -> GivenLeaves:
+    """Return what the plan of this rank stores, as leaves. All ranks call this.
+
+    Raises:
+        StateError: A value cannot be stored, or is not what the plan says.
+    """
+    mapping = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
+    paths = {item.index.fqn: _path_of(mapping, item.index.fqn) for item in plan.items}
+    leaves: dict[str, list[Leaf]] = {}
+    first = _agreed_paths(comm, dict.fromkeys(paths.values()))
+    for path in first:
+        leaves.setdefault(str(path[0]), [])
+    if comm.rank == 0:
+        for key, containers in containers_above(first).items():
+            leaves[key] += containers
+    reader = _PlanReader(planner, bool(mapping), allow_pickle)
+    with torch.no_grad(), plain(), collector_paused():
+        for name, items in _by_name(plan).items():
+            leaves[str(paths[name][0])] += reader.leaves(casnap_path(paths[name]), items)
+    return GivenLeaves(leaves)
+
+
+def _path_of(mapping: Mapping[str, Any], name: str) -> ObjectPath:
+    """Return the object path of a value; its name, if the planner does not flatten states."""
+    path = mapping.get(name)
+    return path if isinstance(path, tuple) and path else (name,)
+
+
+def _by_name(plan: SavePlan) -> dict[str, list[WriteItem]]:
+    items: dict[str, list[WriteItem]] = {}
+    for item in plan.items:
+        items.setdefault(item.index.fqn, []).append(item)
+    return items
+
+
+def _agreed_paths(comm: Comm, own: Mapping[ObjectPath, None]) -> list[ObjectPath]:
+    """Return the paths of all values that any rank stores, in one order.
+
+    Most are known to rank 0, so the others name only the rest.
+    """
+    first = comm.broadcast_message(_Paths(list(own)), _Paths)
+    known = set(first.paths)
+    came = comm.gather_messages(_Paths([path for path in own if path not in known]), _Paths)
+    rest = _Paths(list(dict.fromkeys(path for found in came for path in found.paths)))
+    return [*first.paths, *comm.broadcast_message(rest, _Paths).paths]
+
+
+class _PlanReader:
+    """Resolves the items of a plan.
+
+    Args:
+        planner: Has the values.
+        flattens: Whether it has flattened the state.
+        allow_pickle: Whether values without a safe encoding may be pickled.
+    """
+
+    def __init__(self, planner: SavePlanner, flattens: bool, allow_pickle: bool) -> None:
+        self._planner = planner
+        self._flattens = flattens
+        self._allow_pickle = allow_pickle
+        kind: Any = type(planner)
+        # Then an object need not be written by torch.save and read again.
+        self._gives_objects = (
+            isinstance(planner, DefaultSavePlanner)
+            and kind.resolve_data is DefaultSavePlanner.resolve_data
+            and kind.transform_object is DefaultSavePlanner.transform_object
+        )
+
+    def leaves(self, path: str, items: list[WriteItem]) -> Iterator[Leaf]:
+        """Yield the leaves of one value of this rank."""
+        if items[0].type is WriteItemType.BYTE_IO:
+            yield from self._leaves_of_object(path, items[0])
+            return
+        parts = [self._part(path, item) for item in items]
+        shape = parts[0].shape
+        if 0 in shape:
+            # One rank stores it: that whose part begins at its first element, if it had some.
+            if not any(parts[0].box.offsets):
+                yield from flatten(parts[0].tensor.new_empty(shape), path)
+            return
+        if len(parts) == 1 and parts[0].box == Region.whole(shape):
+            yield from flatten(parts[0].tensor, path, allow_pickle=self._allow_pickle)
+            return
+        self._check_boxes(path, items[0].index.fqn, parts)
+        held = [part for part in parts if part.box.numel]
+        if held:
+            boxes, tensors = zip(*((part.box, part.tensor) for part in held), strict=True)
+            yield describe_shards(path, Shards(shape, boxes, tensors, tensors[0]))
+
+    def _part(self, path: str, item: WriteItem) -> _Part:
+        assert item.tensor_data is not None
+        value = self._planner.resolve_data(item)
+        assert isinstance(value, torch.Tensor)
+        if hasattr(value, "wait"):  # a collective may still be under way
+            value = value.wait()
+        chunk, shape = item.tensor_data.chunk, tuple(item.tensor_data.size)
+        box = Region(tuple(chunk.offsets), tuple(chunk.sizes))
+        if tuple(value.shape) != box.sizes:
+            raise StateError(
+                f"{path}: the plan has a part of shape {box.sizes}, but the planner gives one of "
+                f"shape {tuple(value.shape)}"
+            )
+        return _Part(shape, box, value.detach())
+
+    def _check_boxes(self, path: str, name: str, parts: list[_Part]) -> None:
+        check_box(path, getattr(self._planner, "state_dict", {}).get(name), [p.box for p in parts])
+
+    def _leaves_of_object(self, path: str, item: WriteItem) -> Iterator[Leaf]:
+        if self._gives_objects:
+            value = self._planner.lookup_object(item.index)  # type: ignore[attr-defined]
+        else:
+            data = self._planner.resolve_data(item)
+            assert isinstance(data, io.BytesIO)
+            try:
+                value = decode_value(path, "object", data.getvalue())
+            except UnsupportedTypeError as e:
+                if self._allow_pickle:
+                    yield _value_leaf(path, "pickle", data.getvalue())
+                    return
+                raise UnsupportedTypeError(
+                    f"{path}: what the planner gives for it cannot be read by "
+                    "torch.load(weights_only=True); give plain values, or pass allow_pickle=True "
+                    "to CasnapWriter and CasnapReader"
+                ) from e
+        if self._flattens or not isinstance(value, Mapping | list):
+            yield from flatten(value, path, allow_pickle=self._allow_pickle)
+        else:
+            # A reader would flatten it, but this planner has one name for all of it.
+            yield _value_leaf(path, *encode_object(path, value, self._allow_pickle))
+
+
+class _Part(NamedTuple):
+    """A part of a tensor: the shape of the whole, where the part lies in that, its elements."""
+
+    shape: tuple[int, ...]
+    box: Region
+    tensor: torch.Tensor
+
+
+def _value_leaf(path: str, kind: str, data: bytes) -> Leaf:
+    return Leaf(path, ValueEntry(kind, Payload(len(data))), data)
+
+
+def check_box(path: str, value: object, boxes: list[Region]) -> None:
+    """Check the boxes that DCP gives for a DTensor, where it may be wrong.
+
+    Raises:
+        UnsupportedTypeError: This rank holds other elements than DCP says.
+    """
+    if not isinstance(value, DTensor):
+        return
+    if not any(hasattr(placement, "split_factor") for placement in value.placements):
+        return
+    with without_torch_function():
+        shards = shards_of(path, value)
+    assert shards is not None
+    if set(shards.boxes) != {box for box in boxes if box.numel}:
+        raise UnsupportedTypeError(
+            f"{path}: torch.distributed.checkpoint takes this DTensor with the placements "
+            f"{tuple(value.placements)} for one box at {boxes[0].offsets}, but this rank holds "
+            "other elements; redistribute it to Shard or Replicate first, or use casnap.Snapshot"
+        )

@@ -1,0 +1,158 @@
+"""A StorageReader of DCP that reads a snapshot, whether DCP or casnap took it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from casnap.errors import NotAStoreError, SnapshotNotFoundError
+from casnap.integrations.dcp.load import PlanLoad
+from casnap.integrations.dcp.names import Stored, described
+from casnap.integrations.dcp.place import CheckpointId, Place, own_rank, ranks_of
+from casnap.opened import find
+from casnap.ranks.comm import join_ranks
+from casnap.restore.shared_reads import fetch_shared
+from casnap.runtime import calls
+from casnap.storage.contents import Contents
+from casnap.store import Store
+
+
+class _Agreed(msgspec.Struct, array_like=True):
+    """What must be the same on all ranks: the commit id, and how they read."""
+
+    commit: bytes
+    read_once: bool
+
+
+class CasnapReader(StorageReader):
+    """Loads a snapshot by the plans of DCP.
+
+    Args:
+        where: The path of the snapshot, or a store, as for :class:`CasnapWriter`.
+        allow_pickle: Unpickle values that were saved with ``allow_pickle=True``. Use this only for
+            a store that you trust as you trust code.
+        read_once: Read each stored byte on one rank, which passes it on to the others.
+        storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
+        timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
+    """
+
+    def __init__(
+        self,
+        where: CheckpointId | Store | None = None,
+        *,
+        allow_pickle: bool = False,
+        read_once: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__()
+        self._place = Place.of(where, storage_options)
+        self._allow_pickle = allow_pickle
+        self._read_once = read_once
+        self._timeout = timeout
+        self._contents: Contents | None = None
+        self._values: dict[str, Stored] = {}
+
+    # --- what DCP calls, in this order ---
+
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Begin another load, of another snapshot if there is one."""
+        self._place = self._place.at(checkpoint_id)
+        self._contents, self._values = None, {}
+
+    # DCP would ask again for the metadata of one rank, if this took "kwargs".
+    @calls.named("dcp.load()")
+    def read_metadata(self, *args: Any, **_: Any) -> Metadata:
+        """Find the snapshot, and describe what it holds.
+
+        Raises:
+            SnapshotNotFoundError: There is none of this name.
+            NotAStoreError: There is no store above the path.
+        """
+        with _naming_pickles(self._place):
+            path, store, storage_options = self._place
+            where = self._place.id
+            assert path is not None
+            opened, name = find(path, storage_options, store, create=False)
+            contents = Contents(opened.objects, opened.full_name(name), opened.row(name))
+        with contents.reading():
+            metadata, self._values = described(contents, own_rank())
+        self._contents = contents
+        metadata.storage_meta = StorageMeta(checkpoint_id=where, load_id=uuid4().hex)
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **_: Any
+    ) -> None:
+        """Do nothing: all is known from the metadata."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Have the plan say which rank it is of."""
+        return replace(plan, storage_data=own_rank())
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Have each plan say which ranks load together."""
+        ranks = ranks_of([plan.storage_data for plan in plans])
+        return [replace(plan, storage_data=ranks) for plan in plans]
+
+    @calls.named("dcp.load()")
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what this rank needs, verified, and give it to the planner.
+
+        Raises:
+            DamagedError: Stored bytes are missing or damaged. The planner may have been given
+                tensors that hold new values already, but no other value.
+            CasnapError: This rank or another one failed.
+        """
+        contents = self._contents
+        assert contents is not None, "DCP reads the metadata first"
+        comm = join_ranks(plan.storage_data, self._timeout, f"the dcp.load of {self._place.id!r}")
+        fetch = partial(fetch_shared, comm, contents.objects)
+        with comm, contents.reading():
+            agreed = comm.broadcast_message(_Agreed(contents.row.commit, self._read_once), _Agreed)
+            commit = contents.row.commit.hex()
+            comm.check_same(f"the commit of {contents.where}", commit, agreed.commit.hex())
+            comm.check_same("the option read_once=", self._read_once, agreed.read_once)
+            loaded = PlanLoad(contents, self._values, planner, self._allow_pickle)
+            loaded.run(plan, fetch if comm.size > 1 and self._read_once else None)
+            comm.all_gather(b"")
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Whether a snapshot may have this path: any path will do."""
+        return bool(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The path of the snapshot, if there is one yet."""
+        return self._place.id if self._place.path is not None else None
+
+
+@contextmanager
+def _naming_pickles(place: Place) -> Iterator[None]:
+    """Say so where there is no snapshot, but a checkpoint that DCP itself has written."""
+    try:
+        yield
+    except (NotAStoreError, SnapshotNotFoundError) as e:
+        path = place.id
+        if "://" in path or not Path(path, ".metadata").exists():
+            raise
+        raise type(e)(
+            f"{path} is a checkpoint of DCP's own FileSystemWriter, not a snapshot. Its .metadata "
+            "is a pickle, which may run any code, so casnap does not read it. On a machine where "
+            "you trust it, load it with FileSystemReader, and save it with CasnapWriter"
+        ) from e

@@ -1,0 +1,158 @@
+"""A StorageWriter of DCP that takes a snapshot.
+
+DCP plans which rank writes which tensor, or which box of it. ``write_data`` hands that to a take of
+all ranks, which commits: when it returns, the snapshot is durable, and if any rank fails, there is
+none. ``finish``, which DCP calls on one rank, has nothing left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from uuid import uuid4
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from casnap.errors import StateError
+from casnap.integrations.dcp.place import CheckpointId, Place, own_rank, ranks_of
+from casnap.integrations.dcp.plan import planned
+from casnap.opened import find_together
+from casnap.ranks.comm import join_ranks
+from casnap.runtime import calls
+from casnap.snapshot import Snapshot
+from casnap.storage.retention import Retention
+from casnap.store import Store
+from casnap.take.options import TakeOptions
+
+
+class CasnapWriter(StorageWriter):
+    """Saves what DCP plans as a snapshot.
+
+    Args:
+        where: The path of the snapshot, as :meth:`casnap.Snapshot.take` has it; or a store, and
+            ``checkpoint_id=`` names the snapshot. ``checkpoint_id=`` also replaces a path.
+        metadata: Anything that JSON can hold, up to 64 KiB, kept with the snapshot.
+        overwrite: Replace a snapshot of this name, unless it has a tag. It stays until the new one
+            is whole.
+        allow_pickle: Store values that have no safe encoding by pickle. To load them,
+            ``CasnapReader(allow_pickle=True)`` is needed.
+        retention: After the save, forget the snapshots of the same folder that these rules do not
+            keep.
+        storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
+        timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
+
+    Attributes:
+        snapshot: The snapshot that this process has saved last with this object.
+    """
+
+    def __init__(
+        self,
+        where: CheckpointId | Store | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = True,
+        allow_pickle: bool = False,
+        retention: Retention | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__()
+        self._place = Place.of(where, storage_options)
+        self._options = TakeOptions(
+            metadata=metadata, overwrite=overwrite, allow_pickle=allow_pickle, retention=retention
+        )
+        self._timeout = timeout
+        self._plans: int | None = None
+        self._save_id = uuid4().hex
+        self.snapshot: Snapshot | None = None
+
+    # --- what DCP calls, in this order ---
+
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Begin another save, of another name if there is one."""
+        self._place = self._place.at(checkpoint_id)
+        self._plans, self._save_id = None, uuid4().hex
+
+    def storage_meta(self) -> StorageMeta:
+        """Return where the checkpoint is to be."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save.
+
+        Raises:
+            StateError: Each rank is to save for itself, or there is no path.
+        """
+        self._place.id  # noqa: B018 - raises if there is no path
+        if not kwargs.get("use_collectives", True):
+            raise StateError(
+                "casnap makes one snapshot of all ranks, which use_collectives=False does not "
+                "allow; leave it out, or save with no_dist=True under another name on each rank"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Have the plan say which rank it is of."""
+        return replace(plan, storage_data=own_rank())
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Have each plan say which ranks save together."""
+        self._plans = len(plans)
+        if not any(plan.usable for plan in plans):
+            return plans  # each rank replays its last plan, which says it
+        ranks = ranks_of([plan.storage_data for plan in plans])
+        return [replace(plan, storage_data=ranks) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Take the snapshot; it is durable when this returns.
+
+        Raises:
+            CasnapError: This rank or another one failed; nothing was committed.
+        """
+        ranks = plan.storage_data
+        if own_rank() not in ranks or self._plans not in (None, len(ranks)):
+            raise StateError(
+                "DCP replays a plan that it has cached in a save of other ranks; save without "
+                "enable_plan_caching=True"
+            )
+        self._save(ranks, plan, planner)
+        done: Future[list[WriteResult]] = Future()
+        sizes = ((item, item.tensor_storage_size() or 0) for item in plan.items)
+        done.set_result([WriteResult(item.index, size, None) for item, size in sizes])
+        return done
+
+    @calls.named("dcp.save()", is_take=True)
+    def _save(self, ranks: tuple[int, ...], plan: SavePlan, planner: SavePlanner) -> None:
+        path, store, storage_options = self._place
+        assert path is not None
+        comm = join_ranks(ranks, self._timeout, f"the dcp.save of {self._place.id!r}")
+        opened, name = find_together(path, storage_options, store, comm)
+        allow_pickle = self._options.allow_pickle
+        found = opened.take_asked(
+            comm,
+            lambda: planned(comm, plan, planner, allow_pickle=allow_pickle),
+            name,
+            self._options,
+        )
+        self.snapshot = Snapshot(found)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Complete the metadata that ``dcp.save`` returns. The snapshot is there already."""
+        assert self.snapshot is not None
+        metadata.storage_data = {"snapshot": self.snapshot.path, "commit": self.snapshot.commit_id}
+        metadata.storage_meta = self.storage_meta()
+
+    # --- what else DCP asks ---
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The path of the snapshot, if there is one yet."""
+        return self._place.id if self._place.path is not None else None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Whether a snapshot may have this path: any path will do."""
+        return bool(checkpoint_id)

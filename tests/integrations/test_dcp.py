@@ -1,0 +1,384 @@
+"""``dcp.save`` and ``dcp.load`` of one process through casnap."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+from casnap import Retention, Snapshot, StateDict, Store
+from casnap.errors import StateError, UnsupportedTypeError
+from casnap.integrations.dcp import CasnapReader, CasnapWriter, install, uninstall
+from tests.support.bitwise import assert_same
+from tests.support.cli_calls import invoke
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group() -> Iterator[None]:
+    """DCP says once in each call that there is no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is .*")
+        warnings.filterwarnings("ignore", message="Plan caching", category=FutureWarning)
+        yield
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 300), nn.BatchNorm1d(300))
+        self.head = nn.Linear(300, 7, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def trained(seed: int) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(8, 64)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def values() -> dict[str, Any]:
+    """Return a state of all that DCP flattens, or takes as a whole."""
+    return {
+        "extra": {
+            "epoch": 3,
+            "none": None,
+            "names": ["a", "b"],
+            "pair": (1, torch.ones(3)),
+            "list": [torch.arange(5), {"inner": 2.5}, 7],
+            "long": list(range(2000)),
+            "text": "x" * 200,
+            "set": {1, 2},
+        },
+        "view": torch.arange(20).view(4, 5).t(),
+        "expanded": torch.tensor([[1.5]]).expand(3, 4),
+        "zero": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "half": torch.randn(100, dtype=torch.bfloat16),
+        "a/b%.c": b"bytes",
+        "top": 7,
+    }
+
+
+def blank(state: Any) -> Any:
+    """Return a state of the same form with nothing in it."""
+    if isinstance(state, dict):
+        return {key: blank(value) for key, value in state.items()}
+    if isinstance(state, list) and any(isinstance(v, torch.Tensor | dict) for v in state):
+        return [blank(value) for value in state]
+    if isinstance(state, torch.Tensor):
+        return torch.zeros(state.shape, dtype=state.dtype)
+    return None
+
+
+def load(store: Store, name: str, state: dict[str, Any], **options: Any) -> dict[str, Any]:
+    dcp.load(state, checkpoint_id=name, storage_reader=CasnapReader(store), **options)
+    return state
+
+
+def save(store: Store, name: str, state: dict[str, Any], **options: Any) -> Snapshot:
+    writer = CasnapWriter(store)
+    dcp.save(state, checkpoint_id=name, storage_writer=writer, **options)
+    assert writer.snapshot is not None
+    return writer.snapshot
+
+
+# --- what is saved is what is loaded ----------------------------------------------------------
+
+
+def test_all_values_come_back(tmp_path: Path) -> None:
+    store, state = Store(tmp_path), values()
+    first = save(store, "run/a", state)
+    assert save(store, "run/b", state).stats.new_bytes == 0
+    assert_same(load(store, "run/b", blank(state)), {**state})
+
+    assert_same(first.get_state_dict_for_key("extra"), state["extra"])
+    assert_same(first.read_object("view"), state["view"])
+    assert first.read_object("extra/list/1/inner") == 2.5
+    assert "a%2Fb%25.c" in invoke("show", tmp_path / "run/a").stdout
+
+
+def test_what_was_saved_by_a_path(tmp_path: Path) -> None:
+    path = tmp_path / "ckpts/step_1"
+    returned = dcp.save({"x": torch.arange(9)}, storage_writer=CasnapWriter(path))
+    assert returned.storage_data["snapshot"] == str(path)
+    state = {"x": torch.zeros(9, dtype=torch.int64)}
+    dcp.load(state, storage_reader=CasnapReader(path))
+    assert torch.equal(state["x"], torch.arange(9))
+    # checkpoint_id= replaces the path.
+    dcp.save({"x": torch.ones(9)}, checkpoint_id=path, storage_writer=CasnapWriter("elsewhere"))
+    assert torch.equal(Snapshot(str(path)).read_object("x"), torch.ones(9))
+
+
+def test_a_model_and_its_optimizer_go_both_ways(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    store, state = Store(tmp_path), {"model": model, "optim": optimizer}
+    save(store, "dcp", state)
+    native = store.take(state, "native")
+    assert native.stats.new_bytes < 2048, "only the specs of some containers are new"
+    for name in ("dcp", "native"):
+        other, its_optimizer = trained(1)
+        load(store, name, {"model": other, "optim": its_optimizer})
+        assert_same(dict(other.state_dict()), dict(model.state_dict()))
+        assert_same(its_optimizer.state_dict(), optimizer.state_dict())
+        fresh = Net()
+        without_state = torch.optim.AdamW(fresh.parameters())
+        store[name].restore({"model": fresh, "optim": without_state})
+        assert_same(dict(fresh.state_dict()), dict(model.state_dict()))
+        assert_same(without_state.state_dict(), optimizer.state_dict())
+
+
+def test_an_optimizer_that_has_no_state_yet(tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(Net().parameters(), lr=0.5)
+    snapshot = save(Store(tmp_path), "a", {"optim": optimizer})
+    assert_same(snapshot.get_state_dict_for_key("optim"), optimizer.state_dict())
+    other = torch.optim.AdamW(Net().parameters())
+    snapshot.restore({"optim": other})
+    assert other.param_groups[0]["lr"] == 0.5
+
+
+def test_a_part_is_loaded(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    save(store, "a", values())
+    state = load(store, "a", {"extra": {"epoch": None}, "zero": torch.zeros(())})
+    assert state == {"extra": {"epoch": 3}, "zero": torch.tensor(3.5)}
+    with pytest.raises(CheckpointException, match="Missing key"):
+        load(store, "a", {"absent": torch.zeros(3)})
+    partial = {"absent": torch.zeros(3), "top": 0}
+    load(store, "a", partial, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert partial["top"] == 7
+
+    reader = CasnapReader(store)
+    reader.reset("a")
+    found = _load_state_dict_from_keys({"extra", "view"}, storage_reader=reader)
+    assert_same(found, {key: values()[key] for key in ("extra", "view")})
+
+
+def test_tied_tensors_get_what_was_saved_for_the_last_of_them(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    save(store, "a", {"x": torch.arange(300_000.0), "y": -torch.arange(300_000.0)})
+    both = torch.zeros(300_000)
+    load(store, "a", {"x": both, "y": both})
+    assert torch.equal(both, -torch.arange(300_000.0))
+
+
+# --- planners ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _no_cached_plans() -> Iterator[None]:
+    caches = [v for k, v in vars(SavePlanner).items() if k.startswith("_cached")]
+    yield
+    for cache in caches:
+        cache.clear()
+
+
+@pytest.mark.usefixtures("_no_cached_plans")
+def test_plans_are_cached(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for step in range(3):
+        state = {"x": torch.full((5,), step), "step": step}
+        save(store, f"{step}", state, planner=DefaultSavePlanner(enable_plan_caching=True))
+    for step in range(3):
+        found = load(store, f"{step}", {"x": torch.zeros(5, dtype=torch.int64), "step": 9})
+        assert_same(found, {"x": torch.full((5,), step), "step": step})
+
+
+def test_a_planner_that_does_not_flatten(tmp_path: Path) -> None:
+    store, state = Store(tmp_path), {"a.b": torch.arange(4), "deep": {"x": 1, "t": torch.ones(2)}}
+    save(store, "a", state, planner=DefaultSavePlanner(flatten_state_dict=False))
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    found = load(store, "a", {"a.b": torch.zeros(4, dtype=torch.int64), "deep": 0}, planner=planner)
+    assert_same(found, state)
+
+
+class Halving(DefaultSavePlanner):
+    """A planner that changes what it gives: tensors are halved, objects are stored as text."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        if write_item.type is WriteItemType.BYTE_IO:
+            return super().transform_object(write_item, str(object))
+        return object / 2
+
+
+class Doubling(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value) * 2
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        return torch.empty_like(super().resolve_tensor(read_item))
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        self.state_dict[read_item.dest_index.fqn].copy_(tensor * 4)
+
+
+def test_planners_that_change_what_they_are_given(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    snapshot = save(store, "a", {"x": torch.arange(4.0), "n": 5}, planner=Halving())
+    assert snapshot.read_object("n") == "5"
+    assert torch.equal(snapshot.read_object("x"), torch.arange(4.0) / 2)
+    found = load(store, "a", {"x": torch.zeros(4), "n": None}, planner=Doubling())
+    assert_same(found, {"x": torch.arange(4.0) * 2, "n": "55"})
+
+
+# --- async ------------------------------------------------------------------------------------
+
+
+def test_async_saves_with_a_kept_stager(tmp_path: Path) -> None:
+    store, x = Store(tmp_path), torch.zeros(1000)
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    for step in range(3):
+        writer = CasnapWriter(store, retention=Retention(keep_last=2))
+        pending: Any = dcp.async_save(
+            {"x": x, "step": step},
+            checkpoint_id=f"run/{step}",
+            storage_writer=writer,
+            async_stager=stager,
+        )
+        x += 1  # what was staged is saved
+        pending.result()
+    stager.close()
+    assert [snapshot.name for snapshot in store.snapshots()] == ["run/1", "run/2"]
+    assert torch.equal(store["run/2"].read_object("x"), torch.full((1000,), 2.0))
+
+
+def test_an_async_save_without_a_stager(tmp_path: Path) -> None:
+    x = torch.zeros(1000)
+    pending: Any = dcp.async_save({"x": x}, storage_writer=CasnapWriter(tmp_path / "a"))
+    x += 1
+    pending.result()
+    assert not Snapshot(str(tmp_path / "a")).read_object("x").any()
+
+
+# --- what is refused, and bad input -----------------------------------------------------------
+
+
+class Own:
+    """A class of the user's, which only pickle can store."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_values_that_need_pickle(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="allow_pickle=True"):
+        dcp.save({"o": Own()}, storage_writer=CasnapWriter(tmp_path / "a"))
+    dcp.save({"o": Own()}, storage_writer=CasnapWriter(tmp_path / "a", allow_pickle=True))
+    with pytest.raises(CheckpointException, match="allow_pickle=True"):
+        dcp.load({"o": 0}, storage_reader=CasnapReader(tmp_path / "a"))
+    state: dict[str, Any] = {"o": 0}
+    dcp.load(state, storage_reader=CasnapReader(tmp_path / "a", allow_pickle=True))
+    assert state["o"] == Own()
+
+
+def test_what_cannot_be_saved_so(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="use_collectives=False"):
+        dcp.save({}, storage_writer=CasnapWriter(tmp_path / "a"), use_collectives=False)
+    with pytest.raises(CheckpointException, match="pass checkpoint_id="):
+        dcp.save({}, storage_writer=CasnapWriter())
+    writer = CasnapWriter(tmp_path / "a", overwrite=False)
+    dcp.save({"x": 1}, storage_writer=writer)
+    with pytest.raises(CheckpointException, match="SnapshotExistsError"):
+        dcp.save({"x": 2}, storage_writer=writer)
+    assert Snapshot(str(tmp_path / "a")).read_object("x") == 1
+
+
+@pytest.mark.parametrize("reader", [CasnapReader, None], ids=["reader", "install"])
+def test_metadata_of_dcp_that_ask_for_code_are_not_read(tmp_path: Path, reader: Any) -> None:
+    class Code:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "it ran"),)
+
+    Store(tmp_path / "store")
+    folder = tmp_path / "store/dcp"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(Code()))
+    if reader is None:
+        install(tmp_path / "store")
+    try:
+        options = {"storage_reader": reader(folder)} if reader else {"checkpoint_id": folder}
+        with pytest.raises(CheckpointException, match="is a pickle, which may run any code"):
+            dcp.load({"x": 1}, **options)
+    finally:
+        uninstall()
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    save(store, "a", {"model": {"w": torch.arange(100_000.0)}})
+    pack = next(p for p in (tmp_path / "packs").glob("*/*") if p.stat().st_size > 400_000)
+    with pack.open("r+b") as file:
+        file.seek(200_000)
+        file.write(b"damaged")
+    with pytest.raises(CheckpointException, match=re.escape("model/w")):
+        load(store, "a", {"model": {"w": torch.zeros(100_000)}})
+
+
+def test_a_snapshot_with_two_values_of_one_name(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.take({"a": StateDict({"b.c": 1, "b": {"c": 2}})}, "x")
+    with pytest.raises(CheckpointException, match=r"read it with casnap\.Snapshot"):
+        load(store, "x", {"a": {"b.c": 0}})
+
+
+# --- the redirect -----------------------------------------------------------------------------
+
+
+def test_bare_paths_below_a_store_use_casnap_until_that_is_undone(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+    class Own(FileSystemWriter):
+        pass
+
+    inside, outside = tmp_path / "ckpts", tmp_path / "elsewhere"
+    state, other = {"x": torch.arange(5)}, {"x": torch.zeros(5, dtype=torch.int64)}
+    replaced = install(inside)
+    try:
+        assert "torch.distributed.checkpoint.filesystem.FileSystemWriter" in replaced
+        dcp.save(state, checkpoint_id=inside / "a")
+        dcp.save(state, storage_writer=FileSystemWriter(str(inside / "b"), thread_count=2))
+        dcp.load(other, checkpoint_id=str(inside / "b"))
+        assert_same(other, state)
+        dcp_to_torch_save(inside / "a", tmp_path / "out.pt")
+        assert_same(torch.load(tmp_path / "out.pt"), state)
+        assert isinstance(FileSystemReader(inside / "a"), CasnapReader)
+        assert not isinstance(Own(inside / "a"), CasnapWriter)
+        dcp.save(state, checkpoint_id=outside)
+        assert (outside / ".metadata").exists()
+    finally:
+        uninstall()
+    assert [snapshot.name for snapshot in Store(inside).snapshots()] == ["a", "b"]
+    dcp.save(state, checkpoint_id=inside / "c")
+    assert (inside / "c/.metadata").exists()
+    copied = pickle.loads(pickle.dumps(FileSystemWriter(inside / "d")))
+    assert isinstance(copied, FileSystemWriter)
+
+
+def test_a_writer_goes_to_another_process(tmp_path: Path) -> None:
+    for where in (tmp_path / "a", Store(tmp_path)):
+        writer = pickle.loads(pickle.dumps(CasnapWriter(where, metadata={"loss": 0.5})))
+        dcp.save({"x": 1}, checkpoint_id=tmp_path / "b", storage_writer=writer)
+        assert Store(tmp_path)["b"].metadata.user["loss"] == 0.5
+    assert pickle.loads(pickle.dumps(UnsupportedTypeError("x"))).args == ("x",)

@@ -1,0 +1,283 @@
+"""``dcp.save`` and ``dcp.load`` of several ranks through casnap."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from casnap import Store
+from casnap.integrations.dcp import CasnapReader, CasnapWriter
+from tests.support.ranks import RankDied, World
+from tests.support.sharded import LAYOUTS, Training, assert_same, expected, full_state, training
+
+Worlds = Callable[[int], World]
+
+CHUNK = 64 << 10
+WORLDS = {1: ("plain",), 2: ("fsdp2",), 4: LAYOUTS}
+
+
+def save(folder: str, layouts: tuple[str, ...]) -> list[int]:
+    """Save a training state in some layouts, by DCP and natively; return the new bytes of each."""
+    store, new = Store(folder), []
+    for layout in layouts:
+        given, name = training(layout, 1), f"{layout} on {dist.get_world_size()}"
+        writer = CasnapWriter(store)
+        dcp.save({"train": given, "epoch": 3}, checkpoint_id=name, storage_writer=writer)
+        assert writer.snapshot is not None
+        native = store.take({"train": given}, f"native {name}")
+        new += [writer.snapshot.stats.new_bytes, native.stats.new_bytes]
+    return new
+
+
+def load(folder: str, layout: str, sources: list[str]) -> None:
+    """Load each source into a layout, by DCP from what both saved, and natively."""
+    store, given = Store(folder), training(layout, 2)
+    for source in sources:
+        for name in (source, f"native {source}"):
+            spoil(given)
+            dcp.load({"train": given}, checkpoint_id=name, storage_reader=CasnapReader(store))
+            assert_same(full_state(given.state_dict()), expected(1))
+        spoil(given)
+        store[source].restore({"train": given})
+        assert_same(full_state(given.state_dict()), expected(1))
+
+
+def spoil(given: Training) -> None:
+    moments = [t for state in given.optimizer.state.values() for t in state.values()]
+    with torch.no_grad():
+        for tensor in (*given.model.parameters(), *given.model.buffers(), *moments):
+            tensor.fill_(-1.0)
+
+
+@pytest.fixture(scope="module")
+def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    """Return a function that returns a store in which worlds of up to a size have saved."""
+    folder = str(tmp_path_factory.mktemp("dcp") / "store")
+    Store(folder, chunk_size=CHUNK)
+    done: set[int] = set()
+
+    def saved(most: int) -> str:
+        for size in (size for size in WORLDS if size <= most and size not in done):
+            new = world(size).run(save, folder, WORLDS[size])[0]
+            # A native take has the same chunks; only the specs of containers are others.
+            assert all(nbytes < 16 << 10 for nbytes in new[1::2]), new
+            # So have all layouts but the last one, which stores some tensors as boxes.
+            last = size == 1 or len(new) > 2
+            assert all(nbytes < 16 << 10 for nbytes in (new[:-2] if last else new)), new
+            done.add(size)
+        return folder
+
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("size", "most"),
+    [(1, 2), (2, 2), *(pytest.param(n, 4, marks=pytest.mark.slow) for n in WORLDS)],
+)
+def test_what_was_saved_on_some_ranks_is_loaded_on_others(
+    world: Worlds, saved: Callable[[int], str], size: int, most: int
+) -> None:
+    sources = [f"{layout} on {n}" for n in WORLDS if n <= most for layout in WORLDS[n]]
+    for layout in WORLDS[size]:
+        world(size).run(load, saved(most), layout, sources)
+
+
+# --- how DCP may be called --------------------------------------------------------------------
+
+
+def sharded(step: int, **extra: Any) -> dict[str, Any]:
+    """Return a state with a DTensor of 100,003 rows, which no number of ranks divides."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = torch.arange(100_003.0).reshape(-1, 1) + step
+    return {"w": distribute_tensor(rows, mesh, [Shard(0)]), "step": step, **extra}
+
+
+def is_sharded(state: dict[str, Any], step: int) -> bool:
+    wanted = sharded(step)["w"].to_local()
+    return torch.equal(state["w"].to_local(), wanted) and state["step"] == step
+
+
+def save_in_background(store: Store, kind: AsyncCheckpointerType) -> None:
+    """Save twice with one stager; the state changes once it is staged."""
+    stager, state = DefaultStager(StagingOptions(False, False, False, False)), sharded(0)
+    for step in range(2):
+        pending: Any = dcp.async_save(
+            {**state, "step": step},
+            checkpoint_id=f"{kind.value} {step}",
+            storage_writer=CasnapWriter(store),
+            async_checkpointer_type=kind,
+            async_stager=stager,
+        )
+        # What a process is to save, DCP hands over in the background.
+        if kind is AsyncCheckpointerType.PROCESS:
+            pending.result()
+        state["w"].to_local().add_(1)
+        pending.result()
+    stager.close()
+
+
+def save_in_a_process(folder: str) -> None:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    # The processes of a world are daemons, which may not have children.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    save_in_background(Store(folder), AsyncCheckpointerType.PROCESS)
+
+
+def save_in_all_ways(folder: str) -> None:
+    store, rank = Store(folder), dist.get_rank()
+    save_in_background(store, AsyncCheckpointerType.THREAD)
+    for step in range(3):
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        save_one(store, f"cached {step}", sharded(step), planner=planner)
+    # Each rank has values that the others lack, as the stages of a pipeline have.
+    stage = {"stages": {f"{rank}": {"bias": torch.full((3,), float(rank)), "rank": rank}}}
+    save_one(store, "stages", {"model": stage, "shared": torch.ones(5)})
+    # Ranks that save alone, and a group that is not the world.
+    save_one(store, f"alone {rank}", {"rank": rank}, no_dist=True)
+    group = dist.new_group([1])
+    if rank == 1:
+        save_one(store, "group", {"rank": rank}, process_group=group)
+    SavePlanner._cached_save_plan.clear()
+
+
+def save_one(store: Store, name: str, state: dict[str, Any], **options: Any) -> None:
+    dcp.save(state, checkpoint_id=name, storage_writer=CasnapWriter(store), **options)
+
+
+def load_in_all_ways(folder: str) -> None:
+    store, rank = Store(folder), dist.get_rank()
+    sources = {"thread 0": 0, "thread 1": 1, "cached 0": 0, "cached 1": 1, "cached 2": 2}
+    for name, step in sources.items():
+        state = sharded(7)
+        reader = CasnapReader(store, read_once=step != 1)
+        dcp.load(state, checkpoint_id=name, storage_reader=reader)
+        assert is_sharded(state, step), name
+    # A rank that loads by itself, with a plain tensor.
+    if rank == 1:
+        plain = {"w": torch.zeros(100_003, 1)}
+        reader = CasnapReader(store)
+        dcp.load(plain, checkpoint_id="thread 1", storage_reader=reader, no_dist=True)
+        assert torch.equal(plain["w"], torch.arange(1.0, 100_004.0).reshape(-1, 1))
+
+
+def test_ways_to_save_and_load(world: Worlds, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    world(2).run(save_in_all_ways, str(tmp_path))
+    world(2).run(load_in_all_ways, str(tmp_path))
+    model = store["stages"].get_state_dict_for_key("model")
+    assert [model["stages"][f"{rank}"]["rank"] for rank in (0, 1)] == [0, 1]
+    assert torch.equal(model["stages"]["1"]["bias"], torch.ones(3))
+    assert [store[name].read_object("rank") for name in ("alone 0", "alone 1", "group")] == [
+        0,
+        1,
+        1,
+    ]
+    assert store["group"].world_size == store["alone 1"].world_size == 1
+    assert store["thread 1"].world_size == 2
+    assert not store.check(data=True).damages
+
+
+@pytest.mark.slow
+def test_async_saves_in_processes(world: Worlds, tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with world(2).fresh() as ranks:
+        ranks.run(save_in_a_process, str(tmp_path))
+    for step in range(2):
+        snapshot = store[f"process {step}"]
+        assert snapshot.world_size == 2
+        assert torch.equal(snapshot.read_object("w").flatten(), torch.arange(100_003.0) + step)
+        assert snapshot.read_object("step") == step
+
+
+def save_and_count(folder: str) -> list[int]:
+    """Save a state, again as it is, and with a few rows changed; return the new bytes."""
+    state, new = sharded(0), []
+    for step in range(3):
+        writer = CasnapWriter(Path(folder, f"{step}"))
+        dcp.save(state, storage_writer=writer)
+        assert writer.snapshot is not None
+        new.append(writer.snapshot.stats.new_bytes)
+        if step == 1 and dist.get_rank() == 1:
+            state["w"].to_local()[-1] = -1
+    return new
+
+
+def test_a_second_save_writes_only_what_changed(world: Worlds, tmp_path: Path) -> None:
+    Store(tmp_path, chunk_size=CHUNK)
+    first, second, third = world(2).run(save_and_count, str(tmp_path))[0]
+    assert first >= 400_012
+    assert second == 0
+    assert 0 < third <= CHUNK
+
+
+# --- failures ---------------------------------------------------------------------------------
+
+
+class Failing(DefaultSavePlanner):
+    """Fails, or kills its rank, when the take of that rank has begun."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self._how = how
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == 1 and write_item.index.fqn == "w":
+            if self._how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError("the disk of this rank is gone")
+        return super().resolve_data(write_item)
+
+
+def save_badly(folder: str, how: str) -> None:
+    writer = CasnapWriter(Path(folder, "a"), timeout=60)
+    dcp.save(sharded(0), storage_writer=writer)
+    dcp.save(sharded(5), storage_writer=writer, planner=Failing(how))
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_save_that_fails_leaves_the_one_before(world: Worlds, tmp_path: Path, how: str) -> None:
+    store = Store(tmp_path)
+    with world(2).fresh() as ranks:
+        outcomes = ranks.run(save_badly, str(tmp_path), how, expect_errors=True, group_timeout=60)
+    if how == "kill":
+        assert isinstance(outcomes[1], RankDied)
+        assert isinstance(outcomes[0], Exception)  # of DCP, which the dead rank does not answer
+    else:
+        for outcome in outcomes:
+            assert "CheckpointException" in str(outcome)
+            assert "the disk of this rank is gone" in str(outcome)
+    assert [snapshot.name for snapshot in store.snapshots()] == ["a"]
+    whole = store["a"].read_object("w")
+    assert torch.equal(whole, torch.arange(100_003.0).reshape(-1, 1))
+    assert not store.check(data=True).damages
+
+
+def load_into_odd_shards(folder: str) -> None:
+    local = torch.zeros(4, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    odd = DTensor.from_local(local, mesh, [_StridedShard(0, split_factor=2)], run_check=False)
+    dcp.load({"x": odd}, storage_reader=CasnapReader(Path(folder, "a")))
+
+
+def test_shards_that_dcp_takes_for_others_are_not_filled(world: Worlds, tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"x": torch.ones(8, 2)}, storage_writer=CasnapWriter(tmp_path / "a"))
+    for outcome in world(2).run(load_into_odd_shards, str(tmp_path), expect_errors=True):
+        assert "redistribute it to Shard or Replicate" in str(outcome)

@@ -1,0 +1,153 @@
+"""Chunks that are read straight into tensors, and proven there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.backends import LocalBackend
+from casnap.backends.base import Target
+from casnap.errors import BackendError, DamagedError
+from casnap.runtime.buffers import address_of
+from tests.support.bitwise import assert_same
+
+CHUNK = 128 << 10
+
+
+class Watched(LocalBackend):
+    """Notes the addresses that it reads to, and may spoil what it has read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.addresses: list[int] = []
+        self.spoils = 0
+
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
+        lengths = super().read_into(key, targets)
+        for _, view in targets:
+            self.addresses.append(address_of(view))
+            if self.spoils:
+                self.spoils -= 1
+                view[len(view) // 2] ^= 1
+        return lengths
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Watched:
+    return Watched(tmp_path / "store")
+
+
+@pytest.fixture
+def store(backend: Watched) -> Store:
+    return Store(backend, chunk_size=CHUNK)
+
+
+def taken(store: Store, x: torch.Tensor) -> torch.Tensor:
+    store.take({"s": StateDict(x=x)}, "a")
+    return x
+
+
+def restored(store: Store, x: torch.Tensor) -> torch.Tensor:
+    state = StateDict(x=x)
+    store["a"].restore({"s": state})
+    assert state["x"] is x
+    return x
+
+
+def test_chunks_are_read_into_the_tensor(store: Store, backend: Watched) -> None:
+    x = taken(store, torch.randn(100, 5000))
+    y = torch.zeros_like(x)
+    assert_same(restored(store, y), x)
+    inside = range(y.data_ptr(), y.data_ptr() + y.nbytes)
+    rows = 4  # the greatest power of two whose bytes are no more than a chunk
+    assert sorted(a for a in backend.addresses if a in inside) == [
+        y.data_ptr() + i * 20_000 for i in range(0, 100, rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.T.contiguous().T,
+        lambda x: torch.zeros(x.shape[0], 2 * x.shape[1])[:, ::2],
+        lambda x: x.double(),
+    ],
+    ids=["transposed", "strided", "another dtype"],
+)
+def test_other_tensors_are_filled_from_buffers(store, backend, make):
+    x = taken(store, torch.randn(100, 5000))
+    y = make(torch.zeros_like(x))
+    assert_same(restored(store, y).to(x.dtype), x)
+    span = range(y.data_ptr(), y.data_ptr() + y.untyped_storage().nbytes())
+    assert not [a for a in backend.addresses if a in span]
+
+
+def test_memory_that_is_written_to_meanwhile_is_no_damage(store, backend):
+    """A chunk that is whole in the store is read again."""
+    x = taken(store, torch.randn(100, 5000))
+    backend.spoils = 7
+    assert_same(restored(store, torch.zeros_like(x)), x)
+    assert store.check(data=True).ok
+
+
+def test_a_damaged_chunk_is_no_silent_mix(store, tmp_path):
+    x = taken(store, torch.randn(100, 5000))
+    pack = max(
+        (tmp_path / "store/packs").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size
+    )
+    content = bytearray(pack.read_bytes())
+    content[100_000] ^= 1
+    pack.write_bytes(content)
+    with pytest.raises(DamagedError, match="not proven") as damaged:
+        restored(store, torch.zeros_like(x))
+    assert [path.removeprefix("0/") for path in damaged.value.paths] == ["s/x"]
+    with pytest.raises(DamagedError):
+        store["a"].read_object("s/x")
+
+
+def test_a_pack_that_is_cut_off_or_cannot_be_read(store, backend, tmp_path, monkeypatch):
+    x = taken(store, torch.randn(100, 5000))
+    pack = max(
+        (tmp_path / "store/packs").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size
+    )
+    whole = pack.read_bytes()
+    pack.write_bytes(whole[:500_000])
+    with pytest.raises(DamagedError, match="cut off"):
+        restored(store, torch.zeros_like(x))
+    pack.write_bytes(whole)
+
+    def unreadable(key: str, targets: Sequence[Target]) -> list[int]:
+        raise BackendError("an input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "read_into", unreadable)
+        with pytest.raises(BackendError, match="input/output"):
+            restored(store, torch.zeros_like(x))
+    assert_same(restored(store, torch.zeros_like(x)), x)
+
+
+def test_tied_weights_are_filled_once(store, backend):
+    x = torch.randn(100, 5000)
+    store.take({"s": StateDict(x=x, y=x)}, "a")
+    tied = torch.zeros_like(x)
+    state = StateDict(x=tied, y=tied)
+    backend.addresses.clear()
+    store["a"].restore({"s": state})
+    assert state["x"] is state["y"] is tied
+    assert_same(tied, x)
+    inside = range(tied.data_ptr(), tied.data_ptr() + tied.nbytes)
+    read = [a for a in backend.addresses if a in inside]
+    assert len(read) == len(set(read))
+
+
+def test_a_part_and_an_object_of_ones_own(store):
+    x = taken(store, torch.randn(100, 5000))
+    out = torch.zeros_like(x)
+    assert store["a"].read_object("s/x", obj_out=out) is out
+    assert_same(out, x)
+    assert_same(store["a"].read_object("s/x", index=slice(13, 57)), x[13:57])
+    assert_same(store["a"].read_object("s/x", memory_budget_bytes=1), x)
