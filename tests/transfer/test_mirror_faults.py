@@ -25,7 +25,15 @@ from casnap import Retention, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, MirrorError, NotAStoreError, UnreachableError
 from casnap.storage.table import snapshots_in
-from casnap.testing import Fault, FaultyBackend, Gate, fail
+from casnap.testing import (
+    Fault,
+    FaultyBackend,
+    FaultyProxy,
+    Gate,
+    HttpFault,
+    fail,
+    hang_up,
+)
 from casnap.transfer.follow import Follower, FollowOptions, Pair
 from casnap.transfer.report import Chosen, CopyOptions
 from tests.support.cli_calls import COMMAND
@@ -44,6 +52,8 @@ from tests.support.faults import (
     take,
     wait,
 )
+from tests.support.object_stores import IMPATIENT
+from tests.support.servers import Bucket
 from tests.support.sweep import sweep
 
 DEAD = Fault(fail(UnreachableError), times=None)
@@ -436,3 +446,30 @@ def test_threads_end_with_the_store(tmp_path: Path) -> None:
     for thread in watchers:
         thread.join(60)
         assert not thread.is_alive()
+
+
+@pytest.mark.servers
+def test_the_link_to_a_bucket_is_cut(bucket: Bucket, tmp_path: Path) -> None:
+    """While it is open, when it was never open, and in the middle of requests."""
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        options = {**bucket.storage_options, "endpoint_url": proxy.url, "casnap": IMPATIENT}
+        how = {"mirror_options": options}
+        with proxy.during(HttpFault(hang_up(), times=None)) as (cut,):
+            store = mirrored(tmp_path, f"{bucket.uri}/run", **how)
+            take(store, 0, retention=Retention(keep_last=1))
+            take(store, 1, retention=Retention(keep_last=1))
+            with pytest.raises(MirrorError, match="step_0, step_1"):
+                store.wait_mirrored(1)
+            assert cut.struck
+        store.wait_mirrored(120)
+        with proxy.during(HttpFault(hang_up(), skip=3, times=None)):
+            for step in range(2, 5):
+                take(store, step, retention=Retention(keep_last=1))
+            with pytest.raises(MirrorError, match="step_2, step_3, step_4"):
+                store.wait_mirrored(1)
+        store.wait_mirrored(120)
+        assert store.mirror is not None
+        store.mirror.stop()
+    copy = Store(f"{bucket.uri}/run", storage_options=bucket.storage_options)
+    assert [s.name for s in copy.snapshots()] == [f"step_{n}" for n in range(5)]
+    assert_copied(store, copy)
