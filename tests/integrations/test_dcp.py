@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -238,6 +239,32 @@ def test_planners_that_change_what_they_are_given(tmp_path: Path) -> None:
     assert torch.equal(snapshot.read_object("x"), torch.arange(4.0) / 2)
     found = load(store, "a", {"x": torch.zeros(4), "n": None}, planner=Doubling())
     assert_same(found, {"x": torch.arange(4.0) * 2, "n": "55"})
+
+
+class Forgetful(DefaultSavePlanner):
+    """Makes plans of its own, without what the writer has put into them."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        if self._where == "global":
+            plans = [SavePlan(plan.items, planner_data=plan.planner_data) for plan in plans]
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        return SavePlan(plan.items) if self._where == "finish" else plan
+
+
+def test_planners_that_forget_what_the_writer_says(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    save(store, "a", {"x": {"y": 1}}, planner=Forgetful("global"))
+    assert store["a"].get_state_dict_for_key("x") == {"y": 1}
+    with pytest.raises(CheckpointException, match="has dropped storage_data"):
+        save(store, "b", {"x": {"y": 1}}, planner=Forgetful("finish"))
 
 
 # --- async ------------------------------------------------------------------------------------
