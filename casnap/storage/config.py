@@ -53,15 +53,19 @@ def not_a_store_error(backend: Backend) -> NotAStoreError:
 def _config_bytes(backend: Backend) -> bytes:
     try:
         return backend.read(CONFIG_KEY)
-    except FileNotFoundError:
+    except UnavailableError:
+        raise
+    except (FileNotFoundError, BackendError):
+        # What fails for the whole place, such as a wrong option, fails here too, and is raised.
         if not backend.names("roots/0"):
             raise not_a_store_error(backend) from None
-    except BackendError as e:
-        if isinstance(e, UnavailableError) or backend.names("roots/0"):
-            raise
-        raise not_a_store_error(backend) from None
     # Another process may have just made the store: it puts this record before any root.
-    return backend.read(CONFIG_KEY)
+    try:
+        return backend.read(CONFIG_KEY)
+    except UnavailableError:
+        raise
+    except (FileNotFoundError, BackendError):
+        raise no_config_error(backend.uri) from None
 
 
 def read_config(backend: Backend) -> StoreConfig:
@@ -73,12 +77,7 @@ def read_config(backend: Backend) -> StoreConfig:
         DamagedError: ``casnap.json`` is no such record, or is missing though there are roots.
     """
     where = f"{backend.uri}/{CONFIG_KEY}"
-    try:
-        raw = _config_bytes(backend)
-    except UnavailableError:
-        raise
-    except (FileNotFoundError, BackendError):
-        raise no_config_error(backend.uri) from None
+    raw = _config_bytes(backend)
     try:
         version = json_decoder(dict).decode(raw).get("format", 0)
         if isinstance(version, int) and version > FORMAT:
