@@ -40,6 +40,7 @@ from casnap.upkeep import Upkeep
 if TYPE_CHECKING:
     from casnap.state.stateful import Stateful
     from casnap.transfer.mirror import Mirror
+    from casnap.transfer.mirror_report import HowToMirror
     from casnap.transfer.report import CopyReport
 
 _log = logging.getLogger("casnap")
@@ -80,8 +81,8 @@ class Store(Upkeep):
         UnsupportedFormatError: A newer casnap made the store.
         StoreError: A store cannot be made at this place, or cannot be reached; or the folder of the
             cache is another user's, or on a network file system.
-        ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine;
-            there is no such codec.
+        ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine,
+            or options of a mirror without ``mirror``; there is no such codec.
         MirrorError: The mirror is the wrong store, or the store has another one.
     """
 
@@ -103,6 +104,7 @@ class Store(Upkeep):
         cache_bytes: int | None = None,
     ) -> None:
         if not isinstance(uri, OpenStore):
+            how = _how_to_mirror(mirror, mirror_options, mirror_retention)
             pinned = None if compress is None else _pinned(codec, compress=compress)
             chosen = codec_named(codec) if codec is not None else pinned
             uri = open_store(
@@ -115,12 +117,7 @@ class Store(Upkeep):
             )
             uri.codec = None if uri.is_new else pinned
             uri.objects.marks = markers
-            if mirror is not None:
-                if mirror_retention is not None:
-                    check_retention(mirror_retention)
-                from casnap.transfer.mirror_report import HowToMirror
-
-                how = HowToMirror(mirror, mirror_options, mirror_retention)
+            if how is not None:
                 uri.mirror = open_mirror(uri, how)
         self.opened = uri
         uri.note_store(self)
@@ -458,6 +455,23 @@ class Store(Upkeep):
         options = CopyOptions(codec, dry_run, skip_gone=len(chosen) > 1)
         objects = None if there is None else there.objects
         return copy_snapshots(self.objects, objects, chosen, options, progress)
+
+
+def _how_to_mirror(
+    mirror: str | os.PathLike[str] | Backend | None,
+    options: Mapping[str, Any] | None,
+    retention: Retention | None,
+) -> HowToMirror | None:
+    """Return what the user said of the mirror; None if there is to be none."""
+    if mirror is None:
+        if options is not None or retention is not None:
+            raise ValueError("mirror_options= and mirror_retention= need mirror=, the other store")
+        return None
+    if retention is not None:
+        check_retention(retention)
+    from casnap.transfer.mirror_report import HowToMirror
+
+    return HowToMirror(mirror, options, retention)
 
 
 def _pinned(codec: str | None, *, compress: bool) -> Codec:
