@@ -90,6 +90,7 @@ SNAPSHOT_KEYS = {
     "seconds",
     "metadata",
     "tags",
+    "unmirrored",
 }
 
 
