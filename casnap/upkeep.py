@@ -73,16 +73,16 @@ class Upkeep(ABC):
                 ``Store(..., mirror=)`` may name another one. Without that, one mirror is the only.
 
         Raises:
-            ValueError: There is no such codec.
+            ValueError: There is no such codec, or ``mirror`` is another word.
             StoreError: The store is of format 1, which has no settings; :meth:`upgrade` it.
         """
+        if mirror not in (None, "none"):
+            raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
         changed = False
         if codec is not None:
             new = codec_settings(codec_named(codec))
             changed = change_settings(self.objects, lambda settings: {**settings, **new})
         if mirror is not None:
-            if mirror != "none":
-                raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
             changed |= detach(self.objects)
         return changed
 

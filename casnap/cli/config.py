@@ -6,6 +6,7 @@ import click
 
 from casnap.cli.arguments import endpoint_option, exclusive_option, open_store
 from casnap.cli.output import emit, json_option, plain, quoted, safe
+from casnap.format.codec import Codec
 
 SETTINGS = ("codec", "mirror")
 
@@ -35,12 +36,14 @@ def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
         emit({"store": place.objects.backend.uri, "settings": place.settings})
         return
     for key, value in sorted(place.settings.items()):
-        click.echo(safe(f"{key}={plain(value, json=False)}"))
+        # The mirror is known by its id, but people name it by its URI.
+        shown = value.get("uri", value) if isinstance(value, dict) else value
+        click.echo(safe(f"{key}={plain(shown, json=False)}"))
 
 
 def _parsed(setting: str) -> tuple[str, str]:
     key, equals, value = setting.partition("=")
     if not equals or key not in SETTINGS:
-        known = ", ".join(f"{key}=VALUE" for key in SETTINGS)
-        raise click.UsageError(f"{quoted(setting)} is no setting; there is {known}")
+        codecs = ", ".join(f"codec={codec.name.lower()}" for codec in Codec)
+        raise click.UsageError(f"{quoted(setting)} sets nothing; write {codecs} or mirror=none")
     return key, value

@@ -164,6 +164,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert document("config", folder) == {"store": str(folder), "settings": {"codec": "raw"}}
     assert "casnap config" in failure("init", folder, "--codec", "zstd")
     assert document("init", folder, "--codec", "raw")["created"] is False
+    assert "write codec=raw" in failure("config", folder, "colour=red", status=2)
     for setting in ("codec", "colour=red", "codec=lz4", "=raw"):
         assert "codec" in failure("config", folder, setting, status=2)
     assert document("config", folder)["settings"] == {"codec": "raw"}

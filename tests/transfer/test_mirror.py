@@ -348,10 +348,14 @@ def test_another_store_in_place_of_the_mirror(tmp_path: Path) -> None:
     with pytest.raises(MirrorError, match=f"{there}.*{other}"):
         mirrored(tmp_path / "here", tmp_path / "there")
     assert names(Store(tmp_path / "there")) == []
+    shown = invoke("config", tmp_path / "here").stdout
+    assert shown == f"codec=raw\nmirror={tmp_path / 'there'}\n"
     assert invoke("config", tmp_path / "here", "mirror=none").stdout == "codec=raw\n"
     mirrored(tmp_path / "here", tmp_path / "there").wait_mirrored(60)
     assert names(Store(tmp_path / "there")) == ["step_1"]
-    assert "mirror can only be" in failure("config", tmp_path / "here", "mirror=x", status=2)
+    wrong = failure("config", tmp_path / "here", "codec=zstd", "mirror=x", status=2)
+    assert "mirror can only be" in wrong
+    assert store.settings["codec"] == "raw"
 
 
 def test_forgetting_a_mirror_frees_what_it_lacks(tmp_path: Path, there: FaultyBackend) -> None:
@@ -397,6 +401,10 @@ def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
         mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=3)
     with pytest.raises(ValueError, match="remote"):
         mirrored(tmp_path / "here", tmp_path / "there", mirror_options={"key": "x"})
+    for options in ({"mirror_options": {"key": "x"}}, {"mirror_retention": LAST}):
+        with pytest.raises(ValueError, match="need mirror="):
+            mirrored(tmp_path / "none", None, **options)
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_mirror_in_memory(tmp_path: Path) -> None:
