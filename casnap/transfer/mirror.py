@@ -443,8 +443,8 @@ def _warn_of_lag() -> None:
         if lacking:
             # Logging may be torn down by now, and this must be seen.
             print(
-                f"casnap: WARNING: {mirror.uri} lacks {len(lacking)} snapshots of "
-                f"{mirror._source.backend.uri}. They are kept there, and the next Store with this "
-                "mirror copies them",
+                f"casnap: WARNING: {mirror.uri} lacks {len(lacking)} of the snapshots of "
+                f"{mirror._source.backend.uri}. What it lacks is kept there, and the next Store "
+                "with this mirror copies it",
                 file=sys.stderr,
             )

@@ -128,7 +128,7 @@ def test_killed_at_any_call(after: bool, calls: list[str]) -> None:
 @pytest.mark.sweep
 def test_the_mirror_fails_at_any_call() -> None:
     """Once, at each call of it: takes succeed, and all of them get there."""
-    for strike_at in sweep():
+    for strike_at in sweep(times=2):
         with memory_folder() as folder:
             there = FaultyBackend(LocalBackend(folder / "there"))
             with there.during(Fault(fail(), skip=strike_at)) as (fault,):
@@ -257,7 +257,7 @@ def test_exit_does_not_wait_for_a_mirror_that_fails(tmp_path: Path) -> None:
     process = run(script, tmp_path)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert re.search(r"WARNING: .*there lacks 3 snapshots of .*here\. They are kept", errors), (
+    assert re.search(r"WARNING: .*there lacks 3 of the snapshots of .*here\. .* kept", errors), (
         errors
     )
     (tmp_path / "there").unlink()
@@ -265,7 +265,11 @@ def test_exit_does_not_wait_for_a_mirror_that_fails(tmp_path: Path) -> None:
     assert_all_well(tmp_path, 3)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    # Python has no handler for SIGTERM either, so to a process it is as SIGKILL.
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL],
+)
 def test_signals_end_the_process(tmp_path: Path, number: int) -> None:
     process = run(f"{SCRIPT}\nwhile True: take(store, 3, overwrite=True)\n", tmp_path)
     assert process.stdout is not None
@@ -436,10 +440,12 @@ def test_the_command_follows_until_it_is_told_to_end(tmp_path: Path, number: int
 
 
 def test_threads_end_with_the_store(tmp_path: Path) -> None:
+    # Stores of earlier tests may still wait for the cyclic collector.
+    before = threading.enumerate()
     store = mirrored(tmp_path)
     take(store, 0)
     store.wait_mirrored(60)
-    watchers = [t for t in threading.enumerate() if t.name == "casnap-mirror"]
+    watchers = [t for t in threading.enumerate() if t.name == "casnap-mirror" and t not in before]
     assert watchers
     assert store.mirror is not None
     store.mirror.stop()
