@@ -233,12 +233,13 @@ def _open_again(
     again.codec = codec
     again.objects.marks = marks
     if mirror is not None:
+        # A worker that only reads has no use for it. A take begins it.
         again.mirror = open_mirror(again, mirror)
     return again
 
 
 def open_mirror(source: OpenStore, how: HowToMirror) -> Mirror:
-    """Return the mirror of a store, which begins to copy.
+    """Return the mirror of a store.
 
     Raises:
         CasnapError: It cannot be the mirror of this store.
@@ -280,9 +281,7 @@ def open_mirror(source: OpenStore, how: HowToMirror) -> Mirror:
     # On many ranks, rank 0 commits, and copies.
     has_ranks = distributed is not None and distributed.is_available()
     passive = has_ranks and distributed.is_initialized() and distributed.get_rank() != 0
-    mirror = Mirror(objects, how, found.backend.uri, open_there, passive=passive)
-    mirror.start()
-    return mirror
+    return Mirror(objects, how, found.backend.uri, open_there, passive=passive)
 
 
 def open_store(

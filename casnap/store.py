@@ -122,6 +122,7 @@ class Store(Upkeep):
 
                 how = HowToMirror(mirror, mirror_options, mirror_retention)
                 uri.mirror = open_mirror(uri, how)
+                uri.mirror.start()
         self.opened = uri
         uri.note_store(self)
         self.objects = uri.objects
