@@ -233,13 +233,6 @@ def mapped(call: Callable[[T], U], items: Iterable[T], at_once: int) -> Iterator
         yield from ((item, results[i]) for i, item in enumerate(window))
 
 
-def low_priority() -> None:
-    """Give this thread, and those that it starts, low priority; only Linux can do that."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
 def gently(work: Callable[[], T]) -> T:
     """Do some work on a thread of low priority, and return its result.
 
@@ -248,8 +241,10 @@ def gently(work: Callable[[], T]) -> T:
     caller = threading.get_ident()
 
     def gentle(_crew: Crew) -> T:
-        if threading.get_ident() != caller:
-            low_priority()
+        if sys.platform == "linux" and threading.get_ident() != caller:
+            # Only Linux has a priority for each thread.
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         return work()
 
     return undisturbed(gentle)

@@ -16,8 +16,8 @@ from casnap.storage.new_packs import NewPacks
 from casnap.storage.objects import Objects
 from casnap.storage.place_reads import ReadOptions, Want
 
-# Two readers; writing takes the other buffers of the pool.
-_READ = ReadOptions(readers=2)
+# Two buffers to read into; writing takes the others of the pool.
+_READ = ReadOptions(readers=2, sharing=3)
 
 # Mirrors have a pool of their own, and so a turn of their own.
 _turn = PerProcess(threading.Lock)

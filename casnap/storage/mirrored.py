@@ -16,7 +16,7 @@ from casnap.errors import MirrorError
 from casnap.format.records import INTERNAL, Root, Row, id_from_name
 from casnap.storage.objects import Objects
 from casnap.storage.settings import change_settings
-from casnap.storage.table import Table, change_table, snapshots_in
+from casnap.storage.table import Table, change_table
 
 SETTING = "mirror"
 _LACKS = f"{INTERNAL}unmirrored"
@@ -24,6 +24,8 @@ _REPLACES = f"{INTERNAL}replaces:"
 # A snapshot that is taken anew again and again, while the mirror cannot be reached, remembers so
 # many of those that it has replaced: the first, which the mirror may have, and the last ones.
 _MOST_REPLACED = 16
+# Nodes of tables.
+_MOST_KNOWN = 1 << 16
 _FROM = f"{INTERNAL}from:"
 
 
@@ -140,10 +142,21 @@ def settle(objects: Objects, mirrored: Mapping[str, bytes]) -> None:
     change_table(objects, change)
 
 
-def unmirrored_in(table: Table) -> dict[str, Row]:
-    """Return the snapshots that the mirror lacks, by full name, in the order of their commits."""
-    found = [(name, row) for name, row in snapshots_in(table) if is_unmirrored(row)]
-    return dict(sorted(found, key=lambda item: item[1].seq))
+class Lacking:
+    """Looks for what the mirror lacks, in one table after the other.
+
+    What stays the same from one table to the next is read once.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[tuple[str, Row], ...]] = {}
+
+    def look(self, table: Table) -> dict[str, Row]:
+        """Return the snapshots that the mirror lacks, by full name, in the order of commits."""
+        if len(self._known) > _MOST_KNOWN:
+            self._known = {}
+        found = table.chosen(lambda _, row: is_unmirrored(row), self._known)
+        return dict(sorted(found, key=lambda item: item[1].seq))
 
 
 def place_of(root: Root, uri: str) -> MirrorPlace | None:

@@ -56,11 +56,16 @@ class ReadOptions(NamedTuple):
         prepare: Called with each buffer from the pool before it is used.
         readers: The most threads, each with a buffer of the pool. Lower it if the sinks take
             buffers too. 0: the calling thread reads, into a buffer of its own.
+        sharing: How many threads share a buffer, from a remote place: most of them wait.
+        keep: Called with each run of a pack whose chunks were all whole: the pack, where the run
+            begins, and its bytes.
     """
 
     budget: int | None = None
     prepare: Callable[[Slot], None] | None = None
     readers: int = SLOTS
+    sharing: int = 1
+    keep: Callable[[bytes, int, memoryview], None] | None = None
 
 
 DEFAULT_READ = ReadOptions()
@@ -124,20 +129,29 @@ def read_places(
     unit = min(_READ_BYTES, share, _READ_BYTES if how.budget is None else how.budget)
     reads = list(coalesced(found, max(largest + 2 * PAGE, unit), is_remote=backend.is_remote))
     most = max((read.stop - read.start for read in reads), default=0) + PAGE
+    most = -(-most // PAGE) * PAGE
     if total <= _SMALL_BYTES or how.readers == 0:
-        return failed + _read_small(backend, reads, most)
+        return failed + _read_small(backend, reads, most, how)
     pool = shared_pool(max(most, chunk_size + (64 << 10)))
     affordable = SLOTS if how.budget is None else max(1, how.budget // most)
     with Crew() as crew:
         source = Shared(reads, crew)
+
+        def read_into(buffer: memoryview) -> None:
+            for read in source:
+                failed.extend(_read_run(backend, read, buffer, how))
 
         def work() -> None:
             # A thread that has ended keeps no slot, since other reads may wait for one.
             with pool.lease() as slot:
                 if how.prepare is not None:
                     how.prepare(slot)
-                for read in source:
-                    failed.extend(_read_run(backend, read, slot.view))
+                if how.sharing == 1 or not backend.is_remote:
+                    read_into(slot.view)
+                    return
+                parts = [slot.view[at:][:most] for at in range(0, pool.slot_bytes - most + 1, most)]
+                parts = parts[: how.sharing]
+                crew.run(lambda: read_into(parts.pop()), len(parts))
 
         crew.run(work, min(len(reads), readers, affordable, how.readers))
     return failed
@@ -202,14 +216,16 @@ def _fill(
     return failed
 
 
-def _read_small(backend: Backend, reads: list[Run[list[Want]]], most: int) -> list[Unread]:
+def _read_small(
+    backend: Backend, reads: list[Run[list[Want]]], most: int, how: ReadOptions
+) -> list[Unread]:
     """Read without the pool: in the calling thread, or on a remote store on a few threads."""
     failed: list[Unread] = []
 
     def work() -> None:
         buffer = memoryview(bytearray(most))
         for read in source:
-            failed.extend(_read_run(backend, read, buffer))
+            failed.extend(_read_run(backend, read, buffer, how))
 
     with Crew() as crew:
         source: Iterable[Run[list[Want]]] = reads
@@ -222,7 +238,9 @@ def _read_small(backend: Backend, reads: list[Run[list[Want]]], most: int) -> li
     return failed
 
 
-def _read_run(backend: Backend, read: Run[list[Want]], buffer: memoryview) -> list[Unread]:
+def _read_run(
+    backend: Backend, read: Run[list[Want]], buffer: memoryview, how: ReadOptions
+) -> list[Unread]:
     target = buffer[: -(-(read.stop - read.start) // PAGE) * PAGE]
     try:
         [n] = backend.read_into(pack_key(read.pack), [(read.start, target)])
@@ -242,6 +260,8 @@ def _read_run(backend: Backend, read: Run[list[Want]], buffer: memoryview) -> li
             continue
         for want in wants:
             want.sink(raw)
+    if how.keep is not None and not failed:
+        how.keep(read.pack, read.start, target[:n])
     return failed
 
 

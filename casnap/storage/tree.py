@@ -325,6 +325,36 @@ class Tree(Generic[V]):
                 return
             yield key, value
 
+    def chosen(
+        self, choose: Callable[[str, V], bool], known: dict[bytes, tuple[tuple[str, V], ...]]
+    ) -> Iterator[tuple[str, V]]:
+        """Yield the items that a function chooses, in order of their keys.
+
+        Args:
+            choose: Says it of a key and its value.
+            known: What it chose below each node of earlier trees, which then is not read again.
+                What it chooses below other nodes is added.
+        """
+        for _, digest, _ in self.children:
+            yield from self._chosen_below(Digest(digest), choose, known)
+
+    def _chosen_below(
+        self,
+        digest: Digest,
+        choose: Callable[[str, V], bool],
+        known: dict[bytes, tuple[tuple[str, V], ...]],
+    ) -> tuple[tuple[str, V], ...]:
+        if digest not in known:
+            node = self.node(digest)
+            found: list[tuple[str, V]] = []
+            if isinstance(node, Branch):
+                for _, child, _ in node.children:
+                    found += self._chosen_below(Digest(child), choose, known)
+            else:
+                found += (item for item in node.items if choose(*item))
+            known[digest] = tuple(found)
+        return known[digest]
+
     def edit(self, changes: Mapping[str, V | None], put: Put) -> Digest | None:
         """Store this tree with some items set, or (None) removed; return the digest of its top.
 

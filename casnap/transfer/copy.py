@@ -103,6 +103,7 @@ class _Copy:
         if there is None:
             return list(snapshots)
         uri = there.backend.uri
+        there.check_writable("copy snapshots into", dry_run=self._options.dry_run)
 
         def look(table: Table) -> list[bool]:
             return [is_present(table, chosen, uri) for chosen in snapshots]
@@ -127,10 +128,13 @@ class _Copy:
         for tries in count(1):
             try:
                 self._try(chosen)
-            except FencedError:
+            except FencedError as e:
                 self._forget()
                 if tries == _FENCED_TRIES:
-                    raise
+                    raise FencedError(
+                        f"{chosen.target} is not copied: collectors without grace deleted what it "
+                        f"relied on, {tries} times; copy again, and give `casnap gc` a --grace"
+                    ) from e
                 _log.info("%s: a collector went past the copy, which starts again", chosen.target)
             else:
                 return

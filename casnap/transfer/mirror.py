@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from functools import partial
 from weakref import WeakSet, ref
 
 import msgspec
@@ -32,16 +33,16 @@ from casnap.errors import (
 )
 from casnap.format.records import Row
 from casnap.runtime import calls
-from casnap.runtime.threads import Worker, low_priority
+from casnap.runtime.threads import Worker, gently
 from casnap.storage.lmdb_files import BusyError, locked
 from casnap.storage.mirrored import (
+    Lacking,
     MirrorPlace,
     attach,
     origin_of,
     origin_tags,
     replaced_by,
     settle,
-    unmirrored_in,
 )
 from casnap.storage.objects import Objects
 from casnap.storage.retention import Pruning, prune
@@ -93,6 +94,7 @@ class Mirror:
         self._stopped = False
         self._there: Destination | None = None
         self._misfit: CasnapError | None = None
+        self._lacking = Lacking()
         self._begin()
         _all.add(self)
 
@@ -166,13 +168,13 @@ class Mirror:
 
     def due(self) -> float:
         """Return in how many seconds to look whether there is something to copy."""
-        return self._patience.delay or _LOOK
+        # At a remote store each look is a request or two.
+        return self._patience.delay or (6 * _LOOK if self._source.backend.is_remote else _LOOK)
 
     # --- the pass ---
 
     def _run(self) -> None:
         calls.work_for(calls.MIRROR)
-        low_priority()
         while True:
             with self._lock:
                 if not self._again or self._stopped:
@@ -208,7 +210,7 @@ class Mirror:
                 retry = bool(self._refused) and time.monotonic() >= self._refused_until
                 if root.commit == self._looked_at and not retry:
                     return
-                todo = unmirrored_in(self._source.table(root))
+                todo = self._lacking.look(self._source.table(root))
                 self._refused = {
                     name: why
                     for name, why in self._refused.items()
@@ -228,7 +230,10 @@ class Mirror:
         any_copied = False
         try:
             for name, row in todo.items():
-                if self._copy(there, name, row):
+                # Training goes first, unless the mirror falls behind, or the process is to end.
+                is_late = len(todo) > 1 or not threading.main_thread().is_alive()
+                copy = partial(self._copy, there, name, row)
+                if copy() if is_late else gently(copy):
                     copied[name] = row.commit
                     any_copied = True
                 if copied and time.monotonic() - settled > _SETTLE:
@@ -335,7 +340,7 @@ class Mirror:
     def lacking(self) -> dict[str, Row]:
         """Return the snapshots that the mirror lacks, by full name, as the newest root says."""
         objects = self._source
-        return objects.current(lambda root: unmirrored_in(objects.table(root)))
+        return objects.current(lambda root: self._lacking.look(objects.table(root)))
 
     def status(self) -> MirrorStatus:
         """Return how far the mirror lags, and why."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
@@ -14,6 +13,7 @@ import torch
 
 from casnap import Retention, StateDict, Store
 from casnap.errors import (
+    BackendError,
     DamagedError,
     InvalidNameError,
     NotAStoreError,
@@ -27,6 +27,7 @@ from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.report import Chosen, CopyOptions
 from tests.support.copies import assert_copied, copy_in_parts, filled, opened, unfinished
 from tests.support.faults import CHUNK, app_state, assert_holds, assert_no_orphans, files, take
+from tests.support.mounts import as_nobody
 from tests.support.remote import RemoteDouble
 from tests.support.written import configure
 
@@ -202,7 +203,7 @@ class _StopError(Exception):
     pass
 
 
-def interrupted(source: Store, path: Path, after: int) -> None:
+def interrupted(source: Store, path: Path, after: int, part_bytes: int = CHUNK) -> None:
     """Copy one snapshot in small parts, until so many bytes were dealt with."""
 
     def stop(_what: str, done: int, _total: int) -> None:
@@ -210,7 +211,7 @@ def interrupted(source: Store, path: Path, after: int) -> None:
             raise _StopError
 
     chosen = [Chosen("step_0", "step_0", source.row("step_0"))]
-    options = CopyOptions(part_bytes=CHUNK)
+    options = CopyOptions(part_bytes=part_bytes)
     with pytest.raises(_StopError):
         copy_snapshots(source.objects, opened(path).objects, chosen, options, stop)
 
@@ -240,6 +241,21 @@ def test_an_unfinished_copy_is_kept_and_hidden(source: Store, tmp_path: Path) ->
     assert rest.sent_bytes < whole.sent_bytes - CHUNK
     assert unfinished(there) == []
     assert_copied(source, there, {"step_0"})
+
+
+def test_a_tensor_larger_than_a_part(tmp_path: Path) -> None:
+    source = Store(tmp_path / "source", chunk_size=CHUNK)
+    weight = torch.randn(30 * CHUNK // 4)
+    source.take({"state": StateDict(weight=weight)}, "step_0")
+    interrupted(source, tmp_path / "copy", 25 * CHUNK, part_bytes=10 * CHUNK)
+    there = Store(tmp_path / "copy")
+    there.gc(grace=0)
+    assert there.check(data=True).ok
+    report = source.copy(to=there)
+    assert (report.present_chunks, report.sent_chunks) == (20, 10 + 3)
+    assert torch.equal(there["step_0"].read_object("state/weight"), weight)
+    there.gc(grace=0)
+    assert_no_orphans(tmp_path / "copy")
 
 
 def test_an_abandoned_copy_is_dropped_by_the_collector(
@@ -366,19 +382,25 @@ def test_places_that_cannot_be_used(source: Store, tmp_path: Path) -> None:
     assert not (tmp_path / "copy").exists()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_destination_that_cannot_be_written_to(source: Store, tmp_path: Path) -> None:
-    Store(tmp_path / "copy", chunk_size=CHUNK)
-    folders = [tmp_path / "copy", *(p for p in (tmp_path / "copy").rglob("*") if p.is_dir())]
-    for folder in folders:
-        folder.chmod(0o500)
-    try:
-        with pytest.raises(StoreError, match="writable"):
-            source.copy(to=tmp_path / "copy")
-    finally:
-        for folder in folders:
-            folder.chmod(0o700)
-    assert Store(tmp_path / "copy").snapshots() == []
+def test_stores_that_may_only_be_read(
+    source: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a one can be copied from, but not to."""
+    Store(tmp_path / "closed", chunk_size=CHUNK)
+    before = files(tmp_path / "closed")
+
+    def copy() -> None:
+        there = tmp_path / "of-nobody" / "copy"
+        Store(tmp_path / "source").copy("step_0", to=there)
+        assert_holds(Store(there)["step_0"], 0)
+        with pytest.raises(BackendError, match="writable for this user"):
+            Store(there).copy(to=tmp_path / "closed")
+        with pytest.raises(StoreError, match=r"writable|denied"):
+            Store(there).copy(to=tmp_path / "not-there")
+
+    as_nobody(tmp_path, monkeypatch, copy)
+    assert files(tmp_path / "closed") == before
+    assert not (tmp_path / "not-there").exists()
 
 
 def test_damage_at_the_source_is_told_and_not_copied(source: Store, tmp_path: Path) -> None:

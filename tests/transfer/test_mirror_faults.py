@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,25 @@ import casnap.transfer.mirror
 import casnap.transfer.patience
 from casnap import Retention, Store
 from casnap.backends import LocalBackend
-from casnap.errors import BackendError, MirrorError, UnreachableError
+from casnap.errors import BackendError, MirrorError, NotAStoreError, UnreachableError
 from casnap.storage.table import snapshots_in
-from casnap.testing import Fault, FaultyBackend, fail, hold
+from casnap.testing import (
+    Fault,
+    FaultyBackend,
+    FaultyProxy,
+    Gate,
+    HttpFault,
+    fail,
+    hang_up,
+)
 from casnap.transfer.follow import Follower, FollowOptions, Pair
 from casnap.transfer.report import Chosen, CopyOptions
 from tests.support.cli_calls import COMMAND
 from tests.support.copies import assert_copied, filled
 from tests.support.faults import (
+    BACKEND_CALLS,
     CHUNK,
+    WRITING_CALLS,
     app_state,
     assert_holds,
     assert_no_orphans,
@@ -43,6 +52,8 @@ from tests.support.faults import (
     take,
     wait,
 )
+from tests.support.object_stores import IMPATIENT
+from tests.support.servers import Bucket
 from tests.support.sweep import sweep
 
 DEAD = Fault(fail(UnreachableError), times=None)
@@ -59,45 +70,57 @@ def mirrored(folder: Path, mirror: Any = None, **options: Any) -> Store:
     return Store(folder / "here", chunk_size=CHUNK, mirror=mirror or folder / "there", **options)
 
 
-def assert_all_well(folder: Path, least: int) -> None:
+def committed(place: Path) -> int:
+    """Return how many snapshots a store holds; 0 if there is none yet."""
+    try:
+        return len(Store(place, create=False).snapshots())
+    except NotAStoreError:
+        return 0
+
+
+def assert_all_well(folder: Path, count: int) -> None:
     """Check that a new process brings all to the mirror, and that gc then leaves nothing over."""
     store = mirrored(folder)
     store.wait_mirrored(120)
-    steps = {s.metadata.user["step"] for s in store.snapshots()}
-    assert steps >= set(range(least))
+    assert {s.metadata.user["step"] for s in store.snapshots()} == set(range(count))
     assert_copied(store, folder / "there")
     for side in ("here", "there"):
-        for _ in range(2):
-            Store(folder / side).gc(grace=0)
+        Store(folder / side).gc(grace=0)
         assert_no_orphans(folder / side)
 
 
 # --- killed ---------------------------------------------------------------------------------------
 
 
-def take_three(folder: Path) -> None:
+def take_two(folder: Path) -> None:
     store = mirrored(folder)
-    for step in range(3):
-        take(store, step, overwrite=True)
+    for step in range(2):
+        take(store, step)
     store.wait_mirrored(120)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("after", [False, True])
-def test_killed_at_any_call(after: bool) -> None:
+KILLED = [
+    pytest.param(True, WRITING_CALLS, id="after what writes", marks=pytest.mark.sweep),
+    pytest.param(False, BACKEND_CALLS, id="before any", marks=pytest.mark.slow),
+    pytest.param(True, BACKEND_CALLS, id="after any", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("after", "calls"), KILLED)
+def test_killed_at_any_call(after: bool, calls: list[str]) -> None:
     """The process dies before, or right after, each call of either backend."""
-    for strike_at in sweep():
+    # Of a process that is not killed, there are no more calls to strike at.
+    for killed, strike_at in enumerate(sweep()):
         with memory_folder() as folder:
 
             def work(folder: Path = folder, strike_at: int = strike_at) -> None:
-                with backend_faults(strike_at, after=after):
-                    take_three(folder)
+                with backend_faults(strike_at, names=calls, after=after):
+                    take_two(folder)
 
             status = in_child(work)
-            with suppress(Exception):
-                assert_all_well(folder, 0)
-            assert_all_well(folder, 3 if status == 0 else 0)
+            assert_all_well(folder, committed(folder / "here"))
             if status == 0:
+                print(f"{killed} killed")
                 return
             assert status == -signal.SIGKILL
 
@@ -115,6 +138,7 @@ def test_the_mirror_fails_at_any_call() -> None:
                 store.wait_mirrored(120)
             assert_copied(store, folder / "there")
             if not fault.struck:
+                print(f"failed at {strike_at} calls")
                 return
 
 
@@ -124,14 +148,14 @@ def test_the_source_is_collected_meanwhile(tmp_path: Path) -> None:
     store = mirrored(tmp_path, there)
     take(store, 0)
     store.wait_mirrored(60)
-    gate = hold(1)
+    gate = Gate()
     with there.during(Fault(gate, "write", "packs/*")):
         take(store, 1)
-        gate.wait_until_held()  # type: ignore[attr-defined]
+        assert gate.reached.wait(60)
         store.delete("step_1")
         Store(tmp_path / "here").gc(grace=0)
         Store(tmp_path / "here").gc(grace=0)
-        gate.open()  # type: ignore[attr-defined]
+        gate.open()
     take(store, 2)
     store.wait_mirrored(60)
     copy = Store(tmp_path / "there")
@@ -141,7 +165,7 @@ def test_the_source_is_collected_meanwhile(tmp_path: Path) -> None:
 
 
 def test_the_destination_is_collected_meanwhile(tmp_path: Path) -> None:
-    """Without grace, at each pack and root that the mirror writes there."""
+    """Without grace, at the first packs and roots that the mirror writes there."""
     there = FaultyBackend(LocalBackend(tmp_path / "there"))
     plain = LocalBackend(tmp_path / "there")
 
@@ -152,7 +176,7 @@ def test_the_destination_is_collected_meanwhile(tmp_path: Path) -> None:
     store = mirrored(tmp_path, there)
     store.wait_mirrored(60)
     with there.during(
-        Fault(collect, "write", times=None), Fault(collect, "put_if_absent", "roots/*", times=None)
+        Fault(collect, "write", times=4), Fault(collect, "put_if_absent", "roots/*", times=4)
     ):
         for step in range(3):
             take(store, step)
@@ -249,7 +273,9 @@ def test_signals_end_the_process(tmp_path: Path, number: int) -> None:
     process.send_signal(number)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == -number, errors
-    assert_all_well(tmp_path, 3)
+    held = committed(tmp_path / "here")
+    assert held >= 3
+    assert_all_well(tmp_path, held)
 
 
 def test_forks(tmp_path: Path) -> None:
@@ -313,10 +339,10 @@ def follow(here: Any, there: Any, count: int) -> Iterator[str]:
             return
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_follow_is_killed_at_any_call(after: bool) -> None:
-    for strike_at in sweep():
+    for killed, strike_at in enumerate(sweep()):
         with memory_folder() as folder:
             source = filled(folder / "here")
 
@@ -325,12 +351,14 @@ def test_follow_is_killed_at_any_call(after: bool) -> None:
                     list(follow(folder / "here", folder / "there", 3))
 
             status = in_child(work)
-            left = 3 - sum(s.name in Store(folder / "there") for s in source.snapshots())
+            copy = Store(folder / "there", chunk_size=CHUNK)
+            left = 3 - sum(s.name in copy for s in source.snapshots())
             if left:
                 list(follow(folder / "here", folder / "there", left))
-            assert_copied(folder / "here", folder / "there")
-            assert len(Store(folder / "there").snapshots()) == 3
+            assert_copied(folder / "here", copy)
+            assert len(copy.snapshots()) == 3
             if status == 0:
+                print(f"{killed} killed")
                 return
             assert status == -signal.SIGKILL
 
@@ -418,3 +446,30 @@ def test_threads_end_with_the_store(tmp_path: Path) -> None:
     for thread in watchers:
         thread.join(60)
         assert not thread.is_alive()
+
+
+@pytest.mark.servers
+def test_the_link_to_a_bucket_is_cut(bucket: Bucket, tmp_path: Path) -> None:
+    """While it is open, when it was never open, and in the middle of requests."""
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        options = {**bucket.storage_options, "endpoint_url": proxy.url, "casnap": IMPATIENT}
+        how = {"mirror_options": options}
+        with proxy.during(HttpFault(hang_up(), times=None)) as (cut,):
+            store = mirrored(tmp_path, f"{bucket.uri}/run", **how)
+            take(store, 0, retention=Retention(keep_last=1))
+            take(store, 1, retention=Retention(keep_last=1))
+            with pytest.raises(MirrorError, match="step_0, step_1"):
+                store.wait_mirrored(1)
+            assert cut.struck
+        store.wait_mirrored(120)
+        with proxy.during(HttpFault(hang_up(), skip=3, times=None)):
+            for step in range(2, 5):
+                take(store, step, retention=Retention(keep_last=1))
+            with pytest.raises(MirrorError, match="step_2, step_3, step_4"):
+                store.wait_mirrored(1)
+        store.wait_mirrored(120)
+        assert store.mirror is not None
+        store.mirror.stop()
+    copy = Store(f"{bucket.uri}/run", storage_options=bucket.storage_options)
+    assert [s.name for s in copy.snapshots()] == [f"step_{n}" for n in range(5)]
+    assert_copied(store, copy)

@@ -14,15 +14,18 @@ from typing import Any
 
 from tools.bench import (
     blocked,
+    copy,
     dcp,
     gc,
     long_run,
     machine,
     many,
     memory,
+    mirror,
     object_store,
     ranks,
     ranks_plan,
+    read_cache,
     read_object,
     restore,
     save,
@@ -49,6 +52,9 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "long": (long_run.measure, ("incremental take of 64 MiB, 1 % changed each step",)),
     "tiny": (tiny.measure, ("take of two numbers",)),
     "s3": (object_store.measure, object_store.WORKLOADS),
+    "mirror": (mirror.measure, mirror.WORKLOADS),
+    "copy": (copy.measure, copy.WORKLOADS),
+    "cache": (read_cache.measure, read_cache.WORKLOADS),
     "plan": (ranks_plan.measure, ranks_plan.WORKLOADS),
 }
 _QUICK_NAMES = {"10 GB": "1 GB", "50,000": "5,000"}

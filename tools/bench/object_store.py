@@ -190,7 +190,7 @@ class RawObjects:
 
 
 @contextmanager
-def _environment(bucket: Bucket) -> Iterator[None]:
+def environment(bucket: Bucket) -> Iterator[None]:
     """Name the server and the user as all clients find them: in the environment."""
     options = bucket.storage_options
     os.environ |= {
@@ -265,7 +265,7 @@ def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
         folder = settings.path("servers", "s").parent
         server = stack.enter_context(shared("seaweedfs", folder))
         bucket = stack.enter_context(server.bucket())
-        stack.enter_context(_environment(bucket))
+        stack.enter_context(environment(bucket))
         if workload == READS:
             return [row.to_json() for row in _read_rows(settings, bucket, workload)]
         transfers = Transfers(settings, bucket)

@@ -1,0 +1,280 @@
+"""Copies that are killed, cut off, or passed by collectors, at each call of either side.
+
+Nothing that is committed is lost on either side, what is copied is equal to the bit, and a repeat
+goes on where the copy stopped.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from casnap import Store
+from casnap.backends import MemoryBackend
+from casnap.errors import CasnapError, SnapshotNotFoundError, UnavailableError
+from casnap.testing import Fault, FaultyBackend, delay, fail, lose_answer
+from tests.support.copies import assert_copied, copy_in_parts, filled, unfinished
+from tests.support.faults import (
+    BACKEND_CALLS,
+    CHUNK,
+    WRITING_CALLS,
+    assert_no_orphans,
+    backend_faults,
+    disk_full,
+    elsewhere,
+    files,
+    in_child,
+    kill,
+    memory_folder,
+    stop,
+    system_faults,
+    take,
+    while_stopped,
+)
+from tests.support.remote import RemoteDouble
+from tests.support.sweep import sweep
+
+pytestmark = pytest.mark.sweep
+
+Report = Callable[[str, object], None]
+ALL = {"step_0", "step_1", "step_2"}
+# The first snapshot takes three parts, each other one two.
+PART = 2 * CHUNK
+
+
+@pytest.fixture(scope="module")
+def stores() -> Iterator[tuple[Path, Path]]:
+    """Return a store of three snapshots, and one of another snapshot; each case works on copies."""
+    with memory_folder() as folder:
+        filled(folder / "source")
+        take(Store(folder / "destination", chunk_size=CHUNK), 8)
+        yield folder / "source", folder / "destination"
+
+
+def fresh(stores: tuple[Path, Path]) -> tuple[Path, Path]:
+    copies = []
+    for place in stores:
+        copy = place.parent / f"{place.name}-copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(place, copy)
+        copies.append(copy)
+    return copies[0], copies[1]
+
+
+def assert_recovers(source: Path, destination: Path) -> None:
+    """Check that all is whole, that a repeat completes the copy, and that nothing is left over."""
+    there = Store(destination)
+    done = {s.name for s in there.snapshots()}
+    assert "step_8" in done
+    assert done <= ALL | {"step_8"}
+    assert_copied(source, there, done - {"step_8"})
+    # What is committed of an unfinished copy stays.
+    there.gc(grace=0)
+    assert_copied(source, there, done - {"step_8"})
+    copy_in_parts(source, destination, PART)
+    assert unfinished(there) == []
+    assert_copied(source, there)
+    for place in (source, destination):
+        Store(place).gc(grace=0)
+        assert_no_orphans(place)
+    assert_copied(source, there)
+
+
+@pytest.mark.parametrize("after", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    ("faults", "names"),
+    [
+        pytest.param(backend_faults, WRITING_CALLS, id="writes"),
+        pytest.param(backend_faults, BACKEND_CALLS, id="backend", marks=pytest.mark.slow),
+        pytest.param(system_faults, None, id="system", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.timeout(1200)
+def test_killed_at_a_call(
+    stores: tuple[Path, Path],
+    faults: Callable[..., object],
+    names: list[str] | None,
+    after: bool,
+    record_property: Report,
+) -> None:
+    """Both stores are on this machine, so the calls are those of either side."""
+    options = {"after": after} if names is None else {"after": after, "names": names}
+    for k in sweep():
+        source, destination = fresh(stores)
+
+        def crashing(k: int = k, places: tuple[Path, Path] = (source, destination)) -> None:
+            with faults(k, kill, **options):  # type: ignore[attr-defined]
+                copy_in_parts(*places, PART)
+
+        status = in_child(crashing)
+        assert_recovers(source, destination)
+        if status == 0:
+            record_property("cases", k)
+            print(f"{faults.__name__}, {after=}: {k} crashes")  # type: ignore[attr-defined]
+            assert k > 30
+            return
+        assert status == -signal.SIGKILL
+
+
+Collect = Callable[[Path, Path, float], None]
+
+
+def collect_destination(_source: Path, destination: Path, repack: float) -> None:
+    Store(destination).gc(grace=0, repack=repack)
+
+
+def collect_both(source: Path, destination: Path, repack: float) -> None:
+    for place in (source, destination):
+        Store(place).gc(grace=0, repack=repack)
+
+
+def delete_at_source(source: Path, _destination: Path, repack: float) -> None:
+    """Delete a snapshot that is copied now, or soon, or was."""
+    store = Store(source)
+    with suppress(SnapshotNotFoundError):
+        store.delete("step_1")
+    store.gc(grace=0, repack=repack)
+
+
+def delete_at_destination(_source: Path, destination: Path, repack: float) -> None:
+    """Delete what was copied: the next snapshot shares its subtrees, and must not rely on it."""
+    store = Store(destination)
+    for snapshot in store.snapshots():
+        if snapshot.name in ALL:
+            store.delete(snapshot.name)
+    store.gc(grace=0, repack=repack)
+
+
+MEANWHILE = [
+    pytest.param(collect_destination, marks=pytest.mark.slow),
+    collect_both,
+    pytest.param(delete_at_source, marks=pytest.mark.slow),
+    delete_at_destination,
+]
+
+
+def assert_survives(source: Path, destination: Path, meanwhile: Collect) -> None:
+    names = {s.name for s in Store(source).snapshots()}
+    assert names >= ALL - ({"step_1"} if meanwhile is delete_at_source else set())
+    copy_in_parts(source, destination, PART)
+    assert_copied(source, destination)
+    assert Store(destination)["step_8"]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+def test_collected_while_it_stands_still(
+    stores: tuple[Path, Path], meanwhile: Collect, record_property: Report
+) -> None:
+    """Without grace, at either side, by another process, after any call that writes."""
+    for k in sweep(3):
+        source, destination = fresh(stores)
+        stopped, status = while_stopped(
+            partial(copy_in_parts, source, destination, PART),
+            backend_faults(k, stop, names=WRITING_CALLS, after=True),
+            partial(meanwhile, source, destination, 1.0),
+        )
+        assert status == 0
+        assert_survives(source, destination, meanwhile)
+        if not stopped:
+            record_property("cases", k)
+            print(f"{meanwhile.__name__}: {k} collections")
+            return
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+def test_collected_at_every_call(
+    stores: tuple[Path, Path], meanwhile: Collect, record_property: Report
+) -> None:
+    """A collector that is faster every time stops a copy by an error, and nothing is lost."""
+    count = 0
+    for k in (0, 5, 20):
+        source, destination = fresh(stores)
+        collector = _Collector(partial(meanwhile, source, destination, 0.0))
+        faults = backend_faults(k, collector, names=WRITING_CALLS, lasting=True)
+        with faults, suppress(CasnapError):
+            copy_in_parts(source, destination, PART)
+        count += collector.count
+        assert_survives(source, destination, meanwhile)
+    record_property("cases", count)
+    print(f"{meanwhile.__name__}: {count} collections")
+
+
+class _Collector:
+    """Collects at each call, but not within itself."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._turn = threading.Lock()
+        self.count = 0
+
+    def __call__(self) -> None:
+        if self._turn.acquire(blocking=False):
+            self.count += 1
+            elsewhere(self._work)()
+            self._turn.release()
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+@pytest.mark.parametrize("act", [fail(UnavailableError), lose_answer()], ids=["cut", "lost"])
+def test_a_link_that_is_cut(
+    tmp_path: Path, side: str, act: Callable[[object], object], record_property: Report
+) -> None:
+    """From some call on nothing works. Later a repeat sends the rest alone."""
+    filled(MemoryBackend(f"{tmp_path}/source"))
+    whole = copy_in_parts(MemoryBackend(f"{tmp_path}/source"), f"memory:/{tmp_path}/whole", PART)
+    sent = []
+    for k in sweep():
+        source = FaultyBackend(MemoryBackend(f"{tmp_path}/source"))
+        destination = FaultyBackend(MemoryBackend(f"{tmp_path}/{k}"))
+        Store(destination, chunk_size=CHUNK)
+        broken = source if side == "source" else destination
+        calls = ("write", "put_if_absent") if side == "destination" else ("read_into", "read")
+        with broken.during(Fault(act, calls, skip=k, times=None)) as (fault,):
+            try:
+                copy_in_parts(source, destination, PART)
+            except CasnapError:
+                assert fault.struck
+        before = {s.name for s in Store(destination).snapshots()}
+        report = copy_in_parts(source, destination, PART)
+        assert {*report.copied, *report.present} == ALL
+        assert set(report.present) >= before
+        sent.append(report.sent_bytes)
+        assert_copied(source, destination)
+        if not fault.struck:
+            break
+    # The later it was cut, the less remains; at the end nothing.
+    assert sent[-1] == 0
+    assert all(a >= b - CHUNK for a, b in pairwise(sent))
+    assert max(sent) <= whole.sent_bytes + CHUNK
+    record_property("cases", len(sent))
+
+
+def test_a_slow_remote_place(tmp_path: Path) -> None:
+    """Answers that take their time change nothing."""
+    filled(RemoteDouble(f"{tmp_path}/source"))
+    source = FaultyBackend(RemoteDouble(f"{tmp_path}/source"))
+    destination = FaultyBackend(RemoteDouble(f"{tmp_path}/destination"))
+    slow = partial(Fault, delay(0.002), times=None)
+    with source.during(slow()), destination.during(slow()):
+        copy_in_parts(source, destination, PART)
+    assert_copied(source, destination)
+
+
+def test_a_full_disk(stores: tuple[Path, Path]) -> None:
+    """An error says so, and nothing half made is left."""
+    source, destination = fresh(stores)
+    held = files(destination, "packs")
+    with system_faults(1, disk_full, names=["pwrite"], lasting=True), pytest.raises(CasnapError):
+        Store(source).copy(to=destination)
+    assert files(destination, "packs") == held
+    assert_recovers(source, destination)
