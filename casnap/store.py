@@ -26,6 +26,7 @@ from casnap.opened import (
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress, told_what
 from casnap.snapshot import PendingSnapshot, Snapshot
+from casnap.storage.mirrored import in_order
 from casnap.storage.retention import (
     PruneReport,
     Pruning,
@@ -277,8 +278,8 @@ class Store(Upkeep):
         folder = self._folder(prefix)
         opened = self.opened
         rows = opened.read(lambda table: list(snapshots_in(table, folder)))
-        found = [Snapshot(Found(opened, opened.inner_name(name), row)) for name, row in rows]
-        return sorted(found, key=lambda s: s.seq)
+        named = [(opened.inner_name(name), row) for name, row in in_order(rows)]
+        return [Snapshot(Found(opened, name, row)) for name, row in named]
 
     def latest(self, prefix: str | None = None) -> Snapshot | None:
         """Return the snapshot that was committed last, or None if there is no snapshot.
@@ -291,7 +292,7 @@ class Store(Upkeep):
             StoreError: This store has no snapshot, and its mirror cannot be reached.
         """
         own = self.snapshots(prefix)
-        newest = max(own, key=lambda s: s.seq, default=None)
+        newest = own[-1] if own else None
         try:
             there = self.opened.at_mirror()
             other = None if there is None else Store(there).latest(prefix)

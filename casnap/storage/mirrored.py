@@ -54,11 +54,15 @@ def taken_tags(old: Row | None) -> tuple[str, ...]:
     Args:
         old: The snapshot of the same name that it replaces.
     """
-    replaced: list[str] = []
-    if old is not None:
-        replaced = [*_replaced_tags(old), f"{_REPLACES}{old.commit.hex()}"]
-        del replaced[1 : max(1, len(replaced) - _MOST_REPLACED + 1)]
-    return (*replaced, _LACKS)
+    return _lacking_tags([] if old is None else [*_replaced_tags(old), _replaces(old.commit)])
+
+
+def _lacking_tags(replaced: list[str]) -> tuple[str, ...]:
+    return (*replaced[:1], *replaced[1:][1 - _MOST_REPLACED :], _LACKS)
+
+
+def _replaces(commit: bytes) -> str:
+    return f"{_REPLACES}{commit.hex()}"
 
 
 def replaced_by(row: Row) -> frozenset[bytes]:
@@ -73,12 +77,38 @@ def _replaced_tags(row: Row) -> list[str]:
 
 def origin_tags(row: Row, store_id: str) -> tuple[str, ...]:
     """Return the tags of the copy of a snapshot at a mirror: the user's, and where it is from."""
-    return tuple(sorted((*row.user_tags, f"{_FROM}{store_id}")))
+    return (f"{_FROM}{store_id}:{row.seq}", *row.user_tags)
 
 
 def origin_of(row: Row) -> str:
     """Return the id of the store that a snapshot at a mirror was copied from; empty if unknown."""
-    return next((tag.removeprefix(_FROM) for tag in row.tags if tag.startswith(_FROM)), "")
+    return _origin(row)[0]
+
+
+def _origin(row: Row) -> tuple[str, int]:
+    """Return the id of that store, and the number of the root there; -1 if unknown."""
+    said = next((tag.removeprefix(_FROM) for tag in row.tags if tag.startswith(_FROM)), "")
+    store_id, _, seq = said.partition(":")
+    return store_id, int(seq) if seq.isascii() and seq.isdecimal() and len(seq) < 20 else -1
+
+
+def in_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
+    """Return snapshots in the order of their commits.
+
+    A mirror may get an old snapshot late, such as one that was damaged, or whose name was taken. So
+    those of one mirrored store take the places of one another, in the order of their commits there.
+    """
+    ordered = sorted(rows, key=lambda item: (item[1].seq, item[0]))
+    places: dict[str, list[int]] = {}
+    for at, (_, row) in enumerate(ordered):
+        store_id, seq = _origin(row)
+        if seq >= 0:
+            places.setdefault(store_id, []).append(at)
+    for at_places in places.values():
+        of_one = sorted((ordered[at] for at in at_places), key=lambda item: _origin(item[1])[1])
+        for at, item in zip(at_places, of_one, strict=True):
+            ordered[at] = item
+    return ordered
 
 
 def _settled(row: Row) -> Row:
@@ -97,9 +127,16 @@ def settle(objects: Objects, mirrored: Mapping[str, bytes]) -> None:
         changed: dict[str, Row | None] = {}
         for name, commit in mirrored.items():
             row = table.get(name)
-            # If it was taken anew meanwhile, that row says that it has replaced this commit.
-            if row is not None and row.commit == commit and is_unmirrored(row):
+            if row is None or not is_unmirrored(row):
+                continue
+            replaced = _replaced_tags(row)
+            if row.commit == commit:
                 changed[name] = _settled(row)
+            elif (held := _replaces(commit)) in replaced[1:] or len(replaced) == _MOST_REPLACED:
+                # It was taken anew meanwhile, maybe so often that this commit was forgotten. The
+                # first one of the list never is.
+                tags = _lacking_tags(list(dict.fromkeys([held, *replaced])))
+                changed[name] = msgspec.structs.replace(row, tags=(*tags, *row.user_tags))
         return changed
 
     change_table(objects, change)

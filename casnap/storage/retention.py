@@ -21,7 +21,7 @@ import msgspec
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import Row
 from casnap.storage.contents import Contents
-from casnap.storage.mirrored import is_unmirrored
+from casnap.storage.mirrored import in_order, is_unmirrored
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table, change_table, snapshots_in, unmark
 
@@ -268,17 +268,17 @@ def judged(
         now: Seconds since the epoch.
         taken: The commit of the snapshot that was just taken. It is kept in any case.
     """
-    in_order = sorted(rows, key=lambda item: (item[1].seq, item[0]))
+    ordered = in_order(rows)
     runs: dict[str, list[tuple[str, Row]]] = defaultdict(list)
-    for name, row in in_order:
+    for name, row in ordered:
         runs[name.rpartition("/")[0]].append((name, row))
     reasons = {}
     for run in runs.values():
         reasons.update(retention.reasons(run, now))
-    for name, row in in_order:
+    for name, row in ordered:
         if row.commit == taken:
             reasons[name].append("just taken")
-    return [Verdict(name, row, tuple(reasons[name])) for name, row in in_order]
+    return [Verdict(name, row, tuple(reasons[name])) for name, row in ordered]
 
 
 class Pruning:

@@ -229,13 +229,18 @@ def tagged(row: Row, tags: Iterable[str]) -> Row:
         raise SnapshotError(
             f"a snapshot has at most {_MOST_TAGS} tags; with these it would have {len(every)}"
         )
-    return msgspec.structs.replace(row, tags=tuple(sorted({*row.tags, *every})))
+    return _with_user_tags(row, every)
 
 
 def untagged(row: Row, tags: Iterable[str]) -> Row:
     """Return a row without some tags."""
-    left = {*row.tags} - {*row.user_tags}.intersection(tags)
-    return msgspec.structs.replace(row, tags=tuple(sorted(left)))
+    return _with_user_tags(row, {*row.user_tags}.difference(tags))
+
+
+def _with_user_tags(row: Row, tags: Iterable[str]) -> Row:
+    # Those of casnap's own have an order that means something.
+    own = (tag for tag in row.tags if tag not in row.user_tags)
+    return msgspec.structs.replace(row, tags=(*own, *sorted(tags)))
 
 
 def _checked_tag(tag: object) -> str:

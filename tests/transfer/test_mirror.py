@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from casnap.errors import (
 )
 from casnap.storage.creation import create_store
 from casnap.testing import Fault, FaultyBackend, fail
+from casnap.transfer.whole import WholeCopy
 from tests.support.cli_calls import document, failure, invoke, process
 from tests.support.copies import assert_copied
 from tests.support.faults import CHUNK, app_state, assert_holds, take
@@ -168,6 +170,37 @@ def test_it_may_be_overwritten_or_deleted(tmp_path: Path, there: FaultyBackend) 
     assert names(copy) == ["step_0"]
 
 
+def test_it_is_overwritten_often_while_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit that the mirror gets in the end is its own, however many followed meanwhile."""
+    begun, may_end = threading.Event(), threading.Event()
+    finish = WholeCopy._finish
+
+    def slowly(self: WholeCopy, *args: Any) -> Any:
+        begun.set()
+        assert may_end.wait(60)
+        return finish(self, *args)
+
+    store = mirrored(tmp_path / "here", tmp_path / "there")
+    store.take(app_state(0), "last")
+    store.wait_mirrored(60)
+    monkeypatch.setattr(WholeCopy, "_finish", slowly)
+    store.take(app_state(1), "last", overwrite=True)
+    assert begun.wait(60)
+    for step in range(2, 24):
+        store.take(app_state(step), "last", overwrite=True)
+    # Their order says which the mirror may have.
+    noted = store.row("last").tags
+    assert len(noted) < 20
+    store.tag("last", "x")
+    store.untag("last", "x")
+    assert store.row("last").tags == noted
+    may_end.set()
+    store.wait_mirrored(60)
+    assert_holds(Store(tmp_path / "there")["last"], 23)
+
+
 def test_tags_of_its_own(tmp_path: Path, there: FaultyBackend) -> None:
     store = mirrored(tmp_path / "here", there)
     with there.during(DEAD):
@@ -203,6 +236,27 @@ def test_each_side_has_its_own_retention(tmp_path: Path) -> None:
     # One that was pruned there is not copied again, one that was pruned here stays there.
     assert names(copy) == ["step_3", "step_4"]
     assert names(store) == ["step_3", "step_4"]
+
+
+def test_a_snapshot_that_is_mirrored_late_is_no_newer(tmp_path: Path) -> None:
+    """Neither for the retention of the mirror, nor for who resumes from it."""
+    take(Store(tmp_path / "there", chunk_size=CHUNK), 1)
+    Store(tmp_path / "there").tag("step_1", "x")
+    store = mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=LAST)
+    for step in (1, 2, 3):
+        take(store, step)
+    with pytest.raises(MirrorError, match="step_1"):
+        store.wait_mirrored()
+    copy = Store(tmp_path / "there")
+    copy.delete("step_1")
+    store.wait_mirrored(60)
+    assert names(copy) == ["step_1", "step_3"]
+    latest = copy.latest()
+    assert latest is not None
+    assert latest.name == "step_3"
+    take(store, 4)
+    store.wait_mirrored(60)
+    assert names(copy) == ["step_4"]
 
 
 # --- a mirror that fails --------------------------------------------------------------------------
