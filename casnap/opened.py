@@ -23,6 +23,7 @@ from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Root, Row, StoreConfig
 from casnap.runtime import calls
+from casnap.storage.chunk_cache import room_for
 from casnap.storage.config import object_error
 from casnap.storage.creation import Made, create_store
 from casnap.storage.location import Location, locate_snapshot, locate_store
@@ -87,8 +88,9 @@ class OpenStore:
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew, as a spawned worker of a data loader does."""
         how = None if self.mirror is None else self.mirror.how
-        backend = self.objects.backend
-        return _open_again, (backend, self.prefix, self.codec, self.objects.marks, how)
+        objects = self.objects
+        cached = 0 if objects.chunk_cache is None else objects.chunk_cache.nbytes
+        return _open_again, (objects.backend, self.prefix, self.codec, objects.marks, how, cached)
 
     def whole(self) -> OpenStore:
         """Return the whole store that this is a view of."""
@@ -219,9 +221,15 @@ class OpenStore:
 
 
 def _open_again(
-    backend: Backend, prefix: str, codec: Codec | None, marks: bool, mirror: HowToMirror | None
+    backend: Backend,
+    prefix: str,
+    codec: Codec | None,
+    marks: bool,
+    mirror: HowToMirror | None,
+    cache_bytes: int,
 ) -> OpenStore:
-    again = open_store(Location(backend, prefix, exists=True), create=False)
+    found = Location(backend, prefix, exists=True)
+    again = open_store(found, create=False, cache_bytes=cache_bytes)
     again.codec = codec
     again.objects.marks = marks
     if mirror is not None:
@@ -286,6 +294,7 @@ def open_store(
     exclusive: bool = False,
     config: StoreConfig | None = None,
     ahead: bool = False,
+    cache_bytes: int | None = None,
 ) -> OpenStore:
     """Open a store, or a view of the snapshots below a prefix.
 
@@ -298,11 +307,14 @@ def open_store(
         exclusive: Whether the user vouches that no other process writes to the store.
         config: The record of the store, if it was read already.
         ahead: Whether a use follows at once, so that a remote store looks for its newest root now.
+        cache_bytes: How many bytes of chunks of remote stores this host keeps; 0 for none, None for
+            what the environment says.
 
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
         UnsupportedFormatError: A newer casnap made the store, or this machine is big-endian.
-        StoreError: A store cannot be made at this place.
+        StoreError: A store cannot be made at this place, or the cache is not to be used.
+        ValueError: ``cache_bytes`` were given for a store on this machine.
     """
     backend = found.backend
     if sys.byteorder != "little":
@@ -310,6 +322,7 @@ def open_store(
             f"{backend.uri} cannot be used on this machine: the bytes of tensors are "
             "little-endian, and this casnap does not swap them for a big-endian one"
         )
+    room = room_for(backend, cache_bytes)
     backend.exclusive |= exclusive
     may_make = create and not found.name
     objects = Objects(backend, config=config) if config is not None else None
@@ -327,8 +340,11 @@ def open_store(
             f"{backend.uri} is not a casnap store, nor is any folder above it; make one "
             f"with `casnap init {backend.uri}`, or check the path"
         )
+    objects = objects or Objects(backend)
+    if room is not None:
+        objects.chunk_cache = room.of(objects.config, backend)
     is_new = made is not None and made.is_new
-    return OpenStore(objects or Objects(backend), found.name, is_new=is_new)
+    return OpenStore(objects, found.name, is_new=is_new)
 
 
 def located(
@@ -387,22 +403,28 @@ def find(
     store: Store | str | os.PathLike[str] | None,
     *,
     create: bool,
+    cache_bytes: int | None = None,
 ) -> tuple[OpenStore, str]:
     """Return the store, and the name in it, that the arguments of a Snapshot name.
 
     Raises:
-        ValueError: The storage options are for a store that is open, or local.
+        ValueError: Storage options or ``cache_bytes`` are for a store that is open, or local.
     """
     if store is None:
         found = locate_snapshot(path, storage_options)
         whole = found._replace(name="")
-        return open_store(whole, create=create, asked=False, ahead=True), found.name
+        opened = open_store(whole, create=create, asked=False, ahead=True, cache_bytes=cache_bytes)
+        return opened, found.name
     if isinstance(store, str | os.PathLike):
-        store = OpenStore.store_class(store, create=create, storage_options=storage_options)
+        store = OpenStore.store_class(
+            store, create=create, storage_options=storage_options, cache_bytes=cache_bytes
+        )
     elif not isinstance(store, OpenStore.store_class):
         raise TypeError(f"store= is a Store or its URI; got a {type(store).__name__}")
     elif storage_options:
         raise ValueError(f"{store.uri} is open already; give storage_options to Store(...)")
+    elif cache_bytes is not None:
+        raise ValueError(f"{store.uri} is open already; give cache_bytes to Store(...)")
     return store.opened, os.fspath(path)
 
 

@@ -106,6 +106,8 @@ class Snapshot:
             this process alone.
         storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
         store: A store or its URI. ``path`` is then the name in this store.
+        cache_bytes: For a remote store: how many bytes of chunks this host keeps, as
+            :class:`casnap.Store` takes it.
 
     Raises:
         SnapshotNotFoundError: There is no snapshot of this name.
@@ -120,9 +122,10 @@ class Snapshot:
         storage_options: Mapping[str, Any] | None = None,
         *,
         store: Store | str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         if not isinstance(path, Found):
-            opened, name = find(path, storage_options, store, create=False)
+            opened, name = find(path, storage_options, store, create=False, cache_bytes=cache_bytes)
             path = Found(opened, check_name(name), opened.row(name))
         self._opened, self.name, self.row, requests = path
         self._requests = dict(requests)

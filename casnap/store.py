@@ -71,13 +71,17 @@ class Store(Upkeep):
             See ``docs/object-stores.md``.
         mirror_options: How the mirror is reached, like ``storage_options``.
         mirror_retention: Which snapshots to keep at the mirror; by default all.
+        cache_bytes: For a remote store: keep the chunks that are read on a disk of this host, up to
+            so many bytes for all stores together, so that they are fetched once. 0: no cache. By
+            default ``CASNAP_CACHE_BYTES`` of the environment counts; without it there is no cache.
 
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
         UnsupportedFormatError: A newer casnap made the store.
-        StoreError: A store cannot be made at this place, or cannot be reached.
-        ValueError: ``storage_options`` were given for a store on this machine; there is no such
-            codec.
+        StoreError: A store cannot be made at this place, or cannot be reached; or the folder of the
+            cache is another user's, or on a network file system.
+        ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine;
+            there is no such codec.
         MirrorError: The mirror is the wrong store, or the store has another one.
     """
 
@@ -96,6 +100,7 @@ class Store(Upkeep):
         mirror: str | os.PathLike[str] | Backend | None = None,
         mirror_options: Mapping[str, Any] | None = None,
         mirror_retention: Retention | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         if not isinstance(uri, OpenStore):
             pinned = None if compress is None else _pinned(codec, compress=compress)
@@ -106,6 +111,7 @@ class Store(Upkeep):
                 chunk_size=chunk_size,
                 codec=chosen or Codec.RAW,
                 exclusive=exclusive,
+                cache_bytes=cache_bytes,
             )
             uri.codec = None if uri.is_new else pinned
             uri.objects.marks = markers

@@ -127,10 +127,7 @@ class Backend(ABC):
 
         Args:
             key: The object.
-            targets: For each run, where it begins, and the buffer. To read around the page cache,
-                a buffer must begin on a page.
-            bulk: Whether this is part of a large transfer, which should not fill the operating
-                system's cache.
+            targets: For each run, where it begins, and the buffer.
         """
 
     @abstractmethod

@@ -311,8 +311,9 @@ class GcsClient(Client):
             key = keys[int(named[1]) if named else i]
             del errors[key]
             refusal = RefusedError(int(status[1]), part[status.end() :])
-            if refusal.status == 404 or refusal.status < 300:
+            if refusal.status < 300:
                 continue
+            # A missing object is gone; a missing bucket says nothing of it.
             error = typed(refusal, f"{self._uri}/{key}", self._uri)
             if isinstance(error, TransientError | BackendError):
                 errors[key] = error

@@ -183,11 +183,7 @@ class LocalBackend(Backend):
         fd = self._create(path)
         try:
             _lock(fd)
-            view, start = memoryview(content), 0
-            if _DIRECT and len(view) >= _DIRECT_WRITE_BYTES and not view.readonly:
-                start = _write_direct(fd, view)
-            while start < len(view):
-                start += os.pwrite(fd, view[start:], start)
+            write_at(fd, memoryview(content), 0)
             os.fsync(fd)
         except BaseException:
             path.unlink(missing_ok=True)
@@ -359,25 +355,34 @@ def _follow_group(where: Path | int, gid: int) -> None:
         return
 
 
-def _write_direct(fd: int, view: memoryview) -> int:
+def write_at(fd: int, view: memoryview, offset: int) -> None:
+    """Write to a file; whole pages of a large aligned view around the page cache."""
+    done = 0
+    if _DIRECT and len(view) >= _DIRECT_WRITE_BYTES and not view.readonly:
+        done = _write_direct(fd, view, offset)
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
+def _write_direct(fd: int, view: memoryview, offset: int) -> int:
     """Write whole pages of an aligned view around the page cache; return how many bytes."""
     whole = len(view) // PAGE * PAGE
-    if address_of(view) % PAGE:
+    if address_of(view) % PAGE or offset % PAGE:
         return 0
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    start = 0
+    done = 0
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _DIRECT)
-        while start < whole:
-            start += os.pwrite(fd, view[start:whole], start)
-            if start % PAGE:
+        while done < whole:
+            done += os.pwrite(fd, view[done:whole], offset + done)
+            if done % PAGE:
                 break
     except OSError as e:
         if e.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-    return start
+    return done
 
 
 def _read(fd: int, target: memoryview, offset: int) -> int:

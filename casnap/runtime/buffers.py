@@ -47,6 +47,7 @@ class Slot:
 
 
 _all_pools: list[Pool] = []
+_givers: list[Callable[[], int]] = []
 
 
 class Pool:
@@ -137,7 +138,13 @@ def release_memory() -> int:
     Returns:
         How many bytes were given back, at most: pages that were never touched took no memory.
     """
-    return sum(pool.shrink() for pool in list(_all_pools))
+    pools = sum(pool.shrink() for pool in list(_all_pools))
+    return pools + sum(give_back() for give_back in _givers)
+
+
+def on_release(give_back: Callable[[], int]) -> None:
+    """Have :func:`release_memory` call a function, which returns how many bytes it gave back."""
+    _givers.append(give_back)
 
 
 def view_at(address: int, nbytes: int) -> memoryview:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from casnap.errors import StoreError
+
+_log = logging.getLogger("casnap")
 _NETWORK = re.compile(
     "nfs4?|cifs|smb3|smbfs|9p|afs|ceph|lustre|gpfs|beegfs|glusterfs|orangefs|pvfs2|fuse([.].*)?"
 )
@@ -20,14 +25,61 @@ def cache_folder() -> Path | None:
     file systems, where LMDB does not work.
     """
     for folder in _cache_candidates():
-        try:
+        # Another process may delete it meanwhile.
+        with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError:
-            continue
-        mine = folder.stat().st_uid == os.geteuid()
-        if mine and os.access(folder, os.W_OK) and not _NETWORK.fullmatch(file_system(folder)):
-            return folder
+            if _why_refused(folder) is None and os.access(folder, os.W_OK):
+                return folder
     return None
+
+
+def folder_for_chunks() -> Path | None:
+    """Return the folder for a cache that the user asked for; None, with a warning, for nowhere.
+
+    Raises:
+        StoreError: The folder that the user named is another user's, or on a network file system.
+    """
+    named = os.environ.get("CASNAP_CACHE_DIR")
+    folder = Path(named) if named else cache_folder()
+    why = None
+    with suppress(OSError):
+        if folder is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            why = _why_refused(folder)
+            if why is None and os.access(folder, os.W_OK):
+                return folder
+    if why is not None:
+        raise StoreError(
+            f"the read cache cannot be in {folder}: it {why}. Set CASNAP_CACHE_DIR to a folder of "
+            "your own on a disk of this host, or do without the cache (cache_bytes=0)"
+        )
+    _log.warning(
+        "%s cannot be written, so there is no read cache", folder or "no folder for the cache"
+    )
+    return None
+
+
+def cache_bytes_asked() -> int:
+    """Return how many bytes of chunks to cache, as ``CASNAP_CACHE_BYTES`` says; 0 by default.
+
+    Raises:
+        StoreError: It is no number of bytes.
+    """
+    text = os.environ.get("CASNAP_CACHE_BYTES", "").strip() or "0"
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise StoreError(
+            f"CASNAP_CACHE_BYTES is {text!r}; set it to a number of bytes, such as 50000000000"
+        )
+    return int(text)
+
+
+def _why_refused(folder: Path) -> str | None:
+    """Return why a folder must not hold a cache; None if it may."""
+    owner = folder.stat().st_uid
+    if owner != os.geteuid():
+        return f"belongs to another user (uid {owner})"
+    kind = file_system(folder)
+    return f"is on a network file system ({kind})" if _NETWORK.fullmatch(kind) else None
 
 
 def _cache_candidates() -> Iterator[Path]:

@@ -103,6 +103,7 @@ class OtherRanks:
         relied: The packs that they rely on.
         segments: The segments that they wrote.
         packs: Their packs that no segment lists yet.
+        samples: One of these packs of each rank.
         records: The records of these packs.
         check: Raises if the other ranks have given up.
     """
@@ -129,6 +130,7 @@ class OtherRanks:
         self.segments = tuple(ref for h in handovers for ref in h.segments)
         given = [decode_segment(h.records, "what a rank wrote") for h in handovers if h.records]
         self.packs = tuple(pack for segment in given for pack in segment.packs)
+        self.samples = tuple(segment.packs[0] for segment in given if segment.packs)
         self.records = [record for segment in given for record in segment.records]
 
     def move_past(self, root: Root, named: PackSet) -> None:

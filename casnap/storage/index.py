@@ -17,8 +17,10 @@ import lmdb
 
 from casnap.backends.base import EXHAUSTED, Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
+from casnap.format.decoding import decoder
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import (
+    ID_SIZE,
     SEGMENT_RECORD_SIZE,
     PackId,
     Place,
@@ -28,6 +30,7 @@ from casnap.format.records import (
     SegmentId,
     SegmentRef,
     decode_segment,
+    encode,
     segment_count,
     segment_key,
 )
@@ -48,6 +51,8 @@ SMALL_RECORDS = 10_000
 # A smaller index is read whole even for one digest.
 _WHOLE_BYTES = 8 << 20
 _LAST_SMALL = b"last small segment"
+# Begins the note of a digest's segment and place.
+_PLACED = b"placed"
 
 
 def _listed(cache: Cache, ref: SegmentRef) -> frozenset[PackId] | None:
@@ -216,16 +221,38 @@ class Index:
         unknown = [ref for ref in root.segments if _listed(cache, ref) is None]
         large = [ref for ref in unknown if ref.count > SMALL_RECORDS]
         nbytes = sum(ref.count for ref in unknown) * SEGMENT_RECORD_SIZE
-        windows = sum(window_bytes(ref.count) for ref in large) * len(digests)
-        if nbytes < _WHOLE_BYTES or windows * 4 > nbytes:
+        windows = [window_bytes(ref.count) for ref in large]
+        # Most of the digests are looked for where the first one is.
+        expected = sum(windows) + max(windows, default=0) * len(digests)
+        if nbytes < _WHOLE_BYTES or expected * 4 > nbytes:
             return [None] * len(digests)
         known = self._learn(cache, [ref for ref in root.segments if ref not in large])
         places = cache.place(digests, PackSet(known.values()))
-        missing = [d for d, place in zip(digests, places, strict=True) if place is None]
-        looks = Looks(self._backend, cache)
-        lengths = looks.segments([SegmentId(ref.id) for ref in large]) if missing else {}
-        found = search(self._backend, large if missing else (), lengths, missing)
-        return [p or next(iter(found[d]), None) for d, p in zip(digests, places, strict=True)]
+        found = {d: place for d, place in zip(digests, places, strict=True) if place is not None}
+        found |= self._noted(cache, large, [d for d in digests if d not in found])
+        missing = [d for d in digests if d not in found]
+        if missing:
+            lengths = Looks(self._backend, cache).segments([SegmentId(ref.id) for ref in large])
+            searched = search(self._backend, large, lengths, missing)
+            first = {digest: where[0] for digest, where in searched.items() if where}
+            cache.keep_notes({_PLACED + d: ident + encode(p) for d, (ident, p) in first.items()})
+            found |= {digest: place for digest, (_, place) in first.items()}
+        return [found.get(digest) for digest in digests]
+
+    def _noted(
+        self, cache: Cache, segments: Iterable[SegmentRef], digests: Iterable[Digest]
+    ) -> dict[Digest, Place]:
+        """Return the places that earlier searches found in these segments, which never change.
+
+        They are notes, not records, since nothing has proven them. A take must not believe them.
+        """
+        idents = {bytes(ref.id) for ref in segments}
+        found = {}
+        for digest in digests:
+            note = cache.note(_PLACED + digest) or b""
+            if note[:ID_SIZE] in idents:
+                found[digest] = decoder(Place).decode(note[ID_SIZE:])
+        return found
 
     def _read_some(self, missing: list[SegmentRef]) -> list[tuple[SegmentRef, tuple[bytes, str]]]:
         """Take some segments off a list, and read them: on a remote store several at a time."""

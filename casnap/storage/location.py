@@ -58,9 +58,7 @@ def locate_snapshot(
     uri = snapshot_uri(path)
     if uri is not None:
         return _located(uri, storage_options)
-    text = os.fspath(path)
-    _check_no_options(text, storage_options)
-    plain = text.removeprefix("file://")
+    text, plain = _local(path, storage_options)
     if not plain.strip("/") or Path(plain).name in ("", ".", ".."):
         raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
     above, last = Path(plain).parent, Path(plain).name
@@ -100,9 +98,7 @@ def locate_store(
     place = store_uri(uri)
     if place is not None:
         return _located(place, storage_options)
-    text = os.fspath(uri)
-    _check_no_options(text, storage_options)
-    plain = text.removeprefix("file://")
+    _, plain = _local(uri, storage_options)
     if not plain:
         raise NotAStoreError("an empty path is no store; for the current folder write '.'")
     folder = _resolved(Path(plain))
@@ -120,6 +116,15 @@ def _located(uri: Uri, storage_options: Mapping[str, Any] | None) -> Location:
         _check_no_options(uri.store, storage_options)
     backend = backend_at(uri.store, storage_options)
     return Location(backend, uri.name, backend.is_remote or holds(backend, CONFIG_KEY))
+
+
+def _local(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+) -> tuple[str, str]:
+    """Return a local path as it was given, and without ``file://``."""
+    text = os.fspath(path)
+    _check_no_options(text, storage_options)
+    return text, text.removeprefix("file://")
 
 
 def _check_no_options(path: str, storage_options: Mapping[str, Any] | None) -> None:

@@ -27,6 +27,7 @@ from casnap.format.records import (
     StoreConfig,
 )
 from casnap.runtime.threads import together
+from casnap.storage.chunk_cache import ChunkCache
 from casnap.storage.config import read_config
 from casnap.storage.index import Index, View
 from casnap.storage.last_seen import LastSeen
@@ -86,6 +87,7 @@ class Objects:
 
     Attributes:
         marks: Whether snapshots get markers, files for people.
+        chunk_cache: Where chunks are kept that :meth:`fetch` reads; None for nowhere.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Objects:
         self.config: StoreConfig = opened.config if opened else config or read_config(backend)
         self.index: Index = opened.index if opened else Index(backend, self.config.store_id)
         self.marks = True
+        self.chunk_cache: ChunkCache | None = None
         self._last_seen = LastSeen(backend)
         self._newest: Root | None = None
         # When that root was last read or put, and when it was last the newest, by
@@ -317,7 +320,7 @@ class Objects:
             by_digest.setdefault(want.digest, []).append(want)
         places = self.index.find_few(self.recent(), list(by_digest))
         found = [(p, w) for p, w in zip(places, by_digest.values(), strict=True) if p is not None]
-        bad = {unread.wants[0].digest for unread in self.read_places(found, how)}
+        bad = {unread.wants[0].digest for unread in self._read(found, how)[1]}
         whole = {same[0].digest for _, same in found} - bad
         return [want for want in wants if want.digest not in whole]
 
@@ -365,8 +368,8 @@ class Objects:
                 failed += [_Failed(w, []) for w in same]
             else:
                 found.append((place, same))
-        bad = self.read_places(found, how)
-        self._trust_again(view, found, bad)
+        read, bad = self._read(found, how)
+        self._trust_again(view, read, bad)
         for unread in bad:
             failed += self._fetch_elsewhere(view, unread)
         return failed
@@ -376,11 +379,25 @@ class Objects:
         tried = [unread]
         for place in self.index.find_all(view, unread.wants[0].digest):
             if place != unread.place:
-                bad = self.read_places([(place, unread.wants)], WITHOUT_POOL)
+                bad = self._read([(place, unread.wants)], WITHOUT_POOL)[1]
                 if not bad:
                     return []
                 tried += bad
         return [_Failed(want, tried) for want in unread.wants]
+
+    def _read(
+        self, found: list[tuple[Place, list[Want]]], how: ReadOptions
+    ) -> tuple[list[tuple[Place, list[Want]]], list[Unread]]:
+        """Read chunks from the cache, the others from the store.
+
+        Returns:
+            Those that were read from the store, and which of them failed there.
+        """
+        # Only of nodes the length is not known, and the host keeps those elsewhere.
+        if self.chunk_cache is not None and all(wants[0].nbytes >= 0 for _, wants in found):
+            found = self.chunk_cache.read(found, self.config.chunk_size, how)
+            how = how._replace(keep=self.chunk_cache.keep)
+        return found, self.read_places(found, how)
 
     def _trust_again(
         self, view: View, read: list[tuple[Place, list[Want]]], bad: list[Unread]
@@ -394,7 +411,7 @@ class Objects:
     def read_places(
         self, places: list[tuple[Place, list[Want]]], how: ReadOptions = DEFAULT_READ
     ) -> list[Unread]:
-        """Read the chunks at these places; return the places that failed, and why."""
+        """Read the chunks at these places in the store; return those that failed, and why."""
         return read_places(self.backend, self.config.chunk_size, places, how)
 
     def holds(self, place: Place, digest: Digest) -> bool:

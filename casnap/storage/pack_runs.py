@@ -44,7 +44,7 @@ def coalesced(
             continue
         if run is not None:
             yield run
-        # It begins on a page, so that the backend can read around the page cache.
+        # It begins on a page: a cache of chunks keeps whole pages.
         run = Run(place.pack, place.offset // PAGE * PAGE, stop, [(place, wants)])
     if run is not None:
         yield run

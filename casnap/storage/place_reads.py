@@ -57,12 +57,15 @@ class ReadOptions(NamedTuple):
         readers: The most threads, each with a buffer of the pool. Lower it if the sinks take
             buffers too. 0: the calling thread reads, into a buffer of its own.
         sharing: How many threads share a buffer, from a remote place: most of them wait.
+        keep: Called with each run of a pack whose chunks were all whole: the pack, where the run
+            begins, and its bytes.
     """
 
     budget: int | None = None
     prepare: Callable[[Slot], None] | None = None
     readers: int = SLOTS
     sharing: int = 1
+    keep: Callable[[bytes, int, memoryview], None] | None = None
 
 
 DEFAULT_READ = ReadOptions()
@@ -128,7 +131,7 @@ def read_places(
     most = max((read.stop - read.start for read in reads), default=0) + PAGE
     most = -(-most // PAGE) * PAGE
     if total <= _SMALL_BYTES or how.readers == 0:
-        return failed + _read_small(backend, reads, most)
+        return failed + _read_small(backend, reads, most, how)
     pool = shared_pool(max(most, chunk_size + (64 << 10)))
     affordable = SLOTS if how.budget is None else max(1, how.budget // most)
     with Crew() as crew:
@@ -136,7 +139,7 @@ def read_places(
 
         def read_into(buffer: memoryview) -> None:
             for read in source:
-                failed.extend(_read_run(backend, read, buffer))
+                failed.extend(_read_run(backend, read, buffer, how))
 
         def work() -> None:
             # A thread that has ended keeps no slot, since other reads may wait for one.
@@ -213,14 +216,16 @@ def _fill(
     return failed
 
 
-def _read_small(backend: Backend, reads: list[Run[list[Want]]], most: int) -> list[Unread]:
+def _read_small(
+    backend: Backend, reads: list[Run[list[Want]]], most: int, how: ReadOptions
+) -> list[Unread]:
     """Read without the pool: in the calling thread, or on a remote store on a few threads."""
     failed: list[Unread] = []
 
     def work() -> None:
         buffer = memoryview(bytearray(most))
         for read in source:
-            failed.extend(_read_run(backend, read, buffer))
+            failed.extend(_read_run(backend, read, buffer, how))
 
     with Crew() as crew:
         source: Iterable[Run[list[Want]]] = reads
@@ -233,7 +238,9 @@ def _read_small(backend: Backend, reads: list[Run[list[Want]]], most: int) -> li
     return failed
 
 
-def _read_run(backend: Backend, read: Run[list[Want]], buffer: memoryview) -> list[Unread]:
+def _read_run(
+    backend: Backend, read: Run[list[Want]], buffer: memoryview, how: ReadOptions
+) -> list[Unread]:
     target = buffer[: -(-(read.stop - read.start) // PAGE) * PAGE]
     try:
         [n] = backend.read_into(pack_key(read.pack), [(read.start, target)])
@@ -253,6 +260,8 @@ def _read_run(backend: Backend, read: Run[list[Want]], buffer: memoryview) -> li
             continue
         for want in wants:
             want.sink(raw)
+    if how.keep is not None and not failed:
+        how.keep(read.pack, read.start, target[:n])
     return failed
 
 

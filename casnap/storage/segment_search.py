@@ -27,17 +27,22 @@ from casnap.format.records import (
 from casnap.runtime.threads import mapped
 
 # A digest is nearly always within so many standard deviations of where it is expected.
-_DEVIATIONS = 4
+_DEVIATIONS = 3
 _LOOKS = 3
+# How often one digest is looked for in all segments, and others then where that one is.
+_WAVES = 3
 
 
 def search(
     backend: Backend,
     segments: Iterable[SegmentRef],
     lengths: Mapping[SegmentId, int],
-    digests: list[Digest],
-) -> dict[Digest, list[Place]]:
-    """Return the places that some segments give for some digests, as far as they are found.
+    digests: Iterable[Digest],
+) -> dict[Digest, list[tuple[SegmentId, Place]]]:
+    """Return places that some segments give for some digests, as far as they are found.
+
+    The chunks of a tensor mostly lie in one segment. So one digest is looked for in all of them,
+    and the others where that one was found; then again, for those that are not there.
 
     Args:
         backend: Where the store lives.
@@ -49,16 +54,34 @@ def search(
         BackendError: A segment cannot be read.
         FileNotFoundError: A segment is missing.
     """
-
-    def places(ref: SegmentRef) -> list[tuple[Digest, Place]]:
-        layout = SegmentLayout.of(ref.count, lengths.get(SegmentId(ref.id), 0))
-        return [] if layout is None else _Search(backend, ref, layout).places(digests)
-
-    found: dict[Digest, list[Place]] = {digest: [] for digest in digests}
-    for _, of_segment in mapped(places, segments, backend.in_flight):
+    layouts = [(r, SegmentLayout.of(r.count, lengths.get(SegmentId(r.id), 0))) for r in segments]
+    searches = [_Search(backend, ref, layout) for ref, layout in layouts if layout is not None]
+    digests = list(dict.fromkeys(digests))
+    _look_in_waves(searches, digests, backend.in_flight)
+    places: dict[Digest, list[tuple[SegmentId, Place]]] = {digest: [] for digest in digests}
+    used = [one for one in searches if one.found]
+    for one, of_segment in mapped(lambda s: s.places(), used, backend.in_flight):
         for digest, place in of_segment:
-            found[digest].append(place)
-    return found
+            places[digest].append((one.ident, place))
+    return places
+
+
+def _look_in_waves(searches: list[_Search], todo: list[Digest], at_once: int) -> None:
+    """Look digests up, few of them in all segments."""
+    for _ in range(_WAVES):
+        if len(todo) < 2:
+            break
+        first, *todo = todo
+        homes = [one for one, there in _look(searches, [first], at_once) if there]
+        seen = {d for _, there in _look(homes, todo, at_once) for d in there}
+        todo = [digest for digest in todo if digest not in seen]
+    _look(searches, todo, at_once)
+
+
+def _look(
+    searches: list[_Search], digests: list[Digest], at_once: int
+) -> list[tuple[_Search, set[Digest]]]:
+    return list(mapped(lambda s: s.look(digests), searches if digests else [], at_once))
 
 
 def window_bytes(count: int) -> int:
@@ -75,17 +98,24 @@ def _digest(record: RawRecord) -> bytes:
 
 
 class _Search:
-    """A search in one segment."""
+    """A search in one segment.
+
+    Attributes:
+        ident: The segment.
+        found: The records that were found.
+    """
 
     def __init__(self, backend: Backend, ref: SegmentRef, layout: SegmentLayout) -> None:
+        self.ident = SegmentId(ref.id)
+        self.found: list[tuple[Digest, RawRecord]] = []
         self._backend = backend
         self._key = segment_key(ref.id)
         self._count = ref.count
         self._layout = layout
 
-    def places(self, digests: list[Digest]) -> list[tuple[Digest, Place]]:
-        """Return the places of those digests that the segment has."""
-        found: list[tuple[Digest, RawRecord]] = []
+    def look(self, digests: list[Digest]) -> set[Digest]:
+        """Look some digests up; return those that the segment has."""
+        before = len(self.found)
         todo = {digest: self._window(digest, 0) for digest in digests}
         for look in range(1, _LOOKS + 1):
             beside = {}
@@ -100,12 +130,12 @@ class _Search:
                     continue
                 at = bisect_left(records, bytes(digest), key=_digest)
                 while at < len(records) and records[at][0] == digest:
-                    found.append((digest, records[at]))
+                    self.found.append((digest, records[at]))
                     at += 1
             todo = beside
             if not todo:
                 break
-        return self._placed(found)
+        return {digest for digest, _ in self.found[before:]}
 
     def _window(self, digest: Digest, look: int) -> tuple[int, int]:
         share = int.from_bytes(digest[:8], "big") / 2**64
@@ -129,15 +159,15 @@ class _Search:
             if n == len(buffer)
         }
 
-    def _placed(self, found: list[tuple[Digest, RawRecord]]) -> list[tuple[Digest, Place]]:
-        """Return the places of records: read the ids of their packs."""
-        numbers = sorted({n for _, (_, n, *_) in found if n < self._layout.packs})
+    def places(self) -> list[tuple[Digest, Place]]:
+        """Return the places of all records that were found: read the ids of their packs."""
+        numbers = sorted({n for _, (_, n, *_) in self.found if n < self._layout.packs})
         ids = {n: bytearray(ID_SIZE) for n in numbers}
         if ids:
             offsets = [(self._layout.pack_offset(n), memoryview(ids[n])) for n in numbers]
             self._backend.read_into(self._key, offsets)
         return [
             (digest, Place(PackId(bytes(ids[n])), *rest))
-            for digest, (_, n, *rest) in found
+            for digest, (_, n, *rest) in self.found
             if n in ids
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from casnap.errors import StorageFullError
@@ -27,7 +27,9 @@ _MERGE_AT = 16
 _MERGE_MOST = 640_000
 _SMALL = 1 << 15
 # On a remote store: up to how many records a level has, and how many more of it are merged.
-_REMOTE_LEVELS = ((SMALL_RECORDS, 1), (4 * SMALL_RECORDS, 3), (16 * SMALL_RECORDS, 3))
+_REMOTE_LEVELS = ((SMALL_RECORDS, 1), (8 * SMALL_RECORDS, 3), (64 * SMALL_RECORDS, 3))
+# There, so many records and packs: each record has 53 bytes, each pack 16.
+_REMOTE_MOST = 900_000
 
 
 def add_segment(
@@ -43,8 +45,13 @@ def add_segment(
     """
     *large, segment = _parts(segment)
     written = [write_segment(objects, part, base) for part in large]
-    choose = _to_merge_remote if objects.backend.is_remote else _to_merge
-    merged = choose(view.root.segments, len(segment.records))
+    if objects.backend.is_remote:
+        sizes = {
+            ref: ref.count + len(view.segments[SegmentId(ref.id)]) for ref in view.root.segments
+        }
+        merged = _to_merge_remote(sizes, len(segment.records) + len(segment.packs))
+    else:
+        merged = _to_merge(view.root.segments, len(segment.records))
     new = (encode_segment(segment), "a new segment")
     kept = tuple(ref for ref in view.root.segments if ref not in merged)
     last = _write_merged(objects, view, [new], merged, (), base, segment.records)
@@ -209,20 +216,25 @@ def _to_merge(segments: tuple[SegmentRef, ...], count: int) -> list[SegmentRef]:
         tier = max(_tier(total), tier + 1)
 
 
-def _to_merge_remote(segments: tuple[SegmentRef, ...], count: int) -> list[SegmentRef]:
-    """Return the segments to merge with a new one of ``count`` records on a remote store.
+def _to_merge_remote(sizes: Mapping[SegmentRef, int], new: int) -> list[SegmentRef]:
+    """Return the segments to merge with a new one on a remote store.
 
     There a segment is a request for each reader that has not cached it, so there are fewer: one
     small one, which each commit writes again, and up to three of each size above, by factors of
-    four. This host has the small one cached.
+    eight. This host has the small one cached.
+
+    Args:
+        sizes: How many records and packs each segment has.
+        new: How many the new one has.
     """
     merged: list[SegmentRef] = []
-    total = count
+    total = new
     for most, others in _REMOTE_LEVELS:
-        same = [s for s in segments if s.count <= most and s not in merged]
-        if len(same) >= others and total + sum(s.count for s in same) <= _MERGE_MOST:
+        same = [s for s, size in sizes.items() if size <= most and s not in merged]
+        more = sum(sizes[s] for s in same)
+        if len(same) >= others and total + more <= _REMOTE_MOST:
             merged += same
-            total += sum(s.count for s in same)
+            total += more
         if total <= most:
             break
     return merged

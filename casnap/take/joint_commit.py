@@ -98,11 +98,8 @@ def _check_written(objects: Objects, others: OtherRanks) -> None:
     Raises:
         StoreError: It does not: they write to another storage, such as a copy of the store.
     """
-    written = others.packs
-    if objects.backend.is_remote:
-        # One of each rank says where it writes, and a put that was answered is seen by all. All
-        # packs of a rank lie in one folder.
-        written = tuple({pack[-1]: pack for pack in written}.values())
+    # At a remote place one of each rank says where it writes; all see a put that was answered.
+    written = others.samples if objects.backend.is_remote else others.packs
     looks, base = Looks(objects.backend, objects.index.cache), objects.recent_view()
     ends = dict.fromkeys(written, 0)
     for _, place in others.records:

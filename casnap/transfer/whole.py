@@ -219,8 +219,9 @@ class WholeCopy:
         """Write the tree, and commit the snapshot."""
         nodes = self._put_nodes(transaction)
         chosen, keeper = self._chosen, pinned.name_of(self._chosen)
-        # Before anything is committed: they may be in a node of their own.
-        metadata = Contents(self._source, chosen.name, chosen.row).metadata
+        contents = Contents(self._source, chosen.name, chosen.row)
+        # A row that does not fit its manifest is found here, not by readers of the copy.
+        metadata, _ = contents.metadata, contents.manifest
         made: list[Row] = []
 
         def change(table: Table, seq: int) -> dict[str, Row | None]:

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from casnap.backends import backend_at
-from casnap.errors import CredentialsError
+from casnap.errors import CredentialsError, NoBucketError
 from tests.support.servers import deaf_port
 
 pytest.importorskip("gcsfs")
 
-from casnap.backends import gcs_credentials
+from casnap.backends import gcs, gcs_credentials
 from casnap.backends.gcs_credentials import token_to_use
+from casnap.backends.retries import Retries
 
 
 class _Answer(BaseHTTPRequestHandler):
@@ -84,3 +85,17 @@ def test_the_error_says_that_none_were_found(
     options = {"endpoint_url": f"http://{address(server)}", "project": "x"}
     with pytest.raises(CredentialsError, match="no credentials were found"):
         backend_at("gs://bucket/run", options).read("x")
+
+
+def test_a_batch_of_deletes_where_there_is_no_bucket() -> None:
+    """Its objects do not count as deleted; a missing object does."""
+    options = {"endpoint_url": "http://127.0.0.1:1", "token": "anon", "project": "x"}
+    client = gcs.GcsClient("gs://bucket/run", options, Retries())
+    parts = (
+        "HTTP/1.1 204 No Content\r\n\r\n",
+        'HTTP/1.1 404 Not Found\r\n\r\n{"error": {"message": "No such object: bucket/run/b"}}',
+        'HTTP/1.1 404 Not Found\r\n\r\n{"error": {"message": "The bucket does not exist."}}',
+    )
+    told = "".join(f"--x\r\nContent-ID: <response-{i}>\r\n\r\n{p}\r\n" for i, p in enumerate(parts))
+    errors = client._deleted(["a", "b", "c"], f"{told}--x--")
+    assert {key: type(error) for key, error in errors.items()} == {"c": NoBucketError}

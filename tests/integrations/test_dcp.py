@@ -17,11 +17,12 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from casnap import Retention, Snapshot, StateDict, Store
+from casnap import Retention, Snapshot, StateDict, Store, release_memory
 from casnap.errors import StateError, UnsupportedTypeError
 from casnap.integrations.dcp import CasnapReader, CasnapWriter, install, uninstall
 from tests.support.bitwise import assert_same
@@ -240,6 +241,32 @@ def test_planners_that_change_what_they_are_given(tmp_path: Path) -> None:
     assert_same(found, {"x": torch.arange(4.0) * 2, "n": "55"})
 
 
+class Forgetful(DefaultSavePlanner):
+    """Makes plans of its own, without what the writer has put into them."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        if self._where == "global":
+            plans = [SavePlan(plan.items, planner_data=plan.planner_data) for plan in plans]
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        return SavePlan(plan.items) if self._where == "finish" else plan
+
+
+def test_planners_that_forget_what_the_writer_says(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    save(store, "a", {"x": {"y": 1}}, planner=Forgetful("global"))
+    assert store["a"].get_state_dict_for_key("x") == {"y": 1}
+    with pytest.raises(CheckpointException, match="has dropped storage_data"):
+        save(store, "b", {"x": {"y": 1}}, planner=Forgetful("finish"))
+
+
 # --- async ------------------------------------------------------------------------------------
 
 
@@ -261,12 +288,29 @@ def test_async_saves_with_a_kept_stager(tmp_path: Path) -> None:
     assert torch.equal(store["run/2"].read_object("x"), torch.full((1000,), 2.0))
 
 
-def test_an_async_save_without_a_stager(tmp_path: Path) -> None:
-    x = torch.zeros(1000)
-    pending: Any = dcp.async_save({"x": x}, storage_writer=CasnapWriter(tmp_path / "a"))
-    x += 1
-    pending.result()
-    assert not Snapshot(str(tmp_path / "a")).read_object("x").any()
+def test_async_saves_keep_the_memory_of_their_copies(tmp_path: Path) -> None:
+    release_memory()
+    x, pending = torch.zeros(1 << 20), []
+    for step in range(4):
+        writer = CasnapWriter(tmp_path / f"{step}")
+        saved: Any = dcp.async_save({"x": x}, storage_writer=writer)
+        x += 1  # what was copied is saved
+        # The last two go on at once, so they must not share their copies.
+        pending.append(saved)
+        if step < 2:
+            saved.result()
+    for saved in pending:
+        saved.result()
+    for step in range(4):
+        assert (Snapshot(str(tmp_path / f"{step}")).read_object("x") == step).all()
+    assert release_memory() >= x.nbytes
+
+
+def test_a_writer_that_saves_twice_at_once_copies_twice(tmp_path: Path) -> None:
+    writer, x = CasnapWriter(tmp_path / "a"), torch.ones(1000)
+    first, second = (writer.stage({"x": x}) for _ in range(2))
+    assert first["x"].data_ptr() != second["x"].data_ptr()
+    assert "_stager" not in writer.__getstate__()
 
 
 # --- what is refused, and bad input -----------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -115,15 +115,15 @@ def is_sharded(state: dict[str, Any], step: int) -> bool:
 
 
 def save_in_background(store: Store, kind: AsyncCheckpointerType) -> None:
-    """Save twice with one stager; the state changes once it is staged."""
+    """Save with a stager of the user's, then with the writer's; the state changes once staged."""
     stager, state = DefaultStager(StagingOptions(False, False, False, False)), sharded(0)
-    for step in range(2):
+    for step in range(3):
         pending: Any = dcp.async_save(
             {**state, "step": step},
             checkpoint_id=f"{kind.value} {step}",
             storage_writer=CasnapWriter(store),
             async_checkpointer_type=kind,
-            async_stager=stager,
+            async_stager=stager if step == 0 else None,
         )
         # What a process is to save, DCP hands over in the background.
         if kind is AsyncCheckpointerType.PROCESS:
@@ -157,13 +157,44 @@ def save_in_all_ways(folder: str) -> None:
     SavePlanner._cached_save_plan.clear()
 
 
+def save_in_a_group(folder: str) -> None:
+    """Save and load on the first and the last of three ranks, each with a part of a tensor."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return
+    mesh = DeviceMesh.from_group(group, "cpu")
+    rows = torch.arange(101.0).reshape(-1, 1)
+    state = {"w": distribute_tensor(rows, mesh, [Shard(0)])}
+    dcp.save(state, storage_writer=CasnapWriter(Path(folder, "a")), process_group=group)
+    wanted = state["w"].to_local().clone()
+    state["w"].to_local().zero_()
+    dcp.load(state, storage_reader=CasnapReader(Path(folder, "a")), process_group=group)
+    assert torch.equal(state["w"].to_local(), wanted)
+
+
+@pytest.mark.slow
+def test_a_group_that_is_not_the_world(world: Worlds, tmp_path: Path) -> None:
+    Store(tmp_path)
+    world(3).run(save_in_a_group, str(tmp_path))
+    snapshot = Store(tmp_path)["a"]
+    assert snapshot.world_size == 2
+    assert torch.equal(snapshot.read_object("w").flatten(), torch.arange(101.0))
+
+
 def save_one(store: Store, name: str, state: dict[str, Any], **options: Any) -> None:
     dcp.save(state, checkpoint_id=name, storage_writer=CasnapWriter(store), **options)
 
 
 def load_in_all_ways(folder: str) -> None:
     store, rank = Store(folder), dist.get_rank()
-    sources = {"thread 0": 0, "thread 1": 1, "cached 0": 0, "cached 1": 1, "cached 2": 2}
+    sources = {
+        "thread 0": 0,
+        "thread 1": 1,
+        "thread 2": 2,
+        "cached 0": 0,
+        "cached 1": 1,
+        "cached 2": 2,
+    }
     for name, step in sources.items():
         state = sharded(7)
         reader = CasnapReader(store, read_once=step != 1)
@@ -199,7 +230,7 @@ def test_async_saves_in_processes(world: Worlds, tmp_path: Path) -> None:
     store = Store(tmp_path)
     with world(2).fresh() as ranks:
         ranks.run(save_in_a_process, str(tmp_path))
-    for step in range(2):
+    for step in range(3):
         snapshot = store[f"process {step}"]
         assert snapshot.world_size == 2
         assert torch.equal(snapshot.read_object("w").flatten(), torch.arange(100_003.0) + step)

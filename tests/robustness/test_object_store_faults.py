@@ -25,8 +25,9 @@ from casnap.testing import (
     hang_up,
     stall,
 )
-from tests.support.faults import CHUNK, KEY, assert_holds, content, take
+from tests.support.faults import CHUNK, KEY, app_state, assert_holds, content, take
 from tests.support.object_stores import IMPATIENT, assert_bucket, store_in
+from tests.support.ranks import World
 from tests.support.servers import Bucket, Server
 
 pytestmark = pytest.mark.servers
@@ -64,6 +65,11 @@ def _take(bucket: Bucket, endpoint: str) -> None:
     take(store_in(bucket, endpoint), 3)
 
 
+def _async_take(bucket: Bucket, endpoint: str) -> None:
+    pending = store_in(bucket, endpoint).async_take(app_state(3), "step_3", metadata={"step": 3})
+    pending.wait()
+
+
 def _collect(bucket: Bucket, endpoint: str) -> None:
     store_in(bucket, endpoint).gc(grace=0)
 
@@ -89,13 +95,14 @@ def _copy_out(bucket: Bucket, endpoint: str) -> None:
 
 OPERATIONS: dict[str, Callable[[Bucket, str], None]] = {
     "take": _take,
+    "async_take": _async_take,
     "restore": _restore,
     "read_object": _read_object,
     "gc": _collect,
     "copy in": _copy_in,
     "copy out": _copy_out,
 }
-_WRITING_STEP_3 = ("take", "copy in")
+_WRITING_STEP_3 = ("take", "async_take", "copy in")
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +127,12 @@ def proxy(bucket: Bucket, known_proxy: FaultyProxy) -> FaultyProxy:
 
 def assert_all_is_well(bucket: Bucket, operation: str) -> None:
     """Check what is left after an operation that may have failed, and that all works again."""
-    assert_bucket(bucket, {0, 1}, maybe=3 if operation in _WRITING_STEP_3 else None)
+    maybe = 3 if operation in _WRITING_STEP_3 else None
+    assert_bucket(bucket, {0, 1}, maybe=maybe)
     store = store_in(bucket)
     take(store, 4)
     store.gc(grace=0)
-    assert_bucket(bucket, {0, 1, 4}, maybe=3 if operation in _WRITING_STEP_3 else None)
+    assert_bucket(bucket, {0, 1, 4}, maybe=maybe)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -184,6 +192,36 @@ def test_a_line_that_fails_at_random(
                 continue
     assert len(proxy.log) <= 3 * (60 + 8 * IMPATIENT["attempts"]), proxy.log
     assert_all_is_well(bucket, operation)
+
+
+def _ranks_take(bucket: Bucket, endpoint: str) -> str:
+    """Take on this rank; return the error that it ended with."""
+    try:
+        take(store_in(bucket, endpoint, create=False), 3)
+    except CasnapError as e:
+        return type(e).__name__
+    return ""
+
+
+@pytest.mark.parametrize("times", [2, None])
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "latency"])
+def test_ranks(
+    bucket: Bucket,
+    proxy: FaultyProxy,
+    world: Callable[[int], World],
+    fault: str,
+    times: int | None,
+) -> None:
+    """All ranks end alike: the snapshot is there for all of them, or each has an error."""
+    with proxy.during(FAULTS[fault](skip=6, times=times)):
+        raised = world(2).run(_ranks_take, bucket, proxy.url)
+    if times is not None:
+        assert raised == ["", ""]
+    assert set(raised) <= {"", "UnreachableError", "RankError"}
+    assert len(proxy.log) <= 2 * (60 + 8 * IMPATIENT["attempts"]), proxy.log
+    if "" in raised:
+        assert_bucket(bucket, {0, 1, 3})
+    assert_all_is_well(bucket, "take")
 
 
 @pytest.mark.parametrize("times", [2, None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -51,6 +52,16 @@ def put_segment(backend: RemoteDouble, segment: Segment) -> SegmentRef:
     return SegmentRef(ident, len(segment.records))
 
 
+def found_in(
+    backend: RemoteDouble, ref: SegmentRef, digests: list[Digest], nbytes: int = -1
+) -> Any:
+    """Return the places that a search in one segment finds."""
+    length = backend.size(segment_key(ref.id)) if nbytes < 0 else nbytes
+    found = search(backend, [ref], {SegmentId(ref.id): length}, digests)
+    assert all(ident == ref.id for where in found.values() for ident, _ in where)
+    return {digest: [place for _, place in where] for digest, where in found.items()}
+
+
 # --- the search alone ---
 
 
@@ -59,12 +70,11 @@ def test_every_record_is_found(tmp_path: Path) -> None:
     backend = RemoteDouble(str(tmp_path))
     segment = records_at_random(20_000)
     ref = put_segment(backend, segment)
-    lengths = {SegmentId(ref.id): backend.size(segment_key(ref.id))}
     order = sorted(segment.records, key=lambda record: record[0])
     asked = [order[0], order[-1], *order[:: len(order) // 50]]
     absent = Digest(os.urandom(32))
     for digest, place in asked:
-        found = search(backend, [ref], lengths, [digest, absent])
+        found = found_in(backend, ref, [digest, absent])
         assert found == {digest: [place], absent: []}
 
 
@@ -76,8 +86,7 @@ def test_all_places_of_a_digest_are_found(tmp_path: Path) -> None:
         (digest, msgspec.structs.replace(place, offset=place.offset + n)) for n in range(1, 2000)
     ]
     ref = put_segment(backend, Segment(segment.packs, segment.records + more))
-    lengths = {SegmentId(ref.id): backend.size(segment_key(ref.id))}
-    found = search(backend, [ref], lengths, [digest])[digest]
+    found = found_in(backend, ref, [digest])[digest]
     assert len(found) == 2000
 
 
@@ -100,7 +109,7 @@ def test_a_segment_of_another_length_is_passed_over(tmp_path: Path, length: int)
     segment = records_at_random(20_000)
     ref = put_segment(backend, segment)
     digest = segment.records[0][0]
-    assert search(backend, [ref], {SegmentId(ref.id): length}, [digest]) in (
+    assert found_in(backend, ref, [digest], length) in (
         {digest: []},
         # A length that could be is believed; what lies there has another digest.
         {digest: [segment.records[0][1]]},
@@ -145,6 +154,28 @@ def test_a_tensor_is_read_without_the_index(large: RemoteDouble) -> None:
     chunks = 2
     # The record, a look at the segment, two windows, the ids of the packs.
     assert large.count - chunks <= 6 + 4, large.log
+
+
+def test_chunks_of_a_tensor_are_looked_for_where_one_of_them_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not each of them in all segments; and where they were found is remembered."""
+    name = str(tmp_path)
+    backend = RemoteDouble(name)
+    state = {"m": StateDict(a=torch.randn(2_000_000))}
+    Store(backend, chunk_size=256 << 10).take(state, "first")
+    mixed_in(backend)
+    root = newest_root(backend)
+    more = [put_segment(backend, records_at_random(RECORDS, seed=n)) for n in range(1, 7)]
+    assert put_next_root(backend, root, segments=(*root.segments, *more)) is not None
+    (tmp_path / "another-host").mkdir()
+    monkeypatch.setenv("CASNAP_CACHE_DIR", str(tmp_path / "another-host"))
+    for most in (7 + 32 + 4, 0):
+        backend = RemoteDouble(name)
+        tensor = Store(backend)["first"].read_object("m/a")
+        assert torch.equal(tensor, state["m"]["a"])
+        looks = [key for kind, key in backend.log if key.startswith("index/")]
+        assert len(looks) <= most, len(looks)
 
 
 def test_a_record_that_lies_is_damage(large: RemoteDouble) -> None:

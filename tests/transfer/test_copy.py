@@ -203,7 +203,7 @@ class _StopError(Exception):
     pass
 
 
-def interrupted(source: Store, path: Path, after: int) -> None:
+def interrupted(source: Store, path: Path, after: int, part_bytes: int = CHUNK) -> None:
     """Copy one snapshot in small parts, until so many bytes were dealt with."""
 
     def stop(_what: str, done: int, _total: int) -> None:
@@ -211,7 +211,7 @@ def interrupted(source: Store, path: Path, after: int) -> None:
             raise _StopError
 
     chosen = [Chosen("step_0", "step_0", source.row("step_0"))]
-    options = CopyOptions(part_bytes=CHUNK)
+    options = CopyOptions(part_bytes=part_bytes)
     with pytest.raises(_StopError):
         copy_snapshots(source.objects, opened(path).objects, chosen, options, stop)
 
@@ -241,6 +241,21 @@ def test_an_unfinished_copy_is_kept_and_hidden(source: Store, tmp_path: Path) ->
     assert rest.sent_bytes < whole.sent_bytes - CHUNK
     assert unfinished(there) == []
     assert_copied(source, there, {"step_0"})
+
+
+def test_a_tensor_larger_than_a_part(tmp_path: Path) -> None:
+    source = Store(tmp_path / "source", chunk_size=CHUNK)
+    weight = torch.randn(30 * CHUNK // 4)
+    source.take({"state": StateDict(weight=weight)}, "step_0")
+    interrupted(source, tmp_path / "copy", 25 * CHUNK, part_bytes=10 * CHUNK)
+    there = Store(tmp_path / "copy")
+    there.gc(grace=0)
+    assert there.check(data=True).ok
+    report = source.copy(to=there)
+    assert (report.present_chunks, report.sent_chunks) == (20, 10 + 3)
+    assert torch.equal(there["step_0"].read_object("state/weight"), weight)
+    there.gc(grace=0)
+    assert_no_orphans(tmp_path / "copy")
 
 
 def test_an_abandoned_copy_is_dropped_by_the_collector(

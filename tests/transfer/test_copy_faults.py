@@ -225,7 +225,7 @@ class _Collector:
 
 
 @pytest.mark.parametrize("side", ["source", "destination"])
-@pytest.mark.parametrize("act", [fail(UnavailableError), lose_answer()], ids=["", "lost"])
+@pytest.mark.parametrize("act", [fail(UnavailableError), lose_answer()], ids=["cut", "lost"])
 def test_a_link_that_is_cut(
     tmp_path: Path, side: str, act: Callable[[object], object], record_property: Report
 ) -> None:

@@ -25,6 +25,7 @@ from tools.bench import (
     object_store,
     ranks,
     ranks_plan,
+    read_cache,
     read_object,
     restore,
     save,
@@ -53,6 +54,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "s3": (object_store.measure, object_store.WORKLOADS),
     "mirror": (mirror.measure, mirror.WORKLOADS),
     "copy": (copy.measure, copy.WORKLOADS),
+    "cache": (read_cache.measure, read_cache.WORKLOADS),
     "plan": (ranks_plan.measure, ranks_plan.WORKLOADS),
 }
 _QUICK_NAMES = {"10 GB": "1 GB", "50,000": "5,000"}

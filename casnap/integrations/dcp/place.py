@@ -71,11 +71,11 @@ def own_rank() -> int:
 
 
 def ranks_of(told: Sequence[object]) -> tuple[int, ...]:
-    """Return the ranks that work together.
+    """Return the ranks that work together, as the coordinator hears of them.
 
     Args:
-        told: For each, in order, its rank in the world. A rank that replays its cached plan has
-            told nothing; then the ranks are known only if they are the whole world.
+        told: For each, in order, its rank in the world; or anything else, where its planner has
+            not passed that on. Then the ranks are known only if they are the whole world.
 
     Raises:
         StateError: They are not known.
@@ -83,9 +83,34 @@ def ranks_of(told: Sequence[object]) -> tuple[int, ...]:
     ranks = tuple(rank for rank in told if isinstance(rank, int))
     if len(ranks) == len(told):
         return ranks
+    if len(told) == 1:
+        return (own_rank(),)
     if len(told) == dist.get_world_size():
         return tuple(range(len(told)))
     raise StateError(
-        "the plans of some ranks of this process group have changed since they were cached, and "
-        "DCP does not say which ranks these are; save without enable_plan_caching=True"
+        "the plans do not say which ranks of the world this process group has; save without "
+        "enable_plan_caching=True, and have planners keep storage_data, as dataclasses.replace does"
     )
+
+
+def checked_ranks(told: object, count: int | None = None) -> tuple[int, ...]:
+    """Return the ranks that a plan names.
+
+    Args:
+        told: What the coordinator has put into the plan.
+        count: How many ranks there are, if this is the coordinator.
+
+    Raises:
+        StateError: The plan does not name them, or is a plan of other ranks.
+    """
+    if not isinstance(told, tuple):
+        raise StateError(
+            "the planner's finish_plan() has dropped storage_data of the plan; have it keep that, "
+            "as dataclasses.replace does"
+        )
+    if own_rank() not in told or count not in (None, len(told)):
+        raise StateError(
+            "DCP replays a plan that it has cached in a save of other ranks; save without "
+            "enable_plan_caching=True"
+        )
+    return told

@@ -19,7 +19,7 @@ from torch.futures import Future
 from casnap.errors import NotAStoreError, SnapshotNotFoundError
 from casnap.integrations.dcp.load import PlanLoad
 from casnap.integrations.dcp.names import Stored, described
-from casnap.integrations.dcp.place import CheckpointId, Place, own_rank, ranks_of
+from casnap.integrations.dcp.place import CheckpointId, Place, checked_ranks, own_rank, ranks_of
 from casnap.opened import find
 from casnap.ranks.comm import join_ranks
 from casnap.restore.shared_reads import fetch_shared
@@ -117,7 +117,8 @@ class CasnapReader(StorageReader):
         """
         contents = self._contents
         assert contents is not None, "DCP reads the metadata first"
-        comm = join_ranks(plan.storage_data, self._timeout, f"the dcp.load of {self._place.id!r}")
+        ranks = checked_ranks(plan.storage_data)
+        comm = join_ranks(ranks, self._timeout, f"the dcp.load of {self._place.id!r}")
         fetch = partial(fetch_shared, comm, contents.objects)
         with comm, contents.reading():
             agreed = comm.broadcast_message(_Agreed(contents.row.commit, self._read_once), _Agreed)

@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from casnap.errors import StateError
-from casnap.integrations.dcp.place import CheckpointId, Place, own_rank, ranks_of
+from casnap.integrations.dcp.place import CheckpointId, Place, checked_ranks, own_rank, ranks_of
 from casnap.integrations.dcp.plan import planned
+from casnap.integrations.dcp.staging import KeptStager
 from casnap.opened import find_together
 from casnap.ranks.comm import join_ranks
 from casnap.runtime import calls
@@ -29,7 +30,7 @@ from casnap.store import Store
 from casnap.take.options import TakeOptions
 
 
-class CasnapWriter(StorageWriter):
+class CasnapWriter(KeptStager, StorageWriter):
     """Saves what DCP plans as a snapshot.
 
     Args:
@@ -112,13 +113,11 @@ class CasnapWriter(StorageWriter):
         Raises:
             CasnapError: This rank or another one failed; nothing was committed.
         """
-        ranks = plan.storage_data
-        if own_rank() not in ranks or self._plans not in (None, len(ranks)):
-            raise StateError(
-                "DCP replays a plan that it has cached in a save of other ranks; save without "
-                "enable_plan_caching=True"
-            )
-        self._save(ranks, plan, planner)
+        ranks = checked_ranks(plan.storage_data, self._plans)
+        try:
+            self._save(ranks, plan, planner)
+        finally:
+            self._give_back()
         done: Future[list[WriteResult]] = Future()
         sizes = ((item, item.tensor_storage_size() or 0) for item in plan.items)
         done.set_result([WriteResult(item.index, size, None) for item, size in sizes])

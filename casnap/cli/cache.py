@@ -1,0 +1,78 @@
+"""``casnap cache``."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import click
+
+from casnap.cli.output import Failure, emit, json_option, moment, quoted, safe, size, table
+from casnap.errors import nearest
+from casnap.runtime.environment import cache_folder
+from casnap.storage.chunk_cache import FOLDER, URI, CachedPack, cached_packs
+
+
+@click.command()
+@click.argument("store", required=False)
+@click.option("--clear", is_flag=True, help="Delete what is listed.")
+@json_option
+def cache(store: str | None, clear: bool, as_json: bool) -> None:
+    """Show, or clear, the chunks of remote stores that this host keeps.
+
+    Without STORE, lists all stores. STORE is a URI or an id of the list. Chunks are kept where
+    cache_bytes= or CASNAP_CACHE_BYTES asks for it. Processes that read the chunks meanwhile read
+    them from the store again.
+    """
+    base = cache_folder()
+    folder = None if base is None else base / FOLDER
+    packs = [] if folder is None else sorted(cached_packs(folder), key=attrgetter("store_id"))
+    stores = [_fields(list(group)) for _, group in groupby(packs, key=attrgetter("store_id"))]
+    if store is not None:
+        stores = _named(store, stores)
+    chosen = {fields["id"] for fields in stores}
+    if clear:
+        for pack in packs:
+            if pack.store_id in chosen:
+                pack.path.unlink(missing_ok=True)
+    total = sum(fields["bytes"] for fields in stores)
+    if as_json:
+        emit({"folder": str(folder or ""), "stores": stores, "bytes": total, "cleared": clear})
+        return
+    if stores:
+        rows = [
+            (safe(s["store"]), size(s["bytes"]), f"{s['packs']:,}", moment(s["used"]), s["id"])
+            for s in stores
+        ]
+        table(("STORE", "BYTES", "PACKS", "USED", "ID"), rows, numbers={"BYTES", "PACKS"})
+    what = "cleared" if clear else "cached"
+    click.echo(f"{size(total)} {what} in {safe(str(folder)) if folder else 'no folder'}")
+
+
+def _fields(packs: list[CachedPack]) -> dict[str, Any]:
+    """Return what is cached of one store, for JSON."""
+    first = packs[0]
+    return {
+        "store": _uri(first.path.parents[2]),
+        "id": first.store_id,
+        "bytes": sum(pack.nbytes for pack in packs),
+        "packs": len(packs),
+        "used": max(pack.used for pack in packs),
+    }
+
+
+def _uri(folder: Path) -> str:
+    try:
+        return (folder / URI).read_text("utf-8", "surrogateescape")
+    except OSError:
+        return "?"
+
+
+def _named(store: str, stores: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = [fields for fields in stores if store.rstrip("/") in (fields["store"], fields["id"])]
+    if not found:
+        hint = nearest(store, [fields["store"] for fields in stores])
+        raise Failure(f"nothing of {quoted(store)} is cached on this host{hint}")
+    return found

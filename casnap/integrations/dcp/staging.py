@@ -1,0 +1,99 @@
+"""The copies of ``dcp.async_save``: their memory is kept for the next save of this process.
+
+DCP copies a state before it saves it in the background. By default it takes fresh memory each time,
+which is several times slower than memory that is warm.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from casnap.runtime.buffers import on_release
+from casnap.runtime.fork import PerProcess
+
+
+def _new_stager() -> DefaultStager:
+    on_cuda = torch.cuda.is_available()
+    return DefaultStager(StagingOptions(on_cuda, False, False, on_cuda))
+
+
+class _Kept:
+    """A stager that no save uses; at most one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stager: DefaultStager | None = None
+
+    def take(self) -> DefaultStager:
+        """Return the stager that is kept, or a new one."""
+        with self._lock:
+            stager, self._stager = self._stager, None
+        if stager is not None:
+            return stager
+        return _new_stager()
+
+    def keep(self, stager: DefaultStager) -> None:
+        """Keep a stager whose copies nothing uses any more."""
+        with self._lock:
+            self._stager = stager
+
+    def give_up(self) -> int:
+        """Free the copies; return how many bytes they have."""
+        with self._lock:
+            stager, self._stager = self._stager, None
+        if stager is None:
+            return 0
+        copies: Any = stager._state_dict_stager._cached_storage_mapping
+        nbytes: int = sum(storage.nbytes() for storage in copies.values())
+        stager.close()
+        return nbytes
+
+
+_kept = PerProcess(_Kept)
+on_release(lambda: _kept.value.give_up())
+
+
+class KeptStager:
+    """The part of a writer that DCP uses as an ``AsyncStager``.
+
+    A save that fails before it writes loses its stager, so no two saves ever share memory.
+    """
+
+    _synchronize_after_execute = False
+    _stager: DefaultStager | None = None
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether ``dcp.async_save`` is to wait for the copy: it was made already."""
+        return False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a state; later changes do not show in it."""
+        if self._stager is None:
+            stager = self._stager = _kept.value.take()
+        else:
+            # The save before is not done, or has failed: then it is not known which are free.
+            stager, self._stager = _new_stager(), None
+        staged = stager.stage(state_dict)
+        assert isinstance(staged, dict)
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: ``stage`` returns when the copy is made."""
+
+    def close(self) -> None:
+        """Do nothing: the memory is freed with the tensors that were copied."""
+
+    def _give_back(self) -> None:
+        """Let the next save use the memory of this one."""
+        stager, self._stager = self._stager, None
+        if stager is not None:
+            _kept.value.keep(stager)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the copies out: what DCP sends to another process holds them already."""
+        return {key: value for key, value in vars(self).items() if key != "_stager"}

@@ -1,0 +1,317 @@
+"""A cache of chunks on the disk of this host, for stores on servers: a host fetches each byte once.
+
+What a pack holds at some offset stands at the same offset of a sparse file of the pack's name. Only
+the file system says what is there, for it knows the holes. What is read here is verified like all
+chunks, and what fails is read from the store. So a file may be torn, flipped, cut off or deleted at
+any time, by any process, and no write is synced. A lock serves only to keep the bound.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from casnap.backends import Backend, LocalBackend
+from casnap.backends.base import Target
+from casnap.backends.local import write_at
+from casnap.errors import BackendError, UnavailableError
+from casnap.format.records import Place, StoreConfig, id_from_name, pack_key
+from casnap.runtime.buffers import PAGE
+from casnap.runtime.environment import cache_bytes_asked, folder_for_chunks
+from casnap.runtime.fork import PerProcess
+from casnap.runtime.typing import override
+from casnap.storage.lmdb_files import BusyError, locked
+from casnap.storage.place_reads import ReadOptions, Want, read_places
+
+_log = logging.getLogger("casnap")
+FOLDER = "chunks"
+"""The folder of all this, in the folder for caches."""
+URI = "uri"
+"""The file that says where a store was."""
+# Packs that were used so few seconds ago stay. So a snapshot that is larger than the bound does not
+# push itself out while it is read, but keeps a part of itself.
+_YOUNG = 600.0
+# How many seconds old the time of use may be.
+_TOUCH = 60.0
+# How many seconds nothing is kept after there was no room, since that was found by counting files.
+_FULL = 5.0
+# How many seconds to wait for other writers; and how many to keep nothing, if one seems to hang.
+_PATIENCE, _BUSY = 5.0, 60.0
+_SECTOR = 512
+_stopping = PerProcess(threading.Lock)
+_COUNT_BYTES = 8
+
+Placed = list[tuple[Place, list[Want]]]
+
+
+class CachedPack(NamedTuple):
+    """What the cache has of a pack.
+
+    Attributes:
+        used: When it was used last, in seconds since the epoch.
+        nbytes: How many bytes it takes up on the disk.
+        path: The file.
+        store_id: The store of the pack.
+    """
+
+    used: float
+    nbytes: int
+    path: Path
+    store_id: str
+
+
+class _Files(LocalBackend):
+    """The files, read as those of a store on this host. Each failure is a miss."""
+
+    @override
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
+        try:
+            return super().read_into(key, targets)
+        except UnavailableError as e:
+            raise BackendError(str(e)) from e
+
+
+class ChunkCache:
+    """The cached chunks of one store.
+
+    Args:
+        folder: The folder of the cached chunks of all stores.
+        nbytes: How many bytes the files of all stores may take up.
+        store_id: The store. Copies of it share the cache: each chunk is verified.
+        uri: Where the store is; told to people.
+    """
+
+    def __init__(self, folder: Path, nbytes: int, store_id: str, uri: str) -> None:
+        self.nbytes = nbytes
+        self._all = folder
+        self._folder = folder / store_id
+        self._files = _Files(self._folder)
+        self._uri = uri
+        self._stopped = self._counted = False
+        self._pause_until = 0.0
+
+    # --- reading ---
+
+    def read(self, places: Placed, chunk_size: int, how: ReadOptions) -> Placed:
+        """Hand over the chunks that are here and whole; return the others."""
+        here, elsewhere = self._divide(places)
+        if here:
+            failed = read_places(self._files, chunk_size, here, how)
+            if failed:
+                _log.debug("%d cached chunks are not whole; %s", len(failed), failed[0].why)
+            elsewhere += [(unread.place, unread.wants) for unread in failed]
+        return elsewhere
+
+    def _divide(self, places: Placed) -> tuple[Placed, Placed]:
+        """Return the places that seem to be here, and the others."""
+        here: Placed = []
+        elsewhere: Placed = []
+        runs: dict[bytes, list[tuple[int, int]]] = {}
+        for found in places:
+            place = found[0]
+            if place.pack not in runs:
+                runs[place.pack] = self._runs(place.pack)
+            before = bisect_right(runs[place.pack], place.offset, key=lambda run: run[0]) - 1
+            is_here = before >= 0 and place.offset + place.stored <= runs[place.pack][before][1]
+            (here if is_here else elsewhere).append(found)
+        return here, elsewhere
+
+    def _runs(self, pack: bytes) -> list[tuple[int, int]]:
+        """Return where a pack's file has data, in order; note that it is used."""
+        try:
+            fd = os.open(self._path(pack), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return []
+        try:
+            if abs(time.time() - os.fstat(fd).st_mtime) > _TOUCH:
+                with suppress(OSError):
+                    os.utime(fd)
+            return list(_data_runs(fd))
+        except OSError:
+            return []
+        finally:
+            os.close(fd)
+
+    def _path(self, pack: bytes) -> Path:
+        return self._folder / pack_key(pack)
+
+    # --- writing ---
+
+    def keep(self, pack: bytes, start: int, content: memoryview) -> None:
+        """Cache a run of a pack, as far as there is room. Never raises an error of the disk.
+
+        Args:
+            pack: The pack.
+            start: Where the run begins, on a page.
+            content: The bytes, which were verified.
+        """
+        content = content[: self.nbytes // PAGE * PAGE]
+        if self._stopped or not content or time.monotonic() < self._pause_until:
+            return
+        try:
+            path = self._path(pack)
+            self._make_folders(path.parent)
+            # One after the other on this host, so that files can be counted at any time. A disk
+            # writes no faster by several at once, for they are large.
+            with locked(self._all / "used", _PATIENCE):
+                if self._has_room(len(content)):
+                    _write(path, start, content)
+                else:
+                    self._pause_until = time.monotonic() + _FULL
+        except BusyError as e:
+            _log.debug("not cached: %s", e)
+            self._pause_until = time.monotonic() + _BUSY
+        except FileNotFoundError as e:
+            # Another process deletes all this.
+            _log.debug("not cached: %s", e)
+        except OSError as e:
+            self._stop(e)
+
+    def _stop(self, error: OSError) -> None:
+        """Write no more, and warn, once."""
+        with _stopping.value:
+            before, self._stopped = self._stopped, True
+        if not before:
+            _log.warning(
+                "the read cache %s cannot be written (%s): this process reads on, and caches no "
+                "more chunks",
+                self._all,
+                error.strerror or error,
+            )
+
+    def _make_folders(self, folder: Path) -> None:
+        if folder.is_dir():
+            return
+        top = self._all.parent
+        # One by one, since what `parents` makes lets others look in.
+        for made in (top, self._all, self._folder, folder.parent, folder):
+            made.mkdir(mode=0o700, parents=made == top, exist_ok=True)
+        (self._folder / URI).write_text(self._uri, "utf-8", "surrogateescape")
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether there is room for so many bytes, which are then counted; make it if need be."""
+        count = self._all / "used"
+        known = count.read_bytes()
+        total = int.from_bytes(known, "little")
+        if len(known) != _COUNT_BYTES or not self._counted or total + nbytes > self.nbytes:
+            total = self._make_room(nbytes)
+            self._counted = True
+        fits = total + nbytes <= self.nbytes
+        # Before the write: if this process is killed, too many are counted, until the next time.
+        count.write_bytes((total + nbytes * fits).to_bytes(_COUNT_BYTES, "little"))
+        return fits
+
+    def _make_room(self, nbytes: int) -> int:
+        """Delete the packs that were used least recently; return how many bytes are left.
+
+        If there is no room, a sixteenth is made, so that files are not counted for each run.
+        """
+        packs = sorted(cached_packs(self._all))
+        total = sum(pack.nbytes for pack in packs)
+        if total + nbytes <= self.nbytes:
+            return total
+        most = self.nbytes - max(nbytes, self.nbytes // 16)
+        now = time.time()
+        for pack in packs:
+            if total <= most:
+                break
+            if not 0 <= now - pack.used < _YOUNG:
+                pack.path.unlink(missing_ok=True)
+                total -= pack.nbytes
+        return total
+
+
+def _write(path: Path, start: int, content: memoryview) -> None:
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        write_at(fd, content, start)
+    finally:
+        os.close(fd)
+
+
+def _data_runs(fd: int) -> Iterator[tuple[int, int]]:
+    """Yield where a file has data, in order; the whole file if the system cannot say that."""
+    stop, size = 0, os.fstat(fd).st_size
+    while stop < size:
+        try:
+            start = os.lseek(fd, stop, os.SEEK_DATA)
+            stop = os.lseek(fd, start, os.SEEK_HOLE)
+        except OSError as e:
+            if e.errno == errno.ENXIO:
+                # There is only a hole up to the end.
+                return
+            if e.errno != errno.EINVAL:
+                raise
+            start, stop = stop, size
+        yield start, stop
+
+
+# --- which stores have a cache ----------------------------------------------------------------
+
+
+class CacheRoom(NamedTuple):
+    """Where chunks are cached, and how many bytes they may take up."""
+
+    folder: Path
+    nbytes: int
+
+    def of(self, config: StoreConfig, backend: Backend) -> ChunkCache:
+        """Return the cache of one store."""
+        return ChunkCache(self.folder, self.nbytes, config.store_id, backend.uri)
+
+
+def room_for(backend: Backend, nbytes: int | None) -> CacheRoom | None:
+    """Return where the chunks of a store are cached; None for nowhere.
+
+    Args:
+        backend: Where the store is.
+        nbytes: The bound that the user gave; 0 for no cache, None for what the environment says.
+
+    Raises:
+        ValueError: The bound is negative, or the store is on this machine.
+        StoreError: The folder of the cache is another user's, or on a network file system.
+    """
+    if nbytes is not None and nbytes < 0:
+        raise ValueError(f"cache_bytes is a number of bytes, 0 or more; got {nbytes!r}")
+    if not backend.is_remote:
+        if nbytes:
+            raise ValueError(
+                f"cache_bytes is for a store on a server, but {backend.uri} is on this machine; "
+                "leave it out"
+            )
+        return None
+    asked = cache_bytes_asked() if nbytes is None else nbytes
+    folder = folder_for_chunks() if asked else None
+    return None if folder is None else CacheRoom(folder / FOLDER, asked)
+
+
+# --- what people see of it --------------------------------------------------------------------
+
+
+def cached_packs(folder: Path) -> Iterator[CachedPack]:
+    """Yield what there is of each pack; a file that is gone meanwhile is passed over."""
+    for store in _entries(folder):
+        if id_from_name(store.name) is None:
+            continue
+        for group in _entries(Path(store.path, "packs")):
+            for file in _entries(Path(group.path)):
+                with suppress(FileNotFoundError):
+                    found = file.stat(follow_symlinks=False)
+                    nbytes = found.st_blocks * _SECTOR
+                    yield CachedPack(found.st_mtime, nbytes, Path(file.path), store.name)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
