@@ -184,10 +184,14 @@ class OpenStore:
         there = self.mirror.destination()
         return OpenStore(there.objects, there.prefix)
 
+    @property
+    def on_commit(self) -> Callable[[], None] | None:
+        """What to call after each commit of a snapshot; None if there is no mirror."""
+        return None if self.mirror is None else self.mirror.wake
+
     def _completed(self, options: TakeOptions) -> TakeOptions:
         """Add to the options of a take what the store says."""
-        wake = None if self.mirror is None else self.mirror.wake
-        return replace(options, codec=self.codec, on_commit=wake)
+        return replace(options, codec=self.codec, on_commit=self.on_commit)
 
     def take(
         self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions

@@ -456,10 +456,12 @@ class Store(Upkeep):
         if there is not None:
             check_pair(self.objects, there.objects)
             chosen = [c._replace(target=there.full_name(c.target)) for c in chosen]
-        codec = None if there is None else there.codec_for_copies()
-        options = CopyOptions(codec, dry_run, skip_gone=len(chosen) > 1)
-        objects = None if there is None else there.objects
-        return copy_snapshots(self.objects, objects, chosen, options, progress)
+        options = CopyOptions(None, dry_run, skip_gone=len(chosen) > 1)
+        if there is None:
+            return copy_snapshots(self.objects, None, chosen, options, progress)
+        codec = there.codec_for_copies()
+        options = replace(options, codec=codec, on_commit=there.on_commit)
+        return copy_snapshots(self.objects, there.objects, chosen, options, progress)
 
 
 def _pinned(codec: str | None, *, compress: bool) -> Codec:

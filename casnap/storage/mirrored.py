@@ -12,18 +12,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from casnap.errors import MirrorError
-from casnap.format.records import INTERNAL, Root, Row, id_from_name
+from casnap.errors import DamagedError, MirrorError
+from casnap.format.records import INTERNAL, Root, Row
 from casnap.storage.objects import Objects
+from casnap.storage.roots import read_root
 from casnap.storage.settings import change_settings
 from casnap.storage.table import Table, change_table
 
 SETTING = "mirror"
-_LACKS = f"{INTERNAL}unmirrored"
-_REPLACES = f"{INTERNAL}replaces:"
-# A snapshot that is taken anew again and again, while the mirror cannot be reached, remembers so
-# many of those that it has replaced: the first, which the mirror may have, and the last ones.
-_MOST_REPLACED = 16
+UNMIRRORED = f"{INTERNAL}unmirrored"
+"""The tag of a snapshot that the mirror lacks."""
 # Nodes of tables.
 _MOST_KNOWN = 1 << 16
 _FROM = f"{INTERNAL}from:"
@@ -45,34 +43,7 @@ class MirrorPlace(NamedTuple):
 
 def is_unmirrored(row: Row) -> bool:
     """Whether the mirror still lacks a snapshot."""
-    return _LACKS in row.tags
-
-
-def taken_tags(old: Row | None) -> tuple[str, ...]:
-    """Return the tags of a snapshot that was just taken, and is to be mirrored.
-
-    Args:
-        old: The snapshot of the same name that it replaces.
-    """
-    return _lacking_tags([] if old is None else [*_replaced_tags(old), _replaces(old.commit)])
-
-
-def _lacking_tags(replaced: list[str]) -> tuple[str, ...]:
-    return (*replaced[:1], *replaced[1:][1 - _MOST_REPLACED :], _LACKS)
-
-
-def _replaces(commit: bytes) -> str:
-    return f"{_REPLACES}{commit.hex()}"
-
-
-def replaced_by(row: Row) -> frozenset[bytes]:
-    """Return the commit ids of the snapshots that a snapshot has replaced since it was mirrored."""
-    found = (id_from_name(tag.removeprefix(_REPLACES)) for tag in _replaced_tags(row))
-    return frozenset(commit for commit in found if commit is not None)
-
-
-def _replaced_tags(row: Row) -> list[str]:
-    return [tag for tag in row.tags if tag.startswith(_REPLACES)]
+    return UNMIRRORED in row.tags
 
 
 def origin_tags(row: Row, store_id: str) -> tuple[str, ...]:
@@ -90,6 +61,21 @@ def _origin(row: Row) -> tuple[str, int]:
     said = next((tag.removeprefix(_FROM) for tag in row.tags if tag.startswith(_FROM)), "")
     store_id, _, seq = said.partition(":")
     return store_id, int(seq) if seq.isascii() and seq.isdecimal() and len(seq) < 20 else -1
+
+
+def is_copy_of_own(objects: Objects, row: Row) -> bool:
+    """Whether a snapshot at a mirror is the copy of one that was taken in this store.
+
+    The number of its root here, and the commit id of that, prove it: roots are never removed, and
+    commit ids are random. So two stores that go on from copies of one each know what was theirs.
+    """
+    store_id, seq = _origin(row)
+    if store_id != objects.config.store_id or seq < 0:
+        return False
+    try:
+        return read_root(objects.backend, seq).commit == row.commit
+    except (FileNotFoundError, DamagedError):
+        return False
 
 
 def in_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
@@ -112,7 +98,7 @@ def in_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
 
 
 def _settled(row: Row) -> Row:
-    return msgspec.structs.replace(row, tags=row.user_tags)
+    return msgspec.structs.replace(row, tags=tuple(t for t in row.tags if t != UNMIRRORED))
 
 
 def settle(objects: Objects, mirrored: Mapping[str, bytes]) -> None:
@@ -127,16 +113,9 @@ def settle(objects: Objects, mirrored: Mapping[str, bytes]) -> None:
         changed: dict[str, Row | None] = {}
         for name, commit in mirrored.items():
             row = table.get(name)
-            if row is None or not is_unmirrored(row):
-                continue
-            replaced = _replaced_tags(row)
-            if row.commit == commit:
+            # It may have been taken anew meanwhile.
+            if row is not None and row.commit == commit and is_unmirrored(row):
                 changed[name] = _settled(row)
-            elif (held := _replaces(commit)) in replaced[1:] or len(replaced) == _MOST_REPLACED:
-                # It was taken anew meanwhile, maybe so often that this commit was forgotten. The
-                # first one of the list never is.
-                tags = _lacking_tags(list(dict.fromkeys([held, *replaced])))
-                changed[name] = msgspec.structs.replace(row, tags=(*tags, *row.user_tags))
         return changed
 
     change_table(objects, change)
@@ -211,13 +190,14 @@ def _below(place: MirrorPlace) -> str:
 
 def _tag_all(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
     return {
-        name: msgspec.structs.replace(row, tags=(*row.user_tags, *taken_tags(None)))
+        name: msgspec.structs.replace(row, tags=(UNMIRRORED, *row.tags))
         for name, row in rows
+        if not is_unmirrored(row)
     }
 
 
 def _tag_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
-    return {name: _settled(row) for name, row in rows if row.tags != row.user_tags}
+    return {name: _settled(row) for name, row in rows if is_unmirrored(row)}
 
 
 def detach(objects: Objects) -> bool:

@@ -70,8 +70,8 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
     row = table.get(name)
     if row is not None and not overwrite:
         raise SnapshotExistsError(
-            f"{uri} holds a snapshot {name!r} already; choose another name, delete it, or pass "
-            "overwrite=True"
+            f"{uri} holds a snapshot {name!r} already; choose another name, or delete it; a "
+            "take may also pass overwrite=True"
         )
     if row is not None and row.user_tags:
         raise SnapshotExistsError(
@@ -238,7 +238,6 @@ def untagged(row: Row, tags: Iterable[str]) -> Row:
 
 
 def _with_user_tags(row: Row, tags: Iterable[str]) -> Row:
-    # Those of casnap's own have an order that means something.
     own = (tag for tag in row.tags if tag not in row.user_tags)
     return msgspec.structs.replace(row, tags=(*own, *sorted(tags)))
 
