@@ -184,10 +184,14 @@ class OpenStore:
         there = self.mirror.destination()
         return OpenStore(there.objects, there.prefix)
 
+    @property
+    def on_commit(self) -> Callable[[], None] | None:
+        """What to call after each commit of a snapshot; None if there is no mirror."""
+        return None if self.mirror is None else self.mirror.wake
+
     def _completed(self, options: TakeOptions) -> TakeOptions:
         """Add to the options of a take what the store says."""
-        wake = None if self.mirror is None else self.mirror.wake
-        return replace(options, codec=self.codec, on_commit=wake)
+        return replace(options, codec=self.codec, on_commit=self.on_commit)
 
     def take(
         self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
@@ -233,12 +237,13 @@ def _open_again(
     again.codec = codec
     again.objects.marks = marks
     if mirror is not None:
+        # A worker that only reads has no use for it. A take begins it.
         again.mirror = open_mirror(again, mirror)
     return again
 
 
 def open_mirror(source: OpenStore, how: HowToMirror) -> Mirror:
-    """Return the mirror of a store, which begins to copy.
+    """Return the mirror of a store.
 
     Raises:
         CasnapError: It cannot be the mirror of this store.
@@ -280,9 +285,7 @@ def open_mirror(source: OpenStore, how: HowToMirror) -> Mirror:
     # On many ranks, rank 0 commits, and copies.
     has_ranks = distributed is not None and distributed.is_available()
     passive = has_ranks and distributed.is_initialized() and distributed.get_rank() != 0
-    mirror = Mirror(objects, how, found.backend.uri, open_there, passive=passive)
-    mirror.start()
-    return mirror
+    return Mirror(objects, how, found.backend.uri, open_there, passive=passive)
 
 
 def open_store(

@@ -26,6 +26,7 @@ from casnap.opened import (
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress, told_what
 from casnap.snapshot import PendingSnapshot, Snapshot
+from casnap.storage.mirrored import in_order
 from casnap.storage.retention import (
     PruneReport,
     Pruning,
@@ -119,6 +120,7 @@ class Store(Upkeep):
             uri.objects.marks = markers
             if how is not None:
                 uri.mirror = open_mirror(uri, how)
+                uri.mirror.start()
         self.opened = uri
         uri.note_store(self)
         self.objects = uri.objects
@@ -273,8 +275,8 @@ class Store(Upkeep):
         folder = self._folder(prefix)
         opened = self.opened
         rows = opened.read(lambda table: list(snapshots_in(table, folder)))
-        found = [Snapshot(Found(opened, opened.inner_name(name), row)) for name, row in rows]
-        return sorted(found, key=lambda s: s.seq)
+        named = [(opened.inner_name(name), row) for name, row in in_order(rows)]
+        return [Snapshot(Found(opened, name, row)) for name, row in named]
 
     def latest(self, prefix: str | None = None) -> Snapshot | None:
         """Return the snapshot that was committed last, or None if there is no snapshot.
@@ -287,7 +289,7 @@ class Store(Upkeep):
             StoreError: This store has no snapshot, and its mirror cannot be reached.
         """
         own = self.snapshots(prefix)
-        newest = max(own, key=lambda s: s.seq, default=None)
+        newest = own[-1] if own else None
         try:
             there = self.opened.at_mirror()
             other = None if there is None else Store(there).latest(prefix)
@@ -451,10 +453,12 @@ class Store(Upkeep):
         if there is not None:
             check_pair(self.objects, there.objects)
             chosen = [c._replace(target=there.full_name(c.target)) for c in chosen]
-        codec = None if there is None else there.codec_for_copies()
-        options = CopyOptions(codec, dry_run, skip_gone=len(chosen) > 1)
-        objects = None if there is None else there.objects
-        return copy_snapshots(self.objects, objects, chosen, options, progress)
+        options = CopyOptions(None, dry_run, skip_gone=len(chosen) > 1)
+        if there is None:
+            return copy_snapshots(self.objects, None, chosen, options, progress)
+        codec = there.codec_for_copies()
+        options = replace(options, codec=codec, on_commit=there.on_commit)
+        return copy_snapshots(self.objects, there.objects, chosen, options, progress)
 
 
 def _how_to_mirror(

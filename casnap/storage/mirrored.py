@@ -12,18 +12,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from casnap.errors import MirrorError
-from casnap.format.records import INTERNAL, Root, Row, id_from_name
+from casnap.errors import DamagedError, MirrorError
+from casnap.format.records import INTERNAL, Root, Row
 from casnap.storage.objects import Objects
+from casnap.storage.roots import read_root
 from casnap.storage.settings import change_settings
 from casnap.storage.table import Table, change_table
 
 SETTING = "mirror"
-_LACKS = f"{INTERNAL}unmirrored"
-_REPLACES = f"{INTERNAL}replaces:"
-# A snapshot that is taken anew again and again, while the mirror cannot be reached, remembers so
-# many of those that it has replaced: the first, which the mirror may have, and the last ones.
-_MOST_REPLACED = 16
+UNMIRRORED = f"{INTERNAL}unmirrored"
+"""The tag of a snapshot that the mirror lacks."""
 # Nodes of tables.
 _MOST_KNOWN = 1 << 16
 _FROM = f"{INTERNAL}from:"
@@ -45,44 +43,62 @@ class MirrorPlace(NamedTuple):
 
 def is_unmirrored(row: Row) -> bool:
     """Whether the mirror still lacks a snapshot."""
-    return _LACKS in row.tags
-
-
-def taken_tags(old: Row | None) -> tuple[str, ...]:
-    """Return the tags of a snapshot that was just taken, and is to be mirrored.
-
-    Args:
-        old: The snapshot of the same name that it replaces.
-    """
-    replaced: list[str] = []
-    if old is not None:
-        replaced = [*_replaced_tags(old), f"{_REPLACES}{old.commit.hex()}"]
-        del replaced[1 : max(1, len(replaced) - _MOST_REPLACED + 1)]
-    return (*replaced, _LACKS)
-
-
-def replaced_by(row: Row) -> frozenset[bytes]:
-    """Return the commit ids of the snapshots that a snapshot has replaced since it was mirrored."""
-    found = (id_from_name(tag.removeprefix(_REPLACES)) for tag in _replaced_tags(row))
-    return frozenset(commit for commit in found if commit is not None)
-
-
-def _replaced_tags(row: Row) -> list[str]:
-    return [tag for tag in row.tags if tag.startswith(_REPLACES)]
+    return UNMIRRORED in row.tags
 
 
 def origin_tags(row: Row, store_id: str) -> tuple[str, ...]:
     """Return the tags of the copy of a snapshot at a mirror: the user's, and where it is from."""
-    return tuple(sorted((*row.user_tags, f"{_FROM}{store_id}")))
+    return (f"{_FROM}{store_id}:{row.seq}", *row.user_tags)
 
 
 def origin_of(row: Row) -> str:
     """Return the id of the store that a snapshot at a mirror was copied from; empty if unknown."""
-    return next((tag.removeprefix(_FROM) for tag in row.tags if tag.startswith(_FROM)), "")
+    return _origin(row)[0]
+
+
+def _origin(row: Row) -> tuple[str, int]:
+    """Return the id of that store, and the number of the root there; -1 if unknown."""
+    said = next((tag.removeprefix(_FROM) for tag in row.tags if tag.startswith(_FROM)), "")
+    store_id, _, seq = said.partition(":")
+    return store_id, int(seq) if seq.isascii() and seq.isdecimal() and len(seq) < 20 else -1
+
+
+def is_copy_of_own(objects: Objects, row: Row) -> bool:
+    """Whether a snapshot at a mirror is the copy of one that was taken in this store.
+
+    The number of its root here, and the commit id of that, prove it: roots are never removed, and
+    commit ids are random. So two stores that go on from copies of one each know what was theirs.
+    """
+    store_id, seq = _origin(row)
+    if store_id != objects.config.store_id or seq < 0:
+        return False
+    try:
+        return read_root(objects.backend, seq).commit == row.commit
+    except (FileNotFoundError, DamagedError):
+        return False
+
+
+def in_order(rows: Iterable[tuple[str, Row]]) -> list[tuple[str, Row]]:
+    """Return snapshots in the order of their commits.
+
+    A mirror may get an old snapshot late, such as one that was damaged, or whose name was taken. So
+    those of one mirrored store take the places of one another, in the order of their commits there.
+    """
+    ordered = sorted(rows, key=lambda item: (item[1].seq, item[0]))
+    places: dict[str, list[int]] = {}
+    for at, (_, row) in enumerate(ordered):
+        store_id, seq = _origin(row)
+        if seq >= 0:
+            places.setdefault(store_id, []).append(at)
+    for at_places in places.values():
+        of_one = sorted((ordered[at] for at in at_places), key=lambda item: _origin(item[1])[1])
+        for at, item in zip(at_places, of_one, strict=True):
+            ordered[at] = item
+    return ordered
 
 
 def _settled(row: Row) -> Row:
-    return msgspec.structs.replace(row, tags=row.user_tags)
+    return msgspec.structs.replace(row, tags=tuple(t for t in row.tags if t != UNMIRRORED))
 
 
 def settle(objects: Objects, mirrored: Mapping[str, bytes]) -> None:
@@ -97,7 +113,7 @@ def settle(objects: Objects, mirrored: Mapping[str, bytes]) -> None:
         changed: dict[str, Row | None] = {}
         for name, commit in mirrored.items():
             row = table.get(name)
-            # If it was taken anew meanwhile, that row says that it has replaced this commit.
+            # It may have been taken anew meanwhile.
             if row is not None and row.commit == commit and is_unmirrored(row):
                 changed[name] = _settled(row)
         return changed
@@ -174,13 +190,14 @@ def _below(place: MirrorPlace) -> str:
 
 def _tag_all(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
     return {
-        name: msgspec.structs.replace(row, tags=(*row.user_tags, *taken_tags(None)))
+        name: msgspec.structs.replace(row, tags=(UNMIRRORED, *row.tags))
         for name, row in rows
+        if not is_unmirrored(row)
     }
 
 
 def _tag_none(rows: Iterable[tuple[str, Row]]) -> dict[str, Row | None]:
-    return {name: _settled(row) for name, row in rows if row.tags != row.user_tags}
+    return {name: _settled(row) for name, row in rows if is_unmirrored(row)}
 
 
 def detach(objects: Objects) -> bool:

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from heapq import nsmallest
@@ -21,7 +21,7 @@ import msgspec
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import Row
 from casnap.storage.contents import Contents
-from casnap.storage.mirrored import is_unmirrored
+from casnap.storage.mirrored import in_order, is_unmirrored
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table, change_table, snapshots_in, unmark
 
@@ -268,17 +268,17 @@ def judged(
         now: Seconds since the epoch.
         taken: The commit of the snapshot that was just taken. It is kept in any case.
     """
-    in_order = sorted(rows, key=lambda item: (item[1].seq, item[0]))
+    ordered = in_order(rows)
     runs: dict[str, list[tuple[str, Row]]] = defaultdict(list)
-    for name, row in in_order:
+    for name, row in ordered:
         runs[name.rpartition("/")[0]].append((name, row))
     reasons = {}
     for run in runs.values():
         reasons.update(retention.reasons(run, now))
-    for name, row in in_order:
+    for name, row in ordered:
         if row.commit == taken:
             reasons[name].append("just taken")
-    return [Verdict(name, row, tuple(reasons[name])) for name, row in in_order]
+    return [Verdict(name, row, tuple(reasons[name])) for name, row in ordered]
 
 
 class Pruning:
@@ -293,13 +293,19 @@ class Pruning:
         folder: Where the runs are; "" for the whole store.
         taken: The commit of a snapshot right in the folder that was just taken. It is kept, and
             only its run is judged.
+        judges: Whether to judge a snapshot at all; by default each one.
 
     Attributes:
         verdicts: The last verdicts.
     """
 
     def __init__(
-        self, objects: Objects, retention: Retention, folder: str, taken: bytes | None = None
+        self,
+        objects: Objects,
+        retention: Retention,
+        folder: str,
+        taken: bytes | None = None,
+        judges: Callable[[Row], bool] = lambda _: True,
     ) -> None:
         check_retention(retention)
         self._objects = objects
@@ -307,10 +313,11 @@ class Pruning:
         self._retention = retention
         self._folder = folder
         self._taken = taken
+        self._judges = judges
 
     def judge(self, table: Table) -> list[Verdict]:
         """Return the verdicts on the snapshots of a table."""
-        named = snapshots_in(table, self._folder)
+        named = ((n, row) for n, row in snapshots_in(table, self._folder) if self._judges(row))
         if self._taken is not None:
             named = ((n, row) for n, row in named if n.rpartition("/")[0] == self._folder)
         unread: set[str] = set()

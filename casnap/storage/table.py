@@ -70,8 +70,8 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
     row = table.get(name)
     if row is not None and not overwrite:
         raise SnapshotExistsError(
-            f"{uri} holds a snapshot {name!r} already; choose another name, delete it, or pass "
-            "overwrite=True"
+            f"{uri} holds a snapshot {name!r} already; choose another name, or delete it; a "
+            "take may also pass overwrite=True"
         )
     if row is not None and row.user_tags:
         raise SnapshotExistsError(
@@ -229,13 +229,17 @@ def tagged(row: Row, tags: Iterable[str]) -> Row:
         raise SnapshotError(
             f"a snapshot has at most {_MOST_TAGS} tags; with these it would have {len(every)}"
         )
-    return msgspec.structs.replace(row, tags=tuple(sorted({*row.tags, *every})))
+    return _with_user_tags(row, every)
 
 
 def untagged(row: Row, tags: Iterable[str]) -> Row:
     """Return a row without some tags."""
-    left = {*row.tags} - {*row.user_tags}.intersection(tags)
-    return msgspec.structs.replace(row, tags=tuple(sorted(left)))
+    return _with_user_tags(row, {*row.user_tags}.difference(tags))
+
+
+def _with_user_tags(row: Row, tags: Iterable[str]) -> Row:
+    own = (tag for tag in row.tags if tag not in row.user_tags)
+    return msgspec.structs.replace(row, tags=(*own, *sorted(tags)))
 
 
 def _checked_tag(tag: object) -> str:

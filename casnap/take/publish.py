@@ -11,7 +11,7 @@ import msgspec
 from casnap.format.records import Row, Stats, encode
 from casnap.storage.commit import publish
 from casnap.storage.handover import OtherRanks
-from casnap.storage.mirrored import taken_tags
+from casnap.storage.mirrored import UNMIRRORED
 from casnap.storage.objects import Objects
 from casnap.storage.retention import Pruning, Retention, prune
 from casnap.storage.table import mark, setting
@@ -75,7 +75,7 @@ class Publication:
                     world_size=self.world_size,
                     stats=Stats(built.logical_bytes, new_bytes, built.entries, duration),
                     metadata=dict(self.options.metadata or {}),
-                    tags=taken_tags(old) if mirrored else (),
+                    tags=(UNMIRRORED,) if mirrored else (),
                 )
             )
             return made[-1]

@@ -39,9 +39,9 @@ from casnap.storage.mirrored import (
     Lacking,
     MirrorPlace,
     attach,
+    is_copy_of_own,
     origin_of,
     origin_tags,
-    replaced_by,
     settle,
 )
 from casnap.storage.objects import Objects
@@ -255,9 +255,9 @@ class Mirror:
     def _copy(self, there: Destination, name: str, row: Row) -> bool:
         """Copy one snapshot; return whether the mirror holds it."""
         target = f"{there.prefix}/{name}" if there.prefix else name
-        tags = origin_tags(row, self._source.config.store_id)
-        sent = msgspec.structs.replace(row, tags=tags)
-        chosen = Chosen(name, target, sent, replaced_by(row))
+        store_id = self._source.config.store_id
+        sent = msgspec.structs.replace(row, tags=origin_tags(row, store_id))
+        chosen = Chosen(name, target, sent, self._replaceable(there.objects, target))
         options = CopyOptions(there.codec)
         try:
             copy_snapshots(self._source, there.objects, [chosen], options, self._check_stopped)
@@ -272,8 +272,17 @@ class Mirror:
             return False
         if (retention := self.how.retention) is not None:
             folder = target.rpartition("/")[0]
-            prune(there.objects, Pruning(there.objects, retention, folder, row.commit))
+            # What others have put there is theirs.
+            own = lambda found: origin_of(found) == store_id  # noqa: E731
+            prune(there.objects, Pruning(there.objects, retention, folder, row.commit, own))
         return True
+
+    def _replaceable(self, there: Objects, target: str) -> frozenset[bytes]:
+        """Return the commit id of the snapshot at the mirror that one of this store may replace."""
+        row = there.current(lambda root: there.table(root).get(target), there.recent)
+        if row is None or not is_copy_of_own(self._source, row):
+            return frozenset()
+        return frozenset({row.commit})
 
     def _check_stopped(self, _what: str, _done: int, _total: int) -> None:
         if self._stopped:

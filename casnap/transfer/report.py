@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,12 +38,15 @@ class CopyOptions:
         skip_gone: Pass over snapshots that are deleted from the source meanwhile.
         part_bytes: Commit what was sent when it is about so many bytes, so that a repeat goes on
             from there.
+        on_commit: Called after each snapshot is committed; it is then noted as one that the mirror
+            of the destination lacks.
     """
 
     codec: Codec | None = None
     dry_run: bool = False
     skip_gone: bool = False
     part_bytes: int = PART_BYTES
+    on_commit: Callable[[], None] | None = None
 
 
 @dataclass

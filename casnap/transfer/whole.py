@@ -15,6 +15,7 @@ from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import Change, publish
 from casnap.storage.contents import Contents
 from casnap.storage.copying import codec_of, copy_verified, one_at_a_time
+from casnap.storage.mirrored import UNMIRRORED
 from casnap.storage.objects import Objects
 from casnap.storage.references import digest_in
 from casnap.storage.relied_packs import COLLECTED, ReliedPacks
@@ -166,6 +167,8 @@ class WholeCopy:
         except _CopiedMeanwhileError:
             return False
         mark(destination, self._chosen.target, row)
+        if self._options.on_commit is not None:
+            self._options.on_commit()
         return True
 
     def _part(self, destination: Objects, crew: Crew) -> Row | None:
@@ -223,6 +226,7 @@ class WholeCopy:
         # A row that does not fit its manifest is found here, not by readers of the copy.
         metadata, _ = contents.metadata, contents.manifest
         made: list[Row] = []
+        noted = () if self._options.on_commit is None else (UNMIRRORED,)
 
         def change(table: Table, seq: int) -> dict[str, Row | None]:
             self._check_missing(transaction, table)
@@ -239,6 +243,7 @@ class WholeCopy:
                     stats=stats,
                     metadata=metadata,
                     metadata_node=b"",
+                    tags=(*noted, *chosen.row.tags),
                 )
             )
             changes: dict[str, Row | None] = {chosen.target: made[-1]}

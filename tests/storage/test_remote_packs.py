@@ -128,7 +128,7 @@ def test_packs_are_read_together(tmp_path: Path) -> None:
     for n in range(3):
         store.take({"m": StateDict(a=torch.full((8 << 20,), float(n)).cumsum(0))}, f"{n}")
     backend = RemoteDouble(name)
-    backend.latency = 0.02
+    backend.latency = 0.3
     wanted = torch.full((8 << 20,), 2.0).cumsum(0)
     assert torch.equal(Store(backend)["2"].read_object("m/a"), wanted)
     assert backend.most_at_once == SLOTS
@@ -141,7 +141,7 @@ def test_many_small_reads_run_together(tmp_path: Path) -> None:
     for n in range(30):
         store.take({"m": StateDict(**{f"w{i}": t for i, t in enumerate(drawn[: n + 1])})}, f"{n}")
     backend = RemoteDouble(name)
-    backend.latency = 0.005
+    backend.latency = 0.05
     target = {"m": StateDict(**{f"w{i}": torch.zeros(2000) for i in range(30)})}
     Store(backend)["29"].restore(target)
     assert all(torch.equal(target["m"][f"w{i}"], t) for i, t in enumerate(drawn))

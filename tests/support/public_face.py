@@ -28,6 +28,7 @@ from casnap.maintenance.usage import Usage
 from casnap.restore.report import RestoreReport
 from casnap.snapshot import EntriesByPath, SnapshotMetadata
 from casnap.storage.retention import PruneReport
+from casnap.transfer.mirror_report import MirrorStatus
 from casnap.transfer.report import CopyReport
 
 RECORD = Path(__file__).parent.parent / "fixtures" / "public_face.json"
@@ -43,6 +44,7 @@ ANSWERS = (
     EntriesByPath,
     RestoreReport,
     PruneReport,
+    MirrorStatus,
     GcReport,
     CheckReport,
     RepairReport,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from casnap.errors import (
 )
 from casnap.storage.creation import create_store
 from casnap.testing import Fault, FaultyBackend, fail
+from casnap.transfer.whole import WholeCopy
 from tests.support.cli_calls import document, failure, invoke, process
 from tests.support.copies import assert_copied
 from tests.support.faults import CHUNK, app_state, assert_holds, take
@@ -168,6 +170,31 @@ def test_it_may_be_overwritten_or_deleted(tmp_path: Path, there: FaultyBackend) 
     assert names(copy) == ["step_0"]
 
 
+def test_it_is_overwritten_often_while_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit that the mirror gets in the end is its own, however many followed meanwhile."""
+    begun, may_end = threading.Event(), threading.Event()
+    finish = WholeCopy._finish
+
+    def slowly(self: WholeCopy, *args: Any) -> Any:
+        begun.set()
+        assert may_end.wait(60)
+        return finish(self, *args)
+
+    store = mirrored(tmp_path / "here", tmp_path / "there")
+    store.take(app_state(0), "last")
+    store.wait_mirrored(60)
+    monkeypatch.setattr(WholeCopy, "_finish", slowly)
+    store.take(app_state(1), "last", overwrite=True)
+    assert begun.wait(60)
+    for step in range(2, 24):
+        store.take(app_state(step), "last", overwrite=True)
+    may_end.set()
+    store.wait_mirrored(60)
+    assert_holds(Store(tmp_path / "there")["last"], 23)
+
+
 def test_tags_of_its_own(tmp_path: Path, there: FaultyBackend) -> None:
     store = mirrored(tmp_path / "here", there)
     with there.during(DEAD):
@@ -203,6 +230,27 @@ def test_each_side_has_its_own_retention(tmp_path: Path) -> None:
     # One that was pruned there is not copied again, one that was pruned here stays there.
     assert names(copy) == ["step_3", "step_4"]
     assert names(store) == ["step_3", "step_4"]
+
+
+def test_a_snapshot_that_is_mirrored_late_is_no_newer(tmp_path: Path) -> None:
+    """Neither for the retention of the mirror, nor for who resumes from it."""
+    take(Store(tmp_path / "there", chunk_size=CHUNK), 1)
+    Store(tmp_path / "there").tag("step_1", "x")
+    store = mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=LAST)
+    for step in (1, 2, 3):
+        take(store, step)
+    with pytest.raises(MirrorError, match="step_1"):
+        store.wait_mirrored()
+    copy = Store(tmp_path / "there")
+    copy.delete("step_1")
+    store.wait_mirrored(60)
+    assert names(copy) == ["step_1", "step_3"]
+    latest = copy.latest()
+    assert latest is not None
+    assert latest.name == "step_3"
+    take(store, 4)
+    store.wait_mirrored(60)
+    assert names(copy) == ["step_4"]
 
 
 # --- a mirror that fails --------------------------------------------------------------------------
@@ -280,17 +328,72 @@ def test_two_stores_never_overwrite_one_another(tmp_path: Path) -> None:
     assert names(copy) == ["step_1", "step_2", "step_3"]
 
 
-def test_a_lost_memory_is_no_permission(tmp_path: Path) -> None:
-    """What was deleted here and taken anew does not replace the copy: nothing says that it may."""
+def test_what_is_taken_anew_replaces_its_own_copy(tmp_path: Path) -> None:
+    """Also what was deleted or pruned here, or overwritten by a store without the mirror."""
     store = mirrored(tmp_path / "here", tmp_path / "there")
-    take(store, 1)
+    copy = Store(tmp_path / "there")
+    for step in (1, 2, 3):
+        take(store, step)
     store.wait_mirrored(60)
     store.delete("step_1")
-    store.take(app_state(7), "step_1")
-    with pytest.raises(MirrorError, match="or delete the one"):
-        store.wait_mirrored()
-    Store(tmp_path / "there").delete("step_1")
+    store.prune(LAST)
+    Store(tmp_path / "here").take(app_state(7), "step_3", overwrite=True)
+    for step in (1, 2, 3):
+        store.take(app_state(step + 10), f"step_{step}", overwrite=step == 3)
     store.wait_mirrored(60)
+    for step in (1, 2, 3):
+        assert_holds(copy[f"step_{step}"], step + 10)
+
+
+def test_copies_of_a_store_do_not_replace_each_others(tmp_path: Path) -> None:
+    """Though they have one id, and number their roots alike."""
+    here = mirrored(tmp_path / "here", tmp_path / "there")
+    take(here, 1)
+    here.wait_mirrored(60)
+    assert here.mirror is not None
+    here.mirror.stop()
+    shutil.copytree(tmp_path / "here", tmp_path / "twin")
+    twin = mirrored(tmp_path / "twin", tmp_path / "there")
+    here = mirrored(tmp_path / "here", tmp_path / "there")
+    here.take(app_state(2), "step_2")
+    here.wait_mirrored(60)
+    twin.take(app_state(22), "step_2")
+    with pytest.raises(MirrorError, match="step_2"):
+        twin.wait_mirrored()
+    # What was taken before they parted is both theirs.
+    twin.take(app_state(11), "step_1", overwrite=True)
+    with pytest.raises(MirrorError, match="step_2"):
+        twin.wait_mirrored()
+    copy = Store(tmp_path / "there")
+    assert_holds(copy["step_1"], 11)
+    assert_holds(copy["step_2"], 2)
+
+
+def test_retention_at_the_mirror_leaves_what_others_put_there(tmp_path: Path) -> None:
+    other = mirrored(tmp_path / "other", tmp_path / "there")
+    take(other, 1)
+    other.wait_mirrored(60)
+    take(Store(tmp_path / "there"), 2)
+    store = mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=LAST)
+    take(store, 3)
+    take(store, 4)
+    store.wait_mirrored(60)
+    assert names(Store(tmp_path / "there")) == ["step_1", "step_2", "step_4"]
+
+
+def test_what_is_copied_into_a_store_is_mirrored(tmp_path: Path, there: FaultyBackend) -> None:
+    source = Store(tmp_path / "source", chunk_size=CHUNK)
+    take(source, 1)
+    store = mirrored(tmp_path / "here", there)
+    with there.during(DEAD):
+        source.copy(to=store)
+        store.prune(Retention(keep_last=1))
+        assert not source.copy(to=store).copied
+        assert store.mirror is not None
+        assert store.mirror.status().snapshots == 1
+    store.wait_mirrored(60)
+    assert_holds(Store(tmp_path / "there")["step_1"], 1)
+    assert store.row("step_1").tags == ()
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -440,18 +440,16 @@ def test_the_command_follows_until_it_is_told_to_end(tmp_path: Path, number: int
 
 
 def test_threads_end_with_the_store(tmp_path: Path) -> None:
-    # Stores of earlier tests may still wait for the cyclic collector.
-    before = threading.enumerate()
+    before = set(threading.enumerate())
     store = mirrored(tmp_path)
     take(store, 0)
     store.wait_mirrored(60)
-    watchers = [t for t in threading.enumerate() if t.name == "casnap-mirror" and t not in before]
-    assert watchers
+    watchers = [t for t in set(threading.enumerate()) - before if t.name == "casnap-mirror"]
+    assert len(watchers) == 1
     assert store.mirror is not None
     store.mirror.stop()
-    for thread in watchers:
-        thread.join(60)
-        assert not thread.is_alive()
+    watchers[0].join(60)
+    assert not watchers[0].is_alive()
 
 
 @pytest.mark.servers

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from casnap import Store
+from casnap.testing import FaultyProxy
 from tests.support.servers import Bucket
 
 SCRIPT = """
@@ -62,6 +63,11 @@ if verb == "alone":
     train(20, None)
 if verb == "train":
     train(10**9, Store(folder, **mirror))
+if verb == "read":
+    reach = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
+    store = Store(os.environ["BUCKET"], create=False, storage_options=reach, cache_bytes=1 << 30)
+    weight = store["step_0020"].read_object("model/0.weight")
+    print("read", hashlib.sha256(weight.numpy().tobytes()).hexdigest(), flush=True)
 if verb == "resume":
     store = Store(folder, **mirror)
     train(20, store)
@@ -72,12 +78,13 @@ if verb == "resume":
 class Host:
     """A machine of its own, as far as casnap can tell."""
 
-    def __init__(self, folder: Path, bucket: Bucket) -> None:
+    def __init__(self, folder: Path, bucket: Bucket, endpoint: str | None = None) -> None:
         self.store = folder / "store"
         (folder / "cache").mkdir(parents=True)
         self._environment = {
             **os.environ,
             **bucket.environment,
+            **({} if endpoint is None else {"AWS_ENDPOINT_URL": endpoint}),
             "BUCKET": f"{bucket.uri}/run",
             "CASNAP_CACHE_DIR": str(folder / "cache"),
             "HOME": str(folder),
@@ -117,6 +124,17 @@ def test_three_hosts(bucket: Bucket, tmp_path: Path) -> None:
     assert [weights] == alone.run("alone")
     assert there["step_0020"].world_size == 1
     assert there.check(data=True).ok
+
+    # The third host reads a tensor in two processes. The second one asks for none of its bytes.
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        third = Host(tmp_path / "third", bucket, proxy.url)
+        reads, packs = [], []
+        for _ in range(2):
+            proxy.log.clear()
+            reads.append(third.run("read"))
+            packs.append(sum("/packs/" in str(request) for request in proxy.log))
+    assert reads[0] == reads[1]
+    assert packs[0] > packs[1] == 0
 
     # The first host comes back: it brings what only it has, and hides nothing of the second one.
     late = Store(first.store, mirror=f"{bucket.uri}/run", mirror_options=bucket.storage_options)
