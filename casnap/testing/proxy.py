@@ -279,7 +279,9 @@ class FaultyProxy:
     def _forget(self) -> None:
         """Close the sockets that a fork has copied: a connection ends when nobody has it open."""
         for each in (*self._sockets, self._holder):
-            os.close(each.detach())
+            # A thread may have closed one just before the fork.
+            with suppress(OSError):
+                os.close(each.detach())
 
 
 def _through(act: Callable[[Any], Any], exchange: Exchange, *body: bytes) -> Any:

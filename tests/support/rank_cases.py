@@ -274,7 +274,7 @@ def do(
 
     if verb == "restore":
         snapshot = store["base"]
-        snapshot.restore(state, progress=report, timeout=timeout)
+        snapshot.restore(state, progress=report, read_once=True, timeout=timeout)
         assert_holds(state, 0)
         return snapshot.commit_id
     how: dict[str, Any] = {"replicated": ["declared/**"], "progress": report, "timeout": timeout}
