@@ -16,7 +16,6 @@ from click.testing import CliRunner
 from casnap import Snapshot, StateDict, Store
 from casnap.cli import cli
 from casnap.errors import (
-    BackendError,
     CasnapError,
     InvalidNameError,
     NotAStoreError,
@@ -467,14 +466,6 @@ def test_modes_and_group_follow_the_folder_of_the_store(
         expected = given if path.is_dir() else given & 0o666
         assert oct(stat.S_IMODE(found.st_mode)) == oct(expected), path
         assert found.st_gid == group, path
-
-
-def test_a_wrong_option_is_no_damage() -> None:
-    """Neither the first time, nor later, when another call may be the first one that fails."""
-    options = {"key": "key", "secret": "secret", "no_such_option": 1}
-    for _ in range(4):
-        with pytest.raises(BackendError, match=r"wrong storage_options.*no_such_option"):
-            Store("s3://bucket/run", storage_options=options)
 
 
 def test_two_users_of_one_group_share_a_store(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from casnap import Snapshot, StateDict, Store
-from casnap.errors import CasnapError, InvalidNameError, NotAStoreError
+from casnap.errors import BackendError, CasnapError, InvalidNameError, NotAStoreError
 from casnap.storage.uris import snapshot_uri, store_uri
 
 
@@ -107,3 +107,11 @@ def test_what_looks_like_a_uri_is_no_local_path(text: str) -> None:
     with pytest.raises(NotAStoreError, match="is no scheme") as caught:
         store_uri(text)
     assert "secret" not in str(caught.value)
+
+
+def test_a_wrong_option_is_no_damage() -> None:
+    """Neither the first time, nor later, when another call may be the first one that fails."""
+    options = {"key": "key", "secret": "secret", "no_such_option": 1}
+    for _ in range(4):
+        with pytest.raises(BackendError, match=r"wrong storage_options.*no_such_option"):
+            Store("s3://bucket/run", storage_options=options)

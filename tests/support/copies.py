@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from casnap import Store
 from casnap.backends import Backend
@@ -67,3 +68,13 @@ def assert_copied(source: Place, destination: Place, names: set[str] | None = No
             assert_equal(dict(next(iter(state.values()))), content(step))
     for store in (here, there):
         assert store.check(data=True).ok
+
+
+def mirrored(place: Path, mirror: Any, **options: Any) -> Store:
+    """Return a store that has a mirror."""
+    return Store(place, chunk_size=CHUNK, mirror=mirror, **options)
+
+
+def names(store: Store) -> list[str]:
+    """Return the names of the snapshots of a store."""
+    return [s.name for s in store.snapshots()]

@@ -11,50 +11,22 @@ from typing import Any
 
 import pytest
 
-import casnap.transfer.mirror
-import casnap.transfer.patience
 from casnap import Retention, StateDict, Store
-from casnap.backends import LocalBackend, MemoryBackend
 from casnap.errors import (
     BackendError,
     InvalidNameError,
     MirrorError,
-    NotAStoreError,
     SnapshotExistsError,
     SnapshotNotFoundError,
-    StoreError,
 )
-from casnap.storage.creation import create_store
 from casnap.testing import Fault, FaultyBackend, fail
 from casnap.transfer.whole import WholeCopy
-from tests.support.cli_calls import document, failure, invoke, process
-from tests.support.copies import assert_copied
+from tests.support.cli_calls import document, invoke, process
+from tests.support.copies import assert_copied, mirrored, names
 from tests.support.faults import CHUNK, app_state, assert_holds, take
 
 DEAD = Fault(fail(), times=None)
 LAST = Retention(keep_last=1)
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have mirrors try again soon."""
-    monkeypatch.setattr(casnap.transfer.patience, "_FIRST", 0.02)
-    monkeypatch.setattr(casnap.transfer.patience, "_LONGEST", 0.05)
-    monkeypatch.setattr(casnap.transfer.mirror, "_LOOK", 0.1)
-
-
-@pytest.fixture
-def there(tmp_path: Path) -> FaultyBackend:
-    """Return where a mirror can be that fails as it is told."""
-    return FaultyBackend(LocalBackend(tmp_path / "there"))
-
-
-def mirrored(place: Path, mirror: Any, **options: Any) -> Store:
-    return Store(place, chunk_size=CHUNK, mirror=mirror, **options)
-
-
-def names(store: Store) -> list[str]:
-    return [s.name for s in store.snapshots()]
 
 
 def lacking(store: Store) -> int:
@@ -431,88 +403,3 @@ def test_latest_while_the_mirror_fails(tmp_path: Path, there: FaultyBackend) -> 
             store.latest()
         take(store, 1)
         assert store.latest().name == "step_1"  # type: ignore[union-attr]
-
-
-# --- which store is the mirror --------------------------------------------------------------------
-
-
-def test_another_store_in_place_of_the_mirror(tmp_path: Path) -> None:
-    store = mirrored(tmp_path / "here", tmp_path / "there")
-    take(store, 1)
-    store.wait_mirrored(60)
-    there = Store(tmp_path / "there").id
-    shutil.move(tmp_path / "there", tmp_path / "moved")
-    with pytest.raises(MirrorError, match=f"(?s){there}.*no store.*mirror=none"):
-        mirrored(tmp_path / "here", tmp_path / "there")
-    assert not (tmp_path / "there").exists()
-    # It is known by its id, wherever it is.
-    mirrored(tmp_path / "here", tmp_path / "moved").wait_mirrored(60)
-    other = Store(tmp_path / "there", chunk_size=CHUNK).id
-    with pytest.raises(MirrorError, match=f"{there}.*{other}"):
-        mirrored(tmp_path / "here", tmp_path / "there")
-    assert names(Store(tmp_path / "there")) == []
-    shown = invoke("config", tmp_path / "here").stdout
-    assert shown == f"codec=raw\nmirror={tmp_path / 'there'}\n"
-    assert invoke("config", tmp_path / "here", "mirror=none").stdout == "codec=raw\n"
-    mirrored(tmp_path / "here", tmp_path / "there").wait_mirrored(60)
-    assert names(Store(tmp_path / "there")) == ["step_1"]
-    wrong = failure("config", tmp_path / "here", "codec=zstd", "mirror=x", status=2)
-    assert "mirror can only be" in wrong
-    assert store.settings["codec"] == "raw"
-
-
-def test_forgetting_a_mirror_frees_what_it_lacks(tmp_path: Path, there: FaultyBackend) -> None:
-    store = mirrored(tmp_path / "here", there)
-    store.wait_mirrored(60)
-    with there.during(DEAD):
-        for step in range(3):
-            take(store, step)
-        assert store.mirror is not None
-        store.mirror.stop()
-        assert Store(tmp_path / "here").configure(mirror="none")
-        store.prune(LAST)
-    assert names(store) == ["step_2"]
-    assert store.settings == {"codec": "raw"}
-
-
-def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
-    store = Store(tmp_path / "here", chunk_size=CHUNK)
-    take(store, 1)
-    (tmp_path / "file").write_text("x")
-    Store(tmp_path / "large", chunk_size=1 << 20)
-    create_store(LocalBackend(tmp_path / "old"), chunk_size=CHUNK, asked=True, version=1)
-    shutil.copytree(tmp_path / "here", tmp_path / "copied")
-    bad: dict[Any, tuple[type[Exception], str]] = {
-        tmp_path / "here": (MirrorError, "itself, or a copy"),
-        tmp_path / "copied": (MirrorError, "itself, or a copy"),
-        tmp_path / "here/run": (MirrorError, "itself, or a copy"),
-        tmp_path / "file": (NotAStoreError, "is a file"),
-        tmp_path / "large": (StoreError, "chunks of"),
-        "ftpx://nowhere/x": (StoreError, "ftpx"),
-        "": (NotAStoreError, "empty path"),
-        7: (TypeError, "path or URI"),
-    }
-    for place, (kind, text) in bad.items():
-        with pytest.raises(kind, match=text):
-            mirrored(tmp_path / "here", place)
-    assert store.settings == {"codec": "raw"}
-    with pytest.raises(MirrorError, match="is a view of"):
-        mirrored(tmp_path / "here/run", tmp_path / "there")
-    with pytest.raises(StoreError, match="casnap upgrade"):
-        mirrored(tmp_path / "old", tmp_path / "there")
-    with pytest.raises(TypeError, match="retention"):
-        mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=3)
-    with pytest.raises(ValueError, match="remote"):
-        mirrored(tmp_path / "here", tmp_path / "there", mirror_options={"key": "x"})
-    for options in ({"mirror_options": {"key": "x"}}, {"mirror_retention": LAST}):
-        with pytest.raises(ValueError, match="need mirror="):
-            mirrored(tmp_path / "none", None, **options)
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_mirror_in_memory(tmp_path: Path) -> None:
-    store = mirrored(tmp_path / "here", MemoryBackend("mirror"))
-    take(store, 1)
-    store.wait_mirrored(60)
-    assert store.mirror is not None
-    assert store.latest().path == str(tmp_path / "here/step_1")  # type: ignore[union-attr]

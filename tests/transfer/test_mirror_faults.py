@@ -19,8 +19,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import casnap.transfer.mirror
-import casnap.transfer.patience
 from casnap import Retention, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, MirrorError, NotAStoreError, UnreachableError
@@ -57,13 +55,6 @@ from tests.support.servers import Bucket
 from tests.support.sweep import sweep
 
 DEAD = Fault(fail(UnreachableError), times=None)
-
-
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(casnap.transfer.patience, "_FIRST", 0.02)
-    monkeypatch.setattr(casnap.transfer.patience, "_LONGEST", 0.05)
-    monkeypatch.setattr(casnap.transfer.mirror, "_LOOK", 0.1)
 
 
 def mirrored(folder: Path, mirror: Any = None, **options: Any) -> Store:

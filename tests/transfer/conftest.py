@@ -1,0 +1,26 @@
+"""What the tests of copies and mirrors share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import casnap.transfer.mirror
+import casnap.transfer.patience
+from casnap.backends import LocalBackend
+from casnap.testing import FaultyBackend
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have mirrors try again soon."""
+    monkeypatch.setattr(casnap.transfer.patience, "_FIRST", 0.02)
+    monkeypatch.setattr(casnap.transfer.patience, "_LONGEST", 0.05)
+    monkeypatch.setattr(casnap.transfer.mirror, "_LOOK", 0.1)
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> FaultyBackend:
+    """Return where a mirror can be that fails as it is told."""
+    return FaultyBackend(LocalBackend(tmp_path / "there"))
