@@ -64,7 +64,6 @@ class CopyReport:
             One that several snapshots have may count more than once.
         present_bytes: Their bytes.
         seconds: How long it took.
-        requests: How many requests were made, by kind, at the source and at the destination.
     """
 
     dry_run: bool = False
