@@ -2,7 +2,7 @@
 
 These notes are tags that no user can give. A take into a store with a mirror commits its row with
 one, and the mirror removes it once it holds the snapshot. Until then no process prunes the
-snapshot, whether it knows of the mirror or not, and whoever was killed meanwhile.
+snapshot, whether it knows of the mirror or not, and whichever was killed meanwhile.
 """
 
 from __future__ import annotations

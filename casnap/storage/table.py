@@ -92,14 +92,12 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
         )
 
 
-def setting(
-    name: str, row: Callable[[int, Row | None], Row], *, overwrite: bool, uri: str
-) -> Change:
-    """Return the change that adds a row. ``row`` makes it, given its root and what it replaces."""
+def setting(name: str, row: Callable[[int], Row], *, overwrite: bool, uri: str) -> Change:
+    """Return the change that adds a row, which ``row`` makes, given the number of its root."""
 
     def change(table: Table, seq: int) -> dict[str, Row | None]:
         check_free(table, name, overwrite=overwrite, uri=uri)
-        return {name: row(seq, table.get(name))}
+        return {name: row(seq)}
 
     return change
 

@@ -63,7 +63,7 @@ class Publication:
 
         mirrored = self.options.on_commit is not None
 
-        def row(seq: int, old: Row | None) -> Row:
+        def row(seq: int) -> Row:
             duration = time.monotonic() - self.started
             new_bytes = transaction.new_packs.stored_bytes + others.new_bytes
             made.append(

@@ -74,7 +74,7 @@ def write(
             writer.finish()
             digest = transaction.put_node(encode(top))
 
-            def row(seq: int, _: Row | None) -> Row:
+            def row(seq: int) -> Row:
                 stats = Stats(
                     writer.nbytes, transaction.new_packs.stored_bytes, writer.entries, 0.1
                 )

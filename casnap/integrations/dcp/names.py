@@ -115,7 +115,7 @@ class _List(list[Any]):
 def described(contents: Contents, rank: int) -> tuple[Metadata, dict[str, Stored]]:
     """Return the metadata that DCP plans a load with, and the values by their names in DCP.
 
-    They are made from the snapshot's own entries, whoever took it. Each tensor is one chunk.
+    They are made from the snapshot's own entries, whatever took it. Each tensor is one chunk.
 
     Args:
         contents: The snapshot.
