@@ -28,13 +28,16 @@ def cache_folder() -> Path | None:
         # Another process may delete it meanwhile.
         with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if _why_refused(folder) is None and os.access(folder, os.W_OK):
+            if why_refused(folder) is None and os.access(folder, os.W_OK):
                 return folder
     return None
 
 
-def folder_for_chunks() -> Path | None:
+def folder_for_chunks(name: str) -> Path | None:
     """Return the folder for a cache that the user asked for; None, with a warning, for nowhere.
+
+    Args:
+        name: The folder, in the one for caches.
 
     Raises:
         StoreError: The folder that the user named is another user's, or on a network file system.
@@ -45,9 +48,14 @@ def folder_for_chunks() -> Path | None:
     with suppress(OSError):
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            why = _why_refused(folder)
+            why = why_refused(folder)
             if why is None and os.access(folder, os.W_OK):
-                return folder
+                folder /= name
+                folder.mkdir(mode=0o700, exist_ok=True)
+                # Where all may write, another user may have made it, or a link in its place.
+                why = why_refused(folder)
+                if why is None:
+                    return folder
     if why is not None:
         raise StoreError(
             f"the read cache cannot be in {folder}: it {why}. Set CASNAP_CACHE_DIR to a folder of "
@@ -73,11 +81,13 @@ def cache_bytes_asked() -> int:
     return int(text)
 
 
-def _why_refused(folder: Path) -> str | None:
+def why_refused(folder: Path) -> str | None:
     """Return why a folder must not hold a cache; None if it may."""
-    owner = folder.stat().st_uid
+    owner, linked_by = folder.stat().st_uid, folder.lstat().st_uid
     if owner != os.geteuid():
         return f"belongs to another user (uid {owner})"
+    if linked_by not in (owner, 0):
+        return f"is a link of another user (uid {linked_by})"
     kind = file_system(folder)
     return f"is on a network file system ({kind})" if _NETWORK.fullmatch(kind) else None
 

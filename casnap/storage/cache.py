@@ -28,7 +28,7 @@ import lmdb
 
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import ID_SIZE, PackId, Place, Record, SegmentId
-from casnap.runtime.environment import boot_id, cache_folder
+from casnap.runtime.environment import boot_id, cache_folder, why_refused
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
 from casnap.storage.lmdb_files import (
@@ -474,6 +474,8 @@ def open_cache(name: str) -> Cache:
             try:
                 if not folder.exists():
                     _make_room(base)
+                elif why := why_refused(folder):
+                    raise PermissionError(f"it {why}")
                 cache = LmdbCache(folder)
             except (lmdb.Error, OSError) as e:
                 _log.warning(

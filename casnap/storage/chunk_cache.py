@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import threading
 import time
 from bisect import bisect_right
@@ -46,6 +47,7 @@ _FULL = 5.0
 # How many seconds to wait for other writers; and how many to keep nothing, if one seems to hang.
 _PATIENCE, _BUSY = 5.0, 60.0
 _SECTOR = 512
+_SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _stopping = PerProcess(threading.Lock)
 _COUNT_BYTES = 8
 
@@ -127,10 +129,13 @@ class ChunkCache:
     def _runs(self, pack: bytes) -> list[tuple[int, int]]:
         """Return where a pack's file has data, in order; note that it is used."""
         try:
-            fd = os.open(self._path(pack), os.O_RDONLY | os.O_CLOEXEC)
+            # A pipe in the place of a file would be waited for.
+            fd = os.open(self._path(pack), os.O_RDONLY | _SAFE)
         except OSError:
             return []
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                return []
             if abs(time.time() - os.fstat(fd).st_mtime) > _TOUCH:
                 with suppress(OSError):
                     os.utime(fd)
@@ -230,7 +235,7 @@ class ChunkCache:
 
 
 def _write(path: Path, start: int, content: memoryview) -> None:
-    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | _SAFE, 0o600)
     try:
         write_at(fd, content, start)
     finally:
@@ -276,10 +281,11 @@ def room_for(backend: Backend, nbytes: int | None) -> CacheRoom | None:
         nbytes: The bound that the user gave; 0 for no cache, None for what the environment says.
 
     Raises:
-        ValueError: The bound is negative, or the store is on this machine.
+        ValueError: The bound is no number of bytes, or the store is on this machine.
         StoreError: The folder of the cache is another user's, or on a network file system.
     """
-    if nbytes is not None and nbytes < 0:
+    given: object = nbytes
+    if given is not None and (not isinstance(given, int) or given < 0):
         raise ValueError(f"cache_bytes is a number of bytes, 0 or more; got {nbytes!r}")
     if not backend.is_remote:
         if nbytes:
@@ -289,8 +295,8 @@ def room_for(backend: Backend, nbytes: int | None) -> CacheRoom | None:
             )
         return None
     asked = cache_bytes_asked() if nbytes is None else nbytes
-    folder = folder_for_chunks() if asked else None
-    return None if folder is None else CacheRoom(folder / FOLDER, asked)
+    folder = folder_for_chunks(FOLDER) if asked else None
+    return None if folder is None else CacheRoom(folder, asked)
 
 
 # --- what people see of it --------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -311,6 +312,47 @@ def test_a_writer_that_saves_twice_at_once_copies_twice(tmp_path: Path) -> None:
     first, second = (writer.stage({"x": x}) for _ in range(2))
     assert first["x"].data_ptr() != second["x"].data_ptr()
     assert "_stager" not in writer.__getstate__()
+
+
+def test_a_save_that_ends_leaves_the_copies_of_another(tmp_path: Path) -> None:
+    """It does not hand them to the next one."""
+    writer, x = CasnapWriter(Store(tmp_path)), torch.zeros(1000)
+    copies = []
+    for value in range(4):
+        x.fill_(value)
+        copies.append(writer.stage({"x": x})["x"])
+        dcp.save({"y": torch.ones(3)}, checkpoint_id=f"{value}", storage_writer=writer)
+    assert [copy.unique().tolist() for copy in copies] == [[0], [1], [2], [3]]
+
+
+def test_saves_at_once_by_one_writer_keep_their_names(tmp_path: Path) -> None:
+    store, begun = Store(tmp_path), threading.Barrier(2)
+    writer = CasnapWriter(store)
+
+    class Together(DefaultSavePlanner):
+        """Each save has its name before another writes."""
+
+        def create_local_plan(self) -> SavePlan:
+            begun.wait(30)
+            return super().create_local_plan()
+
+    saved: list[Any] = [
+        dcp.async_save(
+            {"step": step}, checkpoint_id=f"{step}", storage_writer=writer, planner=Together()
+        )
+        for step in range(2)
+    ]
+    for step, found in enumerate(saved):
+        assert found.result().storage_data["snapshot"] == store[f"{step}"].path
+        assert store[f"{step}"].read_object("step") == step
+
+
+def test_a_path_outside_the_store(tmp_path: Path) -> None:
+    store = Store(tmp_path / "ckpts")
+    for path in (tmp_path / "other" / "a", tmp_path / "ckpts", "s3://bucket/ckpts/a"):
+        with pytest.raises(StateError, match="outside the store"):
+            CasnapWriter(store).reset(str(path))
+    assert list(store.snapshots()) == []
 
 
 # --- what is refused, and bad input -----------------------------------------------------------

@@ -291,6 +291,24 @@ def test_a_cache_folder_that_cannot_be_written(
     assert list(locked.iterdir()) == []
 
 
+def test_a_cache_that_another_user_has_made(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a folder where all may write, it may say anything."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to give files to another user")
+    monkeypatch.setenv("CASNAP_CACHE_DIR", str(tmp_path / "all"))
+    use(store, 3)
+    [cache] = [path.parent for path in (tmp_path / "all").glob("*/data.mdb")]
+    shutil.rmtree(cache)
+    cache.mkdir(mode=0o777)
+    os.chown(cache, 65534, 65534)
+    with caplog.at_level(logging.WARNING, "casnap"):
+        assert_store(store, {0, 1, 2, 3})
+    assert "belongs to another user" in caplog.text
+    assert list(cache.iterdir()) == []
+
+
 # --- stores that share a cache ----------------------------------------------------------------
 
 

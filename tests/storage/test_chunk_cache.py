@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -285,8 +286,10 @@ def test_an_open_store(far: Path) -> None:
 
 
 def test_no_number_of_bytes(far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="cache_bytes"):
-        Store(FarFolder(far), cache_bytes=-1)
+    no_bytes: list[Any] = [-1, 1e9, "5000"]
+    for nbytes in no_bytes:
+        with pytest.raises(ValueError, match="cache_bytes"):
+            Store(FarFolder(far), cache_bytes=nbytes)
     for text in ("50 GB", "-1", "1e9", "9" * 30):
         monkeypatch.setenv("CASNAP_CACHE_BYTES", text)
         with pytest.raises(StoreError, match="CASNAP_CACHE_BYTES"):
@@ -305,6 +308,21 @@ def test_a_folder_of_another_user(
         Reader(far)
     Reader(far, 0).restore()
     assert list(theirs.iterdir()) == []
+
+
+def test_what_another_user_has_made_in_a_folder_for_all(far: Path, cache_dir: Path) -> None:
+    """Where all may write, another user could lay links to files of this one."""
+    needs_root()
+    cache_dir.chmod(0o1777)
+    kept().mkdir(mode=0o777)
+    os.chown(kept(), NOBODY, NOBODY)
+    with pytest.raises(StoreError, match=f"another user.*{NOBODY}"):
+        Reader(far)
+    kept().rmdir()
+    kept().symlink_to(far)
+    os.chown(kept(), NOBODY, NOBODY, follow_symlinks=False)
+    with pytest.raises(StoreError, match=f"link of another user.*{NOBODY}"):
+        Reader(far)
 
 
 def test_a_folder_on_a_network_file_system(
@@ -353,6 +371,14 @@ def test_a_folder_that_becomes_read_only(
             path.chmod(0o700)
 
     as_nobody(tmp_path, monkeypatch, read)
+
+
+def test_a_kept_pack_is_no_pipe(far: Path) -> None:
+    Reader(far).restore()
+    for path in kept_files():
+        path.unlink()
+        os.mkfifo(path)
+    assert Reader(far).restore().gets > 0
 
 
 def test_a_kept_pack_is_no_link(far: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -35,11 +36,20 @@ class Place(NamedTuple):
         return cls(None if where is None else os.fspath(where), None, options)
 
     def at(self, checkpoint_id: CheckpointId | None) -> Place:
-        """Return the place that ``checkpoint_id=`` names; this one if that is empty."""
+        """Return the place that ``checkpoint_id=`` names; this one if that is empty.
+
+        Raises:
+            StateError: It is a path outside the store.
+        """
         if not checkpoint_id:
             return self
         path = os.fspath(checkpoint_id)
         name = name_below(self.store, path) if self.store is not None else None
+        if self.store is not None and name is None and ("://" in path or Path(path).is_absolute()):
+            raise StateError(
+                f"checkpoint_id={path!r} is outside the store {self.store.uri}; give the name of a "
+                "snapshot, or a path below the store"
+            )
         return self._replace(path=name or path)
 
     @property

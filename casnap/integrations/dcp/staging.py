@@ -7,10 +7,12 @@ which is several times slower than memory that is warm.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
 from casnap.runtime.buffers import on_release
 from casnap.runtime.fork import PerProcess
@@ -19,6 +21,19 @@ from casnap.runtime.fork import PerProcess
 def _new_stager() -> DefaultStager:
     on_cuda = torch.cuda.is_available()
     return DefaultStager(StagingOptions(on_cuda, False, False, on_cuda))
+
+
+def _copies(stager: DefaultStager) -> dict[int, int]:
+    """Return the memory of the copies: address and bytes."""
+    storages: Any = stager._state_dict_stager._cached_storage_mapping
+    return {s.data_ptr(): s.nbytes() for s in storages.values() if s.nbytes()}
+
+
+def _address(value: object) -> int:
+    """Return where the memory of a tensor begins; 0 if it has none."""
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    return value.untyped_storage().data_ptr() if type(value) is torch.Tensor else 0
 
 
 class _Kept:
@@ -47,8 +62,7 @@ class _Kept:
             stager, self._stager = self._stager, None
         if stager is None:
             return 0
-        copies: Any = stager._state_dict_stager._cached_storage_mapping
-        nbytes: int = sum(storage.nbytes() for storage in copies.values())
+        nbytes = sum(_copies(stager).values())
         stager.close()
         return nbytes
 
@@ -60,7 +74,8 @@ on_release(lambda: _kept.value.give_up())
 class KeptStager:
     """The part of a writer that DCP uses as an ``AsyncStager``.
 
-    A save that fails before it writes loses its stager, so no two saves ever share memory.
+    A stager is kept when a save has written from its copies. One that fails before it writes loses
+    its stager, and so does one during which another is staged. So no two saves ever share memory.
     """
 
     _synchronize_after_execute = False
@@ -88,12 +103,14 @@ class KeptStager:
     def close(self) -> None:
         """Do nothing: the memory is freed with the tensors that were copied."""
 
-    def _give_back(self) -> None:
-        """Let the next save use the memory of this one."""
-        stager, self._stager = self._stager, None
-        if stager is not None:
+    def _give_back(self, saved: Iterable[object]) -> None:
+        """Let the next save use the memory of one that is done, given the values that it saved."""
+        stager = self._stager
+        # It may be that of another save, which was staged meanwhile.
+        if stager is not None and not _copies(stager).keys().isdisjoint(map(_address, saved)):
+            self._stager = None
             _kept.value.keep(stager)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the copies out: what DCP sends to another process holds them already."""
-        return {key: value for key, value in vars(self).items() if key != "_stager"}
+        return {key: value for key, value in vars(self).items() if key not in ("_stager", "_own")}

@@ -7,6 +7,7 @@ none. ``finish``, which DCP calls on one rank, has nothing left to do.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,23 @@ from casnap.snapshot import Snapshot
 from casnap.storage.retention import Retention
 from casnap.store import Store
 from casnap.take.options import TakeOptions
+
+
+class _Save:
+    """One save of a writer.
+
+    Attributes:
+        place: Where the snapshot is to be.
+        ident: The id that DCP wants each save to have.
+        plans: How many ranks save, if this is the coordinator.
+        snapshot: What was saved.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.ident = uuid4().hex
+        self.plans: int | None = None
+        self.snapshot: Snapshot | None = None
 
 
 class CasnapWriter(KeptStager, StorageWriter):
@@ -67,20 +85,31 @@ class CasnapWriter(KeptStager, StorageWriter):
             metadata=metadata, overwrite=overwrite, allow_pickle=allow_pickle, retention=retention
         )
         self._timeout = timeout
-        self._plans: int | None = None
-        self._save_id = uuid4().hex
+        self._own = threading.local()
         self.snapshot: Snapshot | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Have no save under way in another process."""
+        vars(self).update(state, _own=threading.local())
+
+    @property
+    def _save(self) -> _Save:
+        """The save of this thread: ``dcp.async_save`` may have several under way, each in one."""
+        if not hasattr(self._own, "save"):
+            self._own.save = _Save(self._place)
+        save: _Save = self._own.save
+        return save
 
     # --- what DCP calls, in this order ---
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Begin another save, of another name if there is one."""
-        self._place = self._place.at(checkpoint_id)
-        self._plans, self._save_id = None, uuid4().hex
+        place = self._place = self._place.at(checkpoint_id)
+        self._own.save = _Save(place)
 
     def storage_meta(self) -> StorageMeta:
         """Return where the checkpoint is to be."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save.ident)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save.
@@ -88,7 +117,7 @@ class CasnapWriter(KeptStager, StorageWriter):
         Raises:
             StateError: Each rank is to save for itself, or there is no path.
         """
-        self._place.id  # noqa: B018 - raises if there is no path
+        self._save.place.id  # noqa: B018 - raises if there is no path
         if not kwargs.get("use_collectives", True):
             raise StateError(
                 "casnap makes one snapshot of all ranks, which use_collectives=False does not "
@@ -101,7 +130,7 @@ class CasnapWriter(KeptStager, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Have each plan say which ranks save together."""
-        self._plans = len(plans)
+        self._save.plans = len(plans)
         if not any(plan.usable for plan in plans):
             return plans  # each rank replays its last plan, which says it
         ranks = ranks_of([plan.storage_data for plan in plans])
@@ -113,21 +142,22 @@ class CasnapWriter(KeptStager, StorageWriter):
         Raises:
             CasnapError: This rank or another one failed; nothing was committed.
         """
-        ranks = checked_ranks(plan.storage_data, self._plans)
+        ranks = checked_ranks(plan.storage_data, self._save.plans)
         try:
-            self._save(ranks, plan, planner)
+            self._take(ranks, plan, planner)
         finally:
-            self._give_back()
+            self._give_back(getattr(planner, "state_dict", {}).values())
         done: Future[list[WriteResult]] = Future()
         sizes = ((item, item.tensor_storage_size() or 0) for item in plan.items)
         done.set_result([WriteResult(item.index, size, None) for item, size in sizes])
         return done
 
     @calls.named("dcp.save()", is_take=True)
-    def _save(self, ranks: tuple[int, ...], plan: SavePlan, planner: SavePlanner) -> None:
-        path, store, storage_options = self._place
+    def _take(self, ranks: tuple[int, ...], plan: SavePlan, planner: SavePlanner) -> None:
+        place = self._save.place
+        path, store, storage_options = place
         assert path is not None
-        comm = join_ranks(ranks, self._timeout, f"the dcp.save of {self._place.id!r}")
+        comm = join_ranks(ranks, self._timeout, f"the dcp.save of {place.id!r}")
         opened, name = find_together(path, storage_options, store, comm)
         allow_pickle = self._options.allow_pickle
         found = opened.take_asked(
@@ -136,12 +166,13 @@ class CasnapWriter(KeptStager, StorageWriter):
             name,
             self._options,
         )
-        self.snapshot = Snapshot(found)
+        self.snapshot = self._save.snapshot = Snapshot(found)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the metadata that ``dcp.save`` returns. The snapshot is there already."""
-        assert self.snapshot is not None
-        metadata.storage_data = {"snapshot": self.snapshot.path, "commit": self.snapshot.commit_id}
+        snapshot = self._save.snapshot
+        assert snapshot is not None
+        metadata.storage_data = {"snapshot": snapshot.path, "commit": snapshot.commit_id}
         metadata.storage_meta = self.storage_meta()
 
     # --- what else DCP asks ---
@@ -149,7 +180,8 @@ class CasnapWriter(KeptStager, StorageWriter):
     @property
     def checkpoint_id(self) -> str | None:
         """The path of the snapshot, if there is one yet."""
-        return self._place.id if self._place.path is not None else None
+        place = self._own.save.place if hasattr(self._own, "save") else self._place
+        return place.id if place.path is not None else None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
