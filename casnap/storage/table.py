@@ -18,7 +18,7 @@ from casnap.errors import (
     StateError,
 )
 from casnap.format.names import MARKER, UNFINISHED, check_name
-from casnap.format.records import DEEP_TABLE, MAX_METADATA_BYTES, Root, Row
+from casnap.format.records import DEEP_TABLE, INTERNAL, MAX_METADATA_BYTES, Root, Row
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import publish
 from casnap.storage.objects import Objects
@@ -236,7 +236,7 @@ def untagged(row: Row, tags: Iterable[str]) -> Row:
 
 
 def _with_user_tags(row: Row, tags: Iterable[str]) -> Row:
-    own = (tag for tag in row.tags if tag not in row.user_tags)
+    own = (tag for tag in row.tags if tag.startswith(INTERNAL))
     return msgspec.structs.replace(row, tags=(*own, *sorted(tags)))
 
 

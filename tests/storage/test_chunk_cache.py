@@ -64,6 +64,7 @@ print(json.dumps([snapshot.store.requests, found.double().sum().item()]))
 """
 
 
+@pytest.mark.servers
 def test_one_tensor_on_a_server(bucket: Bucket, cache_dir: Path) -> None:
     """The second process asks for the newest root and a later one, and for nothing else."""
     how = bucket.storage_options
@@ -161,6 +162,7 @@ def restored_by_ranks(far: str) -> int:
     return reader.restore().gets
 
 
+@pytest.mark.servers
 def test_ranks_of_a_host_share_it(far: Path, world: Callable[[int], World]) -> None:
     """Each byte is read by one rank, and kept once."""
     alone = Reader(far, 0)

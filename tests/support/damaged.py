@@ -127,8 +127,11 @@ def damages(file: Path, choose: random.Random) -> Iterator[Damage]:
 
 
 def forget_cache(cache_dir: Path) -> None:
-    for folder in cache_dir.iterdir():
-        shutil.rmtree(folder)
+    for kept in cache_dir.iterdir():
+        if kept.is_dir():
+            shutil.rmtree(kept)
+        else:
+            kept.unlink()
 
 
 def all_places_of(store: Path) -> list[Record]:

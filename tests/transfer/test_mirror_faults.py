@@ -258,8 +258,11 @@ def test_exit_does_not_wait_for_a_mirror_that_fails(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    # Python has no handler for SIGTERM either, so to a process it is as SIGKILL.
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL],
+    # Python has no handler for SIGTERM, so to a process it is as SIGKILL, which other tests send.
+    [
+        signal.SIGINT,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGTERM, signal.SIGKILL)),
+    ],
 )
 def test_signals_end_the_process(tmp_path: Path, number: int) -> None:
     process = run(f"{SCRIPT}\nwhile True: take(store, 3, overwrite=True)\n", tmp_path)
@@ -358,7 +361,7 @@ def test_follow_is_killed_at_any_call(after: bool) -> None:
             assert status == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("side", ["here", "there"])
+@pytest.mark.parametrize("side", ["there", pytest.param("here", marks=pytest.mark.slow)])
 def test_follow_survives_failures_of_either_side(tmp_path: Path, side: str) -> None:
     filled(tmp_path / "here")
     filled(tmp_path / "there", steps=2)
