@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from casnap.errors import (
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 """Errors that say that this host has run out of something, and nothing about the object."""
 
+TEMPORARY = re.compile("[0-9a-f]{24}")
+"""What casnap calls its own files in ``tmp/``. Others there are not casnap's."""
 Target: TypeAlias = tuple[int, memoryview]
 """Where a run of an object begins, and the buffer that it is read into."""
 

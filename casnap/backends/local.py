@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import stat
 import threading
 import time
@@ -14,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from casnap.backends.base import Backend, Target, translated
+from casnap.backends.base import TEMPORARY, Backend, Target, translated
 from casnap.backends.durability import NewNames
 from casnap.errors import BackendError
 from casnap.format.records import CONFIG_KEY
@@ -25,7 +24,6 @@ from casnap.runtime.typing import override
 _DIRECT = getattr(os, "O_DIRECT", 0)
 # Below this, going through the page cache costs less than going around it.
 _DIRECT_WRITE_BYTES = 1 << 20
-_TEMPORARY = re.compile(r"[0-9a-f]{24}")
 _ATTEMPTS = 3
 
 
@@ -253,7 +251,7 @@ class LocalBackend(Backend):
         with translated(f"{self.uri}/tmp"):
             for name in self.names("tmp"):
                 path = self.folder / "tmp" / name
-                if _TEMPORARY.fullmatch(name):
+                if TEMPORARY.fullmatch(name):
                     freed += _unlink_abandoned(path, min_age)
         return freed
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from casnap.backends.base import Backend, Target
+from casnap.backends.base import TEMPORARY, Backend, Target
 from casnap.backends.client import (
     Client,
     ExpiredError,
@@ -199,7 +199,13 @@ class RemoteBackend(Backend):
     async def _tidy(self, min_age: float) -> int:
         pages = await self._pages("tmp/", deep=True)
         until = time.time() - min_age
-        old = {k: p.sizes[k] for p in pages for k, at in p.times.items() if at <= until}
+        # A store may be a whole bucket, whose tmp/ others use too.
+        old = {
+            key: page.sizes[key]
+            for page in pages
+            for key, at in page.times.items()
+            if at <= until and TEMPORARY.fullmatch(key.removeprefix("tmp/"))
+        }
         refused = await self._delete_all(list(old))
         return sum(size for key, size in old.items() if key not in refused)
 

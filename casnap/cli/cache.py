@@ -11,7 +11,7 @@ import click
 
 from casnap.cli.output import Failure, emit, json_option, moment, quoted, safe, size, table
 from casnap.errors import nearest
-from casnap.runtime.environment import cache_folder
+from casnap.runtime.environment import cache_folder, why_refused
 from casnap.storage.chunk_cache import FOLDER, URI, CachedPack, cached_packs
 
 
@@ -28,6 +28,9 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
     """
     base = cache_folder()
     folder = None if base is None else base / FOLDER
+    why = None if folder is None or not folder.exists() else why_refused(folder)
+    if why is not None:
+        raise Failure(f"{quoted(str(folder))} {why}, so casnap does not use it")
     packs = [] if folder is None else sorted(cached_packs(folder), key=attrgetter("store_id"))
     stores = [_fields(list(group)) for _, group in groupby(packs, key=attrgetter("store_id"))]
     if store is not None:

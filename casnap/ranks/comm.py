@@ -491,7 +491,8 @@ def _link_of(ranks: tuple[int, ...]) -> Link:
     home, store = gloo.default_group()
     for known in [known for known, link in _links.items() if link.home is not home]:
         # Its default group was destroyed. If kept, its gloo group would keep two threads.
-        del _links[known]
+        _links.pop(known, None)
     if ranks not in _links:
-        _links[ranks] = Link(home, store, ranks, ranks.index(dist.get_rank()))
+        # Saves of DCP in the background may come here at once. They must share one link.
+        _links.setdefault(ranks, Link(home, store, ranks, ranks.index(dist.get_rank())))
     return _links[ranks]

@@ -31,6 +31,7 @@ from tests.support.cached import (
     kept_files,
     state,
 )
+from tests.support.cli_calls import failure
 from tests.support.far import FarFolder
 from tests.support.faults import in_child
 from tests.support.mounts import NOBODY, as_nobody, needs_root
@@ -325,6 +326,7 @@ def test_what_another_user_has_made_in_a_folder_for_all(far: Path, cache_dir: Pa
     os.chown(kept(), NOBODY, NOBODY, follow_symlinks=False)
     with pytest.raises(StoreError, match=f"link of another user.*{NOBODY}"):
         Reader(far)
+    assert "link of another user" in failure("cache", "--clear")
 
 
 def test_a_folder_on_a_network_file_system(
