@@ -201,10 +201,11 @@ class Mirror:
         Raises:
             BusyError: Another process of this host is copying.
         """
+        # Before the lock: each process is to hear of it if its mirror is the wrong store.
+        there = self.destination()
         with ExitStack() as stack:
             if (lock := self._note.lock) is not None:
                 stack.enter_context(locked(lock, 0))
-            there = self.destination()
             while not self._stopped:
                 root = self._source.newest()
                 retry = bool(self._refused) and time.monotonic() >= self._refused_until
