@@ -172,17 +172,16 @@ def test_a_user_who_waits_is_told_why(
 def test_probes_that_were_killed_are_tidied_up_once_they_are_old(
     direct: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probe, theirs = "01" * 12, "data.bin"
+    probe = "01" * 12
     direct.write(f"tmp/{probe}", b"x" * 16)
-    direct.write(f"tmp/{theirs}", b"theirs")
+    direct.write("tmp/theirs", b"theirs")
     direct.write("packs/00/a", b"kept")
     assert direct.tidy(0) == 0
-    assert sorted(direct.names("tmp")) == [probe, theirs]
-    # As if it were an hour later.
+    assert sorted(direct.names("tmp")) == [probe, "theirs"]
     later = time.time() + 3700
     monkeypatch.setattr("casnap.backends.remote.time.time", lambda: later)
     assert direct.tidy(0) == 16
-    assert direct.names("tmp") == [theirs]
+    assert direct.names("tmp") == ["theirs"]
     assert direct.read("packs/00/a") == b"kept"
 
 
