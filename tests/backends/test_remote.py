@@ -175,7 +175,6 @@ def test_probes_that_were_killed_are_tidied_up_once_they_are_old(
     probe = "01" * 12
     direct.write(f"tmp/{probe}", b"x" * 16)
     direct.write("tmp/theirs", b"theirs")
-    direct.write("packs/00/a", b"kept")
     assert direct.tidy(0) == 0
     assert sorted(direct.names("tmp")) == [probe, "theirs"]
     later = time.time() + 3700
