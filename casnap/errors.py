@@ -10,6 +10,7 @@
     │   ├── MirrorError             the mirror of a store cannot be used, or lags
     │   └── BackendError            the place where objects live failed (OSError and the like)
     │       ├── StorageFullError    no space, or a quota, left
+    │       ├── OptionsError        arguments that the file system of a remote store does not take
     │       └── UnavailableError    says nothing about the objects: whatever works on a store stops
     │           ├── ExhaustedError      this process or host is out of open files, or of memory
     │           ├── UnreachableError    no answer from the server, or none in time
@@ -74,6 +75,10 @@ class BackendError(StoreError):
 
 class StorageFullError(BackendError):
     """No space, or no quota, is left at the store's place."""
+
+
+class OptionsError(BackendError):
+    """The ``storage_options`` of a remote store are wrong."""
 
 
 class UnavailableError(BackendError):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from casnap.errors import BackendError, CredentialsError
+from casnap.errors import BackendError, CredentialsError, OptionsError
 
 
 class TransientError(Exception):
@@ -222,4 +222,4 @@ def valid_options(uri: str) -> Iterator[None]:
         told = without_secrets(str(e))
         # A traceback shows the cause, with all that its message holds.
         cause = e if told == str(e) else None
-        raise BackendError(f"{uri}: wrong storage_options: {told}") from cause
+        raise OptionsError(f"{uri}: wrong storage_options: {told}") from cause

@@ -28,6 +28,7 @@ from casnap.errors import (
     CasnapError,
     DamagedError,
     MirrorError,
+    OptionsError,
     SnapshotExistsError,
     SnapshotNotFoundError,
 )
@@ -325,11 +326,10 @@ class Mirror:
                 try:
                     self._there = self._opened()
                     self._misfit = None
-                except BackendError:
-                    raise
                 except CasnapError as e:
-                    # Not for lack of a connection: this stays so until somebody does something.
-                    self._misfit = e
+                    # A failure may pass; all else stays so until somebody does something.
+                    if isinstance(e, OptionsError) or not isinstance(e, BackendError):
+                        self._misfit = e
                     raise
             return self._there
 
