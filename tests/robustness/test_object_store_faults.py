@@ -194,17 +194,22 @@ def test_a_line_that_fails_at_random(
     assert_all_is_well(bucket, operation)
 
 
-def _ranks_take(bucket: Bucket, endpoint: str) -> str:
+def _ranks_take(bucket: Bucket, endpoint: str, timeout: float) -> str:
     """Take on this rank; return the error that it ended with."""
     try:
-        take(store_in(bucket, endpoint, create=False), 3)
+        take(store_in(bucket, endpoint, create=False), 3, timeout=timeout)
     except CasnapError as e:
         return type(e).__name__
     return ""
 
 
-@pytest.mark.parametrize("times", [2, None])
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "latency"])
+@pytest.mark.parametrize(
+    ("fault", "times"),
+    [
+        *((name, 2) for name in FAULTS if name != "latency"),
+        *((name, None) for name in ("reset", "silence", "409", "lost answer")),
+    ],
+)
 def test_ranks(
     bucket: Bucket,
     proxy: FaultyProxy,
@@ -213,8 +218,10 @@ def test_ranks(
     times: int | None,
 ) -> None:
     """All ranks end alike: the snapshot is there for all of them, or each has an error."""
+    # A rank that cannot even open the store never comes, so the other one waits that long for it.
+    timeout = 15.0 if times is None else 120.0
     with proxy.during(FAULTS[fault](skip=6, times=times)):
-        raised = world(2).run(_ranks_take, bucket, proxy.url)
+        raised = world(2).run(_ranks_take, bucket, proxy.url, timeout)
     if times is not None:
         assert raised == ["", ""]
     assert set(raised) <= {"", "UnreachableError", "RankError"}
