@@ -133,6 +133,9 @@ class Backend(ABC):
             targets: For each run, where it begins, and the buffer.
         """
 
+    def will_read(self, key: str, offset: int, nbytes: int) -> None:  # noqa: B027 - a hint
+        """Note that a run of an object is read soon, where that helps. Errors are for the read."""
+
     @abstractmethod
     def size(self, key: str) -> int:
         """Return an object's length in bytes."""

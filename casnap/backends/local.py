@@ -221,6 +221,17 @@ class LocalBackend(Backend):
                 os.close(fd)
 
     @override
+    def will_read(self, key: str, offset: int, nbytes: int) -> None:
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with suppress(OSError):
+            fd = os.open(self.folder / key, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(fd)
+
+    @override
     def size(self, key: str) -> int:
         path = f"{self.uri}/{key}"
         try:

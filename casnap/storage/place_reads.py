@@ -21,6 +21,8 @@ _SMALL_BYTES = 1 << 20
 _SMALL_IN_ALL = 16 << 20
 # So many bytes are still in the cache of the core when they are hashed.
 _IN_PLACE_BYTES = 2 << 20
+# So many runs ahead of the one that is read, the disk is told.
+_AHEAD = 16
 # Smaller chunks lie close together, so one read takes many of them.
 _LARGE_BYTES = 64 << 10
 
@@ -175,10 +177,13 @@ def _read_in_place(
             direct.append((place, (target, wants)))
     runs = list(coalesced(direct, _IN_PLACE_BYTES + PAGE))
     with Crew() as crew:
-        source = Shared(runs, crew)
+        source = Shared(enumerate(runs), crew)
 
         def work() -> None:
-            for run in source:
+            for number, run in source:
+                # The disk is to have work while this is read and hashed.
+                for later in runs[number + _AHEAD if number else 0 : number + _AHEAD + 1]:
+                    backend.will_read(pack_key(later.pack), later.start, later.stop - later.start)
                 rest.extend(_fill(backend, run))
 
         if len(runs) < 2 or how.readers == 0:
