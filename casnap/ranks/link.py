@@ -27,6 +27,7 @@ from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.ranks import gloo
 from casnap.ranks.remote_errors import ErrorText
+from casnap.runtime.environment import boot_id
 
 T = TypeVar("T")
 
@@ -94,9 +95,10 @@ class _Process(NamedTuple):
     @classmethod
     def own(cls) -> _Process:
         """Return this process."""
+        if not (boot := boot_id()):
+            return cls()
         with suppress(OSError):
             # A process id is valid within one boot of one machine, and one container.
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text()
             host = digest_of(f"{boot}{Path('/proc/self/ns/pid').readlink()}".encode())
             return cls(int.from_bytes(host[:7], "big"), os.getpid(), int(_stat(os.getpid())[19]))
         return cls()

@@ -167,10 +167,12 @@ def _read_in_place(
     What fails is among the rest: read again into a buffer, it shows whether the chunk is damaged,
     or the memory was written to meanwhile.
     """
+    if backend.is_remote:
+        return found
     rest: list[tuple[Place, list[Want]]] = []
     direct: list[tuple[Place, tuple[memoryview, list[Want]]]] = []
     for place, wants in found:
-        target = None if backend.is_remote else _target(place, wants)
+        target = _target(place, wants)
         if target is None:
             rest.append((place, wants))
         else:
@@ -182,7 +184,7 @@ def _read_in_place(
         def work() -> None:
             for number, run in source:
                 # The disk is to have work while this is read and hashed.
-                for later in runs[number + _AHEAD if number else 0 : number + _AHEAD + 1]:
+                for later in runs[number + _AHEAD if number else 1 : number + _AHEAD + 1]:
                     backend.will_read(pack_key(later.pack), later.start, later.stop - later.start)
                 rest.extend(_fill(backend, run))
 
