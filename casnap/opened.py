@@ -29,7 +29,7 @@ from casnap.storage.creation import Made, create_store
 from casnap.storage.location import Location, locate_snapshot, locate_store
 from casnap.storage.mirrored import not_that_mirror, place_of
 from casnap.storage.objects import Objects
-from casnap.storage.settings import CODEC, codec_of, settings_of
+from casnap.storage.settings import CODEC, settings_of
 from casnap.storage.table import Table, snapshots_in
 
 if TYPE_CHECKING:
@@ -161,18 +161,6 @@ class OpenStore:
 
         return self.read(found)
 
-    def new_codec(self) -> Codec:
-        """Return how new chunks are stored.
-
-        Raises:
-            UnsupportedFormatError: A newer casnap has set a codec that this one does not know.
-        """
-        return self.codec or codec_of(self.objects.recent(), self.objects.backend.uri)
-
-    def codec_for_copies(self) -> Codec | None:
-        """Return how chunks that are copied into the store are stored; None for as they are."""
-        return Codec.ZSTD if self.new_codec() is Codec.ZSTD else None
-
     def at_mirror(self) -> OpenStore | None:
         """Return the store at the mirror, open; None if there is no mirror.
 
@@ -279,7 +267,7 @@ def open_mirror(source: OpenStore, how: HowToMirror) -> Mirror:
                 raise
             raise not_that_mirror(objects, known, f"there is no store: {e}") from e
         there.objects.check_writable("mirror to")
-        return Destination(there.objects, there.prefix, there.codec_for_copies())
+        return Destination(there.objects, there.prefix)
 
     distributed: Any = sys.modules.get("torch.distributed")
     # On many ranks, rank 0 commits, and copies.

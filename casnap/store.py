@@ -453,12 +453,9 @@ class Store(Upkeep):
         if there is not None:
             check_pair(self.objects, there.objects)
             chosen = [c._replace(target=there.full_name(c.target)) for c in chosen]
-        options = CopyOptions(None, dry_run, skip_gone=len(chosen) > 1)
-        if there is None:
-            return copy_snapshots(self.objects, None, chosen, options, progress)
-        codec = there.codec_for_copies()
-        options = replace(options, codec=codec, on_commit=there.on_commit)
-        return copy_snapshots(self.objects, there.objects, chosen, options, progress)
+        objects, on_commit = (there.objects, there.on_commit) if there is not None else (None, None)
+        options = CopyOptions(dry_run, skip_gone=len(chosen) > 1, on_commit=on_commit)
+        return copy_snapshots(self.objects, objects, chosen, options, progress)
 
 
 def _how_to_mirror(

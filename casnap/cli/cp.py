@@ -126,8 +126,7 @@ def _follow(source: str, destination: str, how: FollowOptions, *, as_json: bool)
             found = choose(here.objects, here.prefix, name, rename)
             return [each._replace(target=target.full_name(each.target)) for each in found]
 
-        codec = target.codec_for_copies()
-        return Pair(here.objects, target.objects, chosen, CopyOptions(codec))
+        return Pair(here.objects, target.objects, chosen, CopyOptions())
 
     copied: list[str] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -11,7 +11,7 @@ from casnap.format.records import PackId
 from casnap.maintenance.marks import Marks
 from casnap.runtime.threads import Crew
 from casnap.storage.commit import publish
-from casnap.storage.copying import codec_of, copy_verified, one_at_a_time
+from casnap.storage.copying import codec_among, copy_verified, one_at_a_time
 from casnap.storage.index import View
 from casnap.storage.objects import Objects
 from casnap.storage.transaction import Transaction
@@ -103,7 +103,7 @@ def _copy(objects: Objects, to_copy: dict[Digest, bool], report: Report) -> dict
         report(nbytes)
 
     chunks = [digest for digest, is_node in to_copy.items() if not is_node]
-    codec = codec_of(objects.index.find(objects.view(), chunks))
+    codec = codec_among(objects.index.find(objects.view(), chunks))
     with one_at_a_time(), Crew() as crew:
         transaction = Transaction(objects, crew, codec)
         try:

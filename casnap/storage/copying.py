@@ -37,7 +37,7 @@ def one_at_a_time() -> Iterator[None]:
         yield
 
 
-def codec_of(places: Iterable[Place | None]) -> Codec:
+def codec_among(places: Iterable[Place | None]) -> Codec:
     """Return zstd if any of these chunks is stored with it."""
     codecs = {place.codec for place in places if place is not None}
     return Codec.ZSTD if Codec.ZSTD in codecs else Codec.RAW

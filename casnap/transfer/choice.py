@@ -9,6 +9,7 @@ from casnap.errors import SnapshotNotFoundError, StoreError, nearest
 from casnap.format.names import check_name
 from casnap.format.records import Row
 from casnap.storage.objects import Objects
+from casnap.storage.settings import codec_of
 from casnap.storage.table import Table, snapshots_in
 from casnap.transfer.report import Chosen
 
@@ -65,6 +66,7 @@ def check_pair(source: Objects, destination: Objects) -> None:
 
     Raises:
         StoreError: They are the same store, or their chunks are of different sizes.
+        UnsupportedFormatError: The other one stores chunks as this version cannot.
     """
     here, there = source.backend, destination.backend
     is_same_id = source.config.store_id == destination.config.store_id
@@ -80,6 +82,7 @@ def check_pair(source: Objects, destination: Objects) -> None:
             f"chunks of one size: make the other store with `casnap init --chunk-size {ours}K`; or "
             "restore from the one and take into the other"
         )
+    codec_of(destination.recent(), there.uri)
 
 
 def _is_same_place(here: Backend, there: Backend) -> bool:

@@ -51,7 +51,7 @@ from casnap.transfer.choice import check_pair
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.mirror_report import Destination, HostNote, HowToMirror, MirrorStatus, Told
 from casnap.transfer.patience import RETRY_REFUSED, Patience
-from casnap.transfer.report import Chosen, CopyOptions
+from casnap.transfer.report import Chosen
 
 _log = logging.getLogger("casnap")
 # How often to look for what other processes have committed, in seconds.
@@ -260,9 +260,8 @@ class Mirror:
         store_id = self._source.config.store_id
         sent = msgspec.structs.replace(row, tags=origin_tags(row, store_id))
         chosen = Chosen(name, target, sent, self._replaceable(there.objects, target))
-        options = CopyOptions(there.codec)
         try:
-            copy_snapshots(self._source, there.objects, [chosen], options, self._check_stopped)
+            copy_snapshots(self._source, there.objects, [chosen], progress=self._check_stopped)
         except SnapshotNotFoundError:
             # It was deleted meanwhile.
             return False

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from casnap.backends import Backend
-from casnap.format.codec import Codec
 from casnap.format.decoding import json_decoder
 from casnap.format.digest import digest_of
 from casnap.runtime.environment import cache_folder, is_running
@@ -26,12 +25,10 @@ class Destination(NamedTuple):
     Attributes:
         objects: The store.
         prefix: The folder there that all snapshots go into; empty for none.
-        codec: How new chunks are stored there; None for as they are in the mirrored store.
     """
 
     objects: Objects
     prefix: str
-    codec: Codec | None
 
 
 class HowToMirror(NamedTuple):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from casnap.format.codec import Codec
 from casnap.format.records import Row
 
 PART_BYTES = 1 << 30
@@ -33,7 +32,6 @@ class CopyOptions:
     """How to copy.
 
     Attributes:
-        codec: How new chunks are stored; None for zstd where the source has any of them so.
         dry_run: Only report what would be sent.
         skip_gone: Pass over snapshots that are deleted from the source meanwhile.
         part_bytes: Commit what was sent when it is about so many bytes, so that a repeat goes on
@@ -42,7 +40,6 @@ class CopyOptions:
             of the destination lacks.
     """
 
-    codec: Codec | None = None
     dry_run: bool = False
     skip_gone: bool = False
     part_bytes: int = PART_BYTES

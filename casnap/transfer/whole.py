@@ -9,16 +9,18 @@ from itertools import islice
 import msgspec
 
 from casnap.errors import FencedError
+from casnap.format.codec import Codec
 from casnap.format.digest import Digest, split_digests
 from casnap.format.records import Place, Row
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import Change, publish
 from casnap.storage.contents import Contents
-from casnap.storage.copying import codec_of, copy_verified, one_at_a_time
+from casnap.storage.copying import codec_among, copy_verified, one_at_a_time
 from casnap.storage.mirrored import UNMIRRORED
 from casnap.storage.objects import Objects
 from casnap.storage.references import digest_in
 from casnap.storage.relied_packs import COLLECTED, ReliedPacks
+from casnap.storage.settings import codec_of
 from casnap.storage.table import Table, check_free, mark
 from casnap.storage.transaction import Transaction
 from casnap.transfer import pinned
@@ -200,8 +202,9 @@ class WholeCopy:
             sent.append((digest, nbytes))
             self._tally.advance(nbytes)
 
-        codec = self._options.codec
-        transaction.new_packs.use(codec_of(planned.values()) if codec is None else codec)
+        codec = codec_of(transaction.base.root, transaction.objects.backend.uri)
+        # A store that compresses compresses all; another one takes chunks as they are.
+        transaction.new_packs.use(codec if codec is Codec.ZSTD else codec_among(planned.values()))
         if planned:
             chunks = ((digest, False) for digest in planned)
             copy_verified(self._source, chunks, transaction.new_packs, note)
