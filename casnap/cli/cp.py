@@ -32,7 +32,7 @@ Examples:
   casnap cp /ckpts s3://bucket/ckpts                      all snapshots
   casnap cp /ckpts/run1 s3://bucket/ckpts --dry-run       those of one run
   casnap cp s3://bucket/ckpts/step_100 /scratch/ckpts     one
-  casnap cp /ckpts/run1/step_100 /scratch/ckpts/best      one, under another name
+  casnap cp /ckpts/run1/step_100 /scratch/ckpts/best      one, as best of that store, if it exists
   casnap cp /ckpts/run1 s3://bucket/ckpts --follow        and each that is taken from now on
 """
 
@@ -66,9 +66,9 @@ def cp(
     """Copy snapshots into another store, and send only the chunks that it lacks.
 
     SRC is a store, a snapshot in it, or a folder of snapshots. DST is a store, or the new name of
-    the snapshot or folder in one; where there is no store, it is made. Snapshots keep their
-    metadata, tags and commit ids. Those that are there already are not copied again, and a copy
-    that was interrupted goes on where it stopped when it is repeated.
+    the snapshot or folder in one; where there is no store, DST itself is made one. Snapshots keep
+    their metadata, tags and commit ids. Those that are there already are not copied again, and a
+    copy that was interrupted goes on where it stopped when it is repeated.
 
     With --follow, the command goes on until SIGINT or SIGTERM. Failures of either side are logged,
     and tried again. It copies what SRC holds, and then each new snapshot; one that is deleted at
