@@ -227,6 +227,11 @@ class FaultyBackend(Backend):
         return self._call("read_into", self.inner.read_into, key, targets)
 
     @override
+    def will_read(self, key: str, offset: int, nbytes: int) -> None:
+        # A hint: it has no answer, and a fault strikes at the read that follows.
+        self.inner.will_read(key, offset, nbytes)
+
+    @override
     def size(self, key: str) -> int:
         return self._call("size", self.inner.size, key)
 
