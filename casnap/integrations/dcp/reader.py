@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from casnap.errors import NotAStoreError, SnapshotNotFoundError
+from casnap.files.dcp_names import Stored, described
 from casnap.integrations.dcp.load import PlanLoad
-from casnap.integrations.dcp.names import Stored, described
 from casnap.integrations.dcp.place import CheckpointId, Place, checked_ranks, own_rank, ranks_of
 from casnap.opened import find
 from casnap.ranks.comm import join_ranks
@@ -87,7 +87,7 @@ class CasnapReader(StorageReader):
             opened, name = find(path, storage_options, store, create=False)
             contents = Contents(opened.objects, opened.full_name(name), opened.row(name))
         with contents.reading():
-            metadata, self._values = described(contents, own_rank())
+            metadata, self._values = described(contents, dict(contents.entries(own_rank())))
         self._contents = contents
         metadata.storage_meta = StorageMeta(checkpoint_id=where, load_id=uuid4().hex)
         return metadata
