@@ -27,7 +27,7 @@
     │   ├── UnsupportedTypeError    (TypeError) a value that cannot be stored safely
     │   ├── MismatchError           (RuntimeError) state and snapshot differ
     │   └── EntryNotFoundError      (KeyError) no such path inside the snapshot
-    ├── FileFormatError             (ValueError) a file to import is malformed, or cannot be exported
+    ├── FileFormatError             (ValueError) a file cannot be imported, or not hold an export
     │   └── TargetExistsError       (FileExistsError) there is something where an export is to go
     ├── NestedTakeError             (RuntimeError) a take within another call of the same thread
     ├── DamagedError                stored bytes are missing or not what was written

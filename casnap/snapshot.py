@@ -379,19 +379,15 @@ class Snapshot:
         dry_run: bool = False,
         progress: Progress | None = None,
     ) -> ExportReport:
-        """Write the snapshot, or a part of it, to files of another format, verified.
-
-        The files appear under their name when they are whole and synced.
+        """Write the snapshot, or a part of it, to files of another format, verified and whole.
 
         Args:
-            out: The file to make: with ``max_shard_size`` or for ``dcp`` the folder.
-            path: What to export, such as ``model``. The names of tensors are the keys below it,
-                joined by dots.
+            out: The file to make; with ``max_shard_size``, or for ``dcp``, the folder.
+            path: What to export: ``model``. Tensors are named by the keys below, joined by dots.
             format: ``safetensors``, ``torch`` (one file of ``torch.save``) or ``dcp``.
             max_shard_size: Bytes of tensors in each file, of safetensors with an index, at most.
             tensors_only: Leave out what safetensors cannot hold: values, sparse tensors, …
             tied: Names of tensors to store only under another name, whose bytes they have.
-                safetensors notes that in its metadata; ``torch.load`` makes them share memory.
             dry_run: Only report what would be written.
             progress: Called now and then: what is being done, the bytes done, and those in all.
 

@@ -1,4 +1,4 @@
-"""Durations (``30s``, ``1.5h``), shares (``5%``, ``0.05``) and sizes (``5GB``) as people write them."""
+"""Durations (``30s``), shares (``5%``, ``0.05``) and sizes (``5GB``) as people write them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _seconds(text: str) -> float | None:
 
 
 def size_in_bytes(text: str) -> int:
-    """Return a number of bytes above 0: ``5GB`` is 5·10⁹, ``5GiB`` 5·2³⁰; the ``type`` of an option.
+    """Return a number of bytes above 0: ``5GB`` is 5·10⁹, ``5GiB`` 5·2³⁰; ``type`` of an option.
 
     Raises:
         click.BadParameter: The text is not a size.

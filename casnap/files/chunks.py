@@ -6,6 +6,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -14,9 +15,12 @@ from casnap.format.digest import split_digests
 from casnap.format.entries import INLINE_BYTES, TensorEntry
 from casnap.format.grid import Cells, Grid
 from casnap.format.region import Region
+from casnap.runtime.buffers import PAGE, address_of
 from casnap.runtime.progress import Progress
 from casnap.storage.contents import Contents
 from casnap.storage.place_reads import Want
+
+_DIRECT_BYTES = 256 << 10
 
 
 class Placed(NamedTuple):
@@ -63,20 +67,21 @@ class Writer:
         """
         tensors = list(placed)
         sums = {tensor.start: _Crc() for tensor in tensors} if crcs is not None else {}
-        self._contents.objects.fetch(self._wants(fd, tensors, sums))
+        with _opened(fd) as file:
+            self._contents.objects.fetch(self._wants(file, tensors, sums))
         for tensor in tensors if crcs is not None else ():
             assert crcs is not None
             known = sums[tensor.start].value()
             nbytes = tensor.entry.data.nbytes
             crcs[tensor.start] = _crc_of(fd, tensor.start, nbytes) if known is None else known
 
-    def _wants(self, fd: int, tensors: list[Placed], sums: dict[int, _Crc]) -> Iterator[Want]:
+    def _wants(self, file: _File, tensors: list[Placed], sums: dict[int, _Crc]) -> Iterator[Want]:
         for path, entry, start in tensors:
             crc, payload = sums.get(start), entry.data
             if payload.nbytes <= INLINE_BYTES:
                 if len(payload.inline) != payload.nbytes:
                     raise DamagedError(f"{self._contents.where}: {path} is cut off", (path,))
-                self._put(fd, start, crc, 0, memoryview(payload.inline))
+                self._put(file, start, crc, 0, memoryview(payload.inline))
                 continue
             cells = self._contents.cells(path, entry)
             digests = split_digests(self._contents.digests(payload, cells, path))
@@ -85,19 +90,19 @@ class Writer:
             at = start
             for number, nbytes in enumerate(cells.sizes()):
                 if isinstance(cells, Grid):
-                    sink = partial(self._put, fd, at, crc, number)
+                    sink = partial(self._put, file, at, crc, number)
                 else:
-                    sink = partial(self._put_box, fd, start, cells, number)
+                    sink = partial(self._put_box, file, start, cells, number)
                 yield Want(digests[number], nbytes, sink, path)
                 at += nbytes
 
-    def _put(self, fd: int, at: int, crc: _Crc | None, number: int, raw: memoryview) -> None:
+    def _put(self, file: _File, at: int, crc: _Crc | None, number: int, raw: memoryview) -> None:
         if crc is not None:
             crc.add(number, raw)
-        _write(fd, at, raw)
+        file.write(at, raw)
         self._count(len(raw))
 
-    def _put_box(self, fd: int, start: int, cells: Cells, number: int, raw: memoryview) -> None:
+    def _put_box(self, file: _File, start: int, cells: Cells, number: int, raw: memoryview) -> None:
         """Write a cell that is no run of the tensor's bytes, run by run."""
         box = cells.region(number)
         whole = Region.whole(cells.shape)  # type: ignore[attr-defined]
@@ -107,7 +112,7 @@ class Writer:
             first = run.start_in(whole)
             assert first is not None
             nbytes = run.numel * itemsize
-            _write(fd, start + first * itemsize, raw[done : done + nbytes])
+            file.write(start + first * itemsize, raw[done : done + nbytes])
             done += nbytes
         self._count(len(raw))
 
@@ -131,10 +136,36 @@ def _runs(box: Region, whole: Region) -> Iterator[Region]:
         yield from _runs(Region(tuple(offsets), tuple(sizes)), whole)
 
 
-def _write(fd: int, at: int, raw: memoryview) -> None:
-    while raw:
-        n = os.pwrite(fd, raw, at)
-        raw, at = raw[n:], at + n
+class _File(NamedTuple):
+    """A file to write to: through the page cache, and around it if that is possible."""
+
+    fd: int
+    direct: int | None
+
+    def write(self, at: int, raw: memoryview) -> None:
+        """Write bytes; whole pages of an aligned buffer to aligned places around the cache."""
+        whole = len(raw) // PAGE * PAGE
+        aligned = whole >= _DIRECT_BYTES and not at % PAGE and not raw.readonly
+        if self.direct is not None and aligned and not address_of(raw) % PAGE:
+            n = os.pwrite(self.direct, raw[:whole], at)
+            raw, at = raw[n:], at + n
+        while raw:
+            n = os.pwrite(self.fd, raw, at)
+            raw, at = raw[n:], at + n
+
+
+@contextmanager
+def _opened(fd: int) -> Iterator[_File]:
+    """Open a file once more, to be written around the page cache where the file system allows."""
+    try:
+        direct = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        yield _File(fd, None)
+        return
+    try:
+        yield _File(fd, direct)
+    finally:
+        os.close(direct)
 
 
 # --- CRC-32 -----------------------------------------------------------------------------------

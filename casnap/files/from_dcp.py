@@ -1,4 +1,4 @@
-"""Importing a checkpoint of ``torch.distributed.checkpoint`` (DCP), as its FileSystemWriter writes it.
+"""Importing a checkpoint of ``torch.distributed.checkpoint`` (DCP), as FileSystemWriter writes it.
 
 Its ``.metadata`` is a pickle. It is followed, but not run: only DCP's own classes of metadata are
 known, and anything else is refused.

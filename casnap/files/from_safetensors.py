@@ -41,7 +41,7 @@ def read_safetensors(path: Path, key: str) -> Source:
         held = [tensor.name for tensor in header.tensors]
         if names is not None and (odd := set(held) ^ names):
             raise FileFormatError(
-                f"{path.name} and {file} disagree on {min(odd)!r:.200}: only one of them has it there"
+                f"{path.name} and {file} disagree on {min(odd)!r:.200}: only one of them has it"
             )
         found |= {tensor.name: (mapped, tensor) for tensor in header.tensors}
         metadata = {**header.metadata, **metadata}

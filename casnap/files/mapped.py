@@ -102,7 +102,7 @@ def joined_leaf(
 
 
 def _overlap(held: Sequence[tuple[Region, torch.Tensor]]) -> bool:
-    """Whether two boxes have an element in common; each is compared with those that can reach it."""
+    """Whether two boxes have an element in common; only those that can reach it are compared."""
     boxes = sorted((box for box, _ in held), key=lambda box: box.offsets)
     for i, box in enumerate(boxes):
         for other in boxes[i + 1 :]:

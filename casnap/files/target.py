@@ -54,15 +54,18 @@ class Target:
                     self._partial.unlink()
 
     @contextmanager
-    def file(self, name: str) -> Iterator[int]:
+    def file(self, name: str, nbytes: int = 0) -> Iterator[int]:
         """Create a file, and sync it at the end of the block.
 
         Args:
             name: Its name in the folder; of a single file, its own name.
+            nbytes: How long it will be at least, so that space is taken before anything is written.
         """
         path = self._partial / name if self._is_folder else self._partial
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:
+            if nbytes:
+                os.posix_fallocate(fd, 0, nbytes)
             yield fd
             os.fsync(fd)
             self.sizes[name] = os.fstat(fd).st_size

@@ -18,9 +18,10 @@ from casnap.files.chunks import Writer
 from casnap.files.dcp_names import Stored, described
 from casnap.files.report import ExportOptions, ExportReport
 from casnap.files.target import Target
-from casnap.files.to_torch import read_values, write_archive
-from casnap.files.torch_archive import Reserved, pickled
+from casnap.files.to_torch import Archive, read_values
+from casnap.files.torch_archive import PAGED_BYTES, Reserved, pickled
 from casnap.format.entries import TensorEntry
+from casnap.runtime.buffers import PAGE
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import plain
 from casnap.state.flatten import inflate
@@ -99,21 +100,32 @@ class _Files:
         """Write a file: one value behind the other."""
         reserved = Reserved(fd, sum(_nbytes(self._values[n]) + _ALIGNMENT for n in names))
         os.ftruncate(fd, 0)
-        at = 0
+        at, archives, objects = 0, list[Archive](), dict[int, bytes]()
         for name in names:
             about = self._metadata.state_dict_metadata[name]
             path, entry = self._values[name]
+            # So that large tensors begin on a page.
+            step = PAGE if _nbytes(self._values[name]) >= PAGED_BYTES else _ALIGNMENT
+            at = -(-at // step) * step
             if isinstance(about, TensorStorageMetadata) and isinstance(entry, TensorEntry):
                 offset: torch.Size | None = torch.Size([0] * len(entry.shape))
                 value = pickled(reserved.tensor(0, entry.dtype, entry.shape))
-                nbytes = write_archive(fd, at, value, reserved, [(path, entry)], self._writer)
+                archives.append(Archive(at, value, reserved, [(path, entry)]))
+                nbytes = archives[-1].nbytes
             else:
                 offset = None
-                data = self._object(path)
-                nbytes = os.pwrite(fd, data, at)
+                objects[at] = self._object(path)
+                nbytes = len(objects[at])
             index = MetadataIndex(name, offset)
             self._metadata.storage_data[index] = _StorageInfo(file, at, nbytes)
-            at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            at += nbytes
+        os.posix_fallocate(fd, 0, at)
+        crcs: dict[int, int] = {}
+        self._writer.write(fd, (p for archive in archives for p in archive.placed), crcs)
+        for archive in archives:
+            archive.finish(fd, crcs)
+        for start, data in objects.items():
+            os.pwrite(fd, data, start)
 
     def _object(self, path: str) -> bytes:
         """Return a value that is no tensor as torch.save writes it."""

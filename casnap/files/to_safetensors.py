@@ -46,7 +46,7 @@ def export_safetensors(
     with Target(out, is_folder=is_folder, needed=sum(files.values())) as target:
         for name, (file, names) in zip(files, shards.items(), strict=True):
             head, starts, _ = headers[file]
-            with target.file(name) as fd:
+            with target.file(name, files[name]) as fd:
                 os.pwrite(fd, head, 0)
                 writer.write(fd, [Placed(*tensors[n], starts[n]) for n in names])
         if len(shards) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,12 @@ def export_torch(
             reserved = Reserved(fd, sum(e.data.nbytes + 64 for _, e in numbered) + _SPARE)
             with plain():
                 value = pickled(_state(contents, part, numbered, tied, reserved))
+            archive = Archive(0, value, reserved, numbered)
             os.ftruncate(fd, 0)
-            write_archive(fd, 0, value, reserved, numbered, Writer(contents, total, progress))
+            os.posix_fallocate(fd, 0, archive.nbytes)
+            crcs: dict[int, int] = {}
+            Writer(contents, total, progress).write(fd, archive.placed, crcs)
+            archive.finish(fd, crcs)
         report.files = target.sizes
     return report
 
@@ -102,36 +107,47 @@ def read_values(contents: Contents, entries: dict[str, Entry]) -> dict[str, Leaf
     return loading.load()
 
 
-def write_archive(
-    fd: int,
-    at: int,
-    value: Pickled,
-    reserved: Reserved,
-    numbered: list[tuple[str, TensorEntry]],
-    writer: Writer,
-) -> int:
-    """Write the archive of a value to a file; return its length.
+class Archive:
+    """The archive of one value, at its place in a file.
 
     Args:
-        fd: The file.
-        at: Where in the file.
+        at: Where in the file it begins.
         value: The value.
         reserved: Knows which tensors stand for others.
         numbered: These others, by their numbers: path and entry.
-        writer: Writes them.
+
+    Attributes:
+        nbytes: Its length.
+        placed: The tensors to write, and where.
     """
-    layout = laid_out(value)
-    placed, crcs = list[Placed](), dict[int, int]()
-    known: dict[int, bytes] = {}
-    for start, storage in zip(layout.starts, value.storages, strict=True):
-        number = reserved.owner(storage)
-        if number is None:
-            known[start] = known_bytes(storage)
-            crcs[at + start] = zlib.crc32(known[start])
-        else:
-            placed.append(Placed(*numbered[number], at + start))
-    writer.write(fd, placed, crcs)
-    layout = laid_out(value, [crcs[at + start] for start in layout.starts])
-    for offset, data in (*layout.pieces.items(), *known.items()):
-        os.pwrite(fd, data, at + offset)
-    return layout.nbytes
+
+    def __init__(
+        self, at: int, value: Pickled, reserved: Reserved, numbered: list[tuple[str, TensorEntry]]
+    ) -> None:
+        self._at = at
+        self._value = value
+        layout = laid_out(value)
+        self.nbytes = layout.nbytes
+        self.placed: list[Placed] = []
+        self._starts = [at + start for start in layout.starts]
+        self._known: dict[int, bytes] = {}
+        for start, storage in zip(self._starts, value.storages, strict=True):
+            number = reserved.owner(storage)
+            if number is None:
+                self._known[start] = known_bytes(storage)
+            else:
+                self.placed.append(Placed(*numbered[number], start))
+
+    def finish(self, fd: int, crcs: Mapping[int, int]) -> None:
+        """Write all but the tensors.
+
+        Args:
+            fd: The file.
+            crcs: The CRC-32 of each tensor that was written, by its place.
+        """
+        own = {start: zlib.crc32(data) for start, data in self._known.items()}
+        layout = laid_out(self._value, [own[s] if s in own else crcs[s] for s in self._starts])
+        for offset, data in layout.pieces.items():
+            os.pwrite(fd, data, self._at + offset)
+        for start, data in self._known.items():
+            os.pwrite(fd, data, start)

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from casnap.runtime.buffers import bytes_at
+from casnap.runtime.buffers import PAGE, bytes_at
 from casnap.state.tensors import TENSOR_DTYPES
 
 _ALIGNMENT = 64
+PAGED_BYTES = 256 << 10
+"""Tensors of so many bytes begin on a page."""
 _LARGE = 0xFFFFFFFF
 _DAY = 0x21  # 1980-01-01, the first day that zip knows
 
@@ -129,8 +131,6 @@ def laid_out(value: Pickled, crcs: list[int] | None = None) -> Layout:
     """
     names: list[tuple[str, bytes | int]] = [
         ("data.pkl", value.data),
-        (".format_version", b"1"),
-        (".storage_alignment", str(_ALIGNMENT).encode()),
         ("byteorder", b"little"),
         *((f"data/{i}", storage.nbytes()) for i, storage in enumerate(value.storages)),
         ("version", b"3\n"),
@@ -163,7 +163,8 @@ def _local_header(name: bytes, crc: int, size: int, at: int) -> bytes:
     extra = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
     # The content is aligned by an extra field, which begins with "FB" as in torch.
     behind = at + 30 + len(name) + len(extra) + 4
-    extra += struct.pack("<HH", 0x4246, -behind % _ALIGNMENT) + b"Z" * (-behind % _ALIGNMENT)
+    padding = -behind % (PAGE if size >= PAGED_BYTES else _ALIGNMENT)
+    extra += struct.pack("<HH", 0x4246, padding) + b"Z" * padding
     small = _LARGE if large else size
     return (
         struct.pack(

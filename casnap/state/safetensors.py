@@ -19,6 +19,7 @@ from casnap.format.decoding import json_decoder
 MOST_HEADER = 100_000_000
 """The longest header, in bytes, that safetensors itself reads."""
 _MOST_AXES = 64
+_PAGE = 4096
 _PAIR = "float4_e2m1fn_x2"
 
 # Their name of a dtype → torch's, and the bytes of an element.
@@ -150,8 +151,14 @@ def header_of(
     Raises:
         FileFormatError: There are so many tensors that no reader would read the header.
     """
-    # The largest elements first, as safetensors has it, so that all of them are aligned.
-    order = sorted(tensors, key=lambda name: (-_NAMES[tensors[name][0]][1], name))
+
+    # Tensors of whole pages first, then those of the largest elements: so all are aligned.
+    def place(name: str) -> tuple[bool, int, str]:
+        dtype, shape = tensors[name]
+        itemsize = _NAMES[dtype][1]
+        return prod(shape) * itemsize % _PAGE > 0, -itemsize, name
+
+    order = sorted(tensors, key=place)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     starts, at = {}, 0
     for name in order:
@@ -162,7 +169,7 @@ def header_of(
             shape = (*shape[:-1], shape[-1] * 2)
         header[name] = {"dtype": theirs, "shape": shape, "data_offsets": (starts[name], at)}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % _PAGE)
     if len(text) > MOST_HEADER:
         raise FileFormatError(
             f"the header would have {len(text):,} bytes, and readers take {MOST_HEADER:,}; export "
