@@ -90,7 +90,8 @@ def _show(report: ExportReport, out: str) -> None:
         click.echo(f"{counted(len(report.left_out), 'value')} left out")
     print_warnings(
         [
-            f"{name} has the bytes of {same}; if they are tied, --tied {name} stores them once"
+            f"{same} and {name} have the same bytes; if they are tied, --tied with one of the two "
+            "leaves that one out"
             for name, same in list(report.equal.items())[:8]
         ]
     )
