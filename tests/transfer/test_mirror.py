@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import pickle
+import random
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +289,19 @@ def test_a_mirror_that_fails_never_fails_takes(
     status = store.mirror.status()
     assert (status.snapshots, status.error, status.since) == (0, None, None)
     assert_copied(store, tmp_path / "there")
+
+
+def test_the_random_numbers_of_the_user_stay(tmp_path: Path, there: FaultyBackend) -> None:
+    """What is tried again waits a random time; a seeded run must not notice."""
+    before = random.getstate()
+    store = mirrored(tmp_path / "here", there)
+    with there.during(DEAD):
+        take(store, 1)
+        assert store.mirror is not None
+        while store.mirror.status().error is None:
+            time.sleep(0.01)
+    store.wait_mirrored(60)
+    assert random.getstate() == before
 
 
 def test_wait_mirrored_without_a_mirror(tmp_path: Path) -> None:
