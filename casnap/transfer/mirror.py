@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from functools import partial
 from weakref import WeakSet, ref
 
 import msgspec
@@ -34,7 +33,7 @@ from casnap.errors import (
 )
 from casnap.format.records import Row
 from casnap.runtime import calls
-from casnap.runtime.threads import Worker, gently
+from casnap.runtime.threads import Worker
 from casnap.storage.lmdb_files import BusyError, locked
 from casnap.storage.mirrored import (
     Lacking,
@@ -240,11 +239,10 @@ class Mirror:
         any_copied = False
         try:
             for name, row in todo.items():
-                # Training goes first, unless the mirror falls behind, or the process is to end.
-                is_late = len(todo) > 1 or not threading.main_thread().is_alive()
-                self._patient_for = 0.0 if is_late else _GIVE_WAY
-                copy = partial(self._copy, there, name, row)
-                if copy() if is_late else gently(copy):
+                # Takes go first, unless the mirror falls behind. No low priority for this thread:
+                # when it holds Python's lock, the training would wait with it.
+                self._patient_for = 0.0 if len(todo) > 1 else _GIVE_WAY
+                if self._copy(there, name, row):
                     copied[name] = row.commit
                     any_copied = True
                 if copied and time.monotonic() - settled > _SETTLE:
@@ -252,6 +250,7 @@ class Mirror:
                     settled = time.monotonic()
         finally:
             if copied:
+                self._rest()
                 self._settle(copied)
         return any_copied
 
@@ -295,13 +294,16 @@ class Mirror:
         return frozenset({row.commit})
 
     def _on_progress(self, _what: str, _done: int, _total: int) -> None:
-        """Stop here, or wait while a take goes on: it is to have the cores and the line."""
+        self._rest()
+        if self._stopped:
+            raise _StoppedError
+
+    def _rest(self) -> None:
+        """Wait while a take goes on: it is to have the cores, the disk and the line."""
         is_needed = threading.main_thread().is_alive
         while self._patient_for > 0 and self._is_taking() and is_needed() and not self._stopped:
             time.sleep(_GIVE_WAY_LOOK)
             self._patient_for -= _GIVE_WAY_LOOK
-        if self._stopped:
-            raise _StoppedError
 
     def _refuse(self, name: str, row: Row, why: str) -> None:
         if self._refused.get(name) != (row.commit, why):
