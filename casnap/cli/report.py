@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
-from casnap.cli.arguments import endpoint_option, open_store, print_requests, snapshots_of
-from casnap.cli.output import Failure, counted, phases, quoted, safe
-from casnap.report.facts import gather
+from casnap.cli.arguments import (
+    endpoint_option,
+    open_store,
+    print_requests,
+    request_fields,
+    snapshots_of,
+)
+from casnap.cli.output import Failure, counted, emit, json_option, phases, quoted, safe
+from casnap.report.facts import Facts, gather
 from casnap.report.page import HEAD, page
 
 
@@ -34,20 +42,32 @@ from casnap.report.page import HEAD, page
     help="Compare the last N snapshots of each run with the one before.",
 )
 @endpoint_option
-def report(store: str | None, prefix: str | None, output: Path, last: int) -> None:
+@json_option
+def report(store: str | None, prefix: str | None, output: Path, last: int, as_json: bool) -> None:
     """Write a page that shows snapshots over time, what changed where, and what takes up space.
 
     The page is one HTML file that loads nothing. It is made from sizes, digests and metadata: no
-    tensor is read.
+    tensor is read. --json prints what it would show, and writes no page.
     """
-    _check_replaceable(output)
+    if not as_json:
+        _check_replaceable(output)
     place = open_store(store)
     found = [snapshot.contents for snapshot in snapshots_of(place, prefix)]
     with phases(lambda: place.requests) as progress:
         facts = gather(place.objects, found, last, progress)
+    if as_json:
+        emit({**_document(facts), **request_fields(place)})
+        return
     _write(output, page(facts, time.time()))
     click.echo(f"{safe(str(output))}: {counted(len(found), 'snapshot')}")
     print_requests(place)
+
+
+def _document(facts: Facts) -> dict[str, Any]:
+    document = asdict(facts)
+    for run, shown in zip(facts.runs, document["runs"], strict=True):
+        shown["sizes"] = {".".join(path): nbytes for path, nbytes in run.sizes.items()}
+    return document
 
 
 def _check_replaceable(output: Path) -> None:

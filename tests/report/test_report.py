@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from casnap import StateDict, Store
 from casnap.report.treemap import Box, squarified
 from casnap.runtime.sizes import size
-from tests.support.cli_calls import CHUNK, failure, fill, invoke
+from tests.support.cli_calls import CHUNK, document, failure, fill, invoke
 
 VOID = {"meta"}
 
@@ -80,6 +80,17 @@ def test_it_shows_each_run(folder: Path) -> None:
     assert not any("model.bias changed" in text for text in page.texts)
     # The sizes of the last snapshot.
     assert f"weight: {size(6 * CHUNK)}" in page.texts
+
+
+def test_the_same_for_programs(folder: Path, tmp_path: Path) -> None:
+    facts = document("report", folder, "run1", "-o", tmp_path / "r.html")
+    (run,) = facts["runs"]
+    assert [taken["metrics"]["step"] for taken in run["snapshots"]] == [0, 1, 2]
+    assert run["sizes"]["model.weight"] == 6 * CHUNK
+    assert facts["live_bytes"] <= facts["store_bytes"]
+    assert run["changes"]["modules"] == ["model.weight", "progress.step"]
+    assert run["changes"]["shares"] == [[1 / 6] * 2, [1.0] * 2]
+    assert not (tmp_path / "r.html").exists()
 
 
 def test_it_is_of_a_prefix_and_of_the_last_ones(folder: Path) -> None:
