@@ -154,6 +154,6 @@ def _naming_pickles(place: Place) -> Iterator[None]:
             raise
         raise type(e)(
             f"{path} is a checkpoint of DCP's own FileSystemWriter, not a snapshot. Its .metadata "
-            "is a pickle, which may run any code, so it is not loaded here. `casnap import` follows "
+            "is a pickle, which may run any code, so it is not loaded here. `casnap import` reads "
             "it without running it; or load it where you trust it, and save it with CasnapWriter"
         ) from e
