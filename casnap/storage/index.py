@@ -10,10 +10,12 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 import lmdb
+import msgspec
 
 from casnap.backends.base import EXHAUSTED, Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
@@ -250,7 +252,10 @@ class Index:
         found = {}
         for digest in digests:
             note = cache.note(_PLACED + digest) or b""
-            if note[:ID_SIZE] in idents:
+            if note[:ID_SIZE] not in idents:
+                continue
+            # A note is never damaged (see cache.py), but another version may have written it.
+            with suppress(msgspec.DecodeError):
                 found[digest] = decoder(Place).decode(note[ID_SIZE:])
         return found
 

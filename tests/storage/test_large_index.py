@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from casnap import StateDict, Store
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest
 from casnap.format.records import (
+    ID_SIZE,
     PackId,
     Place,
     Record,
@@ -34,6 +36,7 @@ from tests.support.remote import RemoteDouble
 RECORDS = 160_000
 
 
+@lru_cache(2)
 def records_at_random(count: int, packs: int = 50, seed: int = 0) -> Segment:
     drawn = random.Random(seed)
     ids = [PackId(new_id(0)) for _ in range(packs)]
@@ -176,6 +179,23 @@ def test_chunks_of_a_tensor_are_looked_for_where_one_of_them_is(
         assert torch.equal(tensor, state["m"]["a"])
         looks = [key for kind, key in backend.log if key.startswith("index/")]
         assert len(looks) <= most, len(looks)
+
+
+def test_a_note_that_cannot_be_decoded_is_looked_for_anew(large: RemoteDouble) -> None:
+    """Such as one that another version of casnap keeps in the cache."""
+    own = [
+        d
+        for ref in newest_root(large).segments
+        for d, _ in Store(large).objects.index.segment(ref).records
+    ]
+    mixed_in(large)
+    tensor = Store(large)["first"].read_object("m/a")
+    cache = Store(large).objects.index.cache
+    notes = {b"placed" + d: cache.note(b"placed" + d) for d in own}
+    kept = {key: note[:ID_SIZE] + b"?" for key, note in notes.items() if note is not None}
+    assert kept
+    cache.keep_notes(kept)
+    assert torch.equal(Store(large)["first"].read_object("m/a"), tensor)
 
 
 def test_a_record_that_lies_is_damage(large: RemoteDouble) -> None:
