@@ -21,7 +21,7 @@ from casnap.backends import Backend, backend_at
 from casnap.testing import FaultyProxy, HttpFault, delay
 from tests.support.servers import Bucket, shared
 from tools.bench import peers, states
-from tools.bench.measure import PeakMemory, rotated, seconds, settle
+from tools.bench.measure import PeakMemory, Times, rotated, seconds, settle
 from tools.bench.settings import MIB, Settings
 from tools.bench.states import State
 from tools.bench.table import Row, timed
@@ -212,8 +212,8 @@ class Transfers:
         self.nbytes = states.nbytes_of(self.state.values())
         self.target = states.like(self.state)
         self.raw = RawObjects(backend_at(f"{bucket.uri}/raw"), self.nbytes)
-        self.times: dict[str, list[float]] = defaultdict(list)
-        self.ratios: dict[str, list[float]] = defaultdict(list)
+        self.times: Times = defaultdict(list)
+        self.ratios: Times = defaultdict(list)
         self.extra = 0
         self.changed = 0
         self._number = 0

@@ -15,7 +15,7 @@ from casnap import Snapshot, StateDict
 from casnap.backends.local import LocalBackend
 from tests.support.ranks import Pool, World
 from tools.bench import peers, states
-from tools.bench.measure import fsync_tree, remove, rotated, settle
+from tools.bench.measure import Times, fsync_tree, remove, rotated, settle
 from tools.bench.settings import MIB, Settings
 from tools.bench.table import Row, timed
 
@@ -138,10 +138,10 @@ class _Ranks:
         self.nbytes = settings.nbytes // 2
         self.world = world
         self.alone = alone
-        self.times: dict[str, list[float]] = defaultdict(list)
-        self.ratios: dict[str, list[float]] = defaultdict(list)
+        self.times: Times = defaultdict(list)
+        self.ratios: Times = defaultdict(list)
         self.written: dict[str, int] = {}
-        self.uneven: dict[str, list[float]] = defaultdict(list)
+        self.uneven: Times = defaultdict(list)
         self.read: dict[str, int] = {}
         self._folders = 0
 
