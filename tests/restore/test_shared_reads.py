@@ -252,6 +252,7 @@ WANTED = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("window", [1, 3 * CHUNK, 1 << 28])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", WANTED)

@@ -64,7 +64,7 @@ def test_a_store_is_made_by_few_requests(tmp_path: Path) -> None:
 
 def test_an_unchanged_take_of_a_warm_host(name: str) -> None:
     """Also in a new process, which the cache of the host makes warm."""
-    for number in range(40):
+    for number in range(20):
         backend = RemoteDouble(name)
         store = Store(backend)
         store.take(state_of(), f"step_{number}")
