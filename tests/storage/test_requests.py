@@ -10,7 +10,7 @@ import torch
 
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.errors import DamagedError, NotAStoreError, SnapshotNotFoundError
-from casnap.format.records import pack_key
+from casnap.format.records import Root, pack_key
 from casnap.storage.objects import Objects
 from casnap.storage.roots import newest_root, put_next_root
 from tests.support.remote import RemoteDouble
@@ -196,15 +196,21 @@ def test_a_read_of_a_warm_host(name: str) -> None:
     assert backend.count - chunk_requests(backend, store, "model/w3") <= 2, backend.log
 
 
-def test_requests_do_not_grow_with_the_snapshots(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def put_roots(name: str, count: int) -> Root:
+    """Put so many more roots, as other hosts would; return the newest one."""
     double = RemoteDouble(name)
     root = newest_root(double)
-    for _ in range(3500):
+    for _ in range(count):
         after = put_next_root(double, root)
         assert after is not None
         root = after
+    return root
+
+
+def test_requests_do_not_grow_with_the_snapshots(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_roots(name, 3500)
     fresh_host(tmp_path, monkeypatch)
     backend = RemoteDouble(name)
     store = Store(backend)
@@ -220,12 +226,7 @@ def test_requests_do_not_grow_with_the_snapshots(
 def test_many_newer_roots_are_not_read_one_by_one(name: str) -> None:
     """A host that has not looked for long lists the roots instead."""
     store = Store(RemoteDouble(name))
-    double = RemoteDouble(name)
-    root = newest_root(double)
-    for _ in range(1200):
-        after = put_next_root(double, root)
-        assert after is not None
-        root = after
+    root = put_roots(name, 1200)
     backend = store.objects.backend
     assert isinstance(backend, RemoteDouble)
     backend.reset()
