@@ -63,4 +63,6 @@ def copy_verified(
         new_packs.copy(digest, raw, is_node=is_node, is_verified=True)
         report(digest, len(raw))
 
-    source.fetch((Want(d, -1, partial(sink, d, node), "") for d, node in chunks), _READ)
+    how = _READ._replace(room=new_packs.room)
+    wants = (Want(d, -1, partial(sink, d, node), "", None, node) for d, node in chunks)
+    source.fetch(wants, how)

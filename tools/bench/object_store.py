@@ -155,7 +155,7 @@ class RawObjects:
         whole, rest = divmod(nbytes, _OBJECT)
         self._sizes = [_OBJECT] * whole + [rest] * bool(rest)
         self._noise = memoryview(bytearray(os.urandom(_OBJECT)))
-        self._buffers = [memoryview(bytearray(_RANGE)) for _ in range(8)]
+        self._buffers = [memoryview(bytearray(_RANGE)) for _ in range(backend.in_flight)]
 
     def put(self) -> None:
         """Put all objects."""
