@@ -107,10 +107,11 @@ def runs(targets: Sequence[Target]) -> list[Scatter]:
 
 
 def _parts(start: int, stop: int, targets: list[Target]) -> list[Scatter]:
-    count = -(-(stop - start) // _PART)
-    edges = [start + (stop - start) * i // count for i in range(count + 1)]
+    # Servers keep objects in pieces of such lengths, and read the fewer, the fewer a part touches.
+    least = _PART // 4
+    inner = range((start + least - 1) // _PART * _PART + _PART, stop - least + 1, _PART)
     parts = []
-    for begin, end in pairwise(edges):
+    for begin, end in pairwise((start, *inner, stop)):
         mine = [t for t in targets if t[0] < end and _end(t) > begin]
         if mine:
             parts.append(Scatter(begin, end, mine))

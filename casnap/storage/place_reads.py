@@ -11,7 +11,7 @@ from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.codec import Codec, decompress
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import MAX_NODE_BYTES, Place, pack_key
-from casnap.runtime.buffers import PAGE, SLOTS, Slot, shared_pool
+from casnap.runtime.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool
 from casnap.runtime.threads import Crew, Shared, cores
 from casnap.storage.pack import Room
 from casnap.storage.pack_runs import Run, coalesced, gap_of, is_possible
@@ -183,8 +183,9 @@ def _read_in_place(
         has_place = in_room or _target(wants) is not None
         (direct if large and has_place else rest).append((place, wants))
     if backend.is_remote:
-        share = sum(place.stored for place, _ in direct) // (2 * backend.in_flight)
-        most, readers = min(_READ_BYTES, max(_SMALL_BYTES, share)), backend.in_flight
+        # Of up to a whole pack, by several requests.
+        share = sum(place.stored for place, _ in direct) // SLOTS
+        most, readers = min(SLOT_BYTES, max(_SMALL_BYTES, share)), backend.in_flight
     else:
         most, readers = _IN_PLACE_BYTES, min(_readers(backend), how.readers)
     # What lies in a gap would be kept, in room for all.
