@@ -17,7 +17,7 @@ from casnap.storage.objects import Objects
 from casnap.storage.place_reads import ReadOptions, Want
 
 # Two buffers to read into; writing takes the others of the pool.
-_READ = ReadOptions(readers=2, sharing=3)
+_READ = ReadOptions(readers=2)
 
 # Mirrors have a pool of their own, and so a turn of their own.
 _turn = PerProcess(threading.Lock)

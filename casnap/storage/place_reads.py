@@ -24,6 +24,8 @@ _SMALL_IN_ALL = 16 << 20
 _IN_PLACE_BYTES = 2 << 20
 # So many runs ahead of the one that is read, the disk is told.
 _AHEAD = 16
+# So many threads share a buffer, from a remote place: most of them wait.
+_SHARING = 3
 # Smaller chunks lie close together, so one read takes many of them.
 _LARGE_BYTES = 64 << 10
 
@@ -61,7 +63,6 @@ class ReadOptions(NamedTuple):
         prepare: Called with each buffer from the pool before it is used.
         readers: The most threads, each with a buffer of the pool. Lower it if the sinks take
             buffers too. 0: the calling thread reads, into a buffer of its own.
-        sharing: How many threads share a buffer, from a remote place: most of them wait.
         keep: Called with each run of a pack whose chunks were all whole: the pack, where the run
             begins, and its bytes.
         room: Returns room for a run of so many bytes and chunks; None for none. Large raw chunks
@@ -71,7 +72,6 @@ class ReadOptions(NamedTuple):
     budget: int | None = None
     prepare: Callable[[Slot], None] | None = None
     readers: int = SLOTS
-    sharing: int = 1
     keep: Callable[[bytes, int, memoryview], None] | None = None
     room: Callable[[int, int], Room | None] | None = None
 
@@ -154,11 +154,11 @@ def read_places(
             with pool.lease() as slot:
                 if how.prepare is not None:
                     how.prepare(slot)
-                if how.sharing == 1 or not backend.is_remote:
+                if how.budget is not None or not backend.is_remote:
                     read_into(slot.view)
                     return
                 parts = [slot.view[at:][:most] for at in range(0, pool.slot_bytes - most + 1, most)]
-                parts = parts[: how.sharing]
+                parts = parts[:_SHARING]
                 crew.run(lambda: read_into(parts.pop()), len(parts))
 
         crew.run(work, min(len(reads), readers, affordable, how.readers))
