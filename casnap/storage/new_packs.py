@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
@@ -12,7 +13,7 @@ from casnap.format.records import PackId, Place, Segment
 from casnap.runtime.buffers import shared_pool
 from casnap.runtime.threads import Crew
 from casnap.storage.objects import Objects
-from casnap.storage.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, moved_place
+from casnap.storage.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, Room, moved_place
 
 
 class NewPacks:
@@ -39,7 +40,8 @@ class NewPacks:
         self._node_filler = self._nodes.filler()
         self._copies = (self._chunks.filler(), self._nodes.filler())
         self._claimed: set[Digest] = set()
-        self._lock = threading.Lock()
+        # The second one is held while memory is waited for.
+        self._lock, self._copying = threading.Lock(), threading.Lock()
         self.base = base
         self.nodes: dict[Digest, tuple[bytes, Place]] = {}
 
@@ -83,11 +85,31 @@ class NewPacks:
             if digest in self._claimed:
                 return
             self._claimed.add(digest)
+        with self._copying:
             filler = self._copies[is_node]
             if is_verified:
                 filler.add_verified(digest, raw)
             else:
                 filler.add_known([(digest, raw)])
+
+    def room(self, nbytes: int, count: int) -> Room | None:
+        """Return room for copies of chunks that lie side by side; from any thread.
+
+        None if they have to be copied one by one.
+
+        Args:
+            nbytes: How many bytes.
+            count: How many chunks, at most.
+        """
+        with self._copying:
+            room = self._copies[0].room(nbytes, count)
+        return room and Room(room.view, partial(self._keep, room))
+
+    def _keep(self, room: Room, chunks: Sequence[tuple[Digest, int, int]]) -> None:
+        with self._lock:
+            new = [chunk for chunk in chunks if chunk[0] not in self._claimed]
+            self._claimed.update(digest for digest, _, _ in new)
+        room.keep(new)
 
     def use(self, codec: Codec) -> None:
         """Store what is written from now on with another codec."""

@@ -122,7 +122,7 @@ def test_a_take_whose_packs_were_deleted_begins_again(tmp_path: Path) -> None:
 
 
 def test_packs_are_read_together(tmp_path: Path) -> None:
-    """As many reads run as there are slots; a remote backend divides each into requests."""
+    """At least as many as there are slots; a remote backend divides each into requests."""
     name = str(tmp_path)
     store = Store(RemoteDouble(name))
     for n in range(3):
@@ -131,7 +131,7 @@ def test_packs_are_read_together(tmp_path: Path) -> None:
     backend.latency = 0.3
     wanted = torch.full((8 << 20,), 2.0).cumsum(0)
     assert torch.equal(Store(backend)["2"].read_object("m/a"), wanted)
-    assert backend.most_at_once == SLOTS
+    assert backend.most_at_once >= SLOTS
 
 
 def test_many_small_reads_run_together(tmp_path: Path) -> None:
