@@ -49,6 +49,7 @@ class _FullPack(NamedTuple):
     slot: Slot
     fill: int
     records: list[Record]
+    hints: bytes = b""
 
 
 class PackWriter:
@@ -149,6 +150,8 @@ class PackWriter:
         if self.times == 2 and _fits(2, pack.fill, len(records), pack.slot):
             fill, records = _repeated(pack)
         footer = pack_footer(self._kind, records)
+        if fill + len(pack.hints) + len(footer) <= len(pack.slot.view):
+            footer = pack.hints + footer
         end = fill + len(footer)
         pack.slot.view[fill:end] = footer
         with self._lock:
@@ -334,14 +337,19 @@ class PackFiller:
         """Return the place of the last chunk."""
         return self._records[-1][1]
 
-    def seal(self) -> None:
-        """Have the open pack written; if it is empty, give its memory back."""
+    @property
+    def open_pack(self) -> tuple[PackId, int] | None:
+        """The pack that is being filled, and how many bytes it has; None if there is none."""
+        return None if self._slot is None else (self._id, self._fill)
+
+    def seal(self, hints: bytes = b"") -> None:
+        """Have the open pack written, with hints at its end; if it is empty, free its memory."""
         slot, self._slot = self._slot, None
         if slot is None:
             return
         self._first = False
         if self._records:
-            self._writer.hand_over(_FullPack(self._id, slot, self._fill, self._records))
+            self._writer.hand_over(_FullPack(self._id, slot, self._fill, self._records, hints))
         else:
             self._writer.pool.release(slot)
 
