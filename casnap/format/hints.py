@@ -6,7 +6,6 @@ looked for in the index.
 
 from __future__ import annotations
 
-import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -24,7 +23,6 @@ MOST_HINTS = 1 << 15
 """Nor of more things."""
 
 _MAGIC = b"CASNAPh1"
-_LENGTH = struct.Struct("<I")
 _NAME_SIZE = 6
 _PAGE, _ALIGN_FROM = 4096, 64 << 10
 _TREE, _MANIFEST = (b"\x92\xa1l", b"\x92\xa1b"), b"\x82\xa6global"
@@ -47,6 +45,16 @@ class _Run(Struct, frozen=True, array_like=True, gc=False):
         """Return the offset of the thing that comes so many after the first."""
         step = -(-self.stored // _PAGE) * _PAGE if self.stored >= _ALIGN_FROM else self.stored
         return self.offset + after * step
+
+    def goes_on_with(self, run: _Run) -> bool:
+        """Whether another run begins where this one ends, with things of the same length."""
+        alike = (self.pack, self.stored, self.raw, self.codec) == (
+            run.pack,
+            run.stored,
+            run.raw,
+            run.codec,
+        )
+        return alike and self.next(self.count) == run.offset
 
 
 class _Body(Struct, frozen=True, array_like=True):
@@ -108,26 +116,27 @@ def encode_hints(
     for _, place in places:
         own = place.pack == pack
         number = -1 if own else numbers.setdefault(place.pack, len(numbers))
-        shape = (number, place.stored, place.raw, place.codec)
-        last = runs[-1] if runs else None
-        if last is not None and (last.pack, last.stored, last.raw, last.codec) == shape:
-            if last.next(last.count) == place.offset:
-                runs[-1] = msgspec.structs.replace(last, count=last.count + 1)
-                continue
-        runs.append(_Run(1, number, place.offset, *shape[1:]))
+        run = _Run(1, number, place.offset, place.stored, place.raw, place.codec)
+        if runs and runs[-1].goes_on_with(run):
+            runs[-1] = msgspec.structs.replace(runs[-1], count=runs[-1].count + 1)
+        else:
+            runs.append(run)
     names = b"".join(digest[:_NAME_SIZE] for digest, _ in places)
     body = encode(_Body(b"".join(numbers), names, runs, list(nodes)))
-    return _MAGIC + _LENGTH.pack(len(body)) + body
+    return _MAGIC + body
 
 
-def decode_hints(data: bytes | memoryview, pack: bytes) -> Hints | None:
-    """Return the hints that some bytes begin with; None if there are none, or they make no sense."""
-    start = len(_MAGIC) + _LENGTH.size
-    if len(data) < start or bytes(data[: len(_MAGIC)]) != _MAGIC:
+def are_hints(node: bytes) -> bool:
+    """Whether the bytes of a node are hints."""
+    return node.startswith(_MAGIC)
+
+
+def decode_hints(data: bytes, pack: bytes) -> Hints | None:
+    """Return the hints that some bytes are; None if they are none."""
+    if not are_hints(data):
         return None
-    stop = start + _LENGTH.unpack_from(data, len(_MAGIC))[0]
     try:
-        body = decoder(_Body).decode(data[start:stop])
+        body = decoder(_Body).decode(data[len(_MAGIC) :])
     except (msgspec.DecodeError, RecursionError, ValueError):
         return None
     sound = all(run.count > 0 and run.pack >= -1 for run in body.runs)

@@ -25,6 +25,7 @@ from casnap.format.records import (
     SegmentRef,
     encode,
 )
+from casnap.storage.config import with_config
 from casnap.storage.handover import OtherRanks
 from casnap.storage.index import View
 from casnap.storage.relied_packs import COLLECTED
@@ -115,7 +116,7 @@ class _Publishing:
         relied = self._all_relied(m, latest)
         if relied is None:
             return None
-        like = self._become(m)
+        like = with_config(self._become(m), self._objects.config, self._objects.backend)
         new_table = self._write_table(m, like)
         if self._objects.backend.is_remote:
             find = partial(self._objects.index.find, latest)

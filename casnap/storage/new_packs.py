@@ -109,8 +109,8 @@ class NewPacks:
         """Wait until all packs are written.
 
         Args:
-            find: Finds what lies in earlier packs. If it is given, the last pack of nodes says where
-                the things lie that its nodes name.
+            find: Finds what lies in earlier packs. If it is given, the last pack of nodes gets
+                hints: where the things lie that its nodes name.
             beside: Nodes of earlier commits that these hints are to hold.
         """
         self.finish_chunks()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from casnap.backends.base import Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError, UnsupportedFormatError
 from casnap.format.codec import decompress
 from casnap.format.digest import Digest, digest_of
-from casnap.format.hints import MOST_HINTS_BYTES, Hints, decode_hints
+from casnap.format.hints import MOST_HINTS_BYTES, Hints, are_hints, decode_hints
 from casnap.format.records import (
-    FOOTER_RECORD_SIZE,
-    PACK_TAIL_SIZE,
     PackId,
     Place,
     Record,
@@ -31,7 +29,8 @@ _BEHIND = 64 << 10
 _MOST_RAW = 64 << 20
 
 
-class Around(NamedTuple):
+@dataclass(frozen=True)
+class Around:
     """What was found in a pack of nodes.
 
     Attributes:
@@ -41,7 +40,7 @@ class Around(NamedTuple):
         is_gone: Whether the pack is not there.
     """
 
-    nodes: dict[Digest, bytes] = {}
+    nodes: dict[Digest, bytes] = field(default_factory=dict)
     hints: Hints | None = None
     stored: bytes = b""
     is_gone: bool = False
@@ -73,10 +72,8 @@ def nodes_around(backend: Backend, hint: Place) -> Around:
     except (DamagedError, BackendError):
         # Whoever reads the node itself says what is wrong.
         return Around()
-    view = memoryview(content)[:n]
-    nodes = _nodes(view, records)
-    start = max((p.offset + p.stored for _, p in records), default=n)
-    stored = bytes(view[start : n - PACK_TAIL_SIZE - len(records) * FOOTER_RECORD_SIZE])
+    nodes = _nodes(memoryview(content)[:n], records)
+    stored = next((node for node in nodes.values() if are_hints(node)), b"")
     hints = decode_hints(stored, hint.pack)
     if hints is None:
         return Around(nodes)

@@ -26,9 +26,8 @@ from casnap.format.records import (
     Row,
     StoreConfig,
 )
-from casnap.runtime.threads import together
 from casnap.storage.chunk_cache import ChunkCache
-from casnap.storage.config import read_config
+from casnap.storage.config import config_in, read_config
 from casnap.storage.index import Index, View
 from casnap.storage.known_hints import KnownHints
 from casnap.storage.last_seen import LastSeen
@@ -123,8 +122,10 @@ class Objects:
         """
         seen = LastSeen(backend).look(ahead=ahead)
         if seen is None:
-            look = newest_root if ahead else last_listed
-            config, root = together(partial(read_config, backend), partial(_try, look, backend))
+            root = _try(newest_root if ahead else last_listed, backend)
+            # Stores of earlier versions have no copy of the record in their roots.
+            copy = config_in(root, backend.uri) if isinstance(root, Root) else None
+            config = copy or read_config(backend)
         else:
             config, root = seen
         objects = cls(backend, config=config)

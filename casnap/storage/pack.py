@@ -149,9 +149,9 @@ class PackWriter:
         fill, records = pack.fill, pack.records
         if self.times == 2 and _fits(2, pack.fill, len(records), pack.slot):
             fill, records = _repeated(pack)
+        if pack.hints and _fits(1, fill + len(pack.hints), len(records) + 1, pack.slot):
+            fill, records = _with_hints(pack, fill, records)
         footer = pack_footer(self._kind, records)
-        if fill + len(pack.hints) + len(footer) <= len(pack.slot.view):
-            footer = pack.hints + footer
         end = fill + len(footer)
         pack.slot.view[fill:end] = footer
         with self._lock:
@@ -374,6 +374,16 @@ def _repeated(pack: _FullPack) -> tuple[int, list[Record]]:
         for digest, place in pack.records
     ]
     return start + pack.fill, pack.records + again
+
+
+def _with_hints(pack: _FullPack, fill: int, records: list[Record]) -> tuple[int, list[Record]]:
+    """Add the hints behind the nodes, once; return the end and the records."""
+    nbytes = len(pack.hints)
+    offset = _aligned(fill, nbytes)
+    pack.slot.view[fill:offset] = bytes(offset - fill)
+    pack.slot.view[offset : offset + nbytes] = pack.hints
+    place = Place(pack.id, offset, nbytes, nbytes, Codec.RAW)
+    return offset + nbytes, [*records, (digest_of(pack.hints), place)]
 
 
 def moved_place(place: Place, moved: dict[PackId, PackId]) -> Place:
