@@ -205,6 +205,11 @@ class Index:
                 packs[SegmentId(ref.id)] = frozenset(content.packs)
         return {ident: listed or frozenset() for ident, listed in packs.items()}
 
+    def knows(self, root: Root) -> bool:
+        """Whether this host has cached all segments of a root."""
+        cache = self.cache
+        return all(_listed(cache, ref) is not None for ref in root.segments)
+
     def find_few(self, root: Root, digests: list[Digest]) -> list[Place | None]:
         """Find some digests without reading a large index, where that is a remote one.
 

@@ -6,14 +6,20 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, islice
 
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
+from casnap.format.hints import MOST_HINTS, MOST_HINTS_BYTES, encode_hints, named_in
 from casnap.format.records import PackId, Place, Segment
 from casnap.runtime.buffers import shared_pool
 from casnap.runtime.threads import Crew
+from casnap.storage.node_packs import MOST_HINTED_BYTES
 from casnap.storage.objects import Objects
 from casnap.storage.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, Room, moved_place
+
+Find = Callable[[list[Digest]], list[Place | None]]
+"""Returns a place, or None, for each digest."""
 
 
 class NewPacks:
@@ -121,11 +127,38 @@ class NewPacks:
             filler.seal()
         self._chunks.finish()
 
-    def finish(self) -> None:
-        """Wait until all packs are written."""
+    def finish(self, find: Find | None = None, beside: Sequence[bytes] = ()) -> None:
+        """Wait until all packs are written.
+
+        Args:
+            find: Finds what lies in earlier packs. If it is given, the last pack of nodes gets
+                hints: where the things lie that its nodes name.
+            beside: Nodes of earlier commits that these hints are to hold.
+        """
         self.finish_chunks()
-        self._node_filler.seal()
+        self._node_filler.seal(b"" if find is None else self._hints(find, beside))
         self._nodes.finish()
+
+    def _hints(self, find: Find, beside: Sequence[bytes]) -> bytes:
+        """Return the hints for the open pack of nodes; none if it is too large to be read whole."""
+        opened = self._node_filler.filling
+        if opened is None or opened[1] > MOST_HINTED_BYTES:
+            return b""
+        own = {d: place for d, (_, place) in self.nodes.items()}
+        nodes = [node for node, place in self.nodes.values() if place.pack == opened[0]]
+        # The last nodes are the table and the manifest.
+        named = chain.from_iterable(map(named_in, chain(reversed(nodes), beside)))
+        others = (d for d in named if d not in own or own[d].pack != opened[0])
+        wanted = dict.fromkeys(islice(others, MOST_HINTS))
+        own |= {d: place for d, place in self._chunks.records if d in wanted}
+        unknown = [d for d in wanted if d not in own]
+        own |= {d: place for d, place in zip(unknown, find(unknown), strict=True) if place}
+        places = [(d, own[d]) for d in wanted if d in own]
+        hints = encode_hints(places, beside, opened[0])
+        while len(hints) > MOST_HINTS_BYTES:
+            places = places[: len(places) // 2]
+            hints = encode_hints(places, beside if places else (), opened[0])
+        return hints
 
     def move(self, base: int) -> None:
         """Give the packs new ids, made under another root: under these no collector deletes them.

@@ -67,6 +67,7 @@ class _Pack:
     slot: Slot
     fill: int = 0
     records: list[Record] = field(default_factory=list)
+    hints: bytes = b""
     promised: int = 0
     waits: int = 1
 
@@ -175,6 +176,8 @@ class PackWriter:
         fill, records = pack.fill, pack.records
         if self.times == 2 and _fits(2, pack.fill, len(records), pack.slot):
             fill, records = _repeated(pack)
+        if pack.hints and _fits(1, fill + len(pack.hints), len(records) + 1, pack.slot):
+            fill, records = _with_hints(pack, fill, records)
         footer = pack_footer(self._kind, records)
         end = fill + len(footer)
         pack.slot.view[fill:end] = footer
@@ -404,11 +407,17 @@ class PackFiller:
         """Return the place of the last chunk."""
         return self._open_pack.records[-1][1]
 
-    def seal(self) -> None:
-        """Have the open pack written; if it is empty, give its memory back."""
+    @property
+    def filling(self) -> tuple[PackId, int] | None:
+        """The pack that is being filled, and how many bytes it has; None if there is none."""
+        return None if self._pack is None else (self._pack.id, self._pack.fill)
+
+    def seal(self, hints: bytes = b"") -> None:
+        """Have the open pack written, with hints at its end; if it is empty, free its memory."""
         pack, self._pack = self._pack, None
         if pack is not None:
             self._first = False
+            pack.hints = hints
             self._writer.end_wait(pack)
 
 
@@ -432,6 +441,16 @@ def _repeated(pack: _Pack) -> tuple[int, list[Record]]:
         for digest, place in pack.records
     ]
     return start + pack.fill, pack.records + again
+
+
+def _with_hints(pack: _Pack, fill: int, records: list[Record]) -> tuple[int, list[Record]]:
+    """Add the hints behind the nodes, once; return the end and the records."""
+    nbytes = len(pack.hints)
+    offset = _aligned(fill, nbytes)
+    pack.slot.view[fill:offset] = bytes(offset - fill)
+    pack.slot.view[offset : offset + nbytes] = pack.hints
+    place = Place(pack.id, offset, nbytes, nbytes, Codec.RAW)
+    return offset + nbytes, [*records, (digest_of(pack.hints), place)]
 
 
 def moved_place(place: Place, moved: dict[PackId, PackId]) -> Place:
