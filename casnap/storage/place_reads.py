@@ -19,10 +19,10 @@ _READ_BYTES = 16 << 20
 _BULK_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20
 _SMALL_IN_ALL = 16 << 20
-# So many bytes are still in the cache of the core when they are hashed.
-_IN_PLACE_BYTES = 2 << 20
+# Read by one thread from a file that it opens once.
+_IN_PLACE_BYTES = 8 << 20
 # So many runs ahead of the one that is read, the disk is told.
-_AHEAD = 16
+_AHEAD = 4
 # Smaller chunks lie close together, so one read takes many of them.
 _LARGE_BYTES = 64 << 10
 
@@ -207,14 +207,16 @@ def _fill(
 ) -> list[tuple[Place, list[Want]]]:
     """Read a run of chunks into their places; return those that are not whole there."""
     targets = [(place.offset, target) for place, (target, _) in run.chunks]
-    try:
-        lengths = backend.read_into(pack_key(run.pack), targets)
-    except UnavailableError:
-        raise
-    except (FileNotFoundError, BackendError):
-        lengths = [0] * len(targets)
+    lengths = backend.filled(pack_key(run.pack), targets)
     failed = []
-    for n, (place, (target, wants)) in zip(lengths, run.chunks, strict=True):
+    for place, (target, wants) in run.chunks:
+        try:
+            n = next(lengths, 0)
+        except UnavailableError:
+            raise
+        except (FileNotFoundError, BackendError):
+            n = 0
+        # Hashed at once, while the core has it in its cache.
         if n == place.raw == len(target) and digest_of(target) == wants[0].digest:
             for want in wants:
                 want.sink(target)
