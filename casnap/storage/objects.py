@@ -26,6 +26,7 @@ from casnap.format.records import (
     Row,
     StoreConfig,
 )
+from casnap.runtime.threads import beside
 from casnap.storage.chunk_cache import ChunkCache
 from casnap.storage.config import config_in, read_config
 from casnap.storage.index import Index, View
@@ -49,7 +50,9 @@ from casnap.storage.tree import Tree, table_shape
 V = TypeVar("V")
 
 _log = logging.getLogger("casnap")
-_WINDOW = 1 << 15
+# The places of so many chunks are held at a time, of two windows. The first is a small one, so that
+# reading begins soon.
+_WINDOW, _FIRST_WINDOW = 1 << 14, 1 << 8
 # So many chunks are looked for in a remote index without reading it whole, if it is large.
 _FEW = 64
 # How often to read again from a newer root, after a collector has changed the store.
@@ -313,8 +316,16 @@ class Objects:
             pending = chain(rest, pending)
         view = self.recent_view()
         failed: list[_Failed] = []
-        while window := list(islice(pending, _WINDOW)):
-            view, bad = self._fetch_window(view, window, how, ask_store=not failed)
+        first = _WINDOW if self.backend.is_remote else _FIRST_WINDOW
+        window = list(islice(pending, first))
+        while window:
+            # The caller finds out what to read next while threads read.
+            if len(window) >= first:
+                read = partial(self._fetch_window, view, window, how, ask_store=not failed)
+                window, (view, bad) = beside(lambda: list(islice(pending, _WINDOW)), read)
+            else:
+                view, bad = self._fetch_window(view, window, how, ask_store=not failed)
+                window = []
             failed += bad
         if failed:
             self.index.distrust(view, _damaged_records(failed))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
@@ -20,10 +20,10 @@ _READ_BYTES = 16 << 20
 _BULK_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20
 _SMALL_IN_ALL = 16 << 20
-# So many bytes are still in the cache of the core when they are hashed.
-_IN_PLACE_BYTES = 2 << 20
+# Read by one thread from a file that it opens once.
+_IN_PLACE_BYTES = 8 << 20
 # So many runs ahead of the one that is read, the disk is told.
-_AHEAD = 16
+_AHEAD = 4
 # So many threads share a buffer, from a remote place: most of them wait.
 _SHARING = 3
 # Smaller chunks lie close together, so one read takes many of them.
@@ -231,8 +231,10 @@ def _fill(
     whole: list[tuple[Place, list[Want], memoryview]] = []
     failed = []
     try:
-        lengths = _lengths(backend, run.pack, targets)
-        for n, (_, target), (place, wants) in zip(lengths, targets, run.chunks, strict=True):
+        lengths = backend.filled(pack_key(run.pack), targets)
+        for (_, target), (place, wants) in zip(targets, run.chunks, strict=True):
+            n = _next_length(lengths)
+            # Hashed at once, while the core has it in its cache.
             if n == place.raw == len(target) and digest_of(target) == wants[0].digest:
                 whole.append((place, wants, target))
             else:
@@ -246,14 +248,14 @@ def _fill(
     return failed
 
 
-def _lengths(backend: Backend, pack: bytes, targets: list[tuple[int, memoryview]]) -> list[int]:
-    """Fill buffers from runs of a pack; return how many bytes there were for each."""
+def _next_length(lengths: Iterator[int]) -> int:
+    """Return how many bytes of the next chunk there are; none from a pack that cannot be read."""
     try:
-        return backend.read_into(pack_key(pack), targets)
+        return next(lengths, 0)
     except UnavailableError:
         raise
     except (FileNotFoundError, BackendError):
-        return [0] * len(targets)
+        return 0
 
 
 def _read_small(
