@@ -441,7 +441,7 @@ def test_ranks_may_know_different_places(own: Chunks, window: int) -> None:
 def fetched_by_rank(folder: str, numbers: list[tuple[bytes, int]], how: str) -> Any:
     import torch.distributed as dist
 
-    from casnap.ranks.comm import join
+    from casnap.ranks.joining import join
 
     backend = Counting(LocalBackend(Path(folder)))
     got: list[bytes] = []
