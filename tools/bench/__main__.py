@@ -16,6 +16,7 @@ from tools.bench import (
     blocked,
     copy,
     dcp,
+    files,
     gc,
     long_run,
     machine,
@@ -54,6 +55,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "s3": (object_store.measure, object_store.WORKLOADS),
     "mirror": (mirror.measure, mirror.WORKLOADS),
     "copy": (copy.measure, copy.WORKLOADS),
+    "files": (files.measure, files.WORKLOADS),
     "cache": (read_cache.measure, read_cache.WORKLOADS),
     "plan": (ranks_plan.measure, ranks_plan.WORKLOADS),
 }
