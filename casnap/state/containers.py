@@ -92,6 +92,14 @@ def component_of(key: object) -> str:
     return text
 
 
+def key_of(component: str) -> str:
+    """Return the key of a component, if that key is a str."""
+    return _ESCAPED.sub(lambda m: chr(int(m[1].lstrip("u"), 16)), component)
+
+
+_ESCAPED = re.compile("%(25|2F|uD[89A-F][0-9A-F]{2})")
+
+
 def _components(path: str, keys: Sequence[object]) -> list[str]:
     try:
         components = [component_of(key) for key in keys]

@@ -8,7 +8,6 @@ a snapshot needs no record of its own about DCP: each side can be computed from 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,7 +27,7 @@ from casnap.errors import DamagedError, StateError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.restore.loading import Loading
 from casnap.runtime.torch_modes import plain
-from casnap.state.containers import component_of, container_builder
+from casnap.state.containers import component_of, container_builder, key_of
 from casnap.state.flatten import containers_of
 from casnap.state.numpy_values import is_numpy
 from casnap.state.tensors import Leaf, allocate
@@ -133,7 +132,7 @@ def described(contents: Contents, rank: int) -> tuple[Metadata, dict[str, Stored
     try:
         with plain():
             root = {
-                _key_of(component): _stand_in(component, entries, specs)
+                key_of(component): _stand_in(component, entries, specs)
                 for component in contents.trees(rank)
             }
         flat, mappings = flatten_state_dict(root)
@@ -147,14 +146,6 @@ def described(contents: Contents, rank: int) -> tuple[Metadata, dict[str, Stored
         for name, value in flat.items()
     }
     return Metadata(metadata, planner_data=mappings, storage_data={}), values
-
-
-def _key_of(component: str) -> str:
-    """Return the key of a component, which is a str."""
-    return _ESCAPED.sub(lambda m: chr(int(m[1].lstrip("u"), 16)), component)
-
-
-_ESCAPED = re.compile("%(25|2F|uD[89A-F][0-9A-F]{2})")
 
 
 def _stand_in(path: str, entries: Mapping[str, Entry], specs: Mapping[str, Leaf]) -> Any:
