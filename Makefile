@@ -83,7 +83,7 @@ $(TITAN_STAMP): $(STAMP) Makefile constraints-torchtitan.txt
 	$(call over_venv,$(TITAN))
 	awk -F== 'NR == FNR {own[$$1]; print; next} !($$1 in own)' \
 		constraints-torchtitan.txt constraints.txt > $(TITAN)/constraints.txt
-	$(TITAN)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(TITAN)/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
 		-c $(TITAN)/constraints.txt --editable '.[torchtitan]'
 	@touch $@
 

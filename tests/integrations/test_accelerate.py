@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from casnap import StateDict, Store
 from casnap.errors import SnapshotExistsError, SnapshotNotFoundError, StateError
 from tests.support.bitwise import assert_same
 from tests.support.faults import in_child, kill
+from tests.support.launched import launched
 from tests.support.pages import run_examples
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
@@ -84,6 +86,20 @@ def test_resumes_bit_exact_after_sigkill(tmp_path: Path) -> None:
         assert snapshot.stats.logical_bytes > FROZEN
         assert snapshot.stats.new_bytes < FROZEN // 10
     assert_same(dict(snapshots[-1].get_state_dict_for_key("model")), dict(ends[0]["model"]))
+
+
+def test_two_processes_resume_bit_exact(tmp_path: Path) -> None:
+    def go(name: str, **arguments: Any) -> None:
+        train(tmp_path / name, tmp_path / f"{name}-{os.environ['RANK']}", **arguments)
+
+    assert launched(2, lambda: go("whole")) == [0, 0]
+    assert launched(2, lambda: go("run", kill_at=2)) == [-9, -9]
+    assert launched(2, lambda: go("run", resume=True)) == [0, 0]
+    for rank in range(2):
+        ends = [torch.load(tmp_path / f"{n}-{rank}", weights_only=True) for n in ("run", "whole")]
+        assert_same(ends[0], ends[1])
+    # The wrapper of DDP is no part of it.
+    assert "0.weight" in Store(tmp_path / "run/checkpoints")["checkpoint_3"].read_object("model")
 
 
 def test_names_hooks_and_folders_of_its_own(tmp_path: Path) -> None:

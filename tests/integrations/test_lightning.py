@@ -14,6 +14,7 @@ from casnap import RNGState, Snapshot, Store
 from casnap.errors import DamagedError, SnapshotExistsError, SnapshotNotFoundError
 from tests.support.bitwise import assert_same
 from tests.support.faults import in_child, kill
+from tests.support.launched import launched
 from tests.support.pages import run_examples
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
@@ -22,8 +23,9 @@ GUIDE = Path(__file__).parents[2] / "docs/guides/lightning.md"
 FROZEN = 4096 * 64 * 4
 
 
-def make_model(kill_at: int | None) -> Any:
+def make_model(kill_at: int | None, *, sharded: bool = False) -> Any:
     import lightning
+    from torch.distributed.fsdp import fully_shard
 
     class Model(lightning.LightningModule):
         def __init__(self) -> None:
@@ -31,6 +33,11 @@ def make_model(kill_at: int | None) -> Any:
             torch.manual_seed(0)
             self.base = torch.nn.Embedding(4096, 64).requires_grad_(requires_grad=False)
             self.head = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(64, 8))
+
+        def configure_model(self) -> None:
+            if sharded:
+                fully_shard(self.head, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
             if self.global_step == kill_at:
@@ -54,13 +61,15 @@ def make_model(kill_at: int | None) -> Any:
 
 
 def train(
-    folder: Path, kill_at: int | None = None, io: str = "plain", epochs: int = 4
+    folder: Path, kill_at: int | None = None, io: str = "plain", *, sharded: bool = False
 ) -> dict[str, Any]:
     """Train, from the last checkpoint on; return the last one."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
+    from lightning.pytorch.strategies import ModelParallelStrategy
 
+    from casnap.integrations.dcp import install
     from casnap.integrations.lightning import CasnapCheckpointIO
 
     plugin = {
@@ -68,13 +77,19 @@ def train(
         "async": partial(CasnapCheckpointIO, async_save=True),
         "wrapped": lambda: AsyncCheckpointIO(CasnapCheckpointIO()),
     }[io]()
+    parallel: dict[str, Any] = {}
+    if sharded:
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        parallel = {"devices": 2, "strategy": strategy, "use_distributed_sampler": False}
+        install(folder)
     torch.manual_seed(1)
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(torch.arange(32)), batch_size=8, shuffle=True
     )
     trainer = lightning.Trainer(
-        max_epochs=epochs,
+        max_epochs=4,
         accelerator="cpu",
+        **parallel,
         plugins=[plugin],
         callbacks=[ModelCheckpoint(folder, monitor="loss", save_top_k=2, save_last=True)],
         logger=False,
@@ -82,8 +97,10 @@ def train(
         enable_model_summary=False,
         default_root_dir=folder,
     )
-    model = make_model(kill_at)
+    model = make_model(kill_at, sharded=sharded)
     trainer.fit(model, loader, ckpt_path="last")
+    if sharded:
+        return {key: value.full_tensor() for key, value in model.state_dict().items()}
     return {"model": model.state_dict(), "optim": trainer.optimizers[0].state_dict()}
 
 
@@ -122,6 +139,21 @@ def test_resumes_bit_exact_after_sigkill(uninterrupted: Path, tmp_path: Path, io
     assert_same(end, torch.load(uninterrupted / "end", weights_only=True))
     kept = {s.name for s in Store(folder).snapshots()}
     assert kept == {path.name for path in folder.glob("*.ckpt")}
+
+
+def test_a_sharded_strategy_resumes_through_the_redirect(tmp_path: Path) -> None:
+    def end(name: str, kill_at: int | None = None) -> None:
+        state = train(tmp_path / name, kill_at, sharded=True)
+        torch.save(state, tmp_path / f"{name}-{os.environ['RANK']}")
+
+    assert launched(2, lambda: end("whole")) == [0, 0]
+    assert launched(2, lambda: end("run", 11)) == [-9, -9]
+    assert launched(2, lambda: end("run")) == [0, 0]
+    ends = [torch.load(tmp_path / f"{n}-0", weights_only=True) for n in ("run", "whole")]
+    assert_same(ends[0], ends[1])
+    snapshots = Store(tmp_path / "run", create=False).snapshots()
+    assert {s.name for s in snapshots} == {p.name for p in (tmp_path / "run").glob("*.ckpt")}
+    assert [s.world_size for s in snapshots] == [2, 2, 2]  # save_top_k, save_last
 
 
 def test_a_failed_save_in_the_background_removes_nothing(tmp_path: Path) -> None:

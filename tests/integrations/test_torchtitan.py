@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from casnap import Store
 from tests.support.bitwise import assert_same
-from tests.support.faults import in_child, kill, start, wait
+from tests.support.faults import in_child, kill
+from tests.support.launched import launched
 from tests.support.pages import run_examples
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
@@ -129,24 +130,21 @@ def train(
         torch.save(full, end)
 
 
-def in_world(size: int, place: Path, work: Callable[[], object]) -> list[int]:
-    """Do some work on the ranks of a world, each a fork; return how they ended."""
+def in_world(size: int, work: Callable[[], object]) -> list[int]:
+    """Do some work on ranks of gloo; return how they ended."""
 
-    def on(rank: int) -> None:
-        dist.init_process_group(
-            "cpu:gloo", store=dist.FileStore(str(place), size), rank=rank, world_size=size
-        )
+    def joined() -> None:
+        dist.init_process_group("cpu:gloo")
         work()
         dist.destroy_process_group()
 
-    pids = [start(lambda rank=rank: on(rank)) for rank in range(size)]
-    return [wait(pid) for pid in pids]
+    return launched(size, joined)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    assert in_world(1, folder / "ranks", lambda: train(folder, folder / "end")) == [0]
+    assert in_world(1, lambda: train(folder, folder / "end")) == [0]
     return folder
 
 
@@ -173,9 +171,9 @@ def test_each_save_writes_what_changed_and_the_latest_are_kept(uninterrupted: Pa
 def test_resumes_bit_exact_after_sigkill(uninterrupted: Path, tmp_path: Path, mode: str) -> None:
     end = tmp_path / "end"
     killed = lambda: train(tmp_path, end, 5, async_mode=mode)  # noqa: E731
-    assert in_world(1, tmp_path / "ranks", killed) == [-9]
+    assert in_world(1, killed) == [-9]
     resumed = lambda: train(tmp_path, end, async_mode=mode)  # noqa: E731
-    assert in_world(1, tmp_path / "ranks1", resumed) == [0]
+    assert in_world(1, resumed) == [0]
     assert_same(load(end), load(uninterrupted / "end"))
 
 
@@ -183,8 +181,8 @@ def test_another_number_of_ranks_goes_on(uninterrupted: Path, tmp_path: Path) ->
     """Two ranks with FSDP2 begin, and a single one without it goes on."""
     end = tmp_path / "end"
     begin = lambda: train(tmp_path, end, kill_at=5, sharded=True)  # noqa: E731
-    assert in_world(2, tmp_path / "ranks", begin) == [-9, -9]
-    assert in_world(1, tmp_path / "ranks1", lambda: train(tmp_path, end)) == [0]
+    assert in_world(2, begin) == [-9, -9]
+    assert in_world(1, lambda: train(tmp_path, end)) == [0]
     for key, value in load(uninterrupted / "end").items():
         torch.testing.assert_close(load(end)[key], value)
 
@@ -198,9 +196,9 @@ def test_goes_on_from_the_checkpoints_of_torchtitan(uninterrupted: Path, tmp_pat
         CasnapCheckpointManager.dcp_save = CheckpointManager.dcp_save
         train(tmp_path, tmp_path / "end", kill_at=5)
 
-    assert in_world(1, tmp_path / "ranks", plain) == [-9]
+    assert in_world(1, plain) == [-9]
     assert (tmp_path / "checkpoint/step-4/.metadata").exists()
-    assert in_world(1, tmp_path / "ranks1", lambda: train(tmp_path, tmp_path / "end")) == [0]
+    assert in_world(1, lambda: train(tmp_path, tmp_path / "end")) == [0]
     assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
     assert not (tmp_path / "checkpoint/step-2").exists()
 

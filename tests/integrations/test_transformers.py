@@ -16,6 +16,7 @@ from casnap import Snapshot, Store
 from casnap.errors import SnapshotNotFoundError, StateError
 from tests.support.bitwise import assert_same
 from tests.support.faults import in_child, kill, start, wait
+from tests.support.launched import launched
 from tests.support.pages import run_examples
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
@@ -134,6 +135,27 @@ def test_resumes_bit_exact_after_sigkill(uninterrupted: Path, tmp_path: Path) ->
     kept = {s.name for s in Store(out).snapshots()}
     assert "checkpoint-8" in kept
     assert kept == {path.name for path in out.glob("checkpoint-*")} - {"checkpoint-7"}
+
+
+def test_two_processes_resume_bit_exact(tmp_path: Path) -> None:
+    def go(name: str, **arguments: Any) -> None:
+        run(tmp_path / name, tmp_path / f"{name}-{os.environ['RANK']}", **arguments)
+
+    assert launched(2, lambda: go("whole")) == [0, 0]
+    assert launched(2, lambda: go("run", at=5)) == [-9, -9]
+    assert launched(2, lambda: go("run", resume=True)) == [0, 0]
+    for rank in range(2):
+        assert_same(load(tmp_path / f"run-{rank}"), load(tmp_path / f"whole-{rank}"))
+    snapshot = Snapshot(tmp_path / "run/checkpoint-8")
+    manifest = snapshot.get_manifest()
+    assert manifest.is_global("1/model/transformer.wpe.weight")
+    assert not manifest.is_global("1/rng/torch")
+    assert in_child(lambda: go_alone(tmp_path / "run", tmp_path / "alone")) == 0
+
+
+def go_alone(folder: Path, end: Path) -> None:
+    """One process goes on with what two have saved."""
+    run(folder, end, resume=True, max_steps=9)
 
 
 def test_saves_before_preemption(tmp_path: Path) -> None:
