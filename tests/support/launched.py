@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 
 from tests.support.faults import start, wait
 
@@ -21,5 +22,5 @@ def launched(size: int, work: Callable[[], object]) -> list[int]:
         os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
         work()
 
-    pids = [start(lambda rank=rank: on(rank)) for rank in range(size)]
+    pids = [start(partial(on, rank)) for rank in range(size)]
     return [wait(pid) for pid in pids]
