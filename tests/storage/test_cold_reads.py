@@ -17,7 +17,7 @@ from casnap.format.hints import decode_hints, encode_hints
 from casnap.format.records import Place, pack_key
 from casnap.storage.config import RECORD
 from casnap.storage.roots import newest_root, put_next_root
-from tests.storage.test_large_index import put_segment, records_at_random
+from tests.support.random_segments import put_segment, records_at_random
 from tests.support.remote import RemoteDouble
 
 SNAPSHOTS = 80

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +15,20 @@ from casnap.errors import DamagedError
 from casnap.format.digest import Digest
 from casnap.format.records import (
     ID_SIZE,
-    PackId,
-    Place,
     Record,
     Segment,
     SegmentId,
     SegmentRef,
     decode_segment,
-    encode_segment,
     segment_key,
 )
-from casnap.storage.pack import new_id
 from casnap.storage.roots import newest_root, put_next_root
 from casnap.storage.segment_search import search
 from casnap.storage.segments import write_segments
+from tests.support.random_segments import put_segment, records_at_random
 from tests.support.remote import RemoteDouble
 
 RECORDS = 160_000
-
-
-@lru_cache(2)
-def records_at_random(count: int, packs: int = 50, seed: int = 0) -> Segment:
-    drawn = random.Random(seed)
-    ids = [PackId(new_id(0)) for _ in range(packs)]
-    return Segment(
-        tuple(ids),
-        [
-            (Digest(drawn.randbytes(32)), Place(ids[i % packs], 100 * i, 100, 100, 0))
-            for i in range(count)
-        ],
-    )
-
-
-def put_segment(backend: RemoteDouble, segment: Segment) -> SegmentRef:
-    ident = SegmentId(new_id(0))
-    backend.write(segment_key(ident), encode_segment(segment))
-    return SegmentRef(ident, len(segment.records))
 
 
 def found_in(
