@@ -196,7 +196,7 @@ class Snapshot:
             StoreError: The store cannot be used; nothing was committed.
             RankError: Another rank failed, died or did not answer in time.
         """
-        from casnap.ranks.comm import join
+        from casnap.ranks.joining import join
         from casnap.take.options import TakeOptions
 
         options = TakeOptions(
@@ -239,7 +239,7 @@ class Snapshot:
         the memory for the copy of the state, which is kept for the next take. If the state is
         larger, this blocks until enough of it has been stored.
         """
-        from casnap.ranks.comm import join
+        from casnap.ranks.joining import join
         from casnap.take.options import TakeOptions
 
         options = TakeOptions(
@@ -300,7 +300,7 @@ class Snapshot:
             SnapshotNotFoundError: The snapshot was deleted, and its bytes were collected.
             RankError: Another rank failed, died or did not answer in time.
         """
-        from casnap.ranks.comm import join
+        from casnap.ranks.joining import join
         from casnap.restore.restore import RestoreOptions, restore
 
         options = RestoreOptions(strict, allow_pickle, told_what(progress), read_once)

@@ -13,6 +13,7 @@ from casnap.opened import OpenStore
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress
 from casnap.snapshot import Snapshot
+from casnap.storage.config import RECORD
 from casnap.storage.mirrored import detach
 from casnap.storage.objects import Objects
 from casnap.storage.settings import change_settings, codec_named, codec_settings, settings_of
@@ -108,7 +109,9 @@ class Upkeep(ABC):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the whole store: ``codec`` is how new chunks are stored."""
-        return settings_of(self.objects.newest())
+        settings = settings_of(self.objects.newest())
+        settings.pop(RECORD, None)
+        return settings
 
     @calls.named("configure()")
     def configure(self, *, codec: str | None = None, mirror: str | None = None) -> bool:

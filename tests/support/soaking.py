@@ -116,14 +116,17 @@ class Worker:
             while len(store.snapshots()) > _MOST_SNAPSHOTS and os.getppid() == self.parent:
                 time.sleep(_TICK)
 
-    def delete(self) -> None:
+    def found(self) -> Iterator[tuple[Store, Snapshot, dict[str, Any]]]:
+        """Yield a snapshot and its name and step, as the journal has them, again and again."""
         for store in self.opened():
-            found = store.snapshots()
-            if not found:
+            if found := store.snapshots():
+                one = self.random.choice(found)
+                yield store, one, {"name": one.name, "step": one.metadata.user["step"]}
+            else:
                 time.sleep(_TICK)
-                continue
-            one = self.random.choice(found)
-            which = {"name": one.name, "step": one.metadata.user["step"]}
+
+    def delete(self) -> None:
+        for store, one, which in self.found():
             what = self.random.random()
             if what < 0.1:
                 # Few: what is tagged stays until it is deleted by name.
@@ -146,13 +149,7 @@ class Worker:
             time.sleep(self.random.choice([0, 0, 0.2]))
 
     def read(self) -> None:
-        for store in self.opened():
-            found = store.snapshots()
-            if not found:
-                time.sleep(_TICK)
-                continue
-            one = self.random.choice(found)
-            which = {"name": one.name, "step": one.metadata.user["step"]}
+        for _, one, which in self.found():
             with self.journal.noted("restore", **which):
                 assert_whole(one)
 

@@ -21,7 +21,7 @@ from casnap.files.dcp_names import Stored, described
 from casnap.integrations.dcp.load import PlanLoad
 from casnap.integrations.dcp.place import CheckpointId, Place, checked_ranks, own_rank, ranks_of
 from casnap.opened import find
-from casnap.ranks.comm import join_ranks
+from casnap.ranks.joining import join_ranks
 from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime import calls
 from casnap.storage.contents import Contents
