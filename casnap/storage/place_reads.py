@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from itertools import repeat
 from typing import NamedTuple
 
 from casnap.backends.base import Backend
@@ -206,16 +207,8 @@ def _fill(
     backend: Backend, run: Run[tuple[memoryview, list[Want]]]
 ) -> list[tuple[Place, list[Want]]]:
     """Read a run of chunks into their places; return those that are not whole there."""
-    targets = [(place.offset, target) for place, (target, _) in run.chunks]
-    lengths = backend.filled(pack_key(run.pack), targets)
     failed = []
-    for place, (target, wants) in run.chunks:
-        try:
-            n = next(lengths, 0)
-        except UnavailableError:
-            raise
-        except (FileNotFoundError, BackendError):
-            n = 0
+    for n, (place, (target, wants)) in zip(_filled(backend, run), run.chunks, strict=False):
         # Hashed at once, while the core has it in its cache.
         if n == place.raw == len(target) and digest_of(target) == wants[0].digest:
             for want in wants:
@@ -223,6 +216,17 @@ def _fill(
         else:
             failed.append((place, wants))
     return failed
+
+
+def _filled(backend: Backend, run: Run[tuple[memoryview, list[Want]]]) -> Iterator[int]:
+    """Fill the memory of each chunk; yield how many bytes there were, 0 where it is not known."""
+    targets = [(place.offset, target) for place, (target, _) in run.chunks]
+    try:
+        yield from backend.filled(pack_key(run.pack), targets)
+    except UnavailableError:
+        raise
+    except (FileNotFoundError, BackendError):
+        yield from repeat(0)
 
 
 def _read_small(
