@@ -141,7 +141,13 @@ class Backend(ABC):
         yield from self.read_into(key, targets)
 
     def will_read(self, key: str, offset: int, nbytes: int) -> None:  # noqa: B027 - a hint
-        """Note that a run of an object is read soon, where that helps. Errors are for the read."""
+        """Note that a run of an object is read soon, where that helps. Errors are for the read.
+
+        Args:
+            key: The object.
+            offset: Where the run begins.
+            nbytes: How long it is.
+        """
 
     @abstractmethod
     def size(self, key: str) -> int:
