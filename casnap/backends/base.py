@@ -134,7 +134,13 @@ class Backend(ABC):
         """
 
     def will_read(self, key: str, offset: int, nbytes: int) -> None:  # noqa: B027 - a hint
-        """Note that a run of an object is read soon, where that helps. Errors are for the read."""
+        """Note that a run of an object is read soon, where that helps. Errors are for the read.
+
+        Args:
+            key: The object.
+            offset: Where the run begins.
+            nbytes: How long it is.
+        """
 
     @abstractmethod
     def size(self, key: str) -> int:

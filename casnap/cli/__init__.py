@@ -31,6 +31,7 @@ COMMANDS = {
     "show": ("casnap.cli.show", "Show the contents of a snapshot, or one tensor or value."),
     "diff": ("casnap.cli.diff", "Show the differences between two snapshots."),
     "du": ("casnap.cli.du", "Show disk usage of snapshots: logical, stored and unique bytes."),
+    "report": ("casnap.cli.report", "Write a page that shows a store: sizes, metrics, changes."),
     "cp": ("casnap.cli.cp", "Copy snapshots into another store; send only what it lacks."),
     "rm": ("casnap.cli.rm", "Delete snapshots."),
     "tag": ("casnap.cli.tag", "Add tags, which protect a snapshot, or remove them."),
@@ -54,6 +55,7 @@ Examples:
   casnap show /ckpts/run1/step_100 0/model/layer.weight
   casnap diff /ckpts/run1/step_100 step_200
   casnap du /ckpts --json                  for scripts: one JSON document
+  casnap report /ckpts -o report.html      one page to look at, without reading tensors
   casnap cp /ckpts/run1 s3://bucket/ckpts  send what the bucket lacks of a run
   casnap tag /ckpts/run1/step_100 best     neither pruned nor overwritten
   casnap prune /ckpts --keep-last 3 --dry-run

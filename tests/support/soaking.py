@@ -359,7 +359,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300)
     for role, count in (("takers", 4), ("deleters", 1), ("collectors", 2), ("readers", 1)):
         parser.add_argument(f"--{role}", type=int, default=count)
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--kill-every", type=float, default=0.5, help="seconds, on the average")
     parser.add_argument("--folder", type=Path, help="where to; by default in memory")
     parser.add_argument("--server", choices=KINDS, help="in a bucket of this kind of server")
