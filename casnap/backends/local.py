@@ -213,8 +213,10 @@ class LocalBackend(Backend):
 
     @override
     def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
-        with translated(f"{self.uri}/{key}"):
-            fd = os.open(self.folder / key, os.O_RDONLY | os.O_CLOEXEC)
+        # To make a Path takes as long as to read a small chunk; so in will_read.
+        path = f"{self.uri}/{key}"
+        with translated(path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 return [_read(fd, target, offset) for offset, target in targets]
             finally:
@@ -225,7 +227,7 @@ class LocalBackend(Backend):
         if not hasattr(os, "posix_fadvise"):
             return
         with suppress(OSError):
-            fd = os.open(self.folder / key, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(f"{self.uri}/{key}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
             finally:
