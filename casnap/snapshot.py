@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import field
@@ -19,6 +20,7 @@ from casnap.storage.contents import Contents
 from casnap.version import __version__
 
 if TYPE_CHECKING:
+    from casnap.files.report import ExportReport
     from casnap.restore.report import RestoreReport
     from casnap.state.stateful import Stateful
     from casnap.storage.retention import Retention
@@ -165,7 +167,7 @@ class Snapshot(Reading):
             StoreError: The store cannot be used; nothing was committed.
             RankError: Another rank failed, died or did not answer in time.
         """
-        from casnap.ranks.comm import join
+        from casnap.ranks.joining import join
         from casnap.take.options import TakeOptions
 
         options = TakeOptions(
@@ -208,7 +210,7 @@ class Snapshot(Reading):
         the memory for the copy of the state, which is kept for the next take. If the state is
         larger, this blocks until enough of it has been stored.
         """
-        from casnap.ranks.comm import join
+        from casnap.ranks.joining import join
         from casnap.take.options import TakeOptions
 
         options = TakeOptions(
@@ -269,13 +271,51 @@ class Snapshot(Reading):
             SnapshotNotFoundError: The snapshot was deleted, and its bytes were collected.
             RankError: Another rank failed, died or did not answer in time.
         """
-        from casnap.ranks.comm import join
+        from casnap.ranks.joining import join
         from casnap.restore.restore import RestoreOptions, restore
 
         options = RestoreOptions(strict, allow_pickle, told_what(progress), read_once)
         comm = join(self.pg, timeout, f"the restore of {self.name!r}")
         with comm, self.contents.reading():
             return restore(self.contents, app_state, options, comm)
+
+    @calls.named("export()")
+    def export(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        path: str | None = None,
+        format: str = "safetensors",
+        max_shard_size: int | None = None,
+        tensors_only: bool = False,
+        tied: Sequence[str] = (),
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> ExportReport:
+        """Write the snapshot, or a part of it, to files of another format, verified and whole.
+
+        Args:
+            out: The file to make; with ``max_shard_size``, or for ``dcp``, the folder.
+            path: What to export: ``model``. Tensors are named by the keys below, joined by dots.
+            format: ``safetensors``, ``torch`` (one file of ``torch.save``) or ``dcp``.
+            max_shard_size: Bytes of tensors in each file, of safetensors with an index, at most.
+            tensors_only: Leave out what safetensors cannot hold: values, sparse tensors, …
+            tied: Names of tensors to store only under another name, whose bytes they have.
+            dry_run: Only report what would be written.
+            progress: Called now and then: what is being done, the bytes done, and those in all.
+
+        Raises:
+            TargetExistsError: There is something at ``out``.
+            FileFormatError: The format cannot hold what is there; the error lists it.
+            EntryNotFoundError: There is no such path.
+            DamagedError: Stored bytes are missing or damaged.
+        """
+        from casnap.files.exporting import export
+        from casnap.files.report import ExportOptions
+
+        how = ExportOptions(path, format, max_shard_size, tensors_only, tied, dry_run)
+        with self.contents.reading():
+            return export(self.contents, Path(out), how, progress)
 
     # --- properties ---
 

@@ -186,7 +186,7 @@ class Store(Upkeep):
         timeout: float | None = None,
     ) -> Snapshot:
         """Take a snapshot. :meth:`Snapshot.take` describes the arguments."""
-        from casnap.ranks.comm import join
+        from casnap.ranks.joining import join
         from casnap.take.options import TakeOptions
 
         options = TakeOptions(
@@ -219,7 +219,7 @@ class Store(Upkeep):
         timeout: float | None = None,
     ) -> PendingSnapshot:
         """Take a snapshot in the background, as :meth:`Snapshot.async_take` does."""
-        from casnap.ranks.comm import join
+        from casnap.ranks.joining import join
         from casnap.take.options import TakeOptions
 
         options = TakeOptions(

@@ -1,22 +1,26 @@
-"""What is done to a whole store, or compares its snapshots: the maintenance verbs of Store."""
+"""What is done to a whole store, compares its snapshots, or is brought into it from files."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from casnap.opened import OpenStore
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress
 from casnap.snapshot import Snapshot
+from casnap.storage.config import RECORD
 from casnap.storage.mirrored import detach
 from casnap.storage.objects import Objects
 from casnap.storage.settings import change_settings, codec_named, codec_settings, settings_of
 from casnap.storage.table import upgrade
 
 if TYPE_CHECKING:
+    from casnap.files.report import ImportReport
     from casnap.maintenance.check import CheckReport
     from casnap.maintenance.diff import Diff
     from casnap.maintenance.gc import GcReport
@@ -28,9 +32,11 @@ class Upkeep(ABC):
     """The half of :class:`casnap.Store` that looks after a store.
 
     Attributes:
-        objects: The objects of the store.
+        opened: The open store.
+        objects: Its objects.
     """
 
+    opened: OpenStore
     objects: Objects
 
     @abstractmethod
@@ -40,6 +46,50 @@ class Upkeep(ABC):
     @abstractmethod
     def snapshots(self, prefix: str | None = None) -> list[Snapshot]:
         """Return all snapshots, or those below a prefix, in the order of their commits."""
+
+    @calls.named("import_file()", is_take=True)
+    def import_file(
+        self,
+        source: str | os.PathLike[str],
+        name: str,
+        *,
+        key: str | None = None,
+        rank: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> ImportReport:
+        """Import files of another format as a snapshot, in one commit. No code of a file is run.
+
+        Chunks that the store has are not stored again, whether a take or an import brought them.
+        The files are mapped, not read into memory; do not cut them off meanwhile. With
+        ``torch.distributed``, one rank alone calls this.
+
+        Args:
+            source: A safetensors file, the index or the folder of its shards, a file of
+                ``torch.save``, or a folder of ``torch.distributed.checkpoint`` or TorchSnapshot.
+            name: The snapshot's name.
+            key: The key of the snapshot to put all below. By default ``model``; but a dict of
+                ``torch.save`` that holds more than tensors, and folders, keep keys of their own.
+            rank: Of a TorchSnapshot folder of many ranks: whose view to import.
+            metadata: Kept with the snapshot, beside the ``__metadata__`` of safetensors.
+            overwrite: Replace a snapshot of this name, unless it has a tag.
+            dry_run: Only report what would be imported.
+            progress: Called now and then: what is being done, the bytes done, and those in all.
+
+        Returns:
+            What was found, and how much of it was new.
+
+        Raises:
+            FileFormatError: The files are malformed, need pickle, or are in no known format.
+            SnapshotExistsError: The name is taken.
+            StoreError: The store cannot be used; nothing was committed.
+        """
+        full = self.opened.full_name(name)
+        where = (lambda: (self.opened, name)) if not dry_run else None
+        how = {"overwrite": overwrite, "progress": progress}
+        return imported(source, full, where, how, key=key, rank=rank, metadata=dict(metadata or {}))
 
     @calls.named("upgrade()")
     def upgrade(self) -> bool:
@@ -59,7 +109,9 @@ class Upkeep(ABC):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the whole store: ``codec`` is how new chunks are stored."""
-        return settings_of(self.objects.newest())
+        settings = settings_of(self.objects.newest())
+        settings.pop(RECORD, None)
+        return settings
 
     @calls.named("configure()")
     def configure(self, *, codec: str | None = None, mirror: str | None = None) -> bool:
@@ -191,3 +243,40 @@ class Upkeep(ABC):
             raise TypeError(f"sources is a list, such as [{str(sources)!r}]; got one alone")
         places = [s.objects.backend if isinstance(s, Upkeep) else s for s in sources]
         return repair(self.objects, sources=places, progress=progress, dry_run=dry_run)
+
+
+def imported(
+    source: str | os.PathLike[str],
+    name: str,
+    where: Callable[[], tuple[OpenStore, str]] | None,
+    options: Mapping[str, Any],
+    *,
+    key: str | None = None,
+    rank: int | None = None,
+    metadata: dict[str, Any],
+) -> ImportReport:
+    """Import files as a snapshot. :meth:`Upkeep.import_file` describes the rest.
+
+    Args:
+        source: The files.
+        name: The snapshot's name, for the report.
+        where: Opens the store, and returns the name there, once it is known that the files can be
+            imported; None for a dry run.
+        options: Further options of the take.
+        key: As there.
+        rank: As there.
+        metadata: As there.
+    """
+    from casnap.files.importing import import_files
+    from casnap.ranks.comm import SingleProcess
+    from casnap.take.options import TakeOptions
+
+    def take(leaves: Any, kept: dict[str, Any]) -> int:
+        assert where is not None
+        opened, inner = where()
+        how = TakeOptions(metadata=kept, **options)
+        return opened.take_asked(SingleProcess(), lambda: leaves, inner, how).row.stats.new_bytes
+
+    return import_files(
+        Path(source), name, take if where else None, key=key, rank=rank, metadata=metadata
+    )

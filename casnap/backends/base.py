@@ -133,8 +133,21 @@ class Backend(ABC):
             targets: For each run, where it begins, and the buffer.
         """
 
+    def filled(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
+        """Do as :meth:`read_into`, and yield each length as soon as that buffer is filled.
+
+        So the caller can look at the bytes while they are in the cache of the core.
+        """
+        yield from self.read_into(key, targets)
+
     def will_read(self, key: str, offset: int, nbytes: int) -> None:  # noqa: B027 - a hint
-        """Note that a run of an object is read soon, where that helps. Errors are for the read."""
+        """Note that a run of an object is read soon, where that helps. Errors are for the read.
+
+        Args:
+            key: The object.
+            offset: Where the run begins.
+            nbytes: How long it is.
+        """
 
     @abstractmethod
     def size(self, key: str) -> int:

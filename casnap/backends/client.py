@@ -63,9 +63,16 @@ class Source(Transfer):
 class Sink(Transfer):
     """Takes the body of an answer, piece by piece, in order."""
 
-    def take(self, data: bytes) -> None:
+    def take(self, data: bytes | memoryview) -> None:
         """Take the next piece. This one drops it."""
         self.nbytes += len(data)
+
+    def room(self) -> memoryview | None:
+        """Return where the next bytes belong, to be received there; None to have them taken.
+
+        So many as were received there are added to :attr:`nbytes`, and are not taken.
+        """
+        return None
 
 
 @dataclass(frozen=True)

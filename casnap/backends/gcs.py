@@ -121,8 +121,7 @@ class GcsClient(Client):
             async with self._connected().request(method, self._server + path, **request) as answer:
                 await _raise_refusal(answer)
                 if sink is not None:
-                    told = {name.lower(): value for name, value in answer.headers.items()}
-                    return await receive(answer.content.read, told, run, sink)
+                    return await receive(answer, answer.content.read, run, sink)
                 content = await answer.read()
                 if answer.content_type == "multipart/mixed":
                     return content.decode(errors="replace")

@@ -8,7 +8,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -213,14 +213,21 @@ class LocalBackend(Backend):
 
     @override
     def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
+        return list(self.filled(key, targets))
+
+    @override
+    def filled(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
         # To make a Path takes as long as to read a small chunk; so in will_read.
         path = f"{self.uri}/{key}"
         with translated(path):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                return [_read(fd, target, offset) for offset, target in targets]
-            finally:
-                os.close(fd)
+        try:
+            for offset, target in targets:
+                with translated(path):
+                    n = _read(fd, target, offset)
+                yield n
+        finally:
+            os.close(fd)
 
     @override
     def will_read(self, key: str, offset: int, nbytes: int) -> None:
@@ -229,7 +236,9 @@ class LocalBackend(Backend):
         with suppress(OSError):
             fd = os.open(f"{self.uri}/{key}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+                # The hint looks up each page, also where all of them are cached.
+                if not _is_cached(fd, offset + nbytes - 1):
+                    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
             finally:
                 os.close(fd)
 
@@ -394,6 +403,14 @@ def _write_direct(fd: int, view: memoryview, offset: int) -> int:
     finally:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
     return done
+
+
+def _is_cached(fd: int, offset: int) -> bool:
+    """Whether a byte can be read without the disk, as far as the system says."""
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, getattr(os, "RWF_NOWAIT", 0)) == 1
+    except OSError:
+        return False
 
 
 def _read(fd: int, target: memoryview, offset: int) -> int:

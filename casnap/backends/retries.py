@@ -23,6 +23,8 @@ _TAKING = 0.1
 _PATIENCE = 10.0
 
 _log = logging.getLogger("casnap")
+# Not the module's own functions: they change the state that the user has seeded.
+_random = random.SystemRandom()
 # When the user was last told.
 _told_at = -math.inf
 
@@ -85,7 +87,7 @@ class Operation:
         self._reached |= error.reached
         until = self._limit()
         delay = self._retries.first_delay * 2 ** (self._attempts - 1 + 2 * error.busy)
-        delay = random.uniform(0, min(delay, self._retries.longest_delay))
+        delay = _random.uniform(0, min(delay, self._retries.longest_delay))
         if self._attempts >= self._retries.attempts or time.monotonic() + delay > until:
             seconds = time.monotonic() - self._began
             times = f"{self._attempts} attempt{'s' * (self._attempts > 1)}"

@@ -8,6 +8,7 @@ import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,11 +34,13 @@ from casnap.backends.client import (
 )
 from casnap.backends.retries import Retries
 from casnap.backends.s3_errors import BehindItsEndError, delete_error, typed
-from casnap.errors import BackendError, UnavailableError
+from casnap.errors import AccessDeniedError, BackendError, CredentialsError, UnavailableError
+from casnap.runtime.environment import variables
+from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
 
-# Connections of one process at a time.
-_CONNECTIONS = 32
+# Connections of one process at a time. Each store bounds its requests, so there is no wait for one.
+_CONNECTIONS = 512
 # The descriptions of services, by the folder that the user adds to botocore's. To read them takes
 # most of the time that a client is made in, 0.1 s.
 _loaders: dict[str | None, Any] = {}
@@ -64,10 +67,14 @@ class S3Client(Client):
 
     def __init__(self, uri: str, storage_options: Mapping[str, Any], retries: Retries) -> None:
         self._uri = uri
+        options = _options(storage_options, retries)
         with valid_options(uri):
-            self._fs = S3FileSystem(**_options(storage_options, retries))
+            self._fs = S3FileSystem(**options)
         # It would try some errors again, SlowDown among them, five times and unseen.
         self._fs.retries = 1
+        # What makes two clients equal, if that can be told.
+        self._equal = (repr(options), variables()) if _is_plain(options) else None
+        self._session: _Session | None = None
         # Not `split_path`, which takes a part of some names for a version.
         self._bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
@@ -76,6 +83,15 @@ class S3Client(Client):
 
     @override
     async def connect(self) -> None:
+        session = _sessions.value.get(self._equal)
+        if session is None:
+            session = _Session(self._fs, await self._made())
+            if self._equal is not None:
+                _sessions.value[self._equal] = session
+        session.users += 1
+        self._session, self._fs, self._client = session, session.fs, session.client
+
+    async def _made(self) -> Any:
         try:
             with valid_options(self._uri):
                 if self._fs.session is None:
@@ -87,7 +103,7 @@ class S3Client(Client):
         client.meta.events.unregister("before-call.s3", add_expect_header)
         # After a redirect that names no region, botocore would look for it for ever.
         client.meta.events.register("before-call.s3.HeadBucket", _no_region)
-        self._client = client
+        return client
 
     async def _call(self, method: str, what: str, **arguments: Any) -> dict[str, Any]:
         try:
@@ -95,7 +111,15 @@ class S3Client(Client):
             # statuses, headers and bodies to us.
             return await self._fs._call_s3(method, Bucket=self._bucket, **arguments)  # type: ignore[no-any-return]
         except _ERRORS as e:
-            raise typed(e, what, self._uri) from e
+            error = typed(e, what, self._uri)
+            if isinstance(error, CredentialsError | AccessDeniedError):
+                # There may be others by now, for the next client.
+                self._forget()
+            raise error from e
+
+    def _forget(self) -> None:
+        if _sessions.value.get(self._equal) is self._session:
+            _sessions.value.pop(self._equal, None)
 
     @override
     async def endpoint(self) -> str:
@@ -132,10 +156,9 @@ class S3Client(Client):
         except BehindItsEndError:
             assert run is not None
             return Found(run[0])
-        headers = answer["ResponseMetadata"]["HTTPHeaders"]
         body = answer["Body"]
         try:
-            size = await receive(body.read, headers, run, sink)
+            size = await receive(body.raw_stream, body.read, run, sink)
         except _ERRORS as e:
             raise typed(e, what, self._uri) from e
         finally:
@@ -225,9 +248,36 @@ class S3Client(Client):
 
     @override
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
+        session = self._session
+        if session is None:
+            return
+        session.users -= 1
+        if not session.users:
+            self._forget()
+        self._session = self._client = None
+        if not session.users:
+            await session.client.close()
+
+
+@dataclass(eq=False)
+class _Session:
+    """A client of botocore, which all stores of the same options share: to make one takes 0.1 s."""
+
+    fs: S3FileSystem
+    client: Any
+    users: int = 0
+
+
+_sessions: PerProcess[dict[Any, _Session]] = PerProcess(dict)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether equal texts mean equal values."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (str, bytes, int, float, bool)
 
 
 def _continuation(answer: Mapping[str, Any], what: str) -> str | None:

@@ -31,7 +31,10 @@ COMMANDS = {
     "show": ("casnap.cli.show", "Show the contents of a snapshot, or one tensor or value."),
     "diff": ("casnap.cli.diff", "Show the differences between two snapshots."),
     "du": ("casnap.cli.du", "Show disk usage of snapshots: logical, stored and unique bytes."),
+    "report": ("casnap.cli.report", "Write a page that shows a store: sizes, metrics, changes."),
     "cp": ("casnap.cli.cp", "Copy snapshots into another store; send only what it lacks."),
+    "import": ("casnap.cli.import_", "Import safetensors, torch.save, DCP or TorchSnapshot files."),
+    "export": ("casnap.cli.export", "Export a snapshot, or a part of one, to such files."),
     "rm": ("casnap.cli.rm", "Delete snapshots."),
     "tag": ("casnap.cli.tag", "Add tags, which protect a snapshot, or remove them."),
     "prune": ("casnap.cli.prune", "Forget the snapshots that no rule keeps."),
@@ -54,7 +57,10 @@ Examples:
   casnap show /ckpts/run1/step_100 0/model/layer.weight
   casnap diff /ckpts/run1/step_100 step_200
   casnap du /ckpts --json                  for scripts: one JSON document
+  casnap report /ckpts -o report.html      one page to look at, without reading tensors
   casnap cp /ckpts/run1 s3://bucket/ckpts  send what the bucket lacks of a run
+  casnap import base.safetensors models/base/v1
+  casnap export models/tuned/v1/model tuned.safetensors
   casnap tag /ckpts/run1/step_100 best     neither pruned nor overwritten
   casnap prune /ckpts --keep-last 3 --dry-run
   casnap gc /ckpts --grace 1h              free unreferenced data, while runs go on
@@ -77,7 +83,7 @@ class Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(COMMANDS[cmd_name][0])
-        command: click.Command = getattr(module, cmd_name)
+        command: click.Command = getattr(module, module.__name__.rpartition(".")[2])
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

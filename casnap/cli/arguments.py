@@ -10,7 +10,13 @@ from typing import Any
 import click
 
 from casnap.cli.output import Failure, counted, kinds, quoted
-from casnap.errors import CasnapError, DamagedError, SnapshotNotFoundError, nearest
+from casnap.errors import (
+    CasnapError,
+    DamagedError,
+    NotAStoreError,
+    SnapshotNotFoundError,
+    nearest,
+)
 from casnap.snapshot import Snapshot
 from casnap.storage.mirrored import is_unmirrored
 from casnap.storage.uris import store_uri
@@ -86,6 +92,34 @@ def open_snapshot(path: str) -> Snapshot:
     if is_exclusive():
         snapshot.store.objects.backend.exclusive = True
     return snapshot
+
+
+def open_part(path: str) -> tuple[Snapshot, str | None]:
+    """Return the snapshot that a path begins with, and the path inside it, if there is more.
+
+    Raises:
+        CasnapError: There is no such snapshot, or its store cannot be used.
+    """
+    place, rest = path, list[str]()
+    while True:
+        try:
+            found = open_store(place)
+            break
+        except NotAStoreError:
+            uri = store_uri(place)
+            if uri is None or uri.name or uri.is_bucket:
+                raise
+            place = uri.above[0]
+            rest.insert(0, uri.above[1])
+    whole = Store(found.opened.whole())
+    parts = [*(found.prefix.split("/") if found.prefix else []), *rest]
+    for count in range(1, len(parts) + 1):
+        name = "/".join(parts[:count])
+        if name in whole:
+            return whole[name], "/".join(parts[count:]) or None
+    if not parts:
+        raise Failure(f"{whole.uri} is a store; name a snapshot in it")
+    return whole["/".join(parts)], None
 
 
 def open_whole_store(store: str | None) -> Store:

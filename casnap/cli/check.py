@@ -48,7 +48,7 @@ def check(
         raise click.UsageError("--data reads everything, --sample a share; give one of them")
     place = open_whole_store(store)
     if sample is not None and seed is None:
-        seed = random.randrange(1 << 32)
+        seed = random.SystemRandom().randrange(1 << 32)
     with phases(lambda: place.requests) as report:
         found = check_store(place.objects, data=data, sample=sample, seed=seed, progress=report)
     uri = place.objects.backend.uri

@@ -1,4 +1,4 @@
-"""Durations (``30s``, ``1.5h``, ``7d``) and shares (``5%``, ``0.05``) as people write them."""
+"""Durations (``30s``), shares (``5%``, ``0.05``) and sizes (``5GB``) as people write them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from casnap.cli.output import quoted
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])")
 _WAYS = "write 30s, 15m, 24h, 7d, 2w"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_BYTES = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([kmgt]?)(i?)b?")
 _SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)(%?)")
 
 
@@ -41,6 +42,20 @@ def duration_or_none(text: str) -> float:
 def _seconds(text: str) -> float | None:
     found = _DURATION.fullmatch(text)
     return float(found[1]) * _SECONDS[found[2]] if found else None
+
+
+def size_in_bytes(text: str) -> int:
+    """Return a number of bytes above 0: ``5GB`` is 5·10⁹, ``5GiB`` 5·2³⁰; ``type`` of an option.
+
+    Raises:
+        click.BadParameter: The text is not a size.
+    """
+    found = _BYTES.fullmatch(text.strip().lower())
+    step = 1024 if found and found[3] else 1000
+    nbytes = int(float(found[1]) * step ** " kmgt".index(found[2] or " ")) if found else 0
+    if not nbytes:
+        raise click.BadParameter(f"{quoted(text)} is no size; write 500MB, 5GB or 4GiB")
+    return nbytes
 
 
 def share(text: str) -> float:

@@ -196,7 +196,7 @@ def phases(requests: Callable[[], Mapping[str, int]] = dict) -> Iterator[Progres
     def report(what: str, done: int, total: int) -> None:
         if what not in bars:
             close()
-            bars[what] = _Bar(what, requests, of_bytes=what in ("copying", "reading"))
+            bars[what] = _Bar(what, requests, of_bytes=what in _OF_BYTES)
         bars[what](done, total)
 
     def close() -> None:
@@ -207,6 +207,9 @@ def phases(requests: Callable[[], Mapping[str, int]] = dict) -> Iterator[Progres
         yield report
     finally:
         close()
+
+
+_OF_BYTES = {"copying", "reading", "storing", "writing"}
 
 
 class _Bar:

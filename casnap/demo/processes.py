@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from casnap.demo.plan import DemoError, Plan
 from casnap.demo.screen import Event, Screen
 
+_random = random.SystemRandom()
+
 
 @dataclass
 class Outcome:
@@ -100,7 +102,7 @@ def train_and_kill(plan: Plan, screen: Screen) -> Outcome:
         DemoError: The process ended before that.
     """
     takes = plan.steps // plan.take_every
-    victim = random.randint(max(2, takes // 3), max(2, takes * 2 // 3)) * plan.take_every
+    victim = _random.randint(max(2, takes // 3), max(2, takes * 2 // 3)) * plan.take_every
     outcome = Outcome()
     began: list[float] = []
     timer: threading.Timer | None = None
@@ -134,7 +136,7 @@ def kill_delay(began: list[float], rows: list[Event]) -> float:
     """
     take_seconds = statistics.median(row["seconds"] for row in rows)
     period = began[-1] - began[-2]
-    return random.uniform(0, random.choice((take_seconds, period)))
+    return _random.uniform(0, _random.choice((take_seconds, period)))
 
 
 def moment(event: Event) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from casnap.errors import InvalidNameError
@@ -51,3 +52,11 @@ def rank_names(ranks: Sequence[int]) -> str:
         return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8:,} more"
     *others, last = map(str, ranks)
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+
+
+def key_of(component: str) -> str:
+    """Return the key that a component of a path in a snapshot stands for, as a str."""
+    return _ESCAPED.sub(lambda m: chr(int(m[1].lstrip("u"), 16)), component)
+
+
+_ESCAPED = re.compile("%(25|2F|uD[89A-F][0-9A-F]{2})")

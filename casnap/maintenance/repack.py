@@ -24,11 +24,16 @@ Report = Callable[[int], None]
 
 
 def sparse_packs(marks: Marks, view: View, share: float) -> list[PackId]:
-    """Return the live packs of which some bytes are needed, but less than this share."""
+    """Return the live packs of which some bytes are needed, but less than this share.
+
+    The pack that the root has a hint to is not among them: readers begin there.
+    """
+    table = view.root.table
+    first = None if table is None or table.hint is None else table.hint.pack
     return [
         pack
         for pack, use in marks.uses.items()
-        if use.needed and use.live < share * use.stored and pack in view.live
+        if use.needed and use.live < share * use.stored and pack in view.live and pack != first
     ]
 
 

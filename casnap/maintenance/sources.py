@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Collection, Iterator, Mapping
-from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-import msgspec
-
-from casnap.errors import DamagedError
-from casnap.format.decoding import json_decoder
 from casnap.format.digest import Digest, digest_of
 from casnap.format.entries import Boxes
 from casnap.format.grid import grid_of
 from casnap.format.region import Region
 from casnap.format.tiling import tile
 from casnap.runtime.buffers import bytes_at, view_at
-
-_MOST_HEADER = 100 << 20
-_ITEM_SIZES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4,
-    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
-}  # fmt: skip
-
+from casnap.state.safetensors import read_header
 
 Cuts = Mapping[tuple[int, ...], Collection[Boxes]]
 
@@ -37,12 +24,6 @@ class FileTensor(NamedTuple):
     shape: tuple[int, ...]
     itemsize: int
     raw: memoryview
-
-
-class _Described(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
 
 
 def chunks_in(
@@ -107,30 +88,13 @@ def _cut_boxes(
 def _safetensors(file: Path) -> Iterator[FileTensor]:
     with file.open("rb") as stream:
         whole = _mapped(stream)
-    yield from _described(whole)
+    for tensor in read_header(whole).tensors:
+        yield FileTensor(tensor.shape, tensor.itemsize, whole[tensor.start : tensor.stop])
 
 
 def _mapped(stream: BinaryIO) -> memoryview:
     # Unmapped when its last view is gone. Writable since torch wants that; it is never written.
     return memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY))
-
-
-def _described(whole: memoryview) -> Iterator[FileTensor]:
-    size = int.from_bytes(whole[:8], "little")
-    if size > min(_MOST_HEADER, len(whole) - 8):
-        raise DamagedError("its header is longer than it may be")
-    header = json_decoder(dict[str, msgspec.Raw]).decode(bytes(whole[8 : 8 + size]))
-    header.pop("__metadata__", None)
-    for described in header.values():
-        tensor = json_decoder(_Described).decode(described)
-        itemsize = _ITEM_SIZES.get(tensor.dtype)
-        start, stop = (8 + size + offset for offset in tensor.data_offsets)
-        if itemsize is None:
-            continue
-        fits = 8 + size <= start <= stop <= len(whole) and min(tensor.shape, default=0) >= 0
-        if not fits or prod(tensor.shape) * itemsize != stop - start:
-            raise DamagedError("its header does not fit its length")
-        yield FileTensor(tensor.shape, itemsize, whole[start:stop])
 
 
 def _numpy(file: Path) -> Iterator[FileTensor]:
@@ -147,7 +111,7 @@ def _torch(file: Path) -> Iterator[FileTensor]:
     from casnap.state.torch_save import tensors_in
 
     with file.open("rb") as stream:
-        for tensor in tensors_in(_mapped(stream), stream):
+        for tensor in tensors_in(_mapped(stream)):
             whole = tensor.contiguous()
             raw = view_at(whole.data_ptr(), whole.nbytes)
             yield FileTensor(tuple(whole.shape), whole.element_size(), raw)

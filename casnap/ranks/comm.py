@@ -1,43 +1,26 @@
 """Collectives of the ranks of one operation: they carry errors, and they have a deadline.
 
-They run on a gloo group of casnap's own (:mod:`casnap.ranks.link`), never on the trainer's. Each
-collective begins with the number of bytes that follow. A rank that has failed sends its error
-instead, whichever collective the others are in: an error on one rank is raised on all, and the
-group stays in step. A rank that is killed or hangs breaks the group. The others learn that from
-gloo, find out which rank is at fault, and the next operation makes a new group.
+A single process is a group of one. Several ranks are a :class:`casnap.ranks.group.Group`; an
+operation begins with :func:`casnap.ranks.joining.join`.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
-from zlib import crc32
+from typing import TypeVar
 
-import torch
-import torch.distributed as dist
-
-from casnap.errors import CasnapError, RankError, StateError
+from casnap.errors import StateError
 from casnap.format.decoding import decoder
-from casnap.format.digest import digest_of
-from casnap.format.names import rank_names
 from casnap.format.records import encode
-from casnap.ranks import gloo
-from casnap.ranks.link import PATIENCE, Link, LinkFailedError
-from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
-from casnap.runtime.torch_modes import plain
+from casnap.ranks.shared_memory import Shared, not_shared
 from casnap.runtime.typing import override
 
 M = TypeVar("M")
 Buffer = bytes | memoryview
 
-_FAILED = -1
 DEFAULT_TIMEOUT = 600.0
 
 
@@ -51,6 +34,7 @@ class Comm(ABC):
         operation: What the ranks do, for messages.
         timeout: Seconds that one rank waits for another.
         ended: Whether the operation has ended here, well or not.
+        neighbours: How many of the ranks are on this host, as far as that is known: at least 1.
     """
 
     rank: int
@@ -59,6 +43,7 @@ class Comm(ABC):
     operation = ""
     timeout = DEFAULT_TIMEOUT
     ended = False
+    neighbours = 1
 
     # --- what each kind of communicator does its own way ---
 
@@ -89,6 +74,17 @@ class Comm(ABC):
     @abstractmethod
     def enter_phase(self, phase: str) -> None:
         """Note what this rank does from now on, for the messages of others if it gets lost."""
+
+    def share(self, nbytes: int) -> Shared:
+        """Share memory with the ranks of this host; a collective.
+
+        It is kept for later calls of this operation, and of later ones. The content is only what
+        this operation wrote.
+
+        Args:
+            nbytes: How many bytes each rank gives, the same on all ranks.
+        """
+        return not_shared(nbytes, self.size)
 
     def await_end(self, rank: int) -> bool:
         """Wait until another rank has left this operation, well or not; return whether it has."""
@@ -208,291 +204,3 @@ class SingleProcess(Comm):
     @override
     def enter_phase(self, phase: str) -> None:
         pass
-
-
-class Group(Comm):
-    """Several ranks of a process group, for one operation.
-
-    Args:
-        link: The connection between the ranks. An operation that still uses it ends first.
-        timeout: Seconds that one rank waits for another.
-        operation: What the ranks do, for messages.
-    """
-
-    def __init__(self, link: Link, timeout: float, operation: str) -> None:
-        self._link = link
-        link.acquire(id(self))
-        self.rank, self.size, self.ranks = link.rank, link.size, link.ranks
-        self.timeout = timeout
-        self.operation = operation
-        self._phase = ""
-        self._calls = 0
-        self.ended = False
-
-    def __del__(self) -> None:
-        # An interrupt can lose this object; the link must be free again for the next operation.
-        self.leave()
-
-    @override
-    def enter_phase(self, phase: str) -> None:
-        self._phase = phase
-        if self._calls:
-            self._link.note("at", phase)
-
-    @override
-    def await_end(self, rank: int) -> bool:
-        return self._link.await_end(rank, self.timeout)
-
-    @override
-    def check_not_abandoned(self) -> None:
-        failure = self._link.recorded_failure()
-        if failure is not None and self.rank in failure.ranks:
-            self.ended = True
-            self._link.close()
-            raise RankError(f"{self.operation}: {failure.reason}", failure.ranks)
-
-    @override
-    @plain()
-    def all_to_all(
-        self, parts: Sequence[Buffer], room: memoryview | None = None, *, proven: bool = False
-    ) -> list[memoryview]:
-        if self.ended:
-            raise StateError(f"{self.operation}: it has ended already")
-        sums = [0] * self.size if proven else self._checksums(parts)
-        sizes, expected = self._announce([len(part) for part in parts], sums)
-        if _FAILED in sizes:
-            self.ended = True
-            raise error_of_ranks(self.operation, self._exchange_errors(sizes, b""))
-        came = self._transfer(parts, sizes, room)
-        if not proven:
-            self._verify(came, expected)
-        return came
-
-    def _checksums(self, parts: Sequence[Buffer]) -> list[int]:
-        """Return a checksum for each part that goes to, or came from, another rank."""
-        sums, known = [0] * self.size, dict[int, int]()
-        for rank, part in enumerate(parts):
-            if rank == self.rank:
-                continue
-            # The same object may go to several ranks.
-            if id(part) not in known:
-                known[id(part)] = int.from_bytes(digest_of(part)[:8], "little", signed=True)
-            sums[rank] = known[id(part)]
-        return sums
-
-    def _verify(self, came: Sequence[memoryview], expected: list[int]) -> None:
-        """Check that what came is what was sent."""
-        bad = [rank for rank, s in enumerate(self._checksums(came)) if s != expected[rank]]
-        if bad:
-            raise RankError(
-                f"{self.operation}: what {rank_names(bad)} sent came damaged to rank {self.rank}, "
-                "so it was not used; a network card or some memory may be at fault",
-                tuple(bad),
-            )
-
-    @override
-    @plain()
-    def fail(self, error: BaseException) -> None:
-        if self.ended:
-            return
-        if self._calls:
-            # A rank that is busy for longer reads the error in the store instead.
-            self.timeout = min(self.timeout, PATIENCE)
-        text = error_text(error)
-        with suppress(CasnapError):  # this rank raises its own error, even if not all hear of it
-            sizes, _ = self._announce([_FAILED] * self.size, [0] * self.size, text)
-            self._exchange_errors(sizes, encode(text))
-        self.ended = True
-
-    @override
-    def leave(self) -> None:
-        self.ended = True
-        self._link.release(id(self))
-
-    # --- the steps of a collective ---
-
-    def _announce(
-        self, sizes: list[int], sums: list[int], error: ErrorText | None = None
-    ) -> tuple[list[int], list[int]]:
-        """Tell each rank how many bytes follow (or that this rank failed), and their checksum.
-
-        Returns:
-            The sizes and checksums that the other ranks announce.
-        """
-        their_sizes, their_sums, steps = self._exchange_numbers(sizes, sums, error)
-        astray = [rank for rank, step in enumerate(steps) if step != steps[self.rank]]
-        if astray:
-            # Every rank sees that, so all exchange the names of their operations.
-            what = self._exchange_texts(self.operation.encode())[astray[0]].decode()
-            self.ended = True
-            raise StateError(
-                f"{self.operation}: {rank_names(astray)} came to {what} meanwhile; all ranks of a "
-                "process group must call the same operations in the same order"
-            )
-        return their_sizes, their_sums
-
-    def _exchange_numbers(
-        self, sizes: list[int], sums: list[int], error: ErrorText | None = None
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Send each rank a size, a checksum, and which step this rank is at; return theirs."""
-        self._calls += 1
-        # A rank that does another operation, or is at another call of it, has another step.
-        step = (crc32(self.operation.partition(" of ")[0].encode()) << 24) + self._calls
-        rows = [[*numbers, step] for numbers in zip(sizes, sums, strict=True)]
-        mine = torch.tensor(rows, device="cpu")
-        theirs = mine
-
-        def exchange(seconds: float) -> None:
-            nonlocal theirs
-            theirs = gloo.exchange_rows(self._link.pg, mine, seconds)
-
-        if self._calls == 1:
-            self._communicate(lambda: self._first_exchange(exchange), error)
-        else:
-            self._communicate(lambda: exchange(self.timeout), error)
-        return theirs[:, 0].tolist(), theirs[:, 1].tolist(), theirs[:, 2].tolist()
-
-    def _exchange_texts(self, mine: bytes) -> list[bytes]:
-        """Send a text to all ranks; return the text of each."""
-        lengths, _, _ = self._exchange_numbers([len(mine)] * self.size, [0] * self.size)
-        return [bytes(text) for text in self._transfer([mine] * self.size, lengths)]
-
-    def _exchange_errors(self, sizes: list[int], mine: bytes) -> dict[int, ErrorText]:
-        """Return the errors of the ranks that announced one."""
-        texts = self._exchange_texts(mine)
-        return {
-            rank: decoder(ErrorText).decode(texts[rank])  # type: ignore[arg-type]
-            for rank, size in enumerate(sizes)
-            if size == _FAILED and len(texts[rank])
-        }
-
-    def _first_exchange(self, exchange: Callable[[float], None]) -> None:
-        """Exchange for the first time: in the group of the operation before, or in a new one."""
-        until = time.monotonic() + self.timeout
-        phase = self._phase or f"beginning {self.operation}"
-        if self._link.pg is not None:
-            self._link.begin(self.operation, phase)
-            try:
-                return exchange(self.timeout)
-            except RuntimeError:
-                if time.monotonic() >= until or not self._link.broke_before():
-                    raise
-        left = max(0.0, until - time.monotonic())
-        self._link.connect(left, self.timeout, self.operation, phase)
-        # All ranks are here now.
-        return exchange(min(self.timeout, max(PATIENCE, until - time.monotonic())))
-
-    def _transfer(
-        self, parts: Sequence[Buffer], sizes: list[int], room: memoryview | None = None
-    ) -> list[memoryview]:
-        """Send and receive parts of known sizes."""
-        theirs = [0 if rank == self.rank else size for rank, size in enumerate(sizes)]
-        if room is None or sum(theirs) > len(room):
-            got = [memoryview(bytearray(size)) for size in theirs]
-        else:
-            ends = accumulate(theirs)
-            got = [room[end - size : end] for size, end in zip(theirs, ends, strict=True)]
-        got[self.rank] = memoryview(parts[self.rank])
-        pg, wait = self._link.pg, timedelta(seconds=self.timeout)
-        tensors: dict[int, torch.Tensor] = {}
-
-        def transfer() -> None:
-            # Each rank begins with another one, so that they do not all talk to the same.
-            order = [(self.rank + i) % self.size for i in range(1, self.size)]
-            works = [pg.recv([_as_tensor(got[i])], i, 0) for i in reversed(order) if theirs[i]]
-            for i in order:
-                if len(parts[i]):
-                    if id(parts[i]) not in tensors:
-                        tensors[id(parts[i])] = _as_tensor(parts[i])
-                    works.append(pg.send([tensors[id(parts[i])]], i, 0))
-            for work in works:
-                work.wait(wait)
-
-        self._communicate(transfer)
-        return got
-
-    def _communicate(self, talk: Callable[[], None], error: ErrorText | None = None) -> None:
-        """Talk to the other ranks; if that fails, find out which rank is at fault, and raise.
-
-        Args:
-            talk: Sends and receives.
-            error: The error that this rank is about to report, if it has one.
-        """
-        began = time.monotonic()
-        try:
-            talk()
-        except LinkFailedError as e:
-            self.ended = True
-            raise RankError(f"{self.operation}: {e.failure.reason}", e.failure.ranks) from None
-        except RuntimeError as e:
-            self.ended = True
-            waited = time.monotonic() - began
-            failure = self._link.find_cause(error, waited, late=waited >= 0.9 * self.timeout)
-            if failure.error is not None:
-                raise error_of_ranks(self.operation, {failure.ranks[0]: failure.error}) from e
-            raise RankError(f"{self.operation}: {failure.reason}", failure.ranks) from e
-        except BaseException as e:
-            # An interrupt: this rank is out of step now.
-            self.ended = True
-            self._link.find_cause(error_text(e), 0, late=False)
-            raise
-
-
-def _as_tensor(part: Buffer) -> torch.Tensor:
-    # Torch warns about read-only memory, though this memory is only read.
-    writable = part if isinstance(part, memoryview) and not part.readonly else bytearray(part)
-    return torch.frombuffer(writable, dtype=torch.uint8)
-
-
-_links: dict[tuple[int, ...], Link] = {}
-# A child process must not use the connections of its parent.
-os.register_at_fork(after_in_child=_links.clear)
-
-
-def join(pg: Any, timeout: float | None, operation: str) -> Comm:
-    """Begin an operation that all ranks of a process group do together.
-
-    Args:
-        pg: The process group; None for the world, or for this process alone where
-            ``torch.distributed`` is not initialised.
-        timeout: Seconds that one rank waits for another; None for ten minutes.
-        operation: What the ranks do, for messages: "the take of 'step_1'".
-
-    Raises:
-        StateError: This process is not in the group.
-    """
-    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
-    if not timeout > 0:
-        raise ValueError(f"timeout is a number of seconds above 0, not {timeout!r}")
-    if not (dist.is_available() and dist.is_initialized()):
-        if pg is not None:
-            raise StateError("pg= needs torch.distributed.init_process_group() first")
-        return SingleProcess()
-    if pg is dist.GroupMember.NON_GROUP_MEMBER:
-        raise StateError("this process is not in the process group pg; only its members take part")
-    if pg is not None and not isinstance(pg, dist.ProcessGroup):
-        raise StateError(
-            f"pg= is a process group, as of torch.distributed.new_group(); got a "
-            f"{type(pg).__name__}, which is no process group (of a mesh, pass mesh.get_group())"
-        )
-    return join_ranks(tuple(dist.get_process_group_ranks(pg)), timeout, operation)
-
-
-def join_ranks(ranks: tuple[int, ...], timeout: float | None, operation: str) -> Comm:
-    """Begin an operation of these ranks of the default process group, as :func:`join` does."""
-    if len(ranks) == 1:
-        return SingleProcess()
-    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
-    return Group(_link_of(ranks), timeout, operation)
-
-
-def _link_of(ranks: tuple[int, ...]) -> Link:
-    """Return the link of some ranks; made at their first operation."""
-    home, store = gloo.default_group()
-    for known in [known for known, link in _links.items() if link.home is not home]:
-        # Its default group was destroyed. If kept, its gloo group would keep two threads.
-        _links.pop(known, None)
-    if ranks not in _links:
-        # Saves of DCP in the background may come here at once. They must share one link.
-        _links.setdefault(ranks, Link(home, store, ranks, ranks.index(dist.get_rank())))
-    return _links[ranks]

@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -26,8 +25,9 @@ from casnap.format.digest import digest_of
 from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.ranks import gloo
+from casnap.ranks.processes import Process
 from casnap.ranks.remote_errors import ErrorText
-from casnap.runtime.environment import boot_id
+from casnap.ranks.shared_memory import OwnMemory, Shared
 
 T = TypeVar("T")
 
@@ -85,40 +85,6 @@ class _Start(msgspec.Struct, array_like=True):
     failure: Failure | None = None
 
 
-class _Process(NamedTuple):
-    """A process, as others on its host can find it; all 0 where that is not known."""
-
-    host: int = 0
-    pid: int = 0
-    start: int = 0
-
-    @classmethod
-    def own(cls) -> _Process:
-        """Return this process."""
-        if not (boot := boot_id()):
-            return cls()
-        with suppress(OSError):
-            # A process id is valid within one boot of one machine, and one container.
-            host = digest_of(f"{boot}{Path('/proc/self/ns/pid').readlink()}".encode())
-            return cls(int.from_bytes(host[:7], "big"), os.getpid(), int(_stat(os.getpid())[19]))
-        return cls()
-
-    def is_gone(self, host: int) -> bool:
-        """Whether the process has ended; False on another host, which cannot know."""
-        if not host or self.host != host:
-            return False
-        try:
-            stat = _stat(self.pid)
-        except OSError:
-            return True
-        # A process that has ended is listed as a zombie until its parent has waited for it.
-        return stat[0] in "ZX" or int(stat[19]) != self.start
-
-
-def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
 class Link:
     """The connection between the ranks of a process group, for one operation at a time.
 
@@ -130,6 +96,8 @@ class Link:
 
     Attributes:
         pg: The gloo group; None if there is none yet, or this rank knows that it broke.
+        shared: The memory that the ranks share, once they do; it goes with the group.
+        memory: What this rank gives of it.
     """
 
     def __init__(self, home: object, store: Any, ranks: tuple[int, ...], rank: int) -> None:
@@ -138,13 +106,15 @@ class Link:
         self.size = len(ranks)
         self.rank = rank
         self.pg: Any = None
+        self.shared: Shared | None = None
+        self.memory: OwnMemory | None = None
         self._store = store
         self._base = f"casnap/{digest_of(encode(ranks)).hex()[:16]}"
         self._name = ""
         # How many operations this group has served, and the name of the present one in the store.
         self._number = 0
         self._operation = ""
-        self._processes: list[_Process] = []
+        self._processes: list[Process] = []
         self._turn = threading.Lock()
         self._holder: int | None = None
         # The last question to the store.
@@ -242,16 +212,16 @@ class Link:
         self._name, self._number = self._within(meet, seconds + _STORE_SECONDS), 0
         self.begin(operation, phase)
 
-        def make(_: threading.Event) -> tuple[Any, list[_Process]]:
+        def make(_: threading.Event) -> tuple[Any, list[Process]]:
             pg = gloo.new_group(self._store, self._name, self.rank, self.size, rest)
             return pg, self._exchange_processes(pg, rest)
 
         self.pg, self._processes = self._within(make, 2 * rest + _STORE_SECONDS)
 
-    def _exchange_processes(self, pg: Any, seconds: float) -> list[_Process]:
+    def _exchange_processes(self, pg: Any, seconds: float) -> list[Process]:
         """Tell all ranks which process this one is; return the process of each rank."""
-        mine = torch.tensor([_Process.own()] * self.size, device="cpu")
-        return [_Process(*row) for row in gloo.exchange_rows(pg, mine, seconds).tolist()]
+        mine = torch.tensor([Process.own()] * self.size, device="cpu")
+        return [Process(*row) for row in gloo.exchange_rows(pg, mine, seconds).tolist()]
 
     def _gather_ranks(self, pauses: Iterable[None], timeout: float) -> str:
         """Wait, as rank 0, until all ranks have come to a new group; return its name."""
@@ -309,6 +279,7 @@ class Link:
     def close(self) -> None:
         """Break the connection; every rank that waits in it fails at once."""
         pg, self.pg = self.pg, None
+        self.shared = self.memory = None
         if pg is not None:
             gloo.break_connections(pg, self.rank, self.size)
 
@@ -397,6 +368,20 @@ class Link:
             return self._within(lambda _: self._recorded_failure(), _STORE_SECONDS)
         except (RuntimeError, LinkFailedError):
             return None
+
+    def forget(self) -> int:
+        """Give the pages of memory for other ranks back, if no operation uses it."""
+        if not self._turn.acquire(blocking=False):
+            return 0
+        try:
+            return self.memory.forget() if self.memory is not None else 0
+        finally:
+            self._turn.release()
+
+    def is_near(self, rank: int) -> bool:
+        """Whether another rank, or this one, is a process of this host and container."""
+        here = self._processes[self.rank].host if self._processes else 0
+        return rank == self.rank or (here != 0 and self._processes[rank].host == here)
 
     def _dead_ranks(self) -> list[int]:
         """Return the ranks on this host whose processes have ended."""

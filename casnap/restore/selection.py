@@ -11,7 +11,7 @@ from typing import TypeAlias
 from casnap.format.grid import Cells
 from casnap.format.region import Region
 
-Index: TypeAlias = "int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]"
+Index: TypeAlias = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Shared reads: one rank reads each stored byte and sends it to the other ranks that want it.
 
 A rank that receives a chunk verifies it again: the chunk may have changed in memory or on its way.
+Ranks of one host find what another one has read in memory that they share; others get it by
+sockets.
 
 Reads are scheduled in *units*, runs of a pack, so that no rank needs to know every chunk. Rank 0
 gathers which units are wanted and assigns each unit to a rank that wants it, and to a window. A
@@ -28,6 +30,7 @@ from casnap.format.decoding import decoder
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import encode
 from casnap.ranks.comm import Comm
+from casnap.ranks.shared_memory import not_shared
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot
 from casnap.runtime.threads import Crew, Shared, cores
@@ -38,9 +41,13 @@ _log = logging.getLogger("casnap")
 _LEAST_WINDOW, _LARGEST_WINDOW = 64 << 20, 256 << 20
 _WINDOW_PER_RANK = 4 << 20
 _UNIT_BYTES = 16 << 20
+# While one buffer is filled, another one is sent; and ranks may still read in a third one.
+_BUFFERS = 3
 # From this size on, several threads copy faster than one.
 _BULK_BYTES = 8 << 20
 _REQUEST = Layout("<32sI")
+# Where chunks lie in the memory that ranks of a host share.
+_POINTER = Layout("<Q")
 
 Unit: TypeAlias = tuple[bytes, int]
 """A pack, and the number of a run in it."""
@@ -132,7 +139,10 @@ class _SharedFetch:
         self._left: dict[Digest, list[Want]] = {}
         for want in wants:
             self._left.setdefault(want.digest, []).append(want)
-        self._slots: list[Slot] = []
+        # Buffers for what is sent; whether they are shared, with whom, and who shares its own.
+        self._buffers: list[memoryview] = []
+        self._shared = not_shared(0, comm.size)
+        self._points = self._pointed = [False] * comm.size
 
     def fetch_the_rest(self) -> DamagedError | None:
         """Read chunks that did not arrive: the index may be stale, or the chunks damaged."""
@@ -154,7 +164,7 @@ class _SharedFetch:
             return
         requested = self._exchange_requests(requests)
         most = max(sum(map(_room, set(lists))) for lists in requested)
-        self._slots = [Slot(most) for _ in range(min(2, schedule.windows))] if most else []
+        self._make_buffers(most, min(_BUFFERS, schedule.windows), share)
         incoming = max(self._incoming(lists) for lists in requests)
         room = Slot(incoming).view if incoming else None
         with Crew() as crew:
@@ -174,6 +184,25 @@ class _SharedFetch:
                     reading = crew.start(partial(read, i + 1))
                 received = self._comm.all_to_all(parts.pop(0), room, proven=True)
                 self._receive(received, requests[i])
+
+    def _make_buffers(self, most: int, count: int, share: int) -> None:
+        """Make the buffers for what this rank sends; share them with ranks of its host if possible.
+
+        Args:
+            most: The most bytes that this rank sends in a window.
+            count: How many buffers.
+            share: About how many bytes a rank reads in a window; the same on all ranks.
+        """
+        shared = self._comm.share(_BUFFERS * (share + share // 8))
+        if most * count <= len(shared.own):
+            # A buffer is written to again when all ranks have taken in the window after it.
+            self._buffers = [shared.own[i * most : (i + 1) * most] for i in range(count)]
+            self._points = shared.readers
+        else:
+            self._buffers = [Slot(most).view for _ in range(min(2, count))]
+        said = self._comm.all_to_all([bytes([points]) for points in self._points])
+        self._pointed = [part[0] == 1 for part in said]
+        self._shared = shared
 
     # --- who reads what ---
 
@@ -262,9 +291,11 @@ class _SharedFetch:
         copies: defaultdict[Digest, list[_Copy]] = defaultdict(list)
         sizes: dict[Digest, int] = {}
         parts: dict[bytes, memoryview | bytes] = {b"": b""}
-        start = 0
+        pointers = {b"": b""}
+        which, start = number % max(1, len(self._buffers)), 0
         for text in sorted(set(requested) - {b""}):
-            part = self._slots[number % 2].view[start : start + _room(text)]
+            part = self._buffers[which][start : start + _room(text)]
+            pointers[text] = _POINTER.pack(which * len(self._buffers[which]) + start)
             start += len(part)
             parts[text] = part
             there = part[len(part) - len(text) // _REQUEST.size :]
@@ -275,7 +306,10 @@ class _SharedFetch:
                 copies[digest].append(_Copy(part[at : at + nbytes], there[i : i + 1]))
                 at += nbytes
         self._read(own, copies, sizes)
-        return [parts[text] for text in requested]
+        return [
+            pointers[text] if points else parts[text]
+            for text, points in zip(requested, self._points, strict=True)
+        ]
 
     def _read(
         self,
@@ -312,8 +346,23 @@ class _SharedFetch:
 
     def _incoming(self, lists: list[list[Digest]]) -> int:
         """Return how many bytes other ranks send in a window."""
-        theirs = (d for reader, ds in enumerate(lists) if reader != self._comm.rank for d in ds)
+        theirs = (
+            digest
+            for reader, digests in enumerate(lists)
+            if reader != self._comm.rank and not self._pointed[reader]
+            for digest in digests
+        )
         return sum(self._nbytes(digest) + 1 for digest in theirs)
+
+    def _answer(self, reader: int, received: memoryview, digests: list[Digest]) -> memoryview:
+        """Return what a rank sent, as it came or where it lies: chunks, and a byte for each."""
+        memory = self._shared.theirs[reader]
+        if not self._pointed[reader] or memory is None:
+            return received
+        nbytes = sum(self._nbytes(digest) + 1 for digest in digests)
+        (at,) = _POINTER.unpack(received)
+        # Nothing checked the pointer on its way; but the chunks are verified, wherever they lie.
+        return memory[at : at + nbytes] if at + nbytes <= len(memory) else memoryview(bytes(nbytes))
 
     def _receive(self, received: list[memoryview], requests: list[list[Digest]]) -> None:
         """Verify the chunks that other ranks sent, in the order of the requests; hand them over.
@@ -324,14 +373,19 @@ class _SharedFetch:
         for reader, digests in enumerate(requests):
             if reader == self._comm.rank or not digests:
                 continue
-            there = received[reader][len(received[reader]) - len(digests) :]
+            answer = self._answer(reader, received[reader], digests)
+            there = answer[len(answer) - len(digests) :]
             at = 0
             for i, digest in enumerate(digests):
                 nbytes = self._nbytes(digest)
                 if there[i]:
-                    chunks.append((digest, received[reader][at : at + nbytes]))
+                    chunks.append((digest, answer[at : at + nbytes]))
                 at += nbytes
-        threads = min(cores(), 4) if sum(len(raw) for _, raw in chunks) >= _BULK_BYTES else 1
+        threads = (
+            max(1, min(cores() // self._comm.neighbours, 4))
+            if sum(len(raw) for _, raw in chunks) >= _BULK_BYTES
+            else 1
+        )
         with Crew() as crew:
             source = Shared(chunks, crew)
 

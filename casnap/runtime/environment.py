@@ -130,6 +130,11 @@ def trust_file() -> Path | None:
     return None if base is None else base / "casnap" / "trusted"
 
 
+def variables() -> frozenset[tuple[str, str]]:
+    """Return all variables, to see whether a library would read others than before."""
+    return frozenset(os.environ.items())
+
+
 def google_metadata_server() -> tuple[str, int] | None:
     """Return the address of the server that gives credentials to machines of Google's cloud.
 

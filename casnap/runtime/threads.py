@@ -209,6 +209,17 @@ def together(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
     return of_first, of_second
 
 
+def beside(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
+    """Call one function in this thread, and another one on a thread meanwhile, if one starts."""
+    done: list[U] = []
+    with Crew() as crew:
+        if not (started := crew.start_some(lambda: done.append(second()))):
+            done.append(second())
+        result = first()
+        crew.join(started)
+    return result, done[0]
+
+
 def mapped(call: Callable[[T], U], items: Iterable[T], at_once: int) -> Iterator[tuple[T, U]]:
     """Yield each item, in order, with what a function returns for it.
 

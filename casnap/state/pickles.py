@@ -31,9 +31,10 @@ class Term:
         size: About how many bytes a copy takes; for a call, a copy of its result.
         weight: For a tuple, how many values are hashed with it.
         depth: For a tuple, how deep tuples are nested.
+        state: For a call, the state that its result is given.
     """
 
-    __slots__ = ("depth", "kind", "name", "parts", "size", "weight")
+    __slots__ = ("depth", "kind", "name", "parts", "size", "state", "weight")
 
     def __init__(self, kind: str, name: str = "", parts: list[Any] | None = None) -> None:
         self.kind = kind
@@ -42,6 +43,7 @@ class Term:
         self.size = 0
         self.weight = 1
         self.depth = 0
+        self.state: Any = None
 
 
 EMPTY = Term("tuple")
@@ -75,6 +77,8 @@ class PickleMachine:
         budget: How many bytes its values may take.
         inspector: Called before each step: with ``call``, ``new``, ``build`` or ``item`` and the
             call, or with ``storage``. It may refuse the step, and may spend.
+        newest: The newest protocol that may be used: 2, as torch.save does, or up to 5, as
+            ``pickle.dump`` does.
 
     Attributes:
         at: The position of the next opcode; after :meth:`run`, the end of the pickle.
@@ -87,6 +91,7 @@ class PickleMachine:
         at: int = 0,
         budget: float = float("inf"),
         inspector: Inspector | None = None,
+        newest: int = 2,
     ) -> None:
         self.at = at
         self.calls: list[Term] = []
@@ -96,6 +101,8 @@ class PickleMachine:
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
+        self._newest = newest
+        self._steps = _STEPS if newest == 2 else _STEPS | _NEWER_STEPS
 
     def run(self) -> Any:
         """Return the value of the pickle.
@@ -106,7 +113,7 @@ class PickleMachine:
         """
         try:
             while (opcode := self._read(1)) != b".":
-                step = _STEPS.get(opcode)
+                step = self._steps.get(opcode)
                 if step is None:
                     raise RefusedError(f"torch.save does not write the opcode {opcode!r}")
                 step(self)
@@ -154,7 +161,7 @@ class PickleMachine:
     # --- what the opcodes do ---
 
     def _do_protocol(self) -> None:
-        if self._read(1) != b"\2":
+        if not 2 <= self._number("B") <= self._newest:
             raise RefusedError("its pickle is of another protocol than torch.save's")
 
     def _do_mark(self) -> None:
@@ -171,9 +178,16 @@ class PickleMachine:
     def _do_long(self) -> None:
         self._push(int.from_bytes(self._read(self._number("B")), "little", signed=True), 300)
 
-    def _do_text(self) -> None:
-        data = self._read(self._number("<I"))
+    def _do_text(self, layout: str) -> None:
+        data = self._read(self._number(layout))
         self._push(data.decode("utf-8", "surrogatepass"), 60 + 4 * len(data))
+
+    def _do_frame(self) -> None:
+        self._read(8)
+
+    def _do_memoize(self) -> None:
+        self.spend(100)
+        self._memo[len(self._memo)] = self._stack[-1]
 
     def _do_short_bytes(self) -> None:
         self._push(self._read(self._number("B")), 300)
@@ -216,6 +230,12 @@ class PickleMachine:
         target.parts += items
         target.size += nbytes
 
+    def _do_stack_global(self) -> None:
+        module, name = self._pop(2)
+        if type(module) is not str or type(name) is not str:
+            raise RefusedError("its pickle names a global that is no text")
+        self._push(Term("global", f"{module}.{name}"), 60 + len(module) + len(name))
+
     def _do_find_global(self) -> None:
         module, name = self._line(), self._line()
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
@@ -240,11 +260,12 @@ class PickleMachine:
         self._push(made, 320)
 
     def _do_build(self) -> None:
-        self._stack.pop()
+        state = self._stack.pop()
         target = self._stack[-1]
         if kind_of(target) != "call":
             raise RefusedError(f"its pickle gives a state to a {kind_of(target)}")
         self._ask("build", target)
+        target.state = state
         self.spend(100)
 
     def _ask(self, verb: str, term: Term) -> None:
@@ -263,7 +284,7 @@ _STEPS: dict[bytes, Callable[[PickleMachine], None]] = {
     b"J": partial(PickleMachine._do_number, layout="<i"),
     b"G": partial(PickleMachine._do_number, layout=">d"),
     b"\x8a": PickleMachine._do_long,
-    b"X": PickleMachine._do_text,
+    b"X": partial(PickleMachine._do_text, layout="<I"),
     b"U": PickleMachine._do_short_bytes,
     b"q": partial(PickleMachine._do_put, layout="<B"),
     b"r": partial(PickleMachine._do_put, layout="<I"),
@@ -285,4 +306,12 @@ _STEPS: dict[bytes, Callable[[PickleMachine], None]] = {
     b"R": partial(PickleMachine._do_call, verb="call"),
     b"\x81": partial(PickleMachine._do_call, verb="new"),
     b"b": PickleMachine._do_build,
+}
+
+_NEWER_STEPS: dict[bytes, Callable[[PickleMachine], None]] = {
+    b"\x95": PickleMachine._do_frame,
+    b"\x8c": partial(PickleMachine._do_text, layout="B"),
+    b"\x94": PickleMachine._do_memoize,
+    b"\x93": PickleMachine._do_stack_global,
+    b"C": PickleMachine._do_short_bytes,
 }

@@ -12,11 +12,12 @@ import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from casnap.runtime.buffers import address_of
+from casnap.runtime.typing import override
 from casnap.state.pickles import PickleMachine, RefusedError, Term, kind_of, size_of
 from casnap.state.tensors import TENSOR_DTYPES
 
@@ -26,18 +27,20 @@ class Archive:
 
     Args:
         file: The whole file.
-        stream: The same file, opened.
 
     Raises:
         RefusedError: torch.save does not write such an archive: it is compressed, say, or its
             members are longer than the file.
     """
 
-    def __init__(self, file: bytes | memoryview, stream: BinaryIO | None = None) -> None:
+    def __init__(self, file: bytes | memoryview) -> None:
         if bytes(file[:4]) != b"PK\3\4":
             raise RefusedError("it is not a zip archive of torch.save")
-        with zipfile.ZipFile(stream or io.BytesIO(file)) as archive:
-            infos = archive.infolist()
+        try:
+            with zipfile.ZipFile(io.BufferedReader(_Viewed(memoryview(file)))) as archive:
+                infos = archive.infolist()
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as e:
+            raise RefusedError(f"its zip archive is damaged: {e}") from e
         total = 0
         self.by_name: dict[str, memoryview] = {}
         for info in infos:
@@ -64,6 +67,37 @@ class Archive:
         return content
 
 
+class _Viewed(io.RawIOBase):
+    """A stream over memory, which is not copied."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._at = 0
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
+        if base + offset < 0:
+            raise ValueError("a position before the beginning")
+        self._at = base + offset
+        return self._at
+
+    @override
+    def readinto(self, buffer: Any) -> int:
+        found = self._view[self._at : self._at + len(buffer)]
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+
 # --- loading with bounded memory ----------------------------------------------------------------
 
 _SPARE = 64 << 20
@@ -84,20 +118,25 @@ def bounded_archive(data: bytes) -> bytes:
             ``weights_only`` knows or classes that the user has registered; or loading it would
             take more than 64 MiB and 64 times its own bytes.
     """
-    members = Archive(data)
-    machine = PickleMachine(
-        members.by_name.get("data.pkl", b""),
-        0,
-        _SPARE + _RATIO * len(data),
-        _MemoryInspector(members.by_name),
-    )
-    machine.run()
+    members = inspected(data)
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
-        for name, content in members.by_name.items():
+        for name, content in members.items():
             if name in _NAMES or name.startswith("data/"):
                 archive.writestr(f"archive/{name}", content)
     return out.getvalue()
+
+
+def inspected(data: bytes | memoryview) -> dict[str, memoryview]:
+    """Return the members of an archive that takes bounded memory to load, by name.
+
+    Raises:
+        RefusedError: As for :func:`bounded_archive`.
+    """
+    members = Archive(data).by_name
+    budget = _SPARE + _RATIO * len(data)
+    PickleMachine(members.get("data.pkl", b""), 0, budget, _MemoryInspector(members)).run()
+    return members
 
 
 class _MemoryInspector:
@@ -315,22 +354,49 @@ _MOST_AXES = 64
 _MAGIC = 0x1950A86A20F9469CFC6C  # of files from before torch 1.6
 
 
-def tensors_in(file: memoryview, stream: BinaryIO) -> Iterator[torch.Tensor]:
+def tensor_in(file: memoryview) -> tuple[TensorPlace, memoryview]:
+    """Return where the one tensor of a file of ``torch.save`` lies, and its storage.
+
+    Nothing is unpickled.
+
+    Raises:
+        RefusedError: The file is damaged, or holds something else than one ordinary tensor.
+    """
+    members = Archive(file).by_name
+    _check_byteorder(members)
+    value = PickleMachine(members.get("data.pkl", b"")).run()
+    if kind_of(value) == "call" and value.name == f"{_UTILS}parameter" and value.parts:
+        value = value.parts[0]
+    if kind_of(value) != "call" or value.name not in TENSORS - {_QUANTIZED}:
+        raise RefusedError(f"it holds a {getattr(value, 'name', kind_of(value))}, no plain tensor")
+    place = TensorPlace.of(value.name, value.parts)
+    raw = members.get(f"data/{place.storage.parts[2]}", memoryview(b""))
+    if any(place.metadata[1::2]) or place.per_byte > 1:
+        raise RefusedError("its tensor is a conjugate or negative view, or of a packed dtype")
+    if len(raw) < place.stop:
+        raise RefusedError("a tensor is larger than its storage")
+    return place, raw
+
+
+def _check_byteorder(members: Mapping[str, memoryview]) -> None:
+    if bytes(members.get("byteorder", b"little")) != b"little":
+        raise RefusedError("it is from a big-endian machine")
+
+
+def tensors_in(file: memoryview) -> Iterator[torch.Tensor]:
     """Yield the tensors in a file of ``torch.save``, as views of its memory if possible.
 
     Nothing is unpickled: values of other classes are ignored.
 
     Args:
         file: The whole file.
-        stream: The same file, opened.
 
     Raises:
         RefusedError: The file is damaged, or not from ``torch.save``.
     """
     if bytes(file[:4]) == b"PK\3\4":
-        members = Archive(file, stream).by_name
-        if bytes(members.get("byteorder", b"little")) != b"little":
-            raise RefusedError("it is from a big-endian machine")
+        members = Archive(file).by_name
+        _check_byteorder(members)
         machine = PickleMachine(members.get("data.pkl", b""))
         machine.run()
         storages = {n.removeprefix("data/"): m for n, m in members.items()}

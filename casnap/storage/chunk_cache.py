@@ -74,9 +74,9 @@ class _Files(LocalBackend):
     """The files, read as those of a store on this host. Each failure is a miss."""
 
     @override
-    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
+    def filled(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
         try:
-            return super().read_into(key, targets)
+            yield from super().filled(key, targets)
         except UnavailableError as e:
             raise BackendError(str(e)) from e
 

@@ -7,12 +7,15 @@ all that it relied on is still there in ``m``, and no fence has passed the packs
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 
 from casnap.errors import FencedError, StorageFullError
 from casnap.format.digest import Digest
+from casnap.format.hints import named_in, names_nodes
 from casnap.format.records import (
     INLINE_METADATA_BYTES,
     PackId,
@@ -22,6 +25,7 @@ from casnap.format.records import (
     SegmentRef,
     encode,
 )
+from casnap.storage.config import with_config
 from casnap.storage.handover import OtherRanks
 from casnap.storage.index import View
 from casnap.storage.relied_packs import COLLECTED
@@ -29,6 +33,9 @@ from casnap.storage.roots import next_root, put_root
 from casnap.storage.segments import add_segment
 from casnap.storage.transaction import Transaction
 from casnap.storage.tree import DEEP, Tree, table_shape
+
+# About so many bytes of lists of the table stand in the hints of a commit.
+_UPPER_BYTES = 16 << 10
 
 Change = Callable[[Tree[Row], int], Mapping[str, Row | None]]
 """Given the table and the number of the root to be, says which rows to set, or (None) to remove.
@@ -109,9 +116,13 @@ class _Publishing:
         relied = self._all_relied(m, latest)
         if relied is None:
             return None
-        like = self._become(m)
+        like = with_config(self._become(m), self._objects.config, self._objects.backend)
         new_table = self._write_table(m, like)
-        self._packs.finish()
+        if self._objects.backend.is_remote:
+            find = partial(self._objects.index.find, latest)
+            self._packs.finish(find, self._upper_lists(new_table))
+        else:
+            self._packs.finish()
         if m.fence > self._packs.base:
             self._transaction.move(m.seq)
         table = None if new_table is None else self._transaction.ref(new_table, m.table)
@@ -157,6 +168,27 @@ class _Publishing:
         if shape is DEEP:
             changes = {name: row and self._slim(row) for name, row in changes.items()}
         return table.edit(changes, self._transaction.put_table_node)
+
+    def _upper_lists(self, top: Digest | None) -> list[bytes]:
+        """Return the upper lists of the table that this commit does not write, from the top down.
+
+        Many commits wrote them. Who reads them with the hints of the last one needs one request
+        for all. Only what this host has cached is among them.
+        """
+        own, cache = self._packs.nodes, self._objects.index.cache
+        todo = deque([] if top is None else [top])
+        upper: list[bytes] = []
+        nbytes = 0
+        while todo and nbytes < _UPPER_BYTES:
+            digest = todo.popleft()
+            node = own[digest][0] if digest in own else cache.node(digest)
+            if node is None or not names_nodes(node):
+                continue
+            if digest not in own:
+                upper.append(node)
+                nbytes += len(node)
+            todo.extend(named_in(node))
+        return upper
 
     def _slim(self, row: Row) -> Row:
         """Put large metadata into a node of their own, which is not written again with the leaf."""

@@ -19,9 +19,15 @@ from casnap.format.records import (
     KNOWN_FEATURES,
     MAX_CHUNK_SIZE,
     MIN_CHUNK_SIZE,
+    Root,
     StoreConfig,
+    decode,
+    encode,
     id_from_name,
 )
+
+RECORD = "record"
+"""The setting of a remote store that is a copy of ``casnap.json``."""
 
 
 def no_config_error(uri: str) -> DamagedError:
@@ -87,17 +93,49 @@ def read_config(backend: Backend) -> StoreConfig:
         config = json_decoder(StoreConfig).decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as e:
         raise DamagedError(f"{where} is damaged: {e}; restore it from a backup") from e
+    _check_features(config, where)
+    if not _is_possible(config):
+        raise DamagedError(
+            f"{where} is damaged: chunk size {config.chunk_size}, id {config.store_id!r}"
+        )
+    return config
+
+
+def config_in(root: Root, uri: str) -> StoreConfig | None:
+    """Return the copy of ``casnap.json`` that a root has among its settings; None if it has none.
+
+    Raises:
+        UnsupportedFormatError: The store has a feature that readers have to know.
+    """
+    try:
+        config = decode(encode(root.settings.get(RECORD)), StoreConfig, RECORD)
+    except DamagedError:
+        return None
+    if config.format > FORMAT or not _is_possible(config):
+        return None
+    _check_features(config, uri)
+    return config
+
+
+def with_config(root: Root, config: StoreConfig, backend: Backend) -> Root:
+    """Return a root of a remote store with a copy of ``casnap.json``, which spares a request."""
+    if not backend.is_remote or root.format == 1 or RECORD in root.settings:
+        return root
+    settings = {**root.settings, RECORD: msgspec.to_builtins(config)}
+    return msgspec.structs.replace(root, settings=settings)
+
+
+def _check_features(config: StoreConfig, where: str) -> None:
     unknown = set(config.read_features) - KNOWN_FEATURES
     if unknown:
         raise UnsupportedFormatError(
             f"{where} needs features that this casnap lacks: {', '.join(sorted(unknown))}; "
             "update casnap"
         )
+
+
+def _is_possible(config: StoreConfig) -> bool:
     size = config.chunk_size
-    if (
-        not MIN_CHUNK_SIZE <= size <= MAX_CHUNK_SIZE
-        or size & (size - 1)
-        or id_from_name(config.store_id) is None  # it names a folder of the cache
-    ):
-        raise DamagedError(f"{where} is damaged: chunk size {size}, id {config.store_id!r}")
-    return config
+    power_of_two = MIN_CHUNK_SIZE <= size <= MAX_CHUNK_SIZE and not size & (size - 1)
+    # The id names a folder of the cache.
+    return power_of_two and id_from_name(config.store_id) is not None

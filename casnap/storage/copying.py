@@ -17,7 +17,7 @@ from casnap.storage.objects import Objects
 from casnap.storage.place_reads import ReadOptions, Want
 
 # Two buffers to read into; writing takes the others of the pool.
-_READ = ReadOptions(readers=2, sharing=3)
+_READ = ReadOptions(readers=2)
 
 # Mirrors have a pool of their own, and so a turn of their own.
 _turn = PerProcess(threading.Lock)
@@ -63,4 +63,6 @@ def copy_verified(
         new_packs.copy(digest, raw, is_node=is_node, is_verified=True)
         report(digest, len(raw))
 
-    source.fetch((Want(d, -1, partial(sink, d, node), "") for d, node in chunks), _READ)
+    how = _READ._replace(room=new_packs.room)
+    wants = (Want(d, -1, partial(sink, d, node), "", None, node) for d, node in chunks)
+    source.fetch(wants, how)

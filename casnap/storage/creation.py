@@ -25,7 +25,7 @@ from casnap.format.records import (
     root_key,
 )
 from casnap.runtime.environment import crowded_folders
-from casnap.storage.config import object_error, read_config
+from casnap.storage.config import object_error, read_config, with_config
 from casnap.storage.location import exists, holds
 from casnap.storage.probe import honours_put_if_absent, no_put_if_absent_error
 from casnap.storage.roots import sealed_root
@@ -97,6 +97,7 @@ def create_store(
             root = msgspec.structs.replace(
                 root, format=2, read_features=(DEEP_TABLE,), settings=settings
             )
+            root = with_config(root, config, backend)
         if not backend.put_if_absent(root_key(0), sealed_root(root)):
             root = None
     backend.sync()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from msgspec import Struct
 
@@ -66,7 +67,7 @@ def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
     latest = transaction.base if base_does else objects.view()
     transaction.relied.confirm(latest, with_index=not base_does)
     if not transaction.may_stand:
-        packs.finish()
+        packs.finish(partial(objects.index.find, latest) if objects.backend.is_remote else None)
         transaction.cache_nodes()
     if seq > packs.base:
         transaction.move(seq)

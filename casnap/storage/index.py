@@ -10,10 +10,12 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 import lmdb
+import msgspec
 
 from casnap.backends.base import EXHAUSTED, Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
@@ -203,6 +205,11 @@ class Index:
                 packs[SegmentId(ref.id)] = frozenset(content.packs)
         return {ident: listed or frozenset() for ident, listed in packs.items()}
 
+    def knows(self, root: Root) -> bool:
+        """Whether this host has cached all segments of a root."""
+        cache = self.cache
+        return all(_listed(cache, ref) is not None for ref in root.segments)
+
     def find_few(self, root: Root, digests: list[Digest]) -> list[Place | None]:
         """Find some digests without reading a large index, where that is a remote one.
 
@@ -250,7 +257,10 @@ class Index:
         found = {}
         for digest in digests:
             note = cache.note(_PLACED + digest) or b""
-            if note[:ID_SIZE] in idents:
+            if note[:ID_SIZE] not in idents:
+                continue
+            # A note is never damaged (see cache.py), but another version may have written it.
+            with suppress(msgspec.DecodeError):
                 found[digest] = decoder(Place).decode(note[ID_SIZE:])
         return found
 

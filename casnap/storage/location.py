@@ -70,7 +70,7 @@ def locate_snapshot(
     if exists(folder / ".snapshot_metadata"):
         raise StoreError(
             f"{folder} holds a snapshot of TorchSnapshot, which casnap does not touch; take to "
-            "another path, or restore it with torchsnapshot and take it again"
+            "another path; `casnap import` imports it as a snapshot"
         )
     found = _find_store(above)
     if found is None:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, islice
 
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
+from casnap.format.hints import MOST_HINTS, MOST_HINTS_BYTES, encode_hints, named_in
 from casnap.format.records import PackId, Place, Segment
 from casnap.runtime.buffers import shared_pool
 from casnap.runtime.threads import Crew
+from casnap.storage.node_packs import MOST_HINTED_BYTES
 from casnap.storage.objects import Objects
-from casnap.storage.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, moved_place
+from casnap.storage.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, Room, moved_place
+
+Find = Callable[[list[Digest]], list[Place | None]]
+"""Returns a place, or None, for each digest."""
 
 
 class NewPacks:
@@ -39,7 +46,8 @@ class NewPacks:
         self._node_filler = self._nodes.filler()
         self._copies = (self._chunks.filler(), self._nodes.filler())
         self._claimed: set[Digest] = set()
-        self._lock = threading.Lock()
+        # The second one is held while memory is waited for.
+        self._lock, self._copying = threading.Lock(), threading.Lock()
         self.base = base
         self.nodes: dict[Digest, tuple[bytes, Place]] = {}
 
@@ -83,11 +91,31 @@ class NewPacks:
             if digest in self._claimed:
                 return
             self._claimed.add(digest)
+        with self._copying:
             filler = self._copies[is_node]
             if is_verified:
                 filler.add_verified(digest, raw)
             else:
                 filler.add_known([(digest, raw)])
+
+    def room(self, nbytes: int, count: int) -> Room | None:
+        """Return room for copies of chunks that lie side by side; from any thread.
+
+        None if they have to be copied one by one.
+
+        Args:
+            nbytes: How many bytes.
+            count: How many chunks, at most.
+        """
+        with self._copying:
+            room = self._copies[0].room(nbytes, count)
+        return room and Room(room.view, partial(self._keep, room))
+
+    def _keep(self, room: Room, chunks: Sequence[tuple[Digest, int, int]]) -> None:
+        with self._lock:
+            new = [chunk for chunk in chunks if chunk[0] not in self._claimed]
+            self._claimed.update(digest for digest, _, _ in new)
+        room.keep(new)
 
     def use(self, codec: Codec) -> None:
         """Store what is written from now on with another codec."""
@@ -99,11 +127,38 @@ class NewPacks:
             filler.seal()
         self._chunks.finish()
 
-    def finish(self) -> None:
-        """Wait until all packs are written."""
+    def finish(self, find: Find | None = None, beside: Sequence[bytes] = ()) -> None:
+        """Wait until all packs are written.
+
+        Args:
+            find: Finds what lies in earlier packs. If it is given, the last pack of nodes gets
+                hints: where the things lie that its nodes name.
+            beside: Nodes of earlier commits that these hints are to hold.
+        """
         self.finish_chunks()
-        self._node_filler.seal()
+        self._node_filler.seal(b"" if find is None else self._hints(find, beside))
         self._nodes.finish()
+
+    def _hints(self, find: Find, beside: Sequence[bytes]) -> bytes:
+        """Return the hints for the open pack of nodes; none if it is too large to be read whole."""
+        opened = self._node_filler.filling
+        if opened is None or opened[1] > MOST_HINTED_BYTES:
+            return b""
+        own = {d: place for d, (_, place) in self.nodes.items()}
+        nodes = [node for node, place in self.nodes.values() if place.pack == opened[0]]
+        # The last nodes are the table and the manifest.
+        named = chain.from_iterable(map(named_in, chain(reversed(nodes), beside)))
+        others = (d for d in named if d not in own or own[d].pack != opened[0])
+        wanted = dict.fromkeys(islice(others, MOST_HINTS))
+        own |= {d: place for d, place in self._chunks.records if d in wanted}
+        unknown = [d for d in wanted if d not in own]
+        own |= {d: place for d, place in zip(unknown, find(unknown), strict=True) if place}
+        places = [(d, own[d]) for d in wanted if d in own]
+        hints = encode_hints(places, beside, opened[0])
+        while len(hints) > MOST_HINTS_BYTES:
+            places = places[: len(places) // 2]
+            hints = encode_hints(places, beside if places else (), opened[0])
+        return hints
 
     def move(self, base: int) -> None:
         """Give the packs new ids, made under another root: under these no collector deletes them.

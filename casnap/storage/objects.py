@@ -26,10 +26,11 @@ from casnap.format.records import (
     Row,
     StoreConfig,
 )
-from casnap.runtime.threads import together
+from casnap.runtime.threads import beside
 from casnap.storage.chunk_cache import ChunkCache
-from casnap.storage.config import read_config
+from casnap.storage.config import config_in, read_config
 from casnap.storage.index import Index, View
+from casnap.storage.known_hints import KnownHints
 from casnap.storage.last_seen import LastSeen
 from casnap.storage.looks import GONE, note_seen
 from casnap.storage.node_packs import nodes_around
@@ -49,7 +50,9 @@ from casnap.storage.tree import Tree, table_shape
 V = TypeVar("V")
 
 _log = logging.getLogger("casnap")
-_WINDOW = 1 << 15
+# The places of so many chunks are held at a time, of two windows. The first is a small one, so that
+# reading begins soon.
+_WINDOW, _FIRST_WINDOW = 1 << 14, 1 << 8
 # So many chunks are looked for in a remote index without reading it whole, if it is large.
 _FEW = 64
 # How often to read again from a newer root, after a collector has changed the store.
@@ -102,6 +105,7 @@ class Objects:
         self.marks = True
         self.chunk_cache: ChunkCache | None = None
         self._last_seen = LastSeen(backend)
+        self._hints = KnownHints()
         self._newest: Root | None = None
         # When that root was last read or put, and when it was last the newest, by
         # `time.monotonic`.
@@ -121,8 +125,10 @@ class Objects:
         """
         seen = LastSeen(backend).look(ahead=ahead)
         if seen is None:
-            look = newest_root if ahead else last_listed
-            config, root = together(partial(read_config, backend), partial(_try, look, backend))
+            root = _try(newest_root if ahead else last_listed, backend)
+            # Stores of earlier versions have no copy of the record in their roots.
+            copy = config_in(root, backend.uri) if isinstance(root, Root) else None
+            config = copy or read_config(backend)
         else:
             config, root = seen
         objects = cls(backend, config=config)
@@ -239,14 +245,19 @@ class Objects:
             raise DamagedError(
                 f"{self.backend.uri}: {digest.hex()[:80]!r} is not the digest of a node"
             )
-        cached = self.index.cache.node(digest)
+        cache = self.index.cache
+        cached = cache.node(digest)
         if cached is not None:
+            self._hints.use(digest)
             return cached
-        if hint is not None and self.backend.is_remote:
+        if self.backend.is_remote and (hint := hint or self._hints.find(cache, digest)) is not None:
             around = nodes_around(self.backend, hint)
-            self.index.cache.keep_nodes(around)
-            if (node := dict(around).get(digest)) is not None:
+            cache.keep_nodes(around.nodes.items())
+            self._hints.keep(cache, hint.pack, around)
+            if (node := around.nodes.get(digest)) is not None:
                 return node
+            if around.is_gone:
+                hint = None
         found: list[bytes] = []
         want = Want(digest, -1, lambda raw: found.append(bytes(raw)), "")
         if hint is not None and self.read_places([(hint, [want])], WITHOUT_POOL):
@@ -305,8 +316,16 @@ class Objects:
             pending = chain(rest, pending)
         view = self.recent_view()
         failed: list[_Failed] = []
-        while window := list(islice(pending, _WINDOW)):
-            view, bad = self._fetch_window(view, window, how, ask_store=not failed)
+        first = _WINDOW if self.backend.is_remote else _FIRST_WINDOW
+        window = list(islice(pending, first))
+        while window:
+            # The caller finds out what to read next while threads read.
+            if len(window) >= first:
+                read = partial(self._fetch_window, view, window, how, ask_store=not failed)
+                window, (view, bad) = beside(lambda: list(islice(pending, _WINDOW)), read)
+            else:
+                view, bad = self._fetch_window(view, window, how, ask_store=not failed)
+                window = []
             failed += bad
         if failed:
             self.index.distrust(view, _damaged_records(failed))
@@ -318,11 +337,25 @@ class Objects:
         by_digest: dict[Digest, list[Want]] = {}
         for want in wants:
             by_digest.setdefault(want.digest, []).append(want)
-        places = self.index.find_few(self.recent(), list(by_digest))
-        found = [(p, w) for p, w in zip(places, by_digest.values(), strict=True) if p is not None]
-        bad = {unread.wants[0].digest for unread in self._read(found, how)[1]}
-        whole = {same[0].digest for _, same in found} - bad
-        return [want for want in wants if want.digest not in whole]
+        root = self.recent()
+        for find in (partial(self._hinted, root), partial(self.index.find_few, root)):
+            places = find(list(by_digest))
+            found = [(p, w) for p, w in zip(places, by_digest.values(), strict=True) if p]
+            bad = {unread.wants[0].digest for unread in self._read(found, how)[1]}
+            by_digest = {
+                d: s
+                for (d, s), p in zip(by_digest.items(), places, strict=True)
+                if p is None or d in bad
+            }
+            if not by_digest:
+                return []
+        return [want for want in wants if want.digest in by_digest]
+
+    def _hinted(self, root: Root, digests: list[Digest]) -> list[Place | None]:
+        """Return where hints say that some chunks lie; nothing if the index is known."""
+        if self.index.knows(root):
+            return [None] * len(digests)
+        return [self._hints.find(self.index.cache, digest) for digest in digests]
 
     def _forget_seen(self, view: View, failed: list[_Failed]) -> None:
         """Have the next take look at packs again that are missing or cut off."""

@@ -6,6 +6,8 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -44,11 +46,30 @@ def new_id(base: int) -> bytes:
     return base.to_bytes(6, "big") + os.urandom(10)
 
 
-class _FullPack(NamedTuple):
+class Room(NamedTuple):
+    """A part of a pack that is not written before it has been filled.
+
+    Attributes:
+        view: Its memory.
+        keep: To be called once, whatever happens, with what is to be kept of it: the digest of each
+            chunk, where it begins there, and its length.
+    """
+
+    view: memoryview
+    keep: Callable[[Sequence[tuple[Digest, int, int]]], None]
+
+
+@dataclass(eq=False)
+class _Pack:
+    """A pack in memory; ``waits`` counts what has to end before it is written."""
+
     id: PackId
     slot: Slot
-    fill: int
-    records: list[Record]
+    fill: int = 0
+    records: list[Record] = field(default_factory=list)
+    hints: bytes = b""
+    promised: int = 0
+    waits: int = 1
 
 
 class PackWriter:
@@ -91,7 +112,7 @@ class PackWriter:
         self._folder = folder
         self._kind = kind
         self._lock = threading.Lock()
-        self._full: queue.SimpleQueue[_FullPack | None] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[_Pack | None] = queue.SimpleQueue()
         self._writers: list[Worker] = []
         # Each holds a slot of the pool.
         self._most_writers = min(backend.in_flight, SLOTS) if backend.is_remote else _WRITERS
@@ -113,8 +134,15 @@ class PackWriter:
         ident = new_id(self._base)
         return PackId(ident if self._backend.is_remote else ident[:-1] + self._folder)
 
-    def hand_over(self, pack: _FullPack) -> None:
-        """Write a pack in the background, then give its slot back to the pool."""
+    def end_wait(self, pack: _Pack) -> None:
+        """Write a pack in the background once nothing has to end before; give its slot back."""
+        with self._lock:
+            pack.waits -= 1
+            if pack.waits:
+                return
+        if not pack.records:
+            self.pool.release(pack.slot)
+            return
         with self._lock:
             self.stored_bytes += sum(place.stored for _, place in pack.records)
             if len(self._writers) < self._most_writers:
@@ -129,7 +157,7 @@ class PackWriter:
         while (pack := self._full.get()) is not None:
             self._write_or_fail(pack)
 
-    def _write_or_fail(self, pack: _FullPack) -> None:
+    def _write_or_fail(self, pack: _Pack) -> None:
         try:
             # After a failure only give the slots back: a thread may wait for one.
             if not self.crew.failed:
@@ -144,10 +172,12 @@ class PackWriter:
         """How often a pack holds each chunk or node."""
         return 2 if self._kind == NODES else 1
 
-    def _write(self, pack: _FullPack) -> None:
+    def _write(self, pack: _Pack) -> None:
         fill, records = pack.fill, pack.records
         if self.times == 2 and _fits(2, pack.fill, len(records), pack.slot):
             fill, records = _repeated(pack)
+        if pack.hints and _fits(1, fill + len(pack.hints), len(records) + 1, pack.slot):
+            fill, records = _with_hints(pack, fill, records)
         footer = pack_footer(self._kind, records)
         end = fill + len(footer)
         pack.slot.view[fill:end] = footer
@@ -213,23 +243,20 @@ class PackFiller:
 
     def __init__(self, writer: PackWriter) -> None:
         self._writer = writer
-        self._slot: Slot | None = None
+        self._pack: _Pack | None = None
         self._first = True
-        self._id = PackId(b"")
-        self._fill = 0
-        self._records: list[Record] = []
 
     def add(self, raws: Sequence[Raw], choose: Choose) -> list[Digest]:
         """Copy chunks into the pack, hash them there, and keep the chosen ones."""
         digests: list[Digest] = []
         for group in self._groups(raws):
-            found, stored, start = [], [], self._fill
+            pack = self._open_pack
+            found, stored, start = [], [], pack.fill
             for raw in group:
-                offset, size, codec = self._copy(raw)
-                assert self._slot is not None
-                own = self._slot.view[offset : offset + size] if codec == Codec.RAW else raw
-                found.append(digest_of(own))
-                stored.append(Place(self._id, offset, size, len(raw), codec))
+                place = self._copy(raw)
+                own = pack.slot.view[place.offset :][: place.stored]
+                found.append(digest_of(own if place.codec == Codec.RAW else raw))
+                stored.append(place)
             chosen = choose(found, [len(raw) for raw in group])
             self._keep(start, list(zip(found, stored, chosen, strict=True)))
             digests += found
@@ -256,8 +283,45 @@ class PackFiller:
     def add_verified(self, digest: Digest, raw: Raw) -> None:
         """Keep a chunk that was verified where it lies, in memory that no other thread writes."""
         for _ in self._groups([raw]):
-            offset, size, codec = self._copy(raw)
-            self._records.append((digest, Place(self._id, offset, size, len(raw), codec)))
+            self._open_pack.records.append((digest, self._copy(raw)))
+
+    def room(self, nbytes: int, count: int) -> Room | None:
+        """Return room for chunks that are to lie side by side, as they are, from a page on.
+
+        None if they are to be compressed, or if no pack holds them.
+
+        Args:
+            nbytes: How many bytes.
+            count: How many chunks, at most.
+        """
+        if self._writer.codec != Codec.RAW:
+            return None
+        most = nbytes + PAGE + count * FOOTER_RECORD_SIZE
+        if not self._has_room(most):
+            self.seal()
+            self._open()
+        if not self._has_room(most):
+            return None
+        pack = self._open_pack
+        start = self._pad(nbytes)
+        pack.fill += nbytes
+        pack.promised += count
+        pack.waits += 1
+        view = pack.slot.view[start : pack.fill]
+        return Room(view, partial(self._kept, pack, start, view))
+
+    def _kept(
+        self, pack: _Pack, start: int, view: memoryview, chunks: Sequence[tuple[Digest, int, int]]
+    ) -> None:
+        stop = 0
+        for digest, begin, nbytes in sorted(chunks, key=lambda chunk: chunk[1]):
+            # What lies around is not proven.
+            view[stop:begin] = bytes(max(0, begin - stop))
+            stop = max(stop, begin + nbytes)
+            place = Place(pack.id, start + begin, nbytes, nbytes, Codec.RAW)
+            pack.records.append((digest, place))
+        view[stop:] = bytes(len(view) - stop)
+        self._writer.end_wait(pack)
 
     def _groups(self, raws: Sequence[Raw]) -> Iterator[list[Raw]]:
         """Yield runs of chunks that fit into the open pack; open another one where none fits."""
@@ -283,13 +347,12 @@ class PackFiller:
             yield group
 
     def _has_room(self, nbytes: int, *, alone: bool = False) -> bool:
-        if self._slot is None:
-            return False
-        if self._first and self._fill > _FIRST_BYTES:
+        pack = self._pack
+        if pack is None or (self._first and pack.fill > _FIRST_BYTES):
             return False
         # A node too large to stand twice stands once, in a pack of its own.
         times = 1 if alone else self._writer.times
-        return _fits(times, self._fill + nbytes, len(self._records), self._slot)
+        return _fits(times, pack.fill + nbytes, len(pack.records) + pack.promised, pack.slot)
 
     def _open(self) -> None:
         slot = self._writer.pool.take()
@@ -297,53 +360,65 @@ class PackFiller:
         if error is not None:
             self._writer.pool.release(slot)
             raise error
-        self._slot, self._fill, self._records = slot, 0, []
-        self._id = self._writer.new_pack()
+        self._pack = _Pack(self._writer.new_pack(), slot)
 
-    def _copy(self, raw: Raw) -> tuple[int, int, Codec]:
-        assert self._slot is not None
+    @property
+    def _open_pack(self) -> _Pack:
+        assert self._pack is not None
+        return self._pack
+
+    def _pad(self, nbytes: int) -> int:
+        """Fill the open pack up to where a chunk of this length can begin; return where."""
+        pack = self._open_pack
+        start = _aligned(pack.fill, nbytes)
+        pack.slot.view[pack.fill : start] = bytes(start - pack.fill)
+        pack.fill = start
+        return start
+
+    def _copy(self, raw: Raw) -> Place:
+        pack = self._open_pack
         stored, codec = raw, Codec.RAW
         if self._writer.codec == Codec.ZSTD:
             compressed = compress(raw)
             if len(compressed) < len(raw):
                 stored, codec = compressed, Codec.ZSTD
-        offset = _aligned(self._fill, len(stored))
-        self._slot.view[self._fill : offset] = bytes(offset - self._fill)
-        self._fill = offset + len(stored)
-        buffers.copy(self._slot.view[offset : self._fill], stored)
-        return offset, len(stored), codec
+        offset = self._pad(len(stored))
+        pack.fill += len(stored)
+        buffers.copy(pack.slot.view[offset : pack.fill], stored)
+        return Place(pack.id, offset, len(stored), len(raw), codec)
 
     def _keep(self, start: int, copied: list[tuple[Digest, Place, bool]]) -> None:
         """Keep the wanted ones of the chunks copied from ``start`` on; close the gaps."""
+        pack = self._open_pack
         if all(wanted for _, _, wanted in copied):
-            self._records += [(digest, place) for digest, place, _ in copied]
+            pack.records += [(digest, place) for digest, place, _ in copied]
             return
-        assert self._slot is not None
-        self._fill = start
-        view = self._slot.view
+        pack.fill = start
+        view = pack.slot.view
         for digest, p, wanted in copied:
             if wanted:
-                offset = _aligned(self._fill, p.stored)
-                view[self._fill : offset] = bytes(offset - self._fill)
-                self._fill = offset + p.stored
+                offset = self._pad(p.stored)
+                pack.fill += p.stored
                 if offset != p.offset:
-                    buffers.copy(view[offset : self._fill], view[p.offset : p.offset + p.stored])
-                self._records.append((digest, Place(p.pack, offset, p.stored, p.raw, p.codec)))
+                    buffers.copy(view[offset : pack.fill], view[p.offset : p.offset + p.stored])
+                pack.records.append((digest, Place(p.pack, offset, p.stored, p.raw, p.codec)))
 
     def last(self) -> Place:
         """Return the place of the last chunk."""
-        return self._records[-1][1]
+        return self._open_pack.records[-1][1]
 
-    def seal(self) -> None:
-        """Have the open pack written; if it is empty, give its memory back."""
-        slot, self._slot = self._slot, None
-        if slot is None:
-            return
-        self._first = False
-        if self._records:
-            self._writer.hand_over(_FullPack(self._id, slot, self._fill, self._records))
-        else:
-            self._writer.pool.release(slot)
+    @property
+    def filling(self) -> tuple[PackId, int] | None:
+        """The pack that is being filled, and how many bytes it has; None if there is none."""
+        return None if self._pack is None else (self._pack.id, self._pack.fill)
+
+    def seal(self, hints: bytes = b"") -> None:
+        """Have the open pack written, with hints at its end; if it is empty, free its memory."""
+        pack, self._pack = self._pack, None
+        if pack is not None:
+            self._first = False
+            pack.hints = hints
+            self._writer.end_wait(pack)
 
 
 def _fits(times: int, fill: int, count: int, slot: Slot) -> bool:
@@ -351,7 +426,7 @@ def _fits(times: int, fill: int, count: int, slot: Slot) -> bool:
     return times * most + PACK_TAIL_SIZE <= len(slot.view)
 
 
-def _repeated(pack: _FullPack) -> tuple[int, list[Record]]:
+def _repeated(pack: _Pack) -> tuple[int, list[Record]]:
     """Copy the content of a pack behind itself, on other pages; return the end and the records."""
     places = [place for _, place in pack.records]
     # How far each copy has to be moved to lie on other pages than the first one.
@@ -366,6 +441,16 @@ def _repeated(pack: _FullPack) -> tuple[int, list[Record]]:
         for digest, place in pack.records
     ]
     return start + pack.fill, pack.records + again
+
+
+def _with_hints(pack: _Pack, fill: int, records: list[Record]) -> tuple[int, list[Record]]:
+    """Add the hints behind the nodes, once; return the end and the records."""
+    nbytes = len(pack.hints)
+    offset = _aligned(fill, nbytes)
+    pack.slot.view[fill:offset] = bytes(offset - fill)
+    pack.slot.view[offset : offset + nbytes] = pack.hints
+    place = Place(pack.id, offset, nbytes, nbytes, Codec.RAW)
+    return offset + nbytes, [*records, (digest_of(pack.hints), place)]
 
 
 def moved_place(place: Place, moved: dict[PackId, PackId]) -> Place:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from casnap.backends import Backend
 from casnap.format.records import ID_SIZE, MAX_NODE_BYTES, Place
 from casnap.runtime.buffers import PAGE
 
@@ -25,11 +26,19 @@ class Run(Generic[T]):
     chunks: list[tuple[Place, T]]
 
 
-def coalesced(
-    found: list[tuple[Place, T]], most: int, *, is_remote: bool = False
-) -> Iterator[Run[T]]:
-    """Join places that are neighbours in a pack into runs of at most ``most`` bytes."""
-    gap = _REMOTE_GAP if is_remote else _GAP
+def gap_of(backend: Backend) -> int:
+    """Return over how many bytes to read rather than read twice."""
+    return _REMOTE_GAP if backend.is_remote else _GAP
+
+
+def coalesced(found: list[tuple[Place, T]], most: int, gap: int) -> Iterator[Run[T]]:
+    """Join places that are neighbours in a pack into runs of at most ``most`` bytes.
+
+    Args:
+        found: The places.
+        most: The bytes of a run at most, and a page.
+        gap: How many bytes between two places a run may have.
+    """
     run: Run[T] | None = None
     for place, wants in sorted(found, key=lambda f: (f[0].pack, f[0].offset)):
         stop = place.offset + place.stored

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
@@ -11,18 +11,21 @@ from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.codec import Codec, decompress
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import MAX_NODE_BYTES, Place, pack_key
-from casnap.runtime.buffers import PAGE, SLOTS, Slot, shared_pool
+from casnap.runtime.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool
 from casnap.runtime.threads import Crew, Shared, cores
-from casnap.storage.pack_runs import Run, coalesced, is_possible
+from casnap.storage.pack import Room
+from casnap.storage.pack_runs import Run, coalesced, gap_of, is_possible
 
 _READ_BYTES = 16 << 20
 _BULK_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20
 _SMALL_IN_ALL = 16 << 20
-# So many bytes are still in the cache of the core when they are hashed.
-_IN_PLACE_BYTES = 2 << 20
+# Read by one thread from a file that it opens once.
+_IN_PLACE_BYTES = 8 << 20
 # So many runs ahead of the one that is read, the disk is told.
-_AHEAD = 16
+_AHEAD = 4
+# So many threads share a buffer, from a remote place: most of them wait.
+_SHARING = 3
 # Smaller chunks lie close together, so one read takes many of them.
 _LARGE_BYTES = 64 << 10
 
@@ -40,6 +43,7 @@ class Want(NamedTuple):
         path: The path that needs it.
         target: Memory that may be read into before the bytes are proven. The sink then gets this
             very object.
+        is_node: Whether it is a node.
     """
 
     digest: Digest
@@ -47,6 +51,7 @@ class Want(NamedTuple):
     sink: Sink
     path: str
     target: memoryview | None = None
+    is_node: bool = False
 
 
 class ReadOptions(NamedTuple):
@@ -58,16 +63,17 @@ class ReadOptions(NamedTuple):
         prepare: Called with each buffer from the pool before it is used.
         readers: The most threads, each with a buffer of the pool. Lower it if the sinks take
             buffers too. 0: the calling thread reads, into a buffer of its own.
-        sharing: How many threads share a buffer, from a remote place: most of them wait.
         keep: Called with each run of a pack whose chunks were all whole: the pack, where the run
             begins, and its bytes.
+        room: Returns room for a run of so many bytes and chunks; None for none. Large raw chunks
+            are read and kept there as they are, and then handed to their sinks; nodes are not.
     """
 
     budget: int | None = None
     prepare: Callable[[Slot], None] | None = None
     readers: int = SLOTS
-    sharing: int = 1
     keep: Callable[[bytes, int, memoryview], None] | None = None
+    room: Callable[[int, int], Room | None] | None = None
 
 
 DEFAULT_READ = ReadOptions()
@@ -129,7 +135,7 @@ def read_places(
     readers = _readers(backend)
     share = max(_SMALL_BYTES, total // readers)
     unit = min(_READ_BYTES, share, _READ_BYTES if how.budget is None else how.budget)
-    reads = list(coalesced(found, max(largest + 2 * PAGE, unit), is_remote=backend.is_remote))
+    reads = list(coalesced(found, max(largest + 2 * PAGE, unit), gap_of(backend)))
     most = max((read.stop - read.start for read in reads), default=0) + PAGE
     most = -(-most // PAGE) * PAGE
     if total <= _SMALL_BYTES or how.readers == 0:
@@ -148,11 +154,11 @@ def read_places(
             with pool.lease() as slot:
                 if how.prepare is not None:
                     how.prepare(slot)
-                if how.sharing == 1 or not backend.is_remote:
+                if how.budget is not None or not backend.is_remote:
                     read_into(slot.view)
                     return
                 parts = [slot.view[at:][:most] for at in range(0, pool.slot_bytes - most + 1, most)]
-                parts = parts[: how.sharing]
+                parts = parts[:_SHARING]
                 crew.run(lambda: read_into(parts.pop()), len(parts))
 
         crew.run(work, min(len(reads), readers, affordable, how.readers))
@@ -167,17 +173,24 @@ def _read_in_place(
     What fails is among the rest: read again into a buffer, it shows whether the chunk is damaged,
     or the memory was written to meanwhile.
     """
-    if backend.is_remote:
+    if backend.is_remote and how.keep is not None:
         return found
     rest: list[tuple[Place, list[Want]]] = []
-    direct: list[tuple[Place, tuple[memoryview, list[Want]]]] = []
+    direct: list[tuple[Place, list[Want]]] = []
     for place, wants in found:
-        target = _target(place, wants)
-        if target is None:
-            rest.append((place, wants))
-        else:
-            direct.append((place, (target, wants)))
-    runs = list(coalesced(direct, _IN_PLACE_BYTES + PAGE))
+        large = place.codec == Codec.RAW and place.raw >= _LARGE_BYTES
+        in_room = how.room is not None and not wants[0].is_node
+        has_place = in_room or _target(wants) is not None
+        (direct if large and has_place else rest).append((place, wants))
+    if backend.is_remote:
+        # Of up to a whole pack, by several requests.
+        share = sum(place.stored for place, _ in direct) // SLOTS
+        most, readers = min(SLOT_BYTES, max(_SMALL_BYTES, share)), backend.in_flight
+    else:
+        most, readers = _IN_PLACE_BYTES, min(_readers(backend), how.readers)
+    # What lies in a gap would be kept, in room for all.
+    gap = PAGE if how.room is not None else gap_of(backend)
+    runs = list(coalesced(direct, most + PAGE, gap))
     with Crew() as crew:
         source = Shared(enumerate(runs), crew)
 
@@ -186,41 +199,63 @@ def _read_in_place(
                 # The disk is to have work while this is read and hashed.
                 for later in runs[number + _AHEAD if number else 1 : number + _AHEAD + 1]:
                     backend.will_read(pack_key(later.pack), later.start, later.stop - later.start)
-                rest.extend(_fill(backend, run))
+                rest.extend(_fill(backend, run, how))
 
-        if len(runs) < 2 or how.readers == 0:
+        if len(runs) < 2 or readers == 0:
             work()
         else:
-            crew.run(work, min(len(runs), _readers(backend), how.readers))
+            crew.run(work, min(len(runs), readers))
     return rest
 
 
-def _target(place: Place, wants: list[Want]) -> memoryview | None:
-    """Return the memory that a chunk can be read into as it is stored."""
-    if place.codec != Codec.RAW or place.raw < _LARGE_BYTES:
-        return None
+def _target(wants: list[Want]) -> memoryview | None:
+    """Return the memory that a chunk can be read into."""
     return next((want.target for want in wants if want.target is not None), None)
 
 
 def _fill(
-    backend: Backend, run: Run[tuple[memoryview, list[Want]]]
+    backend: Backend, run: Run[list[Want]], how: ReadOptions
 ) -> list[tuple[Place, list[Want]]]:
     """Read a run of chunks into their places; return those that are not whole there."""
-    targets = [(place.offset, target) for place, (target, _) in run.chunks]
+    room = None
+    if how.room is not None:
+        room = how.room(run.stop - run.start, len(run.chunks))
+        if room is None:
+            return run.chunks
+    targets = []
+    for place, wants in run.chunks:
+        begin = place.offset - run.start
+        target = _target(wants) if room is None else room.view[begin : begin + place.raw]
+        assert target is not None
+        targets.append((place.offset, target))
+    whole: list[tuple[Place, list[Want], memoryview]] = []
+    failed = []
     try:
-        lengths = backend.read_into(pack_key(run.pack), targets)
+        lengths = backend.filled(pack_key(run.pack), targets)
+        for (_, target), (place, wants) in zip(targets, run.chunks, strict=True):
+            n = _next_length(lengths)
+            # Hashed at once, while the core has it in its cache.
+            if n == place.raw == len(target) and digest_of(target) == wants[0].digest:
+                whole.append((place, wants, target))
+            else:
+                failed.append((place, wants))
+    finally:
+        if room is not None:
+            room.keep([(w[0].digest, p.offset - run.start, p.raw) for p, w, _ in whole])
+    for _, wants, target in whole:
+        for want in wants:
+            want.sink(target)
+    return failed
+
+
+def _next_length(lengths: Iterator[int]) -> int:
+    """Return how many bytes of the next chunk there are; none from a pack that cannot be read."""
+    try:
+        return next(lengths, 0)
     except UnavailableError:
         raise
     except (FileNotFoundError, BackendError):
-        lengths = [0] * len(targets)
-    failed = []
-    for n, (place, (target, wants)) in zip(lengths, run.chunks, strict=True):
-        if n == place.raw == len(target) and digest_of(target) == wants[0].digest:
-            for want in wants:
-                want.sink(target)
-        else:
-            failed.append((place, wants))
-    return failed
+        return 0
 
 
 def _read_small(

@@ -25,7 +25,7 @@ from casnap.storage.mirrored import in_order, is_unmirrored
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table, change_table, snapshots_in, unmark
 
-Best: TypeAlias = "tuple[str, int] | tuple[str, int, Literal['min', 'max']]"
+Best: TypeAlias = tuple[str, int] | tuple[str, int, Literal["min", "max"]]
 Run: TypeAlias = "Sequence[tuple[str, Row]]"
 
 _log = logging.getLogger("casnap")

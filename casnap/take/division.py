@@ -59,12 +59,14 @@ class Division(NamedTuple):
             that hold it together. None are needed by a single process that shares nothing.
         owned: The sharded tensors that this rank owns.
         assigned: Leaf → what this rank hashes of it, where other ranks hold it too.
+        splits: Whether shard edges cut a cell of any tensor, of any rank.
     """
 
     scopes: list[Scope]
     keys: list[bytes]
     owned: dict[bytes, OwnedTensor]
     assigned: dict[int, Assignment]
+    splits: bool
 
 
 @plain()
@@ -119,7 +121,7 @@ def divide(
         i: _sharded(capture, i, plan, comm.rank, chunk_size) for i, plan in own_plans.items()
     }
     assigned |= _replicated(capture, scopes, comm, chunk_size)
-    return Division(scopes, keys, owned, assigned)
+    return Division(scopes, keys, owned, assigned, any(reply.splits for reply in heard))
 
 
 def _of_one_process(capture: Capture) -> Division:
@@ -128,7 +130,7 @@ def _of_one_process(capture: Capture) -> Division:
     for span in capture.spans:
         scope = Scope.PER_RANK if span.per_rank else Scope.FROM_RANK_0
         scopes += [scope] * (span.stop - span.start)
-    return Division(scopes, [], {}, {})
+    return Division(scopes, [], {}, {}, splits=False)
 
 
 def _keys(capture: Capture) -> list[bytes]:
@@ -139,10 +141,15 @@ def _keys(capture: Capture) -> list[bytes]:
     """
     groups: dict[tuple[int, ...], bytes] = {(): bytes(_GROUP_BYTES)}
     keys = []
+    # Most tensors have one mesh, and its ranks take long to list.
+    known: dict[int, tuple[int, ...]] = {}
     for path, _, content in capture.leaves:
         keys.append(key_of(path))
         if isinstance(content, Shards):
-            holders = holders_of(content.value)
+            mesh = id(getattr(content.value, "device_mesh", content))
+            if mesh not in known:
+                known[mesh] = holders_of(content.value)
+            holders = known[mesh]
             if holders not in groups:
                 groups[holders] = digest_of(encode(holders))[:_GROUP_BYTES]
             keys[-1] += groups[holders]

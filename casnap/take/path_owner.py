@@ -88,10 +88,12 @@ class Reply(msgspec.Struct, array_like=True):
     Attributes:
         sharded: What the rank is to do for each sharded leaf.
         replicated: A ``Replica`` for each leaf that is declared equal.
+        splits: Whether shard edges cut a cell of any tensor of the owner.
     """
 
     sharded: list[RankPlan]
     replicated: bytes
+    splits: bool
 
 
 def key_of(path: str) -> bytes:
@@ -127,10 +129,12 @@ def replies(
     claims: list[Claims], plans: dict[bytes, TensorPlan], replicas: Mapping[bytes, Replica]
 ) -> list[Reply]:
     """Return the owner's reply to each rank."""
+    splits = any(rank.assemblies for plan in plans.values() for rank in plan.ranks.values())
     return [
         Reply(
             [plans[claim.key].ranks.get(rank, RankPlan()) for claim in own.sharded],
             bytes(replicas[key] for key, _ in own.replicated),
+            splits,
         )
         for rank, own in enumerate(claims)
     ]

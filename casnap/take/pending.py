@@ -46,6 +46,12 @@ def wait_for_last(timeout: float | None = None) -> bool:
     return last.done()
 
 
+def under_way() -> bool:
+    """Return whether this process is taking a snapshot, in the background or not."""
+    last = _last
+    return turn.locked() or (last is not None and not last.done())
+
+
 os.register_at_fork(after_in_child=_free_turn_after_fork)
 
 

@@ -14,16 +14,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple, TypeAlias
 
 from casnap.errors import RankError
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.names import rank_names
 from casnap.ranks.comm import Comm
+from casnap.ranks.shared_memory import not_shared
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
 from casnap.runtime.threads import Crew, Shared, cores
 from casnap.storage.pack import Choose
 from casnap.take.division import Division
-from casnap.take.split_cells import SplitCells
+from casnap.take.split_cells import SHARED_BYTES, SplitCells
 from casnap.take.staging import PIECE_BYTES, Piece
 
 Batches = Callable[[int], Iterable[list[Piece]]]
@@ -31,19 +33,55 @@ Batches = Callable[[int], Iterable[list[Piece]]]
 Hash = Callable[[Iterable[list[Piece]], Choose | None], None]
 """Hashes batches, on one thread; asks which of the chunks that are new this rank is to write."""
 
-# Seconds that a round waits for more offers, and that a thread sleeps before it looks again.
-_PATIENCE, _LOOK = 0.02, 0.1
-# What a rank says in a round: whether it has hashed everything, the bytes that it was given to
-# write so far, and the seconds for which it has not gone on. Then its offers: digest and size.
-HEAD = struct.Struct("<?Qd")
+# Seconds that a round waits for more offers; also if other ranks may wait for parts; and that a
+# thread sleeps before it looks again.
+_PATIENCE, _SHORT_PATIENCE, _LOOK = 0.02, 0.003, 0.1
+# What a rank says in a round begins with a _Head. Then a byte for each offer that it got in the
+# round before, its own offers (digest and size), and what SplitCells says.
+HEAD = struct.Struct("<??QdII")
 OFFER = struct.Struct(f"<{DIGEST_SIZE}sI")
+
+_Chunk: TypeAlias = tuple[Digest, int]
+
+
+class _Head(NamedTuple):
+    """What a rank says first.
+
+    Attributes:
+        last: Whether it has hashed everything.
+        asks: Whether it offers something, to any rank.
+        load: The bytes that it was given to write so far.
+        idle: The seconds for which it has not gone on.
+        decided: How many decisions follow.
+        offered: How many offers follow.
+    """
+
+    last: bool
+    asks: bool
+    load: int
+    idle: float
+    decided: int
+    offered: int
+
+
+class _Heard:
+    """What one rank said in a round, taken apart."""
+
+    def __init__(self, message: memoryview) -> None:
+        self.head = _Head(*HEAD.unpack_from(message))
+        offers = HEAD.size + self.head.decided
+        parts = offers + self.head.offered * OFFER.size
+        self.decisions = message[HEAD.size : offers]
+        self.offers = message[offers:parts]
+        self.parts = message[parts:]
 
 
 def rounds_for(comm: Comm, crew: Crew, division: Division) -> Rounds | NoRounds:
     """Return how this rank hashes: in rounds with others, or without if it shares nothing."""
     if comm.size == 1 and not division.assigned:
         return NoRounds(crew)
-    return Rounds(comm, crew, SplitCells(comm.size, division.keys, division.assigned))
+    shared = comm.share(SHARED_BYTES) if division.splits else not_shared(0, comm.size)
+    return Rounds(comm, crew, SplitCells(comm.rank, shared, division.keys, division.assigned))
 
 
 class NoRounds:
@@ -78,20 +116,21 @@ class WriterChoice:
         self._rank, self._size = rank, size
         self._decided: set[Digest] = set()
 
-    def choose(self, said: Sequence[memoryview]) -> list[bytes]:
+    def choose(self, loads: list[int], said: Sequence[memoryview]) -> list[bytes]:
         """Choose a writer for each chunk that has none yet.
 
         Args:
-            said: What each rank says: ``HEAD``, then its offers.
+            loads: The bytes that each rank was given to write so far.
+            said: The offers of each rank.
 
         Returns:
             For each rank one byte an offer: 1 if it is to write that chunk.
         """
         holders: dict[Digest, list[tuple[int, int]]] = {}
         decisions, sizes = [], dict[Digest, int]()
-        loads = [HEAD.unpack_from(message)[1] for message in said]
+        loads = list(loads)
         for rank, message in enumerate(said):
-            offers = list(OFFER.iter_unpack(message[HEAD.size :]))
+            offers = list(OFFER.iter_unpack(message))
             decisions.append(bytearray(len(offers)))
             for i, (digest, nbytes) in enumerate(offers):
                 if digest not in self._decided:
@@ -120,8 +159,10 @@ class Rounds:
         self._crew = crew
         self._split_cells = split_cells
         self._choice = WriterChoice(comm.rank, comm.size)
-        # A thread keeps a part-filled slot while it waits for a decision: some must be left.
-        self._threads = min(cores() + 2, SLOTS - 2)
+        # While some threads wait for a decision, others hash. A waiting thread keeps a part-filled
+        # slot, and some must be left. Ranks of one host share its cores.
+        each = -(-cores() // comm.neighbours)
+        self._threads = min(each + (2 if comm.neighbours == 1 else 1), SLOTS - 2)
         # The threads that still draw batches; that still hash; that wait for other ranks.
         self._drawing = self._hashing = self._threads
         self._waiting = 0
@@ -146,10 +187,12 @@ class Rounds:
             self._hold_rounds()
         except BaseException as e:
             self._crew.fail(e)
-            # The caller deletes the packs; no thread may write any more by then.
+            raise
+        finally:
+            # The caller may delete the packs; no thread may write any more by then.
             for thread in hashing:
                 thread.wait()
-            raise
+            self._split_cells.close()
         self._crew.join(hashing)
 
     # --- the threads that hash ---
@@ -218,6 +261,8 @@ class Rounds:
     def _waiting_for_ranks(self) -> Iterator[None]:
         """Note that a thread waits for other ranks."""
         self._waiting += 1
+        if self._waiting == self._hashing:
+            self._changed.notify_all()
         yield
         self._waiting -= 1
         self._last_progress = time.monotonic()
@@ -231,52 +276,67 @@ class Rounds:
     # --- the thread that talks ---
 
     def _hold_rounds(self) -> None:
+        size = self._comm.size
+        asked, by_rank = list[_Offer](), [list[_Chunk]() for _ in range(size)]
+        decisions, urgent = [b""] * size, False
         over = False
         while not over:
+            offers, last = self._collect_offers(urgent)
             if self._crew.error is not None:
                 raise self._crew.error
-            if not self._all_parts_came:
-                self._exchange_parts()
-            over = self._decide(*self._collect_offers())
+            said, sorted_offers = self._said(offers, decisions, last)
+            heard = [_Heard(message) for message in self._comm.all_to_all(said)]
+            self._check_all_go_on([message.head.idle for message in heard])
+            self._settle(asked, by_rank, [message.decisions for message in heard])
+            loads = [message.head.load for message in heard]
+            decisions = self._choice.choose(loads, [message.offers for message in heard])
+            asked, by_rank = offers, sorted_offers
+            # What was offered now is decided in the next round, which should come soon.
+            urgent = any(message.head.asks for message in heard)
+            self._take_in_parts([message.parts for message in heard])
+            over = all(message.head.last for message in heard)
 
-    def _exchange_parts(self) -> None:
-        messages = self._comm.all_to_all(self._split_cells.messages())
-        whole, over = self._split_cells.receive(messages)
-        with self._changed:
-            self._whole_cells.extend(whole)
-            self._all_parts_came = over
-            self._changed.notify_all()
-
-    def _collect_offers(self) -> tuple[list[_Offer], bool]:
+    def _collect_offers(self, urgent: bool) -> tuple[list[_Offer], bool]:
         """Return what the threads offer by now, and whether these are the last offers."""
-        until = time.monotonic() + _PATIENCE
+        now = time.monotonic()
         with self._changed:
-            # Wait until all threads offer something, but not while other ranks wait for parts that
-            # are ready to be sent.
+            # Wait until all threads wait for other ranks, but not while others may wait for this.
             while (
-                len(self._offers) < self._hashing
+                not urgent
+                and self._waiting < self._hashing
                 and not self._crew.failed
-                and (self._all_parts_came or self._drawing or self._whole_cells)
-                and (left := until - time.monotonic()) > 0
+                and (left := now + self._patience() - time.monotonic()) > 0
             ):
                 self._changed.wait(left)
             offers, self._offers = self._offers, []
             return offers, not self._hashing
 
-    def _decide(self, offers: list[_Offer], last: bool) -> bool:
-        """Have some offers decided; return whether this was the last round of all ranks."""
+    def _patience(self) -> float:
+        return _SHORT_PATIENCE if self._split_cells.has_news else _PATIENCE
+
+    def _said(
+        self, offers: list[_Offer], decisions: list[bytes], last: bool
+    ) -> tuple[list[memoryview], list[list[_Chunk]]]:
+        """Return what to say to each rank, and the chunks that it contains, in order."""
         size = self._comm.size
-        by_rank: list[list[tuple[Digest, int]]] = [[] for _ in range(size)]
+        by_rank: list[list[_Chunk]] = [[] for _ in range(size)]
         for offer in offers:
             for chunk in offer.chunks:
                 by_rank[int.from_bytes(chunk[0][:8], "big") % size].append(chunk)
-        head = HEAD.pack(last, self._load, self._idle_seconds())
-        said = self._comm.all_to_all(
-            [b"".join([head, *(OFFER.pack(*chunk) for chunk in chunks)]) for chunks in by_rank]
-        )
-        heads = [HEAD.unpack_from(message) for message in said]
-        self._check_all_go_on([idle for _, _, idle in heads])
-        decisions = self._comm.all_to_all(self._choice.choose(said))
+        idle, parts = self._idle_seconds(), [memoryview(b"")] * size
+        if not self._all_parts_came:
+            parts = self._split_cells.messages()
+        said = []
+        for chunks, decided, part in zip(by_rank, decisions, parts, strict=True):
+            head = HEAD.pack(last, bool(offers), self._load, idle, len(decided), len(chunks))
+            offered = (OFFER.pack(*chunk) for chunk in chunks)
+            said.append(memoryview(bytearray().join([head, decided, *offered, part])))
+        return said, by_rank
+
+    def _settle(
+        self, offers: list[_Offer], by_rank: list[list[_Chunk]], decisions: list[memoryview]
+    ) -> None:
+        """Tell the threads what was decided about their offers of the round before."""
         mine = {
             chunk[0]
             for chunks, decision in zip(by_rank, decisions, strict=True)
@@ -288,7 +348,15 @@ class Rounds:
                 offer.decision = [digest in mine for digest, _ in offer.chunks]
                 self._load += sum(n for digest, n in offer.chunks if digest in mine)
             self._changed.notify_all()
-        return all(last for last, _, _ in heads)
+
+    def _take_in_parts(self, messages: list[memoryview]) -> None:
+        if self._all_parts_came:
+            return
+        whole, over = self._split_cells.receive(messages)
+        with self._changed:
+            self._whole_cells.extend(whole)
+            self._all_parts_came = over
+            self._changed.notify_all()
 
     def _check_all_go_on(self, idle: list[float]) -> None:
         """Check that no rank talks without going on, because its storage hangs, for example."""

@@ -25,7 +25,7 @@ import struct
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping  # noqa: F401 - see below
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -34,7 +34,8 @@ from io import BufferedReader
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from casnap.testing.faults import Fault
+# Act and Collection are for the annotations that HttpFault inherits.
+from casnap.testing.faults import Act, Fault  # noqa: F401
 
 _NO_LINGER = struct.pack("ii", 1, 0)
 

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from functools import partial
 from weakref import WeakSet, ref
 
 import msgspec
@@ -34,7 +33,7 @@ from casnap.errors import (
 )
 from casnap.format.records import Row
 from casnap.runtime import calls
-from casnap.runtime.threads import Worker, gently
+from casnap.runtime.threads import Worker
 from casnap.storage.lmdb_files import BusyError, locked
 from casnap.storage.mirrored import (
     Lacking,
@@ -58,6 +57,10 @@ _log = logging.getLogger("casnap")
 _LOOK = 5.0
 # How long a new Store waits to hear that its mirror is the wrong one, in seconds.
 _FIRST_CONTACT = 5.0
+# How long the copy of a snapshot waits in all for takes of this process to end, in seconds, and
+# between two looks.
+_GIVE_WAY = 60.0
+_GIVE_WAY_LOOK = 0.01
 # A long pass notes what it has copied this often, in seconds.
 _SETTLE = 10.0
 
@@ -74,6 +77,7 @@ class Mirror:
         how: What the user said of the mirror.
         uri: The mirror, in full.
         open_there: Opens the mirror, or makes it.
+        is_taking: Returns whether this process is taking a snapshot. The copy waits meanwhile.
         passive: Whether another process copies, as on ranks other than 0.
     """
 
@@ -84,6 +88,7 @@ class Mirror:
         uri: str,
         open_there: Callable[[], Destination],
         *,
+        is_taking: Callable[[], bool],
         passive: bool = False,
     ) -> None:
         self.how = how
@@ -91,6 +96,8 @@ class Mirror:
         self._source = source
         self._note = HostNote(source, uri)
         self._open_there = open_there
+        self._is_taking = is_taking
+        self._patient_for = 0.0
         self._passive = passive
         self._stopped = False
         self._there: Destination | None = None
@@ -232,10 +239,10 @@ class Mirror:
         any_copied = False
         try:
             for name, row in todo.items():
-                # Training goes first, unless the mirror falls behind, or the process is to end.
-                is_late = len(todo) > 1 or not threading.main_thread().is_alive()
-                copy = partial(self._copy, there, name, row)
-                if copy() if is_late else gently(copy):
+                # Takes go first, unless the mirror falls behind. No low priority for this thread:
+                # when it holds Python's lock, the training would wait with it.
+                self._patient_for = 0.0 if len(todo) > 1 else _GIVE_WAY
+                if self._copy(there, name, row):
                     copied[name] = row.commit
                     any_copied = True
                 if copied and time.monotonic() - settled > _SETTLE:
@@ -243,6 +250,7 @@ class Mirror:
                     settled = time.monotonic()
         finally:
             if copied:
+                self._rest()
                 self._settle(copied)
         return any_copied
 
@@ -261,7 +269,7 @@ class Mirror:
         sent = msgspec.structs.replace(row, tags=origin_tags(row, store_id))
         chosen = Chosen(name, target, sent, self._replaceable(there.objects, target))
         try:
-            copy_snapshots(self._source, there.objects, [chosen], progress=self._check_stopped)
+            copy_snapshots(self._source, there.objects, [chosen], progress=self._on_progress)
         except SnapshotNotFoundError:
             # It was deleted meanwhile.
             return False
@@ -285,9 +293,17 @@ class Mirror:
             return frozenset()
         return frozenset({row.commit})
 
-    def _check_stopped(self, _what: str, _done: int, _total: int) -> None:
+    def _on_progress(self, _what: str, _done: int, _total: int) -> None:
+        self._rest()
         if self._stopped:
             raise _StoppedError
+
+    def _rest(self) -> None:
+        """Wait while a take goes on: it is to have the cores, the disk and the line."""
+        is_needed = threading.main_thread().is_alive
+        while self._patient_for > 0 and self._is_taking() and is_needed() and not self._stopped:
+            time.sleep(_GIVE_WAY_LOOK)
+            self._patient_for -= _GIVE_WAY_LOOK
 
     def _refuse(self, name: str, row: Row, why: str) -> None:
         if self._refused.get(name) != (row.commit, why):

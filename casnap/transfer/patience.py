@@ -7,6 +7,7 @@ import random
 import time
 
 _log = logging.getLogger("casnap")
+_random = random.SystemRandom()
 _FIRST, _LONGEST = 1.0, 60.0
 RETRY_REFUSED = 60.0
 """After how many seconds to try again what waits for somebody to do something."""
@@ -41,7 +42,7 @@ class Patience:
         # Random, so that many hosts do not come back together.
         delay = min(_LONGEST, _FIRST * 2 ** min(self._failures, 10))
         self._failures += 1
-        self._next = time.monotonic() + delay * random.uniform(0.5, 1.0)
+        self._next = time.monotonic() + delay * _random.uniform(0.5, 1.0)
 
     def note_success(self) -> None:
         """Note that a try did not fail."""

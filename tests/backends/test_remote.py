@@ -374,8 +374,8 @@ def test_near_runs_are_one_request(backend: Backend, direct: Backend) -> None:
     for runs, expected in [
         ([(0, 10), (10, 10), (5, 20), (500_000, 1), (3, 1)], 1),
         ([(0, 10), (4 * MIB, 10)], 2),
-        ([(0, 20 * MIB)], 3),
-        ([(MIB, 16 * MIB), (5 * MIB, 10), (20 * MIB, 100)], 3),
+        ([(0, 20 * MIB)], 2),
+        ([(MIB, 16 * MIB), (5 * MIB, 10), (20 * MIB, 100)], 2),
         ([(0, 0), (30 * MIB, 0)], 0),
         ([(20 * MIB, 4096), (30 * MIB, 4096), (0, 1)], 3),
         ([(30 * MIB, 10), (40 * MIB, 10)], 2),

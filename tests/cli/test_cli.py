@@ -21,23 +21,9 @@ from tests.support.cli_calls import (
     Terminal,
     document,
     failure,
-    fill,
     invoke,
     process,
 )
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store that no test changes."""
-    return fill(tmp_path_factory.mktemp("cli") / "ckpts")
-
-
-@pytest.fixture
-def own_store(tmp_path: Path) -> Path:
-    """Return a store that the test may change."""
-    return fill(tmp_path / "ckpts")
-
 
 # --- the group --------------------------------------------------------------------------------
 

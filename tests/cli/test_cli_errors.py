@@ -19,21 +19,8 @@ from click.testing import CliRunner
 from casnap import Snapshot, StateDict, Store
 from casnap.cli import cli, output, run
 from casnap.format.records import Row
-from tests.support.cli_calls import COMMAND, document, failure, fill, invoke, process
+from tests.support.cli_calls import COMMAND, document, failure, invoke, process
 from tests.support.written import publish
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store that no test changes."""
-    return fill(tmp_path_factory.mktemp("cli") / "ckpts")
-
-
-@pytest.fixture
-def own_store(tmp_path: Path) -> Path:
-    """Return a store that the test may change."""
-    return fill(tmp_path / "ckpts")
-
 
 # --- init, trust ------------------------------------------------------------------------------
 

@@ -171,6 +171,8 @@ def test_sources_that_cannot_be_used(store: Path, tmp_path: Path) -> None:
         "cut",
         "lies",
         "beyond",
+        "zero",
+        "unknown",
         "nowhere",
         "memory://",
     )

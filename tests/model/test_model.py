@@ -84,7 +84,9 @@ class Recording(CommitModel):
         return super().violation(state)
 
 
-@pytest.mark.parametrize("title", ["take", "lost answers", "late puts"])
+@pytest.mark.parametrize(
+    "title", ["take", "late puts", pytest.param("lost answers", marks=pytest.mark.slow)]
+)
 def test_the_reduction_loses_no_root(title: str) -> None:
     scenario, seen = HOLDS[title], []
     for reduced in (True, False):

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 
 from casnap.errors import DamagedError, MismatchError, StateError
-from casnap.ranks import comm as comm_module
+from casnap.ranks import group as groups
+from casnap.ranks import joining, processes
 from casnap.ranks import link as links
-from casnap.ranks.comm import Comm, SingleProcess, join
+from casnap.ranks.comm import Comm, SingleProcess
+from casnap.ranks.joining import join
 from tests.support.ranks import World
 from tests.support.yard import OnPurposeError, Seen, Yard, heard_of, talk, watch
 
@@ -109,7 +111,7 @@ def err(failing: list[int], at: int, error: BaseException) -> tuple[Seen, str, S
 
 
 def group_name() -> str:
-    (link,) = (x for x in comm_module._links.values() if x.size == dist.get_world_size())
+    (link,) = (x for x in joining._links.values() if x.size == dist.get_world_size())
     return link._name
 
 
@@ -167,7 +169,7 @@ def test_what_has_ended_is_over(world: Worlds) -> None:
 
 
 def err_while_others_are_busy(folder: str) -> tuple[Seen, Seen]:
-    links.PATIENCE = comm_module.PATIENCE = 0.5
+    links.PATIENCE = groups.PATIENCE = 0.5
     yard = Yard(folder)
 
     def strike(i: int, comm: Comm) -> None:
@@ -193,15 +195,15 @@ def test_a_rank_that_fails_does_not_wait_for_busy_ranks(world: Worlds, tmp_path:
 
 
 def interrupted_in_the_middle() -> tuple[Seen, Seen]:
-    real = comm_module._as_tensor
+    real = groups._as_tensor
 
     def interrupt(part: Any) -> torch.Tensor:
-        comm_module._as_tensor = real
+        groups._as_tensor = real
         raise KeyboardInterrupt
 
     def strike(i: int, comm: Comm) -> None:
         if i == 1 and comm.rank == 1:
-            comm_module._as_tensor = interrupt
+            groups._as_tensor = interrupt
 
     return watch(partial(talk, 60, 3, strike)), watch(partial(talk, 60))
 
@@ -314,7 +316,7 @@ def begin_anew(port: int) -> list[list[bytes]]:
         heard.append(talk(20, 2))
         if i == 1:
             # What is left in the store of an older group is not taken for a newer one.
-            comm_module._links.clear()
+            joining._links.clear()
             heard.append(talk(20, 2))
     return heard
 
@@ -335,7 +337,7 @@ def fork_in_between() -> list[bytes]:
         comm.all_gather(b"")
         pid = os.fork()
         if pid == 0:
-            fine = not comm_module._links
+            fine = not joining._links
             os._exit(0 if fine else 1)
         assert os.waitpid(pid, 0)[1] == 0
         comm.all_gather(b"")
@@ -347,7 +349,7 @@ def test_forks_leave_the_parents_alone(world: Worlds) -> None:
 
 
 def test_a_process_is_known_by_more_than_its_number() -> None:
-    own = links._Process.own()
+    own = processes.Process.own()
     if not own.host:
         assert not own.is_gone(own.host)
         return
@@ -357,7 +359,7 @@ def test_a_process_is_known_by_more_than_its_number() -> None:
     pid = os.fork()
     if pid == 0:
         signal.pause()
-    child = links._Process(own.host, pid, int(links._stat(pid)[19]))
+    child = processes.Process(own.host, pid, int(processes._stat(pid)[19]))
     assert not child.is_gone(own.host)
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

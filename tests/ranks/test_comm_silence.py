@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap.ranks import comm as comm_module
+from casnap.ranks import group as groups
+from casnap.ranks import joining
 from casnap.ranks import link as links
 from casnap.ranks.comm import Comm
 from tests.support.faults import kill
@@ -53,7 +54,7 @@ def beside(
 
 def start_with(operations: int) -> None:
     """Begin with a new group, or in one that has served some operations."""
-    comm_module._links.clear()
+    joining._links.clear()
     dist.barrier()
     for _ in range(operations):
         talk(60)
@@ -117,7 +118,7 @@ def die(dying: int, before: int, at: int, inside: bool) -> tuple[Seen, Seen]:
     def strike(i: int, comm: Comm) -> None:
         if (i, comm.rank) == (at, dying):
             if inside:
-                comm_module._as_tensor = lambda _: kill()
+                groups._as_tensor = lambda _: kill()
             else:
                 kill()
 
@@ -218,17 +219,17 @@ def stand_still(
     folder: str, stopping: int, before: int, at: int, inside: bool
 ) -> tuple[Seen, Seen, Seen]:
     yard = Yard(folder)
-    real = comm_module._as_tensor
+    real = groups._as_tensor
 
     def stop(part: Any) -> torch.Tensor:
-        comm_module._as_tensor = real
+        groups._as_tensor = real
         yard.stand_still()
         return real(part)
 
     def strike(i: int, comm: Comm) -> None:
         if (i, comm.rank) == (at, stopping):
             if inside:
-                comm_module._as_tensor = stop
+                groups._as_tensor = stop
             else:
                 yard.stand_still()
 

@@ -28,9 +28,9 @@ RANKS = 3
 def state(step: int) -> dict[str, StateDict]:
     """Return large tensors and many small ones, equal on all ranks, and what each has alone."""
     rank = dist.get_rank()
-    many = {f"layer.{i}": torch.full((30,), float(i)) for i in range(3000)}
-    large = torch.arange(3 << 20, dtype=torch.float32) + step
-    own = {f"own.{i}": torch.full((30,), float(i + rank)) for i in range(500)}
+    many = {f"layer.{i}": torch.full((30,), float(i)) for i in range(1000)}
+    large = torch.arange(1 << 20, dtype=torch.float32) + step
+    own = {f"own.{i}": torch.full((30,), float(i + rank)) for i in range(200)}
     return {"model": StateDict(many, large=large), "mine": StateDict(own, step=step)}
 
 

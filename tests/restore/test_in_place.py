@@ -14,6 +14,7 @@ from casnap.backends.base import Target
 from casnap.errors import BackendError, DamagedError
 from casnap.runtime.buffers import address_of
 from tests.support.bitwise import assert_same
+from tests.support.remote import RemoteDouble
 
 CHUNK = 128 << 10
 
@@ -67,6 +68,27 @@ def test_chunks_are_read_into_the_tensor(store: Store, backend: Watched) -> None
     assert sorted(a for a in backend.addresses if a in inside) == [
         y.data_ptr() + i * 20_000 for i in range(0, 100, rows)
     ]
+
+
+class Far(RemoteDouble):
+    """Notes the addresses that it reads to."""
+
+    addresses: list[int]
+
+    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
+        self.addresses += [address_of(view) for _, view in targets]
+        return super().read_into(key, targets)
+
+
+def test_of_a_remote_store_too(tmp_path: Path) -> None:
+    backend = Far(str(tmp_path))
+    backend.addresses = []
+    store = Store(backend, chunk_size=CHUNK)
+    x = taken(store, torch.randn(100, 5000))
+    y = torch.zeros_like(x)
+    assert_same(restored(store, y), x)
+    inside = range(y.data_ptr(), y.data_ptr() + y.nbytes)
+    assert len([a for a in backend.addresses if a in inside]) == 25
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ def boxed(shape, boxes, payload, dtype="float32", kind="tensor"):
     return ["b", dtype, list(shape), payload, kind, False, None, boxes]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("where", ["in the entry", "in chunks"])
 @pytest.mark.parametrize("case", NO_TILINGS)
 def test_hostile_boxes(forger, case, where):

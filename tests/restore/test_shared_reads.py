@@ -252,6 +252,7 @@ WANTED = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("window", [1, 3 * CHUNK, 1 << 28])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", WANTED)
@@ -440,7 +441,7 @@ def test_ranks_may_know_different_places(own: Chunks, window: int) -> None:
 def fetched_by_rank(folder: str, numbers: list[tuple[bytes, int]], how: str) -> Any:
     import torch.distributed as dist
 
-    from casnap.ranks.comm import join
+    from casnap.ranks.joining import join
 
     backend = Counting(LocalBackend(Path(folder)))
     got: list[bytes] = []

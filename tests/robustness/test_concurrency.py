@@ -276,19 +276,19 @@ def test_segments_stay_few(tmp_path: Path, cache_dir: Path) -> None:
     """Small segments are merged as they come, and every snapshot can still be read."""
     store = Store(tmp_path / "store", chunk_size=CHUNK)
     most = 0
-    for step in range(130):
+    for step in range(80):
         take(store, step)
         most = max(most, len(store.objects.newest().segments))
     assert most <= 20
-    assert_store(store.uri, set(range(130)))
+    assert_store(store.uri, set(range(80)))
     # So can a process that has no cache, from the segments alone.
     live = store.objects.newest().segments
-    assert sum(ref.count for ref in live) >= 130
+    assert sum(ref.count for ref in live) >= 80
     for name in files(store.uri, "index"):
         if name.removeprefix("index/") not in {ref.id.hex() for ref in live}:
             (Path(store.uri) / name).unlink()
     shutil.rmtree(cache_dir)
-    assert_store(store.uri, set(range(130)))
+    assert_store(store.uri, set(range(80)))
 
 
 def test_processes_that_merge_at_once(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from casnap import StateDict, Store
 from casnap.errors import RankError
-from casnap.ranks.comm import Group
+from casnap.ranks import joining
+from casnap.ranks.group import Group
+from casnap.restore.shared_reads import _SharedFetch
 from tests.support.ranks import World
 
 Worlds = Callable[[int], World]
@@ -42,24 +45,55 @@ def flipping(at_least: int, most: int = 1 << 62) -> Iterator[list[int]]:
         yield flipped
 
 
+@contextmanager
+def flipping_in_memory() -> Iterator[list[int]]:
+    """Flip one bit of each buffer that this rank shares with others, once it is filled."""
+    read, flipped = _SharedFetch._read_for_all, list[int]()
+
+    def bad(fetch: _SharedFetch, *args: Any) -> Any:
+        answers = read(fetch, *args)
+        for buffer in fetch._buffers:
+            buffer[100] ^= 4
+            flipped.append(len(buffer))
+        return answers
+
+    with mock.patch.object(_SharedFetch, "_read_for_all", bad):
+        yield flipped
+
+
+@contextmanager
+def by_sockets() -> Iterator[None]:
+    """Let this rank share no memory."""
+    joining._links.clear()
+    with mock.patch.object(os, "memfd_create", side_effect=PermissionError):
+        yield
+    joining._links.clear()
+
+
 def numbers(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def restore_damaged(folder: str) -> bool:
+def restore_damaged(folder: str, shared: bool) -> bool:
     store = Store(folder)
     given = {f"w{i}": torch.zeros(100_000) for i in range(4)}
-    with flipping(CHUNK) as flipped:
+    with ExitStack() as stack:
+        if not shared:
+            stack.enter_context(by_sockets())
+        flipped = stack.enter_context(flipping_in_memory() if shared else flipping(CHUNK))
         store["s"].restore({"m": StateDict(given)}, read_once=True)
     for i in range(4):
         assert torch.equal(given[f"w{i}"], numbers(i, 100_000)), "damaged bytes reached a tensor"
     return bool(flipped)
 
 
-def test_what_is_passed_on_is_proven_by_who_receives_it(world: Worlds, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_passed_on_is_proven_by_who_receives_it(
+    world: Worlds, tmp_path: Path, shared: bool
+) -> None:
     store = Store(tmp_path, chunk_size=CHUNK)
     store.take({"m": StateDict({f"w{i}": numbers(i, 100_000) for i in range(4)})}, "s")
-    assert any(world(3).run(restore_damaged, str(tmp_path)))
+    assert any(world(3).run(restore_damaged, str(tmp_path), shared))
 
 
 def take_damaged(folder: str, at_least: int, most: int) -> None:
@@ -67,7 +101,7 @@ def take_damaged(folder: str, at_least: int, most: int) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = distribute_tensor(numbers(1, 100_003, 2), mesh, [Shard(0)], src_data_rank=None)
     state = {"m": StateDict(w=whole, same=numbers(2, 50_000))}
-    with flipping(at_least, most):
+    with by_sockets(), flipping(at_least, most):
         Store(folder).take(state, "s", timeout=20)
 
 

@@ -338,11 +338,12 @@ KINDS = [
 
 
 ALIKE = {
-    "newest root": 2,
-    "older roots": 2,
+    "newest root": 3,
+    "older roots": 4,
     "segments": 3,
-    "packs of chunks": 3,
-    "packs of nodes": 3,
+    "packs of chunks": 4,
+    "packs of nodes": 6,
+    "what is never read": 4,
 }
 """Of how many cases one is tried quickly: a seal covers all of a root, and the packs are many."""
 

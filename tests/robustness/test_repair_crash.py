@@ -42,6 +42,7 @@ from tests.support.damaged import (
     record_of,
     repair,
 )
+from tests.support.examples import FEW
 from tests.support.faults import backend_faults, elsewhere, faults, in_child, kill
 
 
@@ -170,7 +171,7 @@ def test_collected_afterwards(store: Path) -> None:
     assert broken(store) == {"b"}
 
 
-@settings(max_examples=25)
+@settings(max_examples=FEW)
 @given(seed=st.integers(0, 1 << 32))
 def test_no_whole_chunk_is_lost(pristine: Path, seed: int) -> None:
     """Whatever is damaged: a chunk that is whole, and that the index or a footer lists, stays."""

@@ -37,7 +37,7 @@ def soak(folder: Path, seconds: float, kill_every: float, **roles: Any) -> Count
 @pytest.mark.usefixtures("cache")
 def test_a_short_soak() -> None:
     with memory_folder() as folder:
-        counts = soak(folder, 8, 0.3, takers=2, collectors=1)
+        counts = soak(folder, 3, 0.2, takers=2, collectors=1)
     assert {*EACH} <= counts.keys(), counts
 
 

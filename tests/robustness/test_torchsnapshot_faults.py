@@ -146,19 +146,19 @@ def test_an_async_take_stores_the_values_of_its_call(path):
     assert snapshot.read_object("0/p/step") == 1
 
 
-# --- 50,000 entries: 10 s to open, half a second for each read_object -------------------------
+# --- many entries: with 50,000, 10 s to open and half a second for each read_object -----------
 
 
-def test_fifty_thousand_entries_are_opened_and_read_one_by_one(path):
-    tensors = torch.arange(50_000 * 20, dtype=torch.int64).reshape(50_000, 20)
+def test_many_entries_are_opened_and_read_one_by_one(path):
+    tensors = torch.arange(20_000 * 20, dtype=torch.int64).reshape(20_000, 20)
     Snapshot.take(path, {"s": StateDict({f"layer.{i}": t for i, t in enumerate(tensors)})})
     snapshot = Snapshot(path)
     reads = nodes_read(snapshot)
-    for i in (0, 777, 49_999):
+    for i in (0, 777, 19_999):
         assert_same(snapshot.read_object(f"0/s/layer.{i}"), tensors[i].clone())
     # No clock is asked, which others share: what matters is that few of the nodes are looked at.
     assert len(reads) < 20
-    assert len(snapshot.get_manifest()) == 50_001
+    assert len(snapshot.get_manifest()) == 20_001
 
 
 def nodes_read(snapshot):

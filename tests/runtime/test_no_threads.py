@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +19,7 @@ from casnap.runtime.threads import Worker, undisturbed
 from casnap.storage.pack import PackWriter
 from casnap.take import staging
 from tests.support.faults import CHUNK, app_state, assert_holds, assert_store, faults, take
+from tests.support.warm import run_python
 
 
 def no_thread() -> None:
@@ -189,13 +187,6 @@ store.async_take({"s": StateDict(x=torch.arange(300_000), y=[1, 2])}, "step")
 
 def test_a_pending_take_finishes_where_no_thread_starts_at_exit(tmp_path: Path) -> None:
     path = tmp_path / "late"
-    done = subprocess.run(
-        [sys.executable, "-c", LATE, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=dict(os.environ),
-    )
+    done = run_python(LATE, path)
     assert (done.returncode, done.stderr) == (0, "")
     assert torch.equal(Store(path)["step"].read_object("s/x"), torch.arange(300_000))

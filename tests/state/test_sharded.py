@@ -108,30 +108,35 @@ def test_boxes_hold_what_full_tensor_returns(world: Worlds, mesh: tuple[int, ...
 # --- strided placements -------------------------------------------------------------------------
 
 
-def linear(mesh_shape: tuple[int, ...], rows: int) -> tuple[str, Pieces, Pieces]:
-    """Shard the weight and bias of a layer by FSDP over TP, with replicas if there are 3 axes."""
+def linears(mesh_shape: tuple[int, ...], rows: list[int]) -> list[tuple[str, Pieces, Pieces]]:
+    """Shard the weight and bias of layers by FSDP over TP, with replicas if there are 3 axes."""
     mesh = init_device_mesh(
         "cpu", mesh_shape, mesh_dim_names=("replicas", "dp", "tp")[-len(mesh_shape) :]
     )
+    return [linear(mesh, n) for n in rows]
+
+
+def linear(mesh: DeviceMesh, rows: int) -> tuple[str, Pieces, Pieces]:
     module = nn.Linear(3, rows)
     with torch.no_grad():
         module.weight.copy_(counted((rows, 3)))
         module.bias.copy_(counted((rows,)))
     parallelize_module(module, mesh["tp"], ColwiseParallel())
-    fully_shard(module, mesh=mesh["dp"] if len(mesh_shape) == 2 else mesh["replicas", "dp"])
+    fully_shard(module, mesh=mesh["dp"] if mesh.ndim == 2 else mesh["replicas", "dp"])
     assert isinstance(module.weight, DTensor)
     placements = module.weight.placements
     return str(placements), pieces_of(module.weight), pieces_of(module.bias)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 27])
 @pytest.mark.parametrize("mesh", [(2, 2), (4, 2), (2, 4), (2, 2, 2)], ids=str)
-def test_fsdp_over_tp(world: Worlds, mesh: tuple[int, ...], rows: int) -> None:
-    results = world(prod(mesh)).run(linear, mesh, rows)
-    assert "_StridedShard" in results[0][0]
-    check((rows, 3), [[(box, part.long()) for box, part in weight] for _, weight, _ in results])
-    check((rows,), [[(box, part.long()) for box, part in bias] for _, _, bias in results])
-    assert all(len(weight) <= 1 for _, weight, _ in results)
+def test_fsdp_over_tp(world: Worlds, mesh: tuple[int, ...]) -> None:
+    sizes = [1, 7, 8, 9, 27]
+    by_rank = world(prod(mesh)).run(linears, mesh, sizes)
+    for rows, results in zip(sizes, zip(*by_rank, strict=True), strict=True):
+        assert "_StridedShard" in results[0][0]
+        check((rows, 3), [[(box, part.long()) for box, part in weight] for _, weight, _ in results])
+        check((rows,), [[(box, part.long()) for box, part in bias] for _, _, bias in results])
+        assert all(len(weight) <= 1 for _, weight, _ in results)
 
 
 def lone(

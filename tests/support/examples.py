@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-FEW = settings().max_examples // 3
+FEW = settings().max_examples // 5
 """For what writes a store, starts many threads or asks all ranks of a world."""

@@ -116,14 +116,17 @@ class Worker:
             while len(store.snapshots()) > _MOST_SNAPSHOTS and os.getppid() == self.parent:
                 time.sleep(_TICK)
 
-    def delete(self) -> None:
+    def found(self) -> Iterator[tuple[Store, Snapshot, dict[str, Any]]]:
+        """Yield a snapshot and its name and step, as the journal has them, again and again."""
         for store in self.opened():
-            found = store.snapshots()
-            if not found:
+            if found := store.snapshots():
+                one = self.random.choice(found)
+                yield store, one, {"name": one.name, "step": one.metadata.user["step"]}
+            else:
                 time.sleep(_TICK)
-                continue
-            one = self.random.choice(found)
-            which = {"name": one.name, "step": one.metadata.user["step"]}
+
+    def delete(self) -> None:
+        for store, one, which in self.found():
             what = self.random.random()
             if what < 0.1:
                 # Few: what is tagged stays until it is deleted by name.
@@ -146,13 +149,7 @@ class Worker:
             time.sleep(self.random.choice([0, 0, 0.2]))
 
     def read(self) -> None:
-        for store in self.opened():
-            found = store.snapshots()
-            if not found:
-                time.sleep(_TICK)
-                continue
-            one = self.random.choice(found)
-            which = {"name": one.name, "step": one.metadata.user["step"]}
+        for _, one, which in self.found():
             with self.journal.noted("restore", **which):
                 assert_whole(one)
 
@@ -359,7 +356,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=300)
     for role, count in (("takers", 4), ("deleters", 1), ("collectors", 2), ("readers", 1)):
         parser.add_argument(f"--{role}", type=int, default=count)
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--kill-every", type=float, default=0.5, help="seconds, on the average")
     parser.add_argument("--folder", type=Path, help="where to; by default in memory")
     parser.add_argument("--server", choices=KINDS, help="in a bucket of this kind of server")

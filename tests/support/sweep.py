@@ -6,12 +6,12 @@ import itertools
 import os
 from collections.abc import Iterator
 
-STEP = int(os.environ.get("CASNAP_SWEEP_STEP", "3"))
+STEP = int(os.environ.get("CASNAP_SWEEP_STEP", "4"))
 """``make soak`` sets 1, and runs all tests that are marked ``sweep``."""
 
 
 def sweep(times: int = 1) -> Iterator[int]:
-    """Count the calls to strike: the first, then every third; each one in ``make soak``.
+    """Count the calls to strike: the first, then every fourth; each one in ``make soak``.
 
     Args:
         times: Strike at so many times fewer, for dear cases; in ``make soak`` at each one too.

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from casnap.ranks.comm import Comm, join
+from casnap.ranks.comm import Comm
+from casnap.ranks.joining import join
 
 SOON = 30.0
 """Seconds that a busy machine may add to a wait. A rank that hangs waits for longer."""

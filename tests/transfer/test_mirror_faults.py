@@ -53,6 +53,7 @@ from tests.support.faults import (
 from tests.support.object_stores import IMPATIENT
 from tests.support.servers import Bucket
 from tests.support.sweep import sweep
+from tests.support.warm import run_python
 
 DEAD = Fault(fail(UnreachableError), times=None)
 
@@ -119,7 +120,7 @@ def test_killed_at_any_call(after: bool, calls: list[str]) -> None:
 @pytest.mark.sweep
 def test_the_mirror_fails_at_any_call() -> None:
     """Once, at each call of it: takes succeed, and all of them get there."""
-    for strike_at in sweep(times=2):
+    for strike_at in sweep(times=3):
         with memory_folder() as folder:
             there = FaultyBackend(LocalBackend(folder / "there"))
             with there.during(Fault(fail(), skip=strike_at)) as (fault,):
@@ -221,17 +222,9 @@ print("taken", flush=True)
 """
 
 
-def run(script: str, folder: Path, **options: Any) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-c", script, str(folder / "here"), str(folder / "there")]
-    return subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
-
-
 def test_exit_waits_while_the_mirror_works(tmp_path: Path) -> None:
-    process = run(SCRIPT, tmp_path)
-    _, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) == (0, "")
+    done = run_python(SCRIPT, tmp_path / "here", tmp_path / "there")
+    assert (done.returncode, done.stderr) == (0, "")
     assert_copied(tmp_path / "here", tmp_path / "there")
     assert len(Store(tmp_path / "there").snapshots()) == 3
 
@@ -245,12 +238,10 @@ def test_exit_does_not_wait_for_a_mirror_that_fails(tmp_path: Path) -> None:
         "    import os; store.wait_mirrored(60); os.rename(sys.argv[2], sys.argv[2] + '-gone')\n"
         "    open(sys.argv[2], 'w').close()\n",
     )
-    process = run(script, tmp_path)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert re.search(r"WARNING: .*there lacks 3 of the snapshots of .*here\. .* kept", errors), (
-        errors
-    )
+    done = run_python(script, tmp_path / "here", tmp_path / "there")
+    assert done.returncode == 0
+    expected = r"WARNING: .*there lacks 3 of the snapshots of .*here\. .* kept"
+    assert re.search(expected, done.stderr), done.stderr
     (tmp_path / "there").unlink()
     (tmp_path / "there-gone").rename(tmp_path / "there")
     assert_all_well(tmp_path, 3)
@@ -265,7 +256,13 @@ def test_exit_does_not_wait_for_a_mirror_that_fails(tmp_path: Path) -> None:
     ],
 )
 def test_signals_end_the_process(tmp_path: Path, number: int) -> None:
-    process = run(f"{SCRIPT}\nwhile True: take(store, 3, overwrite=True)\n", tmp_path)
+    script = f"{SCRIPT}\nwhile True: take(store, 3, overwrite=True)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "here"), str(tmp_path / "there")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "taken\n"
     process.send_signal(number)

@@ -16,6 +16,7 @@ from tools.bench import (
     blocked,
     copy,
     dcp,
+    files,
     gc,
     long_run,
     machine,
@@ -55,9 +56,12 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "s3": (object_store.measure, object_store.WORKLOADS),
     "mirror": (mirror.measure, mirror.WORKLOADS),
     "copy": (copy.measure, copy.WORKLOADS),
+    "files": (files.measure, files.WORKLOADS),
     "cache": (read_cache.measure, read_cache.WORKLOADS),
     "plan": (ranks_plan.measure, ranks_plan.WORKLOADS),
 }
+# These need not know how the disk is fastest.
+_WITHOUT_DISK = {"s3", "copy", "cache", "mirror"}
 _QUICK_NAMES = {"10 GB": "1 GB", "50,000": "5,000"}
 
 
@@ -75,12 +79,15 @@ def main() -> int:
         gib=gib,
         repeat=options.repeat or (2 if quick else 5),
         quick=quick,
+        with_peers=not options.no_peers,
     )
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        settings = calibrated(settings)
-        rows, failed = _measured(settings, options.only or list(SECTIONS))
+        names = options.only or list(SECTIONS)
+        if not _WITHOUT_DISK.issuperset(names):
+            settings = calibrated(settings)
+        rows, failed = _measured(settings, names)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     text = machine.heading(settings, time.monotonic() - started) + "\n\n" + render(rows) + "\n"
@@ -97,6 +104,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=list(SECTIONS), help="may be repeated")
     parser.add_argument("--gib", type=float, help="size of the workloads (2; quick: 0.25)")
     parser.add_argument("--repeat", type=int, help="interleaved repetitions (5; quick: 2)")
+    parser.add_argument("--no-peers", action="store_true", help="leave them out of s3")
     parser.add_argument("--out", help="write the table to this file instead of standard output")
     parser.add_argument("--dir", default=".", help="a folder on the disk to be measured")
     return parser.parse_args()

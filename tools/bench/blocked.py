@@ -9,28 +9,25 @@ from typing import Any
 
 from tools.bench import peers, states
 from tools.bench.limits import memcpy_seconds
-from tools.bench.measure import fsync_tree, remove, rotated, seconds, settle
-from tools.bench.settings import MIB, Settings
+from tools.bench.measure import Times, fsync_tree, remove, rotated, seconds, settle
+from tools.bench.settings import Settings
 from tools.bench.table import Row, timed
+from tools.bench.workload import Workload
 
 DEFAULT = "dcp.async_save, default"
 KEPT = "dcp.async_save, kept stager"
 TORCHSNAPSHOT = "torchsnapshot.async_take (does not copy: later changes show)"
 
-Times = dict[str, list[float]]
 Start = Callable[[Path], Callable[[], object]]
 """Starts a save to a path; returns, once unblocked, what waits until it is durable."""
 
 
-class Blocked:
-    """One workload, its warm copy, and the figures."""
+class Blocked(Workload):
+    """Saves in the background, beside a copy of the state that is warm."""
 
     def __init__(self, settings: Settings, workload: str) -> None:
-        """Build the state and let every contender save once, so that its buffers are warm."""
-        self.settings = settings
-        self.workload = workload
-        self.state = states.build(workload, settings.nbytes)
-        self.nbytes = states.nbytes_of(self.state.values())
+        """Let every contender save once, so that its buffers are warm."""
+        super().__init__(settings, workload)
         self.copy = states.like(self.state)
         self.blocked: Times = defaultdict(list)
         self.durable: Times = defaultdict(list)
@@ -43,7 +40,6 @@ class Blocked:
         }
         if peers.installed("torchsnapshot"):
             self.starts[TORCHSNAPSHOT] = self._torchsnapshot
-        self._names = 0
         self._ours("warm-up")
         self._peer(KEPT)
         self.blocked.clear()
@@ -113,15 +109,14 @@ class Blocked:
 def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
     """Return the rows of one workload."""
     blocked = Blocked(settings, workload)
-    for turn in range(settings.repeat):
-        blocked.repetition(turn)
+    blocked.repeat()
     blocked.stager.close()
     remove(settings.path("blocked"))
     return [row.to_json() for row in _rows(blocked)]
 
 
 def _rows(run: Blocked) -> list[Row]:
-    size = f"{run.workload}, {run.nbytes / MIB:.0f} MiB"
+    size = run.size
     work = f"async_take, time blocked from the second on, all tensors changed: {size}"
     still = f"async_take, time blocked from the second on, nothing changed: {size}"
     ours, nbytes = run.blocked["changed"], run.nbytes

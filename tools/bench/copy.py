@@ -19,7 +19,7 @@ from casnap.backends import backend_at
 from casnap.runtime.buffers import release_memory
 from tests.support.servers import Bucket, shared
 from tools.bench import peers, states
-from tools.bench.measure import PeakMemory, fsync_tree, remove, seconds, settle
+from tools.bench.measure import PeakMemory, Times, fsync_tree, remove, seconds, settle
 from tools.bench.object_store import RawObjects, environment
 from tools.bench.settings import MIB, Settings
 from tools.bench.table import Row, timed
@@ -38,8 +38,8 @@ class Copies:
         self.source = Store(self.folder / "source")
         self.state = states.fp32(settings.nbytes // 2, 200)
         self.nbytes = states.nbytes_of(self.state.values())
-        self.times: dict[str, list[float]] = defaultdict(list)
-        self.ratios: dict[str, list[float]] = defaultdict(list)
+        self.times: Times = defaultdict(list)
+        self.ratios: Times = defaultdict(list)
         self.share = self.extra = 0.0
         self.requests = 0
         self._take("step_0")

@@ -10,26 +10,22 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from tools.bench import peers, states
-from tools.bench.measure import fsync_tree, remove, rotated, seconds, settle, warm
-from tools.bench.settings import MIB, Settings
+from tools.bench.measure import Times, fsync_tree, remove, rotated, seconds, settle, warm
+from tools.bench.settings import Settings
 from tools.bench.table import Row, timed
+from tools.bench.workload import Workload
 
 OURS = "dcp through **casnap**"
 THEIRS = "dcp, FileSystemWriter(sync_files=True)"
 NATIVE = "casnap, natively"
 
-Times = dict[str, list[float]]
 
-
-class DcpRuns:
-    """One workload and its figures; each repetition adds to them."""
+class DcpRuns(Workload):
+    """Saves and loads by each contender."""
 
     def __init__(self, settings: Settings, workload: str) -> None:
-        """Build the state, and save it once by each contender."""
-        self.settings = settings
-        self.workload = workload
-        self.state = states.build(workload, settings.nbytes)
-        self.nbytes = states.nbytes_of(self.state.values())
+        """Save the state once by each contender."""
+        super().__init__(settings, workload)
         self.target = states.like(self.state)
         self.first: Times = defaultdict(list)
         self.unchanged: Times = defaultdict(list)
@@ -38,7 +34,6 @@ class DcpRuns:
         self.saves = {OURS: self._save_ours, THEIRS: self._save_theirs, NATIVE: peers.casnap_take}
         self.loads = {OURS: self._load_ours, THEIRS: peers.dcp_load, NATIVE: peers.casnap_restore}
         self.kept = settings.path("dcp", "kept")
-        self._names = 0
         for name in self.saves:
             self._save_again(name)
             self._check(name)
@@ -120,15 +115,13 @@ def _writer(path: Path) -> Any:
 def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
     """Return the rows of one workload."""
     runs = DcpRuns(settings, workload)
-    for turn in range(settings.repeat):
-        runs.repetition(turn)
+    runs.repeat()
     remove(settings.path("dcp"))
     return [row.to_json() for row in _rows(runs)]
 
 
 def _rows(runs: DcpRuns) -> list[Row]:
-    size = f"{runs.workload}, {runs.nbytes / MIB:.0f} MiB"
-    rows = []
+    size, rows = runs.size, []
     works: list[tuple[str, Times, float]] = [
         (f"dcp.save, all new, durable: {size}", runs.first, 1.5),
         (f"dcp.save with nothing changed: {size}", runs.unchanged, 5),

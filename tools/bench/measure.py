@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+Times = dict[str, list[float]]
+"""Seconds or ratios, by contender; one for each repetition or more."""
 _PIECE = 16 << 20
 
 

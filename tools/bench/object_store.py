@@ -21,7 +21,7 @@ from casnap.backends import Backend, backend_at
 from casnap.testing import FaultyProxy, HttpFault, delay
 from tests.support.servers import Bucket, shared
 from tools.bench import peers, states
-from tools.bench.measure import PeakMemory, rotated, seconds, settle
+from tools.bench.measure import PeakMemory, Times, rotated, seconds, settle
 from tools.bench.settings import MIB, Settings
 from tools.bench.states import State
 from tools.bench.table import Row, timed
@@ -155,7 +155,7 @@ class RawObjects:
         whole, rest = divmod(nbytes, _OBJECT)
         self._sizes = [_OBJECT] * whole + [rest] * bool(rest)
         self._noise = memoryview(bytearray(os.urandom(_OBJECT)))
-        self._buffers = [memoryview(bytearray(_RANGE)) for _ in range(8)]
+        self._buffers = [memoryview(bytearray(_RANGE)) for _ in range(backend.in_flight)]
 
     def put(self) -> None:
         """Put all objects."""
@@ -208,12 +208,13 @@ class Transfers:
 
     def __init__(self, settings: Settings, bucket: Bucket) -> None:
         self.uri = bucket.uri
+        self.contenders = contenders() if settings.with_peers else {}
         self.state = states.fp32(settings.nbytes // 2, 200)
         self.nbytes = states.nbytes_of(self.state.values())
         self.target = states.like(self.state)
         self.raw = RawObjects(backend_at(f"{bucket.uri}/raw"), self.nbytes)
-        self.times: dict[str, list[float]] = defaultdict(list)
-        self.ratios: dict[str, list[float]] = defaultdict(list)
+        self.times: Times = defaultdict(list)
+        self.ratios: Times = defaultdict(list)
         self.extra = 0
         self.changed = 0
         self._number = 0
@@ -230,8 +231,8 @@ class Transfers:
         states.step(some)
         self.changed = states.nbytes_of(some)
         self._time("changed", casnap_take, self.state, f"{store}/step_2")
-        for name in rotated(list(contenders()), turn):
-            save, load = contenders()[name]
+        for name in rotated(list(self.contenders), turn):
+            save, load = self.contenders[name]
             uri = self._new()
             self._time(f"save: {name}", save, self.state, uri)
             self._time(f"load: {name}", load, self.target, uri)
@@ -341,7 +342,7 @@ def _rows(done: Transfers, workload: str) -> list[Row]:
 
 
 def _peer_rows(work: str, verb: str, done: Transfers, ours: list[float]) -> Iterator[Row]:
-    for name in contenders():
+    for name in done.contenders:
         theirs = done.times[f"{verb}: {name}"]
         ratios = [their / our for their, our in zip(theirs, ours, strict=True)]
         row = timed(work, name, theirs, done.nbytes)

@@ -170,7 +170,7 @@ def _digests(ranks: int) -> _Cost:
     def decided() -> float:
         decides = rounds.WriterChoice(0, ranks)
         return sum(
-            _seconds(lambda asked=asked: decides.choose(asked))[1]
+            _seconds(lambda asked=asked: decides.choose([0] * ranks, asked))[1]
             for asked in (_questions(ranks, asks) for _ in range(turns))
         )
 
@@ -180,7 +180,7 @@ def _digests(ranks: int) -> _Cost:
 
 def _questions(ranks: int, asks: int) -> list[memoryview]:
     """Return what all ranks ask one of them in a round, about so many chunks in all."""
-    questions = [bytearray(rounds.HEAD.pack(False, 0, 0.0)) for _ in range(ranks)]
+    questions = [bytearray() for _ in range(ranks)]
     for i in range(asks):
         questions[i % ranks] += rounds.OFFER.pack(os.urandom(32), _CHUNK)
     return [memoryview(question) for question in questions]

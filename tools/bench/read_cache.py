@@ -17,7 +17,7 @@ from casnap.backends.local import write_at
 from casnap.runtime.buffers import Slot, release_memory
 from tests.support.servers import Bucket, shared
 from tools.bench import peers, states
-from tools.bench.measure import PeakMemory, drop, remove, seconds, settle, warm
+from tools.bench.measure import PeakMemory, Times, drop, remove, seconds, settle, warm
 from tools.bench.object_store import environment
 from tools.bench.settings import MIB, Settings
 from tools.bench.states import State
@@ -42,8 +42,8 @@ class Restores:
         self.target = states.like(self.state)
         self.nbytes = states.nbytes_of(self.state.values())
         self.slot = Slot(_FILE)
-        self.times: dict[str, list[float]] = defaultdict(list)
-        self.ratios: dict[str, list[float]] = defaultdict(list)
+        self.times: Times = defaultdict(list)
+        self.ratios: Times = defaultdict(list)
         self.extra = 0
         for path in (self.far, str(self.near)):
             Snapshot.take(path, {"model": StateDict(**self.state)})

@@ -11,13 +11,11 @@ from typing import Any
 
 from tools.bench import peers, states
 from tools.bench.limits import RawDisk
-from tools.bench.measure import drop, remove, rotated, seconds, settle, warm
+from tools.bench.measure import Times, drop, remove, rotated, seconds, settle, warm
 from tools.bench.settings import MIB, Settings
 from tools.bench.table import Row, timed
 
 _PAIRS = 2
-
-Times = dict[str, list[float]]
 
 
 class Restores:

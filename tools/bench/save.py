@@ -8,31 +8,26 @@ from typing import Any
 
 from tools.bench import peers, states
 from tools.bench.limits import RawDisk, blake3_seconds
-from tools.bench.measure import remove, rotated, seconds, settle
+from tools.bench.measure import Times, remove, rotated, seconds, settle
 from tools.bench.settings import MIB, Settings
 from tools.bench.table import Row, timed
+from tools.bench.workload import Workload
 
 _PAIRS = 2
 _UNCHANGED = 3
 _CHANGED_SHARE = 0.01
 
-Times = dict[str, list[float]]
 
-
-class Saves:
-    """One workload and its figures; each repetition adds to them."""
+class Saves(Workload):
+    """Takes, and the saves of peers."""
 
     def __init__(self, settings: Settings, workload: str) -> None:
-        """Build the state and take it once into the store of the incremental takes."""
-        self.settings = settings
-        self.workload = workload
-        self.state = states.build(workload, settings.nbytes)
-        self.nbytes = states.nbytes_of(self.state.values())
+        """Take the state once into the store of the incremental takes."""
+        super().__init__(settings, workload)
         self.disk = RawDisk(settings, self.nbytes)
         self.times: Times = defaultdict(list)
         self.ratios: Times = defaultdict(list)
         self.changed = 0
-        self._names = 0
         self.store = settings.path("save", "incremental", "store")
         self.very_first = self._take()
 
@@ -89,15 +84,13 @@ class Saves:
 def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
     """Return the rows of one workload."""
     saves = Saves(settings, workload)
-    for turn in range(settings.repeat):
-        saves.repetition(turn)
+    saves.repeat()
     remove(settings.path("save"))
     return [row.to_json() for row in _rows(saves)]
 
 
 def _rows(saves: Saves) -> list[Row]:
-    times, nbytes = saves.times, saves.nbytes
-    size = f"{saves.workload}, {nbytes / MIB:.0f} MiB"
+    times, nbytes, size = saves.times, saves.nbytes, saves.size
     names = list(peers.savers())
     fastest = min(names, key=lambda name: statistics.median(times[name]))
     first = f"first take, all new, durable: {size}"

@@ -19,6 +19,7 @@ class Settings:
         gib: Size of the two workloads, in GiB.
         repeat: Interleaved repetitions of every contender.
         quick: Smaller sizes everywhere, and no slow extra.
+        with_peers: Whether other libraries are measured on the object store, too.
         write_form: The faster form of raw writing, ``files`` (of 48 MiB) or ``big`` (one file).
         write_threads: The faster number of threads for raw writing.
         read_threads: The faster number of threads for raw reading.
@@ -28,6 +29,7 @@ class Settings:
     gib: float = 2.0
     repeat: int = 5
     quick: bool = False
+    with_peers: bool = True
     write_form: str = "files"
     write_threads: int = 1
     read_threads: int = 1

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from casnap.errors import StateError
+from casnap.files.dcp_names import Stored
 from casnap.format.entries import Entry, TensorEntry
 from casnap.format.region import Region
-from casnap.integrations.dcp.names import Stored
 from casnap.integrations.dcp.place import own_rank
 from casnap.integrations.dcp.plan import check_box
 from casnap.restore.loading import Fetch, Loading

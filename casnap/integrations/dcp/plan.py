@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.tensor import DTensor
 
 from casnap.errors import StateError, UnsupportedTypeError
+from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.format.entries import Payload, ValueEntry
 from casnap.format.region import Region
-from casnap.integrations.dcp.names import ObjectPath, casnap_path, containers_above
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from casnap.errors import NotAStoreError, SnapshotNotFoundError
+from casnap.files.dcp_names import Stored, described
 from casnap.integrations.dcp.load import PlanLoad
-from casnap.integrations.dcp.names import Stored, described
 from casnap.integrations.dcp.place import CheckpointId, Place, checked_ranks, own_rank, ranks_of
 from casnap.opened import find
-from casnap.ranks.comm import join_ranks
+from casnap.ranks.joining import join_ranks
 from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime import calls
 from casnap.storage.contents import Contents
@@ -87,7 +87,7 @@ class CasnapReader(StorageReader):
             opened, name = find(path, storage_options, store, create=False)
             contents = Contents(opened.objects, opened.full_name(name), opened.row(name))
         with contents.reading():
-            metadata, self._values = described(contents, own_rank())
+            metadata, self._values = described(contents, dict(contents.entries(own_rank())))
         self._contents = contents
         metadata.storage_meta = StorageMeta(checkpoint_id=where, load_id=uuid4().hex)
         return metadata
@@ -154,6 +154,6 @@ def _naming_pickles(place: Place) -> Iterator[None]:
             raise
         raise type(e)(
             f"{path} is a checkpoint of DCP's own FileSystemWriter, not a snapshot. Its .metadata "
-            "is a pickle, which may run any code, so casnap does not read it. On a machine where "
-            "you trust it, load it with FileSystemReader, and save it with CasnapWriter"
+            "is a pickle, which may run any code, so it is not loaded here. `casnap import` reads "
+            "it without running it; or load it where you trust it, and save it with CasnapWriter"
         ) from e

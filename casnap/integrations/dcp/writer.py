@@ -23,7 +23,7 @@ from casnap.integrations.dcp.place import CheckpointId, Place, checked_ranks, ow
 from casnap.integrations.dcp.plan import planned
 from casnap.integrations.dcp.staging import KeptStager
 from casnap.opened import find_together
-from casnap.ranks.comm import join_ranks
+from casnap.ranks.joining import join_ranks
 from casnap.runtime import calls
 from casnap.snapshot import Snapshot
 from casnap.storage.retention import Retention

@@ -8,7 +8,6 @@ a snapshot needs no record of its own about DCP: each side can be computed from 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from casnap.errors import DamagedError, StateError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry
+from casnap.format.names import key_of
 from casnap.restore.loading import Loading
 from casnap.runtime.torch_modes import plain
 from casnap.state.containers import component_of, container_builder
@@ -112,30 +112,38 @@ class _List(list[Any]):
     stored: Stored
 
 
-def described(contents: Contents, rank: int) -> tuple[Metadata, dict[str, Stored]]:
+def described(
+    contents: Contents, entries: Mapping[str, Entry], path: str = ""
+) -> tuple[Metadata, dict[str, Stored]]:
     """Return the metadata that DCP plans a load with, and the values by their names in DCP.
 
     They are made from the snapshot's own entries, whatever took it. Each tensor is one chunk.
 
     Args:
         contents: The snapshot.
-        rank: Whose values to see, of those that belong to one rank.
+        entries: Its entries, as one rank sees them, by path.
+        path: The path of the dict that is the state; empty for all keys.
 
     Raises:
-        UnsupportedTypeError: DCP has the same name for two values.
+        UnsupportedTypeError: DCP has the same name for two values, or there is no dict at the path.
     """
-    entries = dict(contents.entries(rank))
     loading = Loading(contents)
-    for path, entry in entries.items():
+    for where, entry in entries.items():
         if isinstance(entry, ContainerEntry):
-            loading.add(path, entry)
+            loading.add(where, entry)
     specs = loading.load()
     try:
         with plain():
-            root = {
-                _key_of(component): _stand_in(component, entries, specs)
-                for component in contents.trees(rank)
-            }
+            if path:
+                root = _stand_in(path, entries, specs)
+            else:
+                keys = dict.fromkeys(where.partition("/")[0] for where in entries)
+                root = {key_of(key): _stand_in(key, entries, specs) for key in keys}
+        if not isinstance(root, dict):
+            raise UnsupportedTypeError(
+                f"{contents.where}: {path} is no dict, so DCP has no names for what it holds; name "
+                "the dict above it"
+            )
         flat, mappings = flatten_state_dict(root)
     except (ValueError, RecursionError) as e:
         raise UnsupportedTypeError(
@@ -147,14 +155,6 @@ def described(contents: Contents, rank: int) -> tuple[Metadata, dict[str, Stored
         for name, value in flat.items()
     }
     return Metadata(metadata, planner_data=mappings, storage_data={}), values
-
-
-def _key_of(component: str) -> str:
-    """Return the key of a component, which is a str."""
-    return _ESCAPED.sub(lambda m: chr(int(m[1].lstrip("u"), 16)), component)
-
-
-_ESCAPED = re.compile("%(25|2F|uD[89A-F][0-9A-F]{2})")
 
 
 def _stand_in(path: str, entries: Mapping[str, Entry], specs: Mapping[str, Leaf]) -> Any:

@@ -1,0 +1,97 @@
+"""``casnap export``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from casnap.cli.arguments import endpoint_option, open_part
+from casnap.cli.option_types import size_in_bytes
+from casnap.cli.output import counted, emit, json_option, phases, print_warnings, safe, size
+from casnap.files.report import FORMATS, ExportReport
+
+EXAMPLES = """\
+\b
+Examples:
+  casnap export models/tuned/v1/model tuned.safetensors
+  casnap export models/tuned/v1/model tuned/ --max-shard-size 5GB
+  casnap export runs/run1/step_100 step_100.pt --format torch
+  casnap export runs/run1/step_100 step_100 --format dcp
+"""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("part", metavar="STORE/NAME[/PATH]")
+@click.argument("out")
+@click.option(
+    "--format", "kind", type=click.Choice(FORMATS), default="safetensors", help="[safetensors]"
+)
+@click.option(
+    "--max-shard-size",
+    type=size_in_bytes,
+    metavar="SIZE",
+    help="Make OUT a folder of files of at most so many bytes, with an index: 5GB.",
+)
+@click.option("--tensors-only", is_flag=True, help="Leave out what safetensors cannot hold.")
+@click.option(
+    "--tied",
+    multiple=True,
+    metavar="NAME",
+    help="A tensor to store only under another name, whose bytes it has. May be repeated.",
+)
+@click.option("--dry-run", is_flag=True, help="Only show what would be written.")
+@endpoint_option
+@json_option
+def export(
+    part: str,
+    out: str,
+    kind: str,
+    max_shard_size: int | None,
+    tensors_only: bool,
+    tied: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Export a snapshot, or what is at PATH in it, to files of another format.
+
+    Every byte is verified. OUT must not exist: it appears when it is whole and synced. The names of
+    tensors are the keys below PATH, joined by dots.
+    """
+    if kind == "torch" and max_shard_size is not None:
+        raise click.UsageError(
+            "--max-shard-size is for safetensors and dcp: torch.save makes one file"
+        )
+    if kind == "dcp" and tied:
+        raise click.UsageError("--tied is for safetensors and torch")
+    snapshot, path = open_part(part)
+    with phases() as progress:
+        report = snapshot.export(
+            out,
+            path=path,
+            format=kind,
+            max_shard_size=max_shard_size,
+            tensors_only=tensors_only,
+            tied=tied,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    if as_json:
+        emit({"store": snapshot.store.uri, "name": snapshot.name, "path": path, **asdict(report)})
+    else:
+        _show(report, out)
+
+
+def _show(report: ExportReport, out: str) -> None:
+    would = "would be " if report.dry_run else ""
+    tensors, files = counted(report.tensors, "tensor"), counted(len(report.files), "file")
+    click.echo(f"{safe(out)}: {tensors}, {size(report.nbytes)}, {would}exported to {files}")
+    if report.left_out:
+        click.echo(f"{counted(len(report.left_out), 'value')} left out")
+    print_warnings(
+        [
+            f"{same} and {name} have the same bytes; if they are tied, --tied with one of the two "
+            "leaves that one out"
+            for name, same in list(report.equal.items())[:8]
+        ]
+    )

@@ -1,0 +1,98 @@
+"""``casnap report``."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from casnap.cli.arguments import (
+    endpoint_option,
+    open_store,
+    print_requests,
+    request_fields,
+    snapshots_of,
+)
+from casnap.cli.output import Failure, counted, emit, json_option, phases, quoted, safe
+from casnap.report.facts import Facts, gather
+from casnap.report.page import HEAD, page
+
+
+@click.command()
+@click.argument("store", required=False)
+@click.argument("prefix", required=False)
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default="report.html",
+    show_default=True,
+    help="The file to write. A report that is there is replaced, nothing else.",
+)
+@click.option(
+    "--last",
+    type=click.IntRange(min=1, max=1000),
+    default=60,
+    show_default=True,
+    metavar="N",
+    help="Compare the last N snapshots of each run with the one before.",
+)
+@endpoint_option
+@json_option
+def report(store: str | None, prefix: str | None, output: Path, last: int, as_json: bool) -> None:
+    """Write a page that shows snapshots over time, what changed where, and what takes up space.
+
+    The page is one HTML file that loads nothing. It is made from sizes, digests and metadata: no
+    tensor is read. --json prints what it would show, and writes no page.
+    """
+    if not as_json:
+        _check_replaceable(output)
+    place = open_store(store)
+    found = [snapshot.contents for snapshot in snapshots_of(place, prefix)]
+    with phases(lambda: place.requests) as progress:
+        facts = gather(place.objects, found, last, progress)
+    if as_json:
+        emit({**_document(facts), **request_fields(place)})
+        return
+    _write(output, page(facts, time.time()))
+    click.echo(f"{safe(str(output))}: {counted(len(found), 'snapshot')}")
+    print_requests(place)
+
+
+def _document(facts: Facts) -> dict[str, Any]:
+    document = asdict(facts)
+    for run, shown in zip(facts.runs, document["runs"], strict=True):
+        shown["sizes"] = {".".join(path): nbytes for path, nbytes in run.sizes.items()}
+    return document
+
+
+def _check_replaceable(output: Path) -> None:
+    """Check that nothing but an earlier report would be lost.
+
+    Raises:
+        Failure: Another file is there.
+    """
+    try:
+        with output.open("rb") as file:
+            begins = file.read(len(HEAD))
+    except FileNotFoundError:
+        if not output.absolute().parent.is_dir():
+            raise Failure(f"{quoted(str(output.parent))} is no folder") from None
+        return
+    if begins != HEAD.encode():
+        raise Failure(f"{quoted(str(output))} exists and is no report; name another file with -o")
+
+
+def _write(output: Path, content: str) -> None:
+    """Put a file in place whole."""
+    beside = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        beside.write_text(content, encoding="utf-8")
+        beside.replace(output)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

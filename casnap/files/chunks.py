@@ -1,0 +1,227 @@
+"""Writing the bytes of tensors to their places in files, chunk by chunk, as they are read."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+from casnap.errors import DamagedError
+from casnap.format.digest import split_digests
+from casnap.format.entries import INLINE_BYTES, TensorEntry
+from casnap.format.grid import Cells, Grid
+from casnap.format.region import Region
+from casnap.runtime.buffers import PAGE, address_of
+from casnap.runtime.progress import Progress
+from casnap.storage.contents import Contents
+from casnap.storage.place_reads import Want
+
+_DIRECT_BYTES = 256 << 10
+
+
+class Placed(NamedTuple):
+    """A tensor, and where its bytes go in a file.
+
+    Attributes:
+        path: Its path in the snapshot.
+        entry: Its entry.
+        start: The byte of the file at which it begins.
+    """
+
+    path: str
+    entry: TensorEntry
+    start: int
+
+
+class Writer:
+    """Writes tensors of a snapshot to files.
+
+    Args:
+        contents: The snapshot.
+        total: The bytes of all tensors, for the progress.
+        progress: Told how many bytes are done.
+    """
+
+    def __init__(self, contents: Contents, total: int, progress: Progress | None) -> None:
+        self._contents = contents
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def write(self, fd: int, placed: Iterable[Placed], crcs: dict[int, int] | None = None) -> None:
+        """Write tensors to a file.
+
+        Args:
+            fd: The file.
+            placed: The tensors.
+            crcs: Gets the CRC-32 of each tensor, by where it begins; None if nobody needs them.
+
+        Raises:
+            DamagedError: Stored bytes are missing or damaged.
+            OSError: The file cannot be written.
+        """
+        tensors = list(placed)
+        sums = {tensor.start: _Crc() for tensor in tensors} if crcs is not None else {}
+        with _opened(fd) as file:
+            self._contents.objects.fetch(self._wants(file, tensors, sums))
+        for tensor in tensors if crcs is not None else ():
+            assert crcs is not None
+            known = sums[tensor.start].value()
+            nbytes = tensor.entry.data.nbytes
+            crcs[tensor.start] = _crc_of(fd, tensor.start, nbytes) if known is None else known
+
+    def _wants(self, file: _File, tensors: list[Placed], sums: dict[int, _Crc]) -> Iterator[Want]:
+        for path, entry, start in tensors:
+            crc, payload = sums.get(start), entry.data
+            if payload.nbytes <= INLINE_BYTES:
+                if len(payload.inline) != payload.nbytes:
+                    raise DamagedError(f"{self._contents.where}: {path} is cut off", (path,))
+                self._put(file, start, crc, 0, memoryview(payload.inline))
+                continue
+            cells = self._contents.cells(path, entry)
+            digests = split_digests(self._contents.digests(payload, cells, path))
+            if not isinstance(cells, Grid) and crc is not None:
+                crc.in_pieces = True
+            at = start
+            for number, nbytes in enumerate(cells.sizes()):
+                if isinstance(cells, Grid):
+                    sink = partial(self._put, file, at, crc, number)
+                else:
+                    sink = partial(self._put_box, file, start, cells, number)
+                yield Want(digests[number], nbytes, sink, path)
+                at += nbytes
+
+    def _put(self, file: _File, at: int, crc: _Crc | None, number: int, raw: memoryview) -> None:
+        if crc is not None:
+            crc.add(number, raw)
+        file.write(at, raw)
+        self._count(len(raw))
+
+    def _put_box(self, file: _File, start: int, cells: Cells, number: int, raw: memoryview) -> None:
+        """Write a cell that is no run of the tensor's bytes, run by run."""
+        box = cells.region(number)
+        whole = Region.whole(cells.shape)  # type: ignore[attr-defined]
+        itemsize = len(raw) // box.numel
+        done = 0
+        for run in _runs(box, whole):
+            first = run.start_in(whole)
+            assert first is not None
+            nbytes = run.numel * itemsize
+            file.write(start + first * itemsize, raw[done : done + nbytes])
+            done += nbytes
+        self._count(len(raw))
+
+    def _count(self, nbytes: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._done += nbytes
+                self._progress("writing", self._done, self._total)
+
+
+def _runs(box: Region, whole: Region) -> Iterator[Region]:
+    """Yield the parts of a box, in order, whose elements are consecutive in the whole tensor."""
+    if box.start_in(whole) is not None:
+        yield box
+        return
+    axis = next(i for i, n in enumerate(box.sizes) if n > 1)
+    for i in range(box.sizes[axis]):
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[axis] += i
+        sizes[axis] = 1
+        yield from _runs(Region(tuple(offsets), tuple(sizes)), whole)
+
+
+class _File(NamedTuple):
+    """A file to write to: through the page cache, and around it if that is possible."""
+
+    fd: int
+    direct: int | None
+
+    def write(self, at: int, raw: memoryview) -> None:
+        """Write bytes; whole pages of an aligned buffer to aligned places around the cache."""
+        whole = len(raw) // PAGE * PAGE
+        aligned = whole >= _DIRECT_BYTES and not at % PAGE and not raw.readonly
+        if self.direct is not None and aligned and not address_of(raw) % PAGE:
+            n = os.pwrite(self.direct, raw[:whole], at)
+            raw, at = raw[n:], at + n
+        while raw:
+            n = os.pwrite(self.fd, raw, at)
+            raw, at = raw[n:], at + n
+
+
+@contextmanager
+def _opened(fd: int) -> Iterator[_File]:
+    """Open a file once more, to be written around the page cache where the file system allows."""
+    try:
+        direct = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        yield _File(fd, None)
+        return
+    try:
+        yield _File(fd, direct)
+    finally:
+        os.close(direct)
+
+
+# --- CRC-32 -----------------------------------------------------------------------------------
+
+
+class _Crc:
+    """The CRC-32 of a tensor whose chunks come in any order.
+
+    Attributes:
+        in_pieces: Whether the chunks are no runs of the tensor's bytes.
+    """
+
+    def __init__(self) -> None:
+        self.in_pieces = False
+        self._parts: dict[int, tuple[int, int]] = {}
+
+    def add(self, number: int, raw: memoryview) -> None:
+        self._parts[number] = zlib.crc32(raw), len(raw)
+
+    def value(self) -> int | None:
+        """Return it; None if it has to be computed from the file."""
+        if self.in_pieces:
+            return None
+        crc = 0
+        for _, (part, nbytes) in sorted(self._parts.items()):
+            crc = _times(_shift(nbytes), crc) ^ part
+        return crc
+
+
+def _crc_of(fd: int, start: int, nbytes: int) -> int:
+    crc, end = 0, start + nbytes
+    while start < end and (data := os.pread(fd, min(1 << 20, end - start), start)):
+        crc, start = zlib.crc32(data, crc), start + len(data)
+    return crc
+
+
+_POLYNOMIAL = 0xEDB88320
+
+
+def _times(a: int, b: int) -> int:
+    """Return the product of two polynomials modulo that of CRC-32, bits reflected."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@lru_cache(4096)
+def _shift(nbytes: int) -> int:
+    """Return what a CRC is multiplied with if so many bytes follow: x to the power of the bits."""
+    power, factor = 1 << 31, 1 << 23  # x to the power of 0 and of 8
+    while nbytes:
+        if nbytes & 1:
+            power = _times(power, factor)
+        factor = _times(factor, factor)
+        nbytes >>= 1
+    return power

@@ -1,0 +1,48 @@
+"""Exporting a snapshot, or a part of it, to a file of another format."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from casnap.errors import CasnapError
+from casnap.files.chosen import part_of
+from casnap.files.report import ExportOptions, ExportReport
+from casnap.files.target import check_absent
+from casnap.runtime.progress import Progress
+from casnap.storage.contents import Contents
+
+
+def export(
+    contents: Contents, out: Path, options: ExportOptions, progress: Progress | None
+) -> ExportReport:
+    """Write what is at a path of a snapshot to a file, or to a folder of files.
+
+    Raises:
+        TargetExistsError: There is something at ``out``.
+        FileFormatError: The format cannot hold it.
+        EntryNotFoundError: There is no such path.
+        DamagedError: Stored bytes are missing or damaged.
+        OSError: The files cannot be written.
+    """
+    started = time.monotonic()
+    check_absent(out)
+    if not out.parent.is_dir():
+        raise FileNotFoundError(2, "No such folder", str(out.parent))
+    part = part_of(contents, options.path)
+    if options.format == "safetensors":
+        from casnap.files.to_safetensors import export_safetensors as write
+    elif options.format == "torch":
+        from casnap.files.to_torch import export_torch as write
+    else:
+        from casnap.files.to_dcp import export_dcp as write
+    try:
+        report = write(contents, part, out, options, progress)
+    except OSError as e:
+        if isinstance(e, CasnapError) or e.filename is not None:
+            raise
+        # A write knows no name.
+        raise OSError(e.errno, os.strerror(e.errno or 0), str(out)) from e
+    report.seconds = time.monotonic() - started
+    return report

@@ -1,0 +1,257 @@
+"""Importing a checkpoint of ``torch.distributed.checkpoint`` (DCP), as FileSystemWriter writes it.
+
+Its ``.metadata`` is a pickle. It is followed, but not run: only DCP's own classes of metadata are
+known, and anything else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from casnap.errors import FileFormatError, StateError, UnsupportedTypeError
+from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
+from casnap.files.mapped import MappedFile, joined_leaf
+from casnap.files.source import Source, below
+from casnap.format.region import Region
+from casnap.runtime.threads import collector_paused
+from casnap.runtime.torch_modes import plain
+from casnap.state.flatten import flatten
+from casnap.state.pickles import PickleMachine, RefusedError, Term, kind_of
+from casnap.state.tensors import Leaf
+from casnap.state.torch_save import tensor_in
+from casnap.state.values import decode_value
+
+_META = "torch.distributed.checkpoint.metadata."
+_METADATA, _INDEX = f"{_META}Metadata", f"{_META}MetadataIndex"
+_TENSOR, _BYTES = f"{_META}TensorStorageMetadata", f"{_META}BytesStorageMetadata"
+_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_SIZE = "torch.Size"
+_KNOWN = {
+    _METADATA, _INDEX, _TENSOR, _BYTES, _INFO, _SIZE,
+    f"{_META}ChunkStorageMetadata", f"{_META}TensorProperties", f"{_META}StorageMeta",
+    f"{_META}_MEM_FORMAT_ENCODING", "torch.serialization._get_layout",
+    "pathlib.PosixPath", "pathlib._local.PosixPath", "collections.OrderedDict",
+}  # fmt: skip
+_SPARE, _RATIO = 64 << 20, 64
+
+
+class _Stored(NamedTuple):
+    """Where a tensor, a box of it, or an object lies: file, offset and length."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+class _Tensor(NamedTuple):
+    """A tensor: its dtype by torch's name, its shape, and the boxes that it is stored in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: list[Region]
+
+
+class _Metadata(NamedTuple):
+    """What the metadata say.
+
+    Attributes:
+        values: Name → the tensor; None for an object.
+        paths: Name → its object path.
+        places: The name, with the offsets of a box or None, → where it lies.
+    """
+
+    values: dict[str, _Tensor | None]
+    paths: dict[str, ObjectPath]
+    places: dict[tuple[str, tuple[int, ...] | None], _Stored]
+
+
+def read_dcp(folder: Path, key: str | None) -> Source:
+    """Return what a checkpoint of DCP holds, under the keys that it was saved with.
+
+    Raises:
+        FileFormatError: The metadata ask for code, or are damaged, or a file is missing.
+    """
+    file = folder / ".metadata"
+    mapped = MappedFile(file)
+    try:
+        metadata = _read_metadata(mapped.view)
+    except _CodeError as e:
+        raise FileFormatError(
+            f"{file} is a pickle that asks for {e}, which is none of DCP's metadata classes, so it "
+            "was refused; nothing of it was run. On a machine where you trust it, load it with "
+            "dcp.load, and save it with casnap.integrations.dcp.CasnapWriter"
+        ) from e
+    except (RefusedError, KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+        raise FileFormatError(f"{file} are no metadata of DCP: {e}") from e
+    paths = {name: (key, *p) if key else p for name, p in metadata.paths.items()}
+    reader = _Files(folder, metadata)
+    try:
+        above = containers_above(paths.values())
+    except StateError as e:
+        raise FileFormatError(f"{file}: {e}") from e
+    leaves: dict[str, list[Leaf]] = {str(path[0]): [] for path in paths.values()}
+    for top, containers in above.items():
+        leaves[top] += containers
+    with plain(), collector_paused():
+        for name, path in paths.items():
+            leaves[str(path[0])] += reader.leaves(name, casnap_path(path))
+    return Source("dcp", len(reader.mapped) + 1, leaves)
+
+
+# --- the metadata -----------------------------------------------------------------------------
+
+
+class _CodeError(ValueError):
+    """The metadata ask for a class or function that DCP's metadata do not need."""
+
+
+def _only_known(machine: PickleMachine, verb: str, term: Term) -> None:
+    if verb == "storage" or term.name not in _KNOWN:
+        raise _CodeError(term.name or "a storage")
+
+
+def _read_metadata(data: memoryview) -> _Metadata:
+    budget = _SPARE + _RATIO * len(data)
+    top = PickleMachine(data, 0, budget, _only_known, newest=5).run()
+    fields = _fields(top, _METADATA)
+    described = _pairs(fields["state_dict_metadata"])
+    values = {_text(name): _value(term) for name, term in described}
+    paths: dict[str, ObjectPath] = {name: (name,) for name in values}
+    planner_data = fields.get("planner_data")
+    if kind_of(planner_data) == "dict":
+        for name, path in _pairs(planner_data):
+            if name in paths and kind_of(path) == "tuple":
+                paths[name] = tuple(_component(part) for part in path.parts) or (name,)
+    places: dict[tuple[str, tuple[int, ...] | None], _Stored] = {}
+    for index, info in _pairs(fields["storage_data"]):
+        place = _fields(index, _INDEX)
+        offset = place.get("offset")
+        where = _text(place["fqn"]), None if offset is None else _sizes(offset)
+        places[where] = _stored(_fields(info, _INFO))
+    return _Metadata(values, paths, places)
+
+
+def _fields(term: object, name: str = "") -> dict[str, Any]:
+    """Return the attributes of an object of a class."""
+    if not isinstance(term, Term) or term.kind != "call" or (name and term.name != name):
+        raise ValueError(f"a {getattr(term, 'name', kind_of(term))} in place of a {name}")
+    return {_text(key): value for key, value in _pairs(term.state)}
+
+
+def _pairs(term: object) -> list[tuple[Any, Any]]:
+    if not isinstance(term, Term) or term.kind != "dict":
+        raise ValueError(f"a {kind_of(term)} in place of a dict")
+    return list(zip(term.parts[::2], term.parts[1::2], strict=True))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a {kind_of(value)} in place of a name")
+    return value
+
+
+def _component(value: object) -> str | int:
+    if type(value) not in (str, int):
+        raise TypeError(f"a {kind_of(value)} in the path of a value")
+    return value  # type: ignore[return-value]
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r:.40} in place of a number")
+    return value
+
+
+def _sizes(term: object) -> tuple[int, ...]:
+    """Return what a torch.Size holds."""
+    if not isinstance(term, Term) or term.name != _SIZE or kind_of(term.parts[0]) != "tuple":
+        raise ValueError(f"a {kind_of(term)} in place of sizes")
+    return tuple(map(_number, term.parts[0].parts))
+
+
+def _value(term: object) -> _Tensor | None:
+    if isinstance(term, Term) and term.name == _BYTES:
+        return None
+    fields = _fields(term, _TENSOR)
+    dtype = fields["properties"].state.parts[0]
+    boxes = []
+    for chunk in fields["chunks"].parts:
+        box = _fields(chunk)
+        boxes.append(Region(_sizes(box["offsets"]), _sizes(box["sizes"])))
+    shape = _sizes(fields["size"])
+    if any(len(box.offsets) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
+        raise ValueError("a box of another number of axes than its tensor")
+    return _Tensor(_text(dtype.name).removeprefix("torch."), shape, boxes)
+
+
+def _stored(fields: dict[str, Any]) -> _Stored:
+    if fields.get("transform_descriptors"):
+        raise ValueError("its files are compressed by an extension of DCP, which casnap lacks")
+    return _Stored(
+        _text(fields["relative_path"]), _number(fields["offset"]), _number(fields["length"])
+    )
+
+
+# --- the files --------------------------------------------------------------------------------
+
+
+class _Files:
+    """The files of a checkpoint, each mapped once."""
+
+    def __init__(self, folder: Path, metadata: _Metadata) -> None:
+        self._folder = folder
+        self._metadata = metadata
+        self.mapped: dict[str, MappedFile] = {}
+
+    def leaves(self, name: str, path: str) -> Iterator[Leaf]:
+        """Yield the leaves of a value.
+
+        Raises:
+            FileFormatError: It is not where the metadata say, or is something else.
+        """
+        tensor = self._metadata.values[name]
+        try:
+            if tensor is None:
+                file, at, nbytes = self._place(name, None)
+                value = decode_value(path, "object", bytes(file.view[at : at + nbytes]))
+                yield from flatten(value, path)
+            else:
+                parts = [(box, self._part(name, tensor, box)) for box in _held(tensor)]
+                yield joined_leaf(path, tensor.dtype, tensor.shape, parts)
+        except (RefusedError, UnsupportedTypeError) as e:
+            raise FileFormatError(f"{self._folder}: {name} cannot be imported: {e}") from e
+
+    def _place(self, name: str, offsets: tuple[int, ...] | None) -> tuple[MappedFile, int, int]:
+        places = self._metadata.places
+        stored = places.get((name, offsets)) or places.get((name, None))
+        if stored is None:
+            raise RefusedError("the metadata do not say where it is")
+        file = self.mapped.get(stored.file)
+        if file is None:
+            file = MappedFile(below(self._folder, stored.file, f"{self._folder}/.metadata"))
+            self.mapped[stored.file] = file
+        if stored.offset + stored.nbytes > len(file.view):
+            raise RefusedError(f"{stored.file} ends before it")
+        return file, stored.offset, stored.nbytes
+
+    def _part(self, name: str, tensor: _Tensor, box: Region) -> torch.Tensor:
+        file, at, nbytes = self._place(name, box.offsets)
+        found, raw = tensor_in(file.view[at : at + nbytes])
+        dtype = str(found.dtype).removeprefix("torch.")
+        if dtype != tensor.dtype or tuple(found.shape) != box.sizes:
+            raise RefusedError(
+                f"the metadata say {tensor.dtype} of shape {list(box.sizes)}, the file has {dtype} "
+                f"of shape {list(found.shape)}"
+            )
+        itemsize = found.dtype.itemsize
+        start = file.offset_of(raw) + found.offset * itemsize
+        return file.elements(start, box.sizes, itemsize, found.strides)
+
+
+def _held(tensor: _Tensor) -> list[Region]:
+    """Return the boxes of a tensor that hold elements, each once."""
+    return list(dict.fromkeys(box for box in tensor.boxes if box.numel))

@@ -1,0 +1,65 @@
+"""Importing a file of ``torch.save``, as ``torch.load(weights_only=True)`` reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from casnap.errors import CasnapError, FileFormatError
+from casnap.files.mapped import MappedFile
+from casnap.files.source import MODEL, Source
+from casnap.runtime.threads import collector_paused
+from casnap.runtime.torch_modes import plain
+from casnap.state.containers import component_of
+from casnap.state.flatten import flatten
+from casnap.state.pickles import RefusedError
+from casnap.state.torch_save import inspected
+
+
+def read_torch(path: Path, key: str | None) -> Source:
+    """Return what a file of ``torch.save`` holds. Its tensors are views of the file.
+
+    Raises:
+        FileFormatError: It is damaged, or more than weights: it needs pickle.
+        UnsupportedTypeError: A value in it cannot be stored.
+    """
+    state = _loaded(path)
+    states = {key or MODEL: state}
+    if key is None and _has_keys(state):
+        states = dict(state)
+    with plain(), collector_paused():
+        leaves = {name: list(flatten(each, component_of(name))) for name, each in states.items()}
+    return Source("torch", 1, leaves)
+
+
+def _has_keys(state: Any) -> bool:
+    """Whether a state is one of several keys, such as ``{"model": …, "step": 100}``."""
+    if not isinstance(state, dict) or not all(type(name) is str for name in state):
+        return False
+    return not all(isinstance(value, torch.Tensor) for value in state.values())
+
+
+def _loaded(path: Path) -> Any:
+    with path.open("rb") as stream:
+        if stream.read(4) != b"PK\3\4":
+            raise FileFormatError(
+                f"{path} is a pickle, perhaps of torch.save before torch 1.6; save it anew: "
+                "torch.save(torch.load(path, weights_only=True), new_path)"
+            )
+    mapped = MappedFile(path)
+    try:
+        # What would take much memory is refused first.
+        inspected(mapped.view)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
+    except (CasnapError, OSError):
+        raise
+    except Exception as e:  # torch.load raises errors of many types
+        why = " ".join(str(e).split()) if isinstance(e, RefusedError) else str(e).partition("\n")[0]
+        raise FileFormatError(
+            f"{path} is not read: {why:.300}. casnap runs no code of a file, so it takes what "
+            "torch.load(weights_only=True) reads; if you trust the file, load it with "
+            "weights_only=False on a machine where it may run code, and save its tensors and plain "
+            "values anew"
+        ) from e

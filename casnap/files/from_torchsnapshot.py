@@ -1,0 +1,265 @@
+"""Importing a snapshot of TorchSnapshot, as one of its ranks sees it."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from casnap.errors import FileFormatError, UnsupportedTypeError
+from casnap.files.mapped import MappedFile, joined_leaf
+from casnap.files.source import Source, below
+from casnap.format.decoding import json_decoder
+from casnap.format.names import rank_names
+from casnap.format.region import Region
+from casnap.runtime.threads import collector_paused
+from casnap.runtime.torch_modes import plain
+from casnap.state.containers import component_of
+from casnap.state.flatten import containers_of, flatten
+from casnap.state.pickles import RefusedError
+from casnap.state.tensors import TENSOR_DTYPES, Leaf
+from casnap.state.torch_save import tensor_in
+from casnap.state.values import decode_value
+
+_CONTAINERS = ("dict", "OrderedDict", "list")
+_PRIMITIVES = ("int", "str", "bool", "bytes", "float")
+
+
+class _Tensor(msgspec.Struct):
+    location: str
+    serializer: str
+    dtype: str
+    shape: tuple[int, ...]
+    byte_range: tuple[int, int] | None = None
+
+
+class _Shard(msgspec.Struct):
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tensor: _Tensor
+
+
+class _Entry(msgspec.Struct):
+    """An entry of any type; most fields are those of some types."""
+
+    type: str
+    keys: list[str | int] = []
+    location: str = ""
+    serializer: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    byte_range: tuple[int, int] | None = None
+    shards: list[_Shard] = []
+    chunks: list[_Shard] = []
+    serialized_value: str = ""
+    replicated: bool = False
+
+
+class _Snapshot(msgspec.Struct):
+    world_size: int
+    manifest: dict[str, _Entry]
+
+
+def read_torchsnapshot(folder: Path, key: str | None, rank: int | None) -> Source:
+    """Return what a rank restores: its own entries, the replicated ones, and sharded tensors whole.
+
+    Raises:
+        FileFormatError: The metadata are malformed, a file is missing, or other ranks have entries
+            of their own, and ``rank`` is None.
+    """
+    snapshot = _read(folder / ".snapshot_metadata")
+    if key is not None:
+        raise FileFormatError(f"{folder} has keys of its own; leave key= out")
+    entries = _seen_by(folder, snapshot, rank)
+    reader = _Reader(folder, entries)
+    with plain(), collector_paused():
+        leaves = {top: list(reader.leaves_of(top)) for top in entries if "/" not in top}
+    if len(orphans := entries.keys() - reader.seen):
+        raise FileFormatError(f"{folder}: {min(orphans)!r:.200} is in no container")
+    return Source("torchsnapshot", len(reader.mapped) + 1, leaves)
+
+
+def _read(file: Path) -> _Snapshot:
+    data = file.read_bytes()
+    try:
+        return json_decoder(_Snapshot).decode(data)
+    except msgspec.ValidationError as e:
+        raise FileFormatError(f"{file} is not as TorchSnapshot writes it: {e}") from e
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    try:
+        import yaml
+    except ImportError as e:
+        raise FileFormatError(f"{file} is no JSON; to read YAML, pip install pyyaml") from e
+    try:
+        found = yaml.load(data, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return json_decoder(_Snapshot).decode(msgspec.json.encode(found))
+    except (yaml.YAMLError, msgspec.MsgspecError, RecursionError, TypeError, ValueError) as e:
+        why = " ".join(str(e).split())
+        raise FileFormatError(f"{file} is not as TorchSnapshot writes it: {why:.200}") from e
+
+
+def _seen_by(folder: Path, snapshot: _Snapshot, rank: int | None) -> dict[str, _Entry]:
+    """Return the entries that a rank restores, by path without the rank; shards of all ranks."""
+    world = snapshot.world_size
+    asked = 0 if rank is None else rank
+    if not 0 <= asked < max(world, 1):
+        raise FileFormatError(f"{folder} was taken by {world} ranks; there is no rank {asked}")
+    found: dict[str, _Entry] = {}
+    shards: dict[str, list[_Shard]] = {}
+    others: dict[int, str] = {}
+    for path, entry in snapshot.manifest.items():
+        first, _, inner = path.partition("/")
+        if not first.isdecimal() or not inner or int(first) >= world:
+            raise FileFormatError(f"{folder}: {path!r:.200} does not begin with a rank")
+        if entry.type == "ShardedTensor":
+            shards.setdefault(inner, []).extend(entry.shards)
+        if int(first) == asked or (first == "0" and entry.replicated):
+            found[inner] = entry
+        elif not entry.replicated and entry.type not in (*_CONTAINERS, "ShardedTensor"):
+            others.setdefault(int(first), inner)
+    if rank is None and others:
+        one, path = next(iter(others.items()))
+        raise FileFormatError(
+            f"{folder}: {rank_names(sorted(others))} of {world} have entries of their own, such as "
+            f"{one}/{path}; say whose to import with rank=0 (--rank 0)"
+        )
+    for path, entry in found.items():
+        if entry.type == "ShardedTensor":
+            found[path] = msgspec.structs.replace(entry, shards=shards[path])
+    return found
+
+
+class _Reader:
+    """The entries of a rank, and the files that they are in.
+
+    Attributes:
+        mapped: The files that were read, by name.
+        seen: The paths that were read.
+    """
+
+    def __init__(self, folder: Path, entries: dict[str, _Entry]) -> None:
+        self._folder = folder
+        self._entries = entries
+        self._lengths: dict[str, int] = {}
+        for path in entries:
+            above, _, last = path.rpartition("/")
+            if above in entries and entries[above].type == "list" and last.isdecimal():
+                self._lengths[above] = max(self._lengths.get(above, 0), int(last) + 1)
+        self.mapped: dict[str, MappedFile] = {}
+        self.seen: set[str] = set()
+
+    def leaves_of(self, top: str) -> Iterator[Leaf]:
+        """Yield the leaves of a key: containers first, then what they hold."""
+        places: list[str] = []
+        try:
+            yield from containers_of(self._state(top, places), top)
+        except RecursionError as e:
+            raise FileFormatError(f"{self._folder}: {top!r:.200} is nested too deeply") from e
+        for path in places:
+            try:
+                yield from self._leaves(path, self._entries[path])
+            except (RefusedError, UnsupportedTypeError, ValueError, struct.error) as e:
+                if isinstance(e, FileFormatError):
+                    raise
+                raise FileFormatError(f"{self._folder}: {path} cannot be imported: {e}") from e
+
+    def _state(self, path: str, places: list[str]) -> Any:
+        """Return containers as they were, empty where other values are; note the paths of these."""
+        self.seen.add(path)
+        entry = self._entries.get(path)
+        if entry is None:
+            raise FileFormatError(f"{self._folder}: {path!r:.200} is missing from the manifest")
+        if entry.type == "list":
+            count = self._lengths.get(path, 0)
+            if count > len(self._entries):
+                raise FileFormatError(f"{self._folder}: {path!r:.200} lacks elements")
+            return [self._state(f"{path}/{i}", places) for i in range(count)]
+        if entry.type not in _CONTAINERS:
+            places.append(path)
+            return _VALUE
+        made: dict[Any, Any] = {} if entry.type == "dict" else OrderedDict()
+        for name in entry.keys:
+            made[name] = self._state(f"{path}/{component_of(name)}", places)
+        return made
+
+    def _leaves(self, path: str, entry: _Entry) -> Iterator[Leaf]:
+        if entry.type in _PRIMITIVES:
+            yield from flatten(_primitive(entry), path)
+        elif entry.type == "object":
+            if entry.serializer != "torch_save":
+                raise RefusedError(f"it is written by {entry.serializer!r:.40}")
+            data = bytes(self._file(entry.location).view)
+            yield from flatten(decode_value(path, "object", data), path)
+        elif entry.type == "Tensor":
+            fields = entry.location, entry.serializer, entry.dtype, entry.shape, entry.byte_range
+            shard = _Shard((0,) * len(entry.shape), entry.shape, _Tensor(*fields))
+            yield self._joined(path, entry.dtype, entry.shape, [shard])
+        elif entry.type == "ChunkedTensor":
+            yield self._joined(path, entry.dtype, entry.shape, entry.chunks)
+        elif entry.type == "ShardedTensor" and entry.shards:
+            ends = [
+                tuple(o + n for o, n in zip(s.offsets, s.sizes, strict=True)) for s in entry.shards
+            ]
+            shape = tuple(map(max, zip(*ends, strict=True)))
+            yield self._joined(path, entry.shards[0].tensor.dtype, shape, entry.shards)
+        else:
+            raise RefusedError(f"it is of the unknown type {entry.type!r:.40}")
+
+    def _joined(self, path: str, dtype: str, shape: tuple[int, ...], shards: list[_Shard]) -> Leaf:
+        # Ranks may hold the same shard.
+        parts = {Region(s.offsets, s.sizes): s.tensor for s in shards}
+        if any(t.dtype != dtype or t.shape != box.sizes for box, t in parts.items()):
+            raise RefusedError("its parts are of several dtypes, or not of the shapes that it says")
+        contents = [(box, self._content(tensor)) for box, tensor in parts.items() if box.numel]
+        return joined_leaf(path, dtype.removeprefix("torch."), shape, contents)
+
+    def _content(self, tensor: _Tensor) -> torch.Tensor:
+        known = TENSOR_DTYPES.get(tensor.dtype.removeprefix("torch."))
+        file = self._file(tensor.location)
+        start, stop = tensor.byte_range or (0, len(file.view))
+        if known is None or not 0 <= start <= stop <= len(file.view):
+            raise RefusedError(f"{tensor.location} ends before it, or its dtype is unknown")
+        if tensor.serializer == "torch_save":
+            found, raw = tensor_in(file.view[start:stop])
+            if (found.dtype, tuple(found.shape)) != (known, tensor.shape):
+                raise RefusedError(f"{tensor.location} holds another tensor")
+            at = file.offset_of(raw) + found.offset * known.itemsize
+            return file.elements(at, tensor.shape, known.itemsize, found.strides)
+        if tensor.serializer != "buffer_protocol":
+            raise RefusedError(f"it is written by {tensor.serializer!r:.40}")
+        if prod(tensor.shape) * known.itemsize != stop - start:
+            raise RefusedError(f"{tensor.location} has {stop - start:,} bytes for it")
+        return file.elements(start, tensor.shape, known.itemsize)
+
+    def _file(self, location: str) -> MappedFile:
+        file = self.mapped.get(location)
+        if file is None:
+            what = f"{self._folder}/.snapshot_metadata"
+            file = self.mapped[location] = MappedFile(below(self._folder, location, what))
+        return file
+
+
+_VALUE = object()
+
+
+def _primitive(entry: _Entry) -> object:
+    """Return a value that stands in the metadata."""
+    text = entry.serialized_value
+    if entry.type == "int":
+        return int(text)
+    if entry.type == "bool":
+        if text not in ("True", "False"):
+            raise ValueError(f"{text!r:.40} is no bool")
+        return text == "True"
+    if entry.type == "str":
+        return text
+    data = base64.b64decode(text, validate=True)
+    return data if entry.type == "bytes" else struct.unpack("<d", data)[0]

@@ -1,0 +1,96 @@
+"""What an import and an export are told, and what they tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMATS = ("safetensors", "torch", "dcp")
+"""The formats that can be exported."""
+
+
+@dataclass
+class ImportReport:
+    """What an import did, or with ``dry_run`` would do.
+
+    Attributes:
+        dry_run: Whether nothing was changed.
+        name: The name of the snapshot.
+        format: What was found: ``safetensors``, ``torch``, ``dcp`` or ``torchsnapshot``.
+        files: How many files hold it.
+        keys: The keys of the snapshot.
+        tensors: How many tensors there are.
+        values: How many other values.
+        logical_bytes: The bytes of all of them.
+        new_bytes: The bytes of the chunks that the store did not have; 0 for a dry run.
+        metadata: The metadata of the snapshot.
+        seconds: How long it took.
+    """
+
+    dry_run: bool
+    name: str
+    format: str
+    files: int
+    keys: list[str]
+    tensors: int
+    values: int
+    logical_bytes: int
+    new_bytes: int = 0
+    metadata: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How to export. :meth:`casnap.Snapshot.export` describes the options."""
+
+    path: str | None = None
+    format: str = "safetensors"
+    max_shard_size: int | None = None
+    tensors_only: bool = False
+    tied: Sequence[str] = ()
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"format= is one of {', '.join(FORMATS)}; got {self.format!r}")
+        if isinstance(self.tied, str):
+            raise TypeError(f"tied is a list of names, such as [{self.tied!r}]; got a str")
+        if self.max_shard_size is not None and self.max_shard_size < 1:
+            raise ValueError(f"max_shard_size= is a number of bytes; got {self.max_shard_size!r}")
+        if self.max_shard_size is not None and self.format == "torch":
+            raise ValueError(
+                "torch.save makes one file; leave max_shard_size= out, or export safetensors or dcp"
+            )
+        if self.tied and self.format == "dcp":
+            raise ValueError("DCP stores each name by itself; leave tied= out")
+
+
+@dataclass
+class ExportReport:
+    """What an export did, or with ``dry_run`` would do.
+
+    Attributes:
+        dry_run: Whether nothing was written.
+        format: The format.
+        files: The files below the target, or its own name, and their bytes. A dry run does not tell
+            the bytes of files of torch and dcp, but those of their tensors.
+        tensors: How many tensors were written.
+        nbytes: Their bytes.
+        left_out: The paths of values that the format cannot hold, if ``tensors_only`` left them
+            out.
+        tied: Names that were stored under another name alone, and that name.
+        equal: Names whose bytes are those of an earlier name, and that name: perhaps tied weights.
+        seconds: How long it took.
+    """
+
+    dry_run: bool
+    format: str
+    files: dict[str, int] = field(default_factory=dict)
+    tensors: int = 0
+    nbytes: int = 0
+    left_out: list[str] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    equal: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0

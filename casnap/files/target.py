@@ -1,0 +1,111 @@
+"""Where an export goes: a file or folder that appears whole under its name, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from casnap.errors import TargetExistsError
+
+
+class Target:
+    """A file or folder being written under another name beside its own.
+
+    Args:
+        out: Its name.
+        is_folder: Whether it is a folder.
+        needed: About how many bytes it will have.
+
+    Raises:
+        TargetExistsError: The name is taken.
+        OSError: There is no such folder above, or not enough space.
+
+    Attributes:
+        sizes: The bytes of each file that was written, by its name.
+    """
+
+    def __init__(self, out: Path, *, is_folder: bool, needed: int) -> None:
+        self._out = out
+        self._is_folder = is_folder
+        check_absent(out)
+        if shutil.disk_usage(out.parent).free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
+        self._partial = out.parent / f".{out.name[:200]}.{os.urandom(6).hex()}.partial"
+        self.sizes: dict[str, int] = {}
+
+    def __enter__(self) -> Target:
+        if self._is_folder:
+            self._partial.mkdir()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                self._publish()
+        finally:
+            with suppress(OSError):
+                if self._is_folder:
+                    shutil.rmtree(self._partial)
+                else:
+                    self._partial.unlink()
+
+    @contextmanager
+    def file(self, name: str, nbytes: int = 0) -> Iterator[int]:
+        """Create a file, and sync it at the end of the block.
+
+        Args:
+            name: Its name in the folder; of a single file, its own name.
+            nbytes: How long it will be at least, so that space is taken before anything is written.
+        """
+        path = self._partial / name if self._is_folder else self._partial
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            if nbytes:
+                os.posix_fallocate(fd, 0, nbytes)
+            yield fd
+            os.fsync(fd)
+            self.sizes[name] = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+
+    def _publish(self) -> None:
+        if self._is_folder:
+            _sync_folder(self._partial)
+            try:
+                self._partial.rename(self._out)
+            except OSError as e:
+                check_absent(self._out, e)
+                raise
+        else:
+            try:
+                os.link(self._partial, self._out)
+            except FileExistsError as e:
+                check_absent(self._out, e)
+            except OSError as e:  # a file system without links
+                check_absent(self._out, e)
+                self._partial.rename(self._out)
+        _sync_folder(self._out.parent)
+
+
+def check_absent(out: Path, cause: OSError | None = None) -> None:
+    """Check that nothing is where an export is to go.
+
+    Raises:
+        TargetExistsError: There is something.
+    """
+    if os.path.lexists(out):
+        raise TargetExistsError(
+            f"{out} exists already; choose another name, or move it away first"
+        ) from cause
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

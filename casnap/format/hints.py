@@ -1,0 +1,167 @@
+"""Hints at the end of a pack of nodes: where the things lie that its nodes name.
+
+Nothing rests on them: what is read at a hint is verified by its digest, and what is not there is
+looked for in the index.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
+import msgspec
+from msgspec import Struct
+
+from casnap.format.decoding import decoder
+from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
+from casnap.format.records import ID_SIZE, Place, encode
+
+MOST_HINTS_BYTES = 512 << 10
+"""No pack has hints of more bytes than that."""
+MOST_HINTS = 1 << 15
+"""Nor of more things."""
+
+_MAGIC = b"CASNAPh1"
+_NAME_SIZE = 6
+_PAGE, _ALIGN_FROM = 4096, 64 << 10
+_TREE, _MANIFEST = (b"\x92\xa1l", b"\x92\xa1b"), b"\x82\xa6global"
+_LIST_OF_NODES = b"\x92\xa1b"
+# A row names its manifest beside a hint of its own.
+_HINTED = b"\xa8manifest\x92"
+
+
+class _Run(Struct, frozen=True, array_like=True, gc=False):
+    """Some things one behind the other in a pack, of equal lengths."""
+
+    count: int
+    pack: int
+    offset: int
+    stored: int
+    raw: int
+    codec: int
+
+    def next(self, after: int) -> int:
+        """Return the offset of the thing that comes so many after the first."""
+        step = -(-self.stored // _PAGE) * _PAGE if self.stored >= _ALIGN_FROM else self.stored
+        return self.offset + after * step
+
+    def goes_on_with(self, run: _Run) -> bool:
+        """Whether another run begins where this one ends, with things of the same length."""
+        alike = (self.pack, self.stored, self.raw, self.codec) == (
+            run.pack,
+            run.stored,
+            run.raw,
+            run.codec,
+        )
+        return alike and self.next(self.count) == run.offset
+
+
+class _Body(Struct, frozen=True, array_like=True):
+    packs: bytes
+    names: bytes
+    runs: list[_Run]
+    nodes: list[bytes]
+
+
+class Hints:
+    """The hints of one pack.
+
+    Args:
+        body: What they say.
+        pack: The pack that they stand in.
+
+    Attributes:
+        nodes: Nodes that the hints hold themselves: lists of the table, not verified.
+    """
+
+    def __init__(self, body: _Body, pack: bytes) -> None:
+        self.nodes = body.nodes
+        self._body = body
+        self._pack = pack
+        self._stops = list(accumulate(run.count for run in body.runs))
+
+    def find(self, digest: bytes) -> Place | None:
+        """Return where something is said to lie; None if nothing is said."""
+        names, name, at = self._body.names, digest[:_NAME_SIZE], -1
+        while (at := names.find(name, at + 1)) >= 0:
+            if at % _NAME_SIZE == 0:
+                return self._place(at // _NAME_SIZE)
+        return None
+
+    def _place(self, index: int) -> Place | None:
+        number = bisect_right(self._stops, index)
+        if number == len(self._stops):
+            return None
+        run = self._body.runs[number]
+        start = ID_SIZE * run.pack
+        # A pack does not know its own id, which changes when it is moved past a fence.
+        pack = self._body.packs[start : start + ID_SIZE] if run.pack >= 0 else self._pack
+        after = index - self._stops[number] + run.count
+        return Place(pack, run.next(after), run.stored, run.raw, run.codec)
+
+
+def encode_hints(
+    places: Sequence[tuple[Digest, Place]], nodes: Iterable[bytes], pack: bytes
+) -> bytes:
+    """Return the hints of a pack.
+
+    Args:
+        places: Where things lie.
+        nodes: Nodes to be held.
+        pack: The pack.
+    """
+    numbers: dict[bytes, int] = {}
+    runs: list[_Run] = []
+    for _, place in places:
+        own = place.pack == pack
+        number = -1 if own else numbers.setdefault(place.pack, len(numbers))
+        run = _Run(1, number, place.offset, place.stored, place.raw, place.codec)
+        if runs and runs[-1].goes_on_with(run):
+            runs[-1] = msgspec.structs.replace(runs[-1], count=runs[-1].count + 1)
+        else:
+            runs.append(run)
+    names = b"".join(digest[:_NAME_SIZE] for digest, _ in places)
+    body = encode(_Body(b"".join(numbers), names, runs, list(nodes)))
+    return _MAGIC + body
+
+
+def are_hints(node: bytes) -> bool:
+    """Whether the bytes of a node are hints."""
+    return node.startswith(_MAGIC)
+
+
+def decode_hints(data: bytes, pack: bytes) -> Hints | None:
+    """Return the hints that some bytes are; None if they are none."""
+    if not are_hints(data):
+        return None
+    try:
+        body = decoder(_Body).decode(data[len(_MAGIC) :])
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return None
+    sound = all(run.count > 0 and run.pack >= -1 for run in body.runs)
+    return Hints(body, pack) if sound else None
+
+
+def names_nodes(node: bytes) -> bool:
+    """Whether a node is a list of the nodes of a tree."""
+    return node.startswith(_LIST_OF_NODES)
+
+
+def named_in(node: bytes) -> Iterator[Digest]:
+    """Yield the digests that a node names, as far as its bytes show them.
+
+    A digest may be missed, and other bytes be taken for one.
+    """
+    if not node.startswith((*_TREE, _MANIFEST)):
+        if len(node) % DIGEST_SIZE == 0:
+            yield from split_digests(node)
+        return
+    at = -1
+    # MessagePack has bytes of up to 255 as 0xc4 and their length.
+    while (at := node.find(b"\xc4", at + 1)) >= 0:
+        size = node[at + 1] if at + 1 < len(node) else 0
+        if size and size % DIGEST_SIZE == 0:
+            if not node.endswith(_HINTED, 0, at):
+                yield from split_digests(node[at + 2 : at + 2 + size])
+            at += 1 + size

@@ -1,0 +1,204 @@
+"""The state of an Accelerator as snapshots.
+
+::
+
+    from casnap.integrations.accelerate import load_state, save_state
+
+    save_state(accelerator, "/ckpts/run1/step_100")
+    load_state(accelerator, "/ckpts/run1/step_100")
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from casnap.errors import SnapshotNotFoundError, StateError
+from casnap.integrations.trainers import Value, check_version, load_own, own_rank, snapshot_at
+from casnap.snapshot import Snapshot
+from casnap.state.stateful import RNGState, Stateful
+
+check_version("accelerate", "1.15", "1.16")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+
+StrPath = str | os.PathLike[str]
+
+_ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU")
+"""The kinds of worlds in which each process has the whole model."""
+
+
+def save_state(
+    accelerator: Accelerator, output_dir: StrPath | None = None, *, allow_pickle: bool = False
+) -> Snapshot:
+    """Take a snapshot of what ``accelerator.save_state(output_dir)`` saves. All processes call it.
+
+    That is the prepared models, optimizers, schedulers and stateful data loaders, the scaler, the
+    random states, the step, and what was registered for checkpointing. The keys are ``model``,
+    ``model_1``, ``custom_0`` and so on. The models are stored as they are without a wrapper of DDP.
+
+    Args:
+        accelerator: The Accelerator.
+        output_dir: The path of the snapshot; it replaces one of that name. With
+            ``automatic_checkpoint_naming`` it is ``checkpoint_<n>`` below ``checkpoints`` of the
+            project; the oldest beyond ``total_limit`` are forgotten when the new one is there.
+        allow_pickle: Store values that have no safe encoding by pickle.
+
+    Raises:
+        StateError: The Accelerator splits the model in a way that this does not support.
+        SnapshotExistsError: With automatic naming, there is one of that number.
+    """
+    _check_supported(accelerator)
+    automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    if automatic:
+        output_dir = _project(accelerator) / f"checkpoint_{accelerator.save_iteration}"
+    elif output_dir is None:
+        raise StateError("no output_dir, and automatic_checkpoint_naming is off")
+    state = dict(_parts(accelerator))
+    weights = [model.state_dict() for model in _models(accelerator)]
+    for hook in accelerator._save_model_state_pre_hook.values():
+        hook(accelerator._models, weights, os.fspath(output_dir))
+    state |= {_numbered("model", i): Value(w) for i, w in enumerate(weights)}
+    state |= {"step": Value(accelerator.step), "rng": RNGState()}
+    taken = Snapshot.take(
+        _absolute(output_dir),
+        state,
+        overwrite=not automatic,
+        allow_pickle=allow_pickle,
+        per_rank=["dataloader*"],
+        metadata={"step": accelerator.step},
+    )
+    if automatic:
+        limit = accelerator.project_configuration.total_limit
+        if limit is not None and accelerator.is_main_process:
+            for _, folder in _checkpoints(_project(accelerator))[:-limit]:
+                _forget(folder)
+    accelerator.project_configuration.iteration += 1
+    return taken
+
+
+def load_state(
+    accelerator: Accelerator,
+    input_dir: StrPath | None = None,
+    *,
+    allow_pickle: bool = False,
+    **load_model_func_kwargs: Any,
+) -> None:
+    """Load a snapshot into what was prepared, in place. All processes call it.
+
+    A folder that the Accelerator itself has written is loaded by it.
+
+    Args:
+        accelerator: The Accelerator, after ``prepare``.
+        input_dir: The path of the snapshot. With ``automatic_checkpoint_naming`` it may be left
+            out: then it is the last one, and the next save has the number after it.
+        allow_pickle: Unpickle values that were stored by pickle.
+        load_model_func_kwargs: Only for a folder that the Accelerator has written.
+
+    Raises:
+        SnapshotNotFoundError: There is no such snapshot.
+        MismatchError: What was prepared does not fit the snapshot; nothing was loaded.
+    """
+    _check_supported(accelerator)
+    if input_dir is None:
+        if not accelerator.project_configuration.automatic_checkpoint_naming:
+            raise StateError("no input_dir, and automatic_checkpoint_naming is off")
+        found = _checkpoints(_project(accelerator))
+        if not found:
+            raise SnapshotNotFoundError(f"there is no checkpoint in {_project(accelerator)}")
+        accelerator.project_configuration.iteration, input_dir = found[-1][0] + 1, found[-1][1]
+    snapshot = snapshot_at(_absolute(input_dir))
+    if snapshot is None:
+        if not any(Path(input_dir).glob("*.*")):
+            raise SnapshotNotFoundError(f"there is no checkpoint at {os.fspath(input_dir)!r}")
+        accelerator.load_state(os.fspath(input_dir), **load_model_func_kwargs)
+        return
+    models = list(accelerator._models)
+    for hook in accelerator._load_model_state_pre_hook.values():
+        hook(models, os.fspath(input_dir))
+    plain = (accelerator.unwrap_model(model, keep_torch_compile=False) for model in models)
+    state: dict[str, Stateful] = {_numbered("model", i): m for i, m in enumerate(plain)}
+    state |= _parts(accelerator)
+    _check_keys(snapshot, state)
+    own = [key for key in state if key.startswith("dataloader")]
+    snapshot.restore(
+        {key: value for key, value in state.items() if key not in own}, allow_pickle=allow_pickle
+    )
+    for key in own:
+        load_own(snapshot, key, state[key], allow_pickle=allow_pickle)
+    accelerator.step = snapshot.read_object("step")
+    load_own(snapshot, "rng", RNGState())
+
+
+def _check_supported(accelerator: Accelerator) -> None:
+    kind = accelerator.distributed_type
+    if kind not in [DistributedType(name) for name in _ONE_COPY]:
+        raise StateError(
+            f"save_state and load_state do not support {kind.value}; for FSDP, use the "
+            "Accelerator's own after casnap.integrations.dcp.install(output_dir)"
+        )
+
+
+def _models(accelerator: Accelerator) -> list[Any]:
+    unwrap = accelerator.unwrap_model
+    return [unwrap(model, keep_torch_compile=False) for model in accelerator._models]
+
+
+def _parts(accelerator: Accelerator) -> Iterator[tuple[str, Stateful]]:
+    """Yield key and value of what has a state, besides the models."""
+    for name, values in (
+        ("optimizer", accelerator._optimizers),
+        ("scheduler", accelerator._schedulers),
+        ("dataloader", accelerator._dataloaders),
+    ):
+        for i, value in enumerate(values):
+            if name != "dataloader" or getattr(value, "use_stateful_dataloader", False):
+                yield _numbered(name, i), value
+    for i, value in enumerate(accelerator._custom_objects):
+        yield f"custom_{i}", value
+    if accelerator.scaler is not None:
+        yield "scaler", accelerator.scaler
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}_{number}" if number else name
+
+
+def _check_keys(snapshot: Snapshot, state: dict[str, Stateful]) -> None:
+    """Check that the snapshot has just what was prepared.
+
+    Raises:
+        StateError: It has more, or less.
+    """
+    stored = snapshot.contents.trees(own_rank()).keys() - {"step", "rng"}
+    missing, more = sorted(state.keys() - stored), sorted(stored - state.keys())
+    if missing or more:
+        raise StateError(
+            f"{snapshot.path} does not fit what was prepared and registered: it lacks "
+            f"{', '.join(missing) or 'nothing'}, and has more: {', '.join(more) or 'nothing'}"
+        )
+
+
+def _project(accelerator: Accelerator) -> Path:
+    return Path(accelerator.project_dir, "checkpoints")
+
+
+def _absolute(path: StrPath) -> StrPath:
+    return path if "://" in os.fspath(path) else Path(path).expanduser().absolute()
+
+
+def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return number and path of all checkpoints of a project that are whole, the oldest first."""
+    found = ((re.fullmatch(r"checkpoint_(\d+)", path.name), path) for path in folder.glob("*"))
+    numbered = sorted((int(match[1]), path) for match, path in found if match)
+    return [(number, path) for number, path in numbered if snapshot_at(path) is not None]
+
+
+def _forget(folder: Path) -> None:
+    snapshot = snapshot_at(folder)
+    if snapshot is not None:
+        snapshot.store.delete(snapshot.name, commit_id=snapshot.commit_id)

@@ -1,0 +1,165 @@
+"""Checkpoints of Lightning as snapshots.
+
+::
+
+    from casnap.integrations.lightning import CasnapCheckpointIO
+
+    trainer = Trainer(plugins=[CasnapCheckpointIO()], callbacks=[ModelCheckpoint("/ckpts/run1")])
+    trainer.fit(model, ckpt_path="last")
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from casnap.errors import SnapshotNotFoundError
+from casnap.integrations.trainers import check_version, snapshot_at, take_alone, values_of
+from casnap.snapshot import Snapshot
+from casnap.take.options import TakeOptions
+
+check_version("lightning", "2.6", "2.7")
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
+from lightning.fabric.utilities.apply_func import move_data_to_device  # noqa: E402
+
+StrPath = str | os.PathLike[str]
+
+
+class CasnapCheckpointIO(TorchCheckpointIO):
+    """Saves each checkpoint of Lightning as a snapshot, of the checkpoint's path.
+
+    The folder of the checkpoints is the store, unless there is one above it. Lightning's own
+    files, of before, are still loaded and removed.
+
+    Args:
+        async_save: Return once the state is copied, and store it in the background. The next save,
+            load or the end of the run waits for it, and raises its error. A checkpoint that
+            Lightning removes is kept until the one that replaces it is stored.
+        allow_pickle: Store values that have no safe encoding by pickle, as the hyperparameters of
+            some models are, and unpickle them.
+        storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
+    """
+
+    def __init__(
+        self,
+        *,
+        async_save: bool = False,
+        allow_pickle: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._async_save = async_save
+        self._allow_pickle = allow_pickle
+        self._storage_options = storage_options
+        self._wait: Callable[[], Snapshot] | None = None
+        self._outdated: list[StrPath] = []
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: StrPath,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take a snapshot of a checkpoint, in this process alone; it replaces one of its name.
+
+        Raises:
+            CasnapError: It, or the one before it, cannot be stored.
+        """
+        self.wait()
+        wait = take_alone(
+            path,
+            checkpoint,
+            TakeOptions(
+                metadata=_metadata_of(checkpoint), overwrite=True, allow_pickle=self._allow_pickle
+            ),
+            storage_options=storage_options or self._storage_options,
+            later=self._async_save,
+        )
+        if self._async_save:
+            self._wait = wait
+
+    def load_checkpoint(
+        self, path: StrPath, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint, verified.
+
+        Args:
+            path: Its path; or that of a file, which Lightning reads itself.
+            map_location: The device of the tensors; the CPU by default.
+            weights_only: ``False`` also unpickles what was stored with ``allow_pickle=True``.
+
+        Raises:
+            SnapshotNotFoundError: There is no checkpoint at this path.
+            DamagedError: Stored bytes are missing or damaged.
+        """
+        self.wait()
+        if Path(path).is_file():
+            read: dict[str, Any] = super().load_checkpoint(
+                path, map_location or "cpu", weights_only
+            )
+            return read
+        snapshot = snapshot_at(path, self._storage_options)
+        if snapshot is None:
+            raise SnapshotNotFoundError(
+                f"there is no checkpoint at {os.fspath(path)!r}, neither a snapshot nor a file"
+            )
+        allow_pickle = self._allow_pickle or weights_only is False
+        checkpoint = values_of(snapshot, allow_pickle=allow_pickle)
+        if isinstance(map_location, str | torch.device):
+            checkpoint = move_data_to_device(checkpoint, torch.device(map_location))
+        elif map_location is not None:
+            raise TypeError(f"map_location= is a device here, not {map_location!r:.80}")
+        return checkpoint
+
+    def remove_checkpoint(self, path: StrPath) -> None:
+        """Forget a snapshot, or remove a file; `casnap gc` frees the bytes.
+
+        While a save is under way, this waits until it has succeeded.
+        """
+        self._outdated.append(path)
+        if self._wait is None:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save that is under way, then remove what it replaces.
+
+        Raises:
+            CasnapError: The save failed. Then nothing is removed.
+        """
+        wait, self._wait = self._wait, None
+        outdated, self._outdated = self._outdated, []
+        if wait is not None:
+            wait()
+        for path in outdated:
+            self._forget(path)
+
+    def _forget(self, path: StrPath) -> None:
+        if Path(path).is_symlink():
+            Path(path).unlink()
+            return
+        snapshot = snapshot_at(path, self._storage_options)
+        if snapshot is not None:
+            snapshot.store.delete(snapshot.name, commit_id=snapshot.commit_id)
+        # A file, or what Lightning's sharded strategies have put beside the snapshot.
+        if snapshot is None or "://" not in os.fspath(path):
+            super().remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Wait for the save that is under way."""
+        self.wait()
+
+
+def _metadata_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `casnap ls` is to show: where the training is, and the metrics watched."""
+    found: dict[str, Any] = {k: checkpoint[k] for k in ("epoch", "global_step") if k in checkpoint}
+    for state in checkpoint.get("callbacks", {}).values():
+        if isinstance(state, Mapping) and isinstance(state.get("monitor"), str):
+            score = state.get("current_score")
+            if isinstance(score, torch.Tensor) and math.isfinite(score):
+                found[state["monitor"]] = score.item()
+    return found

@@ -1,0 +1,126 @@
+"""Checkpoints of torchtitan as snapshots.
+
+::
+
+    from casnap.integrations.torchtitan import CasnapCheckpointManager
+
+    config.checkpoint = CasnapCheckpointManager.Config(enable=True, interval=500)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    async_save,
+    save,
+)
+
+from casnap.integrations.dcp import CasnapReader, CasnapWriter
+from casnap.integrations.trainers import check_version, snapshot_at
+
+check_version("torchtitan", "0.3", "0.4")
+
+from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager  # noqa: E402
+from torchtitan.tools import filesystem  # noqa: E402
+from torchtitan.tools.utils import GarbageCollection  # noqa: E402
+
+
+class CasnapCheckpointManager(CheckpointManager):
+    """torchtitan's CheckpointManager, which saves ``step-<n>`` as a snapshot.
+
+    ``checkpoint.folder`` is the store, unless there is one above it. All settings mean what they
+    mean there. Checkpoints that torchtitan has written, and those in Hugging Face's format, are
+    still loaded, written and purged.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """The settings of torchtitan's CheckpointManager."""
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """Save a state as a snapshot of all ranks; ``to_hf`` writes safetensors instead.
+
+        Returns:
+            None, or what waits for the save, or for the copy as well, by the mode.
+        """
+        if to_hf:
+            return super().dcp_save(
+                state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
+            )
+        step = re.search(r"step-(\d+)$", checkpoint_id)
+        writer = CasnapWriter(
+            checkpoint_id, metadata={} if step is None else {"step": int(step[1])}
+        )
+        if async_mode == AsyncMode.DISABLED:
+            save(state_dict, storage_writer=writer)
+            pending = None
+        elif async_mode == AsyncMode.ASYNC:
+            pending = async_save(state_dict, storage_writer=writer, process_group=self.pg)
+        else:
+            pending = async_save(
+                state_dict,
+                storage_writer=writer,
+                process_group=self.pg,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self.stager,
+            )
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return pending
+
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        """Load a snapshot, on any number of ranks; or a checkpoint of torchtitan's."""
+        if from_hf or snapshot_at(checkpoint_id) is None:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        load(state_dict, storage_reader=CasnapReader(checkpoint_id))
+        # The model's part of the state is flat, so DCP does not see that it has a module to load.
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
+
+    def _find_load_step(self, folder: str = "") -> int:
+        folder = folder or self.folder
+        found: int = super()._find_load_step(folder)
+        for step, path in reversed(self._steps(folder)):
+            if step > found and snapshot_at(path) is not None:
+                return step
+        return found
+
+    def _purge_stale_checkpoints(self) -> None:
+        if not self._should_purge():
+            return
+        for _, path in self._steps(self.folder)[: -self.keep_latest_k]:
+            snapshot = snapshot_at(path)
+            if snapshot is not None:
+                snapshot.store.delete(snapshot.name, commit_id=snapshot.commit_id)
+            if filesystem.exists(path):
+                self.purge_queue.put(path)
+
+    @staticmethod
+    def _steps(folder: str) -> list[tuple[int, str]]:
+        """Return step and path of all folders of checkpoints, the first step first."""
+        if not filesystem.isdir(folder):
+            return []
+        found = ((re.search(r"step-(\d+)", name), name) for name in filesystem.listdir(folder))
+        return sorted(
+            (int(match[1]), os.fspath(filesystem.join(folder, name)))
+            for match, name in found
+            if match
+        )

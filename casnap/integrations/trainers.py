@@ -1,0 +1,137 @@
+"""What the integrations of trainers share: the versions they were tested with, plain values."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from casnap.errors import NotAStoreError, SnapshotNotFoundError
+from casnap.format.names import key_of
+from casnap.opened import find
+from casnap.ranks.comm import SingleProcess
+from casnap.runtime import calls
+from casnap.snapshot import PendingSnapshot, Snapshot
+from casnap.state.containers import component_of
+from casnap.state.stateful import Stateful
+from casnap.take.options import TakeOptions
+
+
+def check_version(package: str, first: str, below: str) -> None:
+    """Check that a framework is installed, in a version that its integration was tested with.
+
+    Args:
+        package: Its name; also that of the extra of casnap.
+        first: The first version.
+        below: The first version after the last one.
+
+    Raises:
+        ImportError: It is not; the message says what was found, and what to do.
+    """
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        what = "it is not installed"
+    else:
+        if _numbers(first) <= _numbers(found) < _numbers(below):
+            return
+        what = f"this is {package} {found}"
+    raise ImportError(
+        f"casnap.integrations.{package} is tested with {package} >={first},<{below}, and {what}: "
+        f"pip install 'casnap[{package}]'",
+        name=package,
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
+
+
+class Value(NamedTuple):
+    """A value of an app state that is a state itself, whatever its type.
+
+    Attributes:
+        value: The value.
+    """
+
+    value: Any
+
+    def state_dict(self) -> Any:
+        """Return the value."""
+        return self.value
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Refuse: there is nothing to load into."""
+        raise TypeError("a plain value cannot be restored in place; read it instead")
+
+
+@calls.named("take()", is_take=True)
+def take_alone(
+    path: str | os.PathLike[str],
+    values: Mapping[str, Any],
+    options: TakeOptions,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    later: bool = False,
+) -> Callable[[], Snapshot]:
+    """Take a snapshot of this process alone, whatever its rank.
+
+    Args:
+        path: The path of the snapshot.
+        values: Key → a value of any type.
+        options: How to take it.
+        storage_options: How to reach a remote store.
+        later: Return once the values may change, and store them in the background.
+
+    Returns:
+        What waits for the snapshot, and returns it.
+    """
+    opened, name = find(path, storage_options, None, create=True)
+    app_state = {key: Value(value) for key, value in values.items()}
+    if later:
+        pending = opened.async_take(SingleProcess(), app_state, name, options)
+        return PendingSnapshot(opened, pending, name).wait
+    taken = Snapshot(opened.take(SingleProcess(), app_state, name, options))
+    return lambda: taken
+
+
+def values_of(snapshot: Snapshot, *, allow_pickle: bool = False) -> dict[str, Any]:
+    """Return what a process took alone, in new memory."""
+    keys = map(key_of, snapshot.contents.trees(0))
+    return {k: snapshot.get_state_dict_for_key(k, allow_pickle=allow_pickle) for k in keys}
+
+
+def snapshot_at(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Snapshot | None:
+    """Return the snapshot at a path; None if there is none. Symbolic links are followed."""
+    path = os.fspath(path)
+    try:
+        return Snapshot(
+            path if "://" in path else os.path.realpath(path), storage_options=storage_options
+        )
+    except (NotAStoreError, SnapshotNotFoundError):
+        return None
+
+
+def own_rank() -> int:
+    """Return the rank of this process in the world; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def load_own(snapshot: Snapshot, key: str, into: Stateful, *, allow_pickle: bool = False) -> bool:
+    """Load what this rank, or all ranks together, took under a key.
+
+    Returns:
+        Whether there was any: a rank beyond the world of the take has none of its own.
+    """
+    rank = own_rank()
+    if component_of(key) not in snapshot.contents.trees(rank):
+        return False
+    path = f"{rank}/{component_of(key)}" if rank < snapshot.world_size else component_of(key)
+    into.load_state_dict(snapshot.read_object(path, allow_pickle=allow_pickle))
+    return True

@@ -1,0 +1,237 @@
+"""Checkpoints of the Trainer of Transformers as snapshots.
+
+::
+
+    from casnap.integrations.transformers import CasnapTrainerMixin
+
+    class MyTrainer(CasnapTrainerMixin, Trainer):
+        pass
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from casnap.errors import SnapshotNotFoundError, StateError
+from casnap.format.names import MARKER
+from casnap.integrations.trainers import Value, check_version, load_own, own_rank, snapshot_at
+from casnap.snapshot import Snapshot
+from casnap.state.stateful import RNGState, Stateful
+
+check_version("transformers", "5.23", "5.24")
+
+from transformers import Trainer  # noqa: E402
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints  # noqa: E402
+from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME  # noqa: E402
+
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = object
+_log = logging.getLogger("casnap")
+_UNFINISHED = "checkpoint-is-incomplete.txt"
+"""What the Trainer puts into the folder while it saves after a SIGTERM."""
+
+
+class CasnapTrainerMixin(_Base):
+    """A Trainer that saves each checkpoint as a snapshot; it stands before ``Trainer``.
+
+    ``output_dir`` is the store, unless there is one above it. Weights, optimizer, scheduler, scaler
+    and random states are in the snapshot; the small files that the Trainer and its users look for
+    (``trainer_state.json``, ``config.json``, the tokenizer) are in it too, and in the folder of the
+    checkpoint. The snapshot is committed last: a checkpoint is whole if there is one.
+
+    Checkpoints that the Trainer itself has written are still loaded and rotated.
+    """
+
+    _saving_checkpoint = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check the order of the bases.
+
+        Raises:
+            TypeError: The methods of the Trainer would win.
+        """
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(CasnapTrainerMixin):
+            raise TypeError(
+                f"{cls.__name__}: put CasnapTrainerMixin before Trainer: "
+                f"class {cls.__name__}(CasnapTrainerMixin, Trainer)"
+            )
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kw: Any) -> Any:
+        """Train, as the Trainer does. ``True`` resumes from the last checkpoint that is whole.
+
+        Raises:
+            StateError: The Trainer is set up for something that this class does not support.
+        """
+        self._check_supported()
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = _last_whole(self.args.output_dir) or True
+        return super().train(resume_from_checkpoint, *args, **kw)
+
+    def _check_supported(self) -> None:
+        names = ("is_deepspeed_enabled", "is_fsdp_enabled", "is_fsdp_xla_enabled")
+        found = [name for name in names if getattr(self, name, False)]
+        if self.args.push_to_hub and self.args.hub_strategy != "end":
+            found.append(f"hub_strategy={self.args.hub_strategy!r}")
+        if found:
+            raise StateError(
+                f"CasnapTrainerMixin does not support {', '.join(found)}; for FSDP, use the plain "
+                "Trainer after casnap.integrations.dcp.install(output_dir); checkpoints have no "
+                'weights to push to the hub: hub_strategy="end"'
+            )
+
+    # --- saving ---
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run_dir = self._get_output_dir(trial=trial)
+        folder = Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        self._saving_checkpoint = True
+        try:
+            # This writes the state of the Trainer. What it would have the methods below write is
+            # in the snapshot; and it is not to remove a checkpoint before that is there.
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._saving_checkpoint = False
+            self.args.save_total_limit = limit
+        files: dict[str, bytes] = {}
+        if self.args.should_save:
+            # Everything but the weights, as the Trainer itself does for DeepSpeed.
+            self._save(str(folder), state_dict={})
+            for weights in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
+                (folder / weights).unlink(missing_ok=True)
+            for path in sorted(folder.iterdir()):
+                if path.is_file() and path.name not in (MARKER, _UNFINISHED):
+                    files[path.name] = path.read_bytes()
+        state: dict[str, Stateful] = {"model": self._plain_model(), "files": Value(files)}
+        if not self.args.save_only_model:
+            state |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+            state |= {"scaler": self._scaler} if self._scaler is not None else {}
+            state["rng"] = RNGState()
+        taken = Snapshot.take(
+            folder.absolute(), state, overwrite=True, metadata=self._casnap_metadata()
+        )
+        if self.args.should_save:
+            self._rotate(run_dir, taken)
+
+    def _rotate(self, run_dir: str, taken: Snapshot) -> None:
+        before = set(Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+        rotate_checkpoints(
+            output_dir=run_dir,
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+        prefix = taken.name.rpartition("/")[0]
+        for gone in before - set(Path(run_dir).iterdir()):
+            name = f"{prefix}/{gone.name}".lstrip("/")
+            if name in taken.store:
+                taken.store.delete(name)
+
+    def _casnap_metadata(self) -> dict[str, Any]:
+        """Return what `casnap ls` is to show: the step, and the last numbers that were logged."""
+        found: dict[str, Any] = {"step": self.state.global_step}
+        for entry in self.state.log_history[-2:]:
+            if entry.get("step") == self.state.global_step:
+                found |= {k: v for k, v in entry.items() if isinstance(v, int | float)}
+        return {k: v for k, v in found.items() if math.isfinite(v)}
+
+    def _plain_model(self) -> Any:
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    @property
+    def _scaler(self) -> Any:
+        return getattr(self.accelerator, "scaler", None)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model for ``from_pretrained``, as the Trainer does."""
+        if not self._saving_checkpoint:
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            Path(output_dir or self.args.output_dir).mkdir(parents=True, exist_ok=True)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self._saving_checkpoint:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        if not self._saving_checkpoint:
+            super()._save_scaler(output_dir)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if not self._saving_checkpoint:
+            super()._save_rng_state(output_dir)
+
+    # --- loading ---
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        snapshot = snapshot_at(resume_from_checkpoint)
+        if snapshot is None:
+            if not _has_weights(Path(resume_from_checkpoint)):
+                raise SnapshotNotFoundError(
+                    f"{resume_from_checkpoint} holds no checkpoint, or one whose save was cut off; "
+                    "resume_from_checkpoint=True takes the last whole one"
+                )
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        if own_rank() == 0:
+            # A snapshot that was copied here, or whose files were cut off, brings them along.
+            Path(resume_from_checkpoint).mkdir(parents=True, exist_ok=True)
+            for name, data in snapshot.read_object("0/files").items():
+                Path(resume_from_checkpoint, Path(name).name).write_bytes(data)
+        snapshot.restore({"model": self._plain_model() if model is None else model})
+
+    def _load_best_model(self) -> None:
+        snapshot = snapshot_at(self.state.best_model_checkpoint)
+        if snapshot is None:
+            super()._load_best_model()
+        else:
+            snapshot.restore({"model": self._plain_model()})
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        snapshot = None if checkpoint is None else snapshot_at(checkpoint)
+        if snapshot is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif "optimizer" in snapshot.contents.trees(own_rank()):
+            snapshot.restore({"optimizer": self.optimizer, "scheduler": self.lr_scheduler})
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        snapshot = None if checkpoint is None else snapshot_at(checkpoint)
+        if snapshot is None:
+            super()._load_scaler(checkpoint)
+        elif self._scaler is not None:
+            load_own(snapshot, "scaler", self._scaler)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        snapshot = None if checkpoint is None else snapshot_at(checkpoint)
+        if snapshot is None:
+            super()._load_rng_state(checkpoint)
+        elif not load_own(snapshot, "rng", RNGState()):
+            _log.warning("%s has no random state of rank %d", checkpoint, own_rank())
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights that the Trainer itself has written."""
+    names = ("*.safetensors", "*.bin", "*.index.json", "*/adapter_model.*", "pytorch_model_fsdp*")
+    found = (path for name in names for path in folder.glob(name))
+    return any(path.name != "training_args.bin" for path in found)
+
+
+def _last_whole(output_dir: str) -> str | None:
+    """Return the last checkpoint that is whole; None if there is none."""
+    numbered = [
+        (int(path.name.rpartition("-")[2]), path)
+        for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if path.name.rpartition("-")[2].isdecimal() and path.is_dir()
+    ]
+    for _, path in sorted(numbered, reverse=True):
+        if snapshot_at(path) is not None or _has_weights(path):
+            return str(path)
+        _log.warning("%s is passed over: its save was cut off", path)
+    return None

@@ -1,0 +1,69 @@
+"""How an operation begins: which ranks do it, and the link between them, which is kept."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from casnap.errors import StateError
+from casnap.ranks import gloo
+from casnap.ranks.comm import DEFAULT_TIMEOUT, Comm, SingleProcess
+from casnap.ranks.group import Group
+from casnap.ranks.link import Link
+from casnap.runtime.buffers import on_release
+
+_links: dict[tuple[int, ...], Link] = {}
+# A child process must not use the connections of its parent.
+os.register_at_fork(after_in_child=_links.clear)
+on_release(lambda: sum(link.forget() for link in list(_links.values())))
+
+
+def join(pg: Any, timeout: float | None, operation: str) -> Comm:
+    """Begin an operation that all ranks of a process group do together.
+
+    Args:
+        pg: The process group; None for the world, or for this process alone where
+            ``torch.distributed`` is not initialised.
+        timeout: Seconds that one rank waits for another; None for ten minutes.
+        operation: What the ranks do, for messages: "the take of 'step_1'".
+
+    Raises:
+        StateError: This process is not in the group.
+    """
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    if not timeout > 0:
+        raise ValueError(f"timeout is a number of seconds above 0, not {timeout!r}")
+    if not (dist.is_available() and dist.is_initialized()):
+        if pg is not None:
+            raise StateError("pg= needs torch.distributed.init_process_group() first")
+        return SingleProcess()
+    if pg is dist.GroupMember.NON_GROUP_MEMBER:
+        raise StateError("this process is not in the process group pg; only its members take part")
+    if pg is not None and not isinstance(pg, dist.ProcessGroup):
+        raise StateError(
+            f"pg= is a process group, as of torch.distributed.new_group(); got a "
+            f"{type(pg).__name__}, which is no process group (of a mesh, pass mesh.get_group())"
+        )
+    return join_ranks(tuple(dist.get_process_group_ranks(pg)), timeout, operation)
+
+
+def join_ranks(ranks: tuple[int, ...], timeout: float | None, operation: str) -> Comm:
+    """Begin an operation of these ranks of the default process group, as :func:`join` does."""
+    if len(ranks) == 1:
+        return SingleProcess()
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    return Group(_link_of(ranks), timeout, operation)
+
+
+def _link_of(ranks: tuple[int, ...]) -> Link:
+    """Return the link of some ranks; made at their first operation."""
+    home, store = gloo.default_group()
+    for known in [known for known, link in _links.items() if link.home is not home]:
+        # Its default group was destroyed. If kept, its gloo group would keep two threads.
+        _links.pop(known, None)
+    if ranks not in _links:
+        # Saves of DCP in the background may come here at once. They must share one link.
+        _links.setdefault(ranks, Link(home, store, ranks, ranks.index(dist.get_rank())))
+    return _links[ranks]

@@ -1,0 +1,164 @@
+"""Memory of one rank that other ranks of its host read: bulk bytes need no sockets.
+
+The memory has a file descriptor but no name (``memfd_create``), so neither the size of /dev/shm nor
+its absence matters, and nothing is left behind however a process ends. Another process opens it as
+``/proc/<pid>/fd/<n>``. That link shows the random name that was given to the memory, which proves
+that it is the same one: not that of another host, or of another container of this host.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import sys
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+
+class Address(msgspec.Struct, array_like=True, frozen=True):
+    """Where other processes of a host find some memory; without a name, there is none.
+
+    Attributes:
+        pid: The process that has it open.
+        descriptor: Its file descriptor there.
+        name: Its random name.
+        nbytes: Its length.
+    """
+
+    pid: int = 0
+    descriptor: int = -1
+    name: str = ""
+    nbytes: int = 0
+
+
+class OwnMemory:
+    """Memory that this process gives to other processes of its host to read.
+
+    Args:
+        nbytes: Its length.
+
+    Attributes:
+        address: Where others find it until :meth:`close_descriptor`.
+        view: The memory.
+
+    Raises:
+        OSError: There is none of this kind here.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if sys.platform != "linux":
+            raise OSError("only Linux has memfd_create")
+        name = f"casnap-{os.urandom(12).hex()}"
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            # Cut short, it would kill every process that reads it.
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._map = mmap.mmap(descriptor, nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        self.address = Address(os.getpid(), descriptor, name, nbytes)
+        self.view = memoryview(self._map)
+
+    def close_descriptor(self) -> None:
+        """Let no further process find it; those that have mapped it still read it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def forget(self) -> int:
+        """Give the pages back to the system; the content is lost. Return how many bytes."""
+        with suppress(OSError, ValueError):
+            self._map.madvise(mmap.MADV_REMOVE)
+            return len(self._map)
+        return 0
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            self.close_descriptor()
+
+
+def mapped(address: Address) -> memoryview | None:
+    """Return the memory of another process; None if it cannot be found from here."""
+    if not address.name or sys.platform != "linux":
+        return None
+    path = Path(f"/proc/{address.pid}/fd/{address.descriptor}")
+    try:
+        # Looked at first: to open something else, such as a device, could have an effect.
+        if str(path.readlink()) != f"/memfd:{address.name} (deleted)":
+            return None
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not sealed or os.fstat(descriptor).st_size != address.nbytes:
+                return None
+            # Writable, since only then large copies release the GIL; it is only read.
+            return memoryview(mmap.mmap(descriptor, address.nbytes))
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError):
+        return None
+
+
+class Shared(NamedTuple):
+    """The memory that ranks share, as one of them sees it.
+
+    Attributes:
+        nbytes: How much was asked for.
+        own: What this rank may write to, for others to read; empty if none can.
+        theirs: The memory of each rank; None if this rank cannot read it.
+        readers: For each rank whether it can read that of this rank.
+    """
+
+    nbytes: int
+    own: memoryview
+    theirs: list[memoryview | None]
+    readers: list[bool]
+
+
+def not_shared(nbytes: int, size: int) -> Shared:
+    """Return what ranks share that share no memory."""
+    return Shared(nbytes, memoryview(b""), [None] * size, [False] * size)
+
+
+class Ring:
+    """Which runs of some memory are in use. Runs are freed in about the order they were taken in.
+
+    Args:
+        nbytes: The length of the memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._taken: deque[int] = deque()
+        self._freed: set[int] = set()
+        self._end = 0
+
+    def take(self, nbytes: int) -> int | None:
+        """Return where a run begins that is free now; None if there is none so long."""
+        start = 0  # of memory that is not in use, the same part again: its pages are there
+        if self._taken:
+            start, first = self._end, self._taken[0]
+            if start > first and start + nbytes > self._nbytes:
+                start = 0
+            # A run never ends where the first one begins: a full ring would look like an empty one.
+            if start <= first <= start + nbytes:
+                return None
+        if start + nbytes > self._nbytes:
+            return None
+        self._taken.append(start)
+        self._end = start + nbytes
+        return start
+
+    def free(self, start: int) -> None:
+        """Give a run back."""
+        self._freed.add(start)
+        while self._taken and self._taken[0] in self._freed:
+            self._freed.remove(self._taken.popleft())

@@ -1,0 +1,162 @@
+"""The drawings of a report, as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from casnap.report.facts import Changes, Path
+from casnap.report.markup import Markup, element, joined, text
+from casnap.report.treemap import Box, squarified
+from casnap.runtime.sizes import size
+
+WIDTH = 960.0
+_LEFT, _TOP = 84.0, 16.0
+_MOST_POINTS = 400
+_CELL = 13.0
+
+
+def bars(names: Sequence[str], values: Sequence[int]) -> Markup:
+    """Draw one bar for each snapshot, its height a number of bytes."""
+    height = 84.0
+    top = max(values, default=0) or 1
+    step = (WIDTH - _LEFT) / max(1, len(values))
+    drawn = [
+        element(
+            "rect",
+            element("title", text(f"{name}: {size(value)}")),
+            x=_LEFT + i * step,
+            y=_TOP + height - height * value / top,
+            width=max(0.5, step - min(2.0, step / 4)),
+            height=height * value / top,
+            class_="bar",
+        )
+        for i, (name, value) in enumerate(zip(names, values, strict=True))
+    ]
+    return _drawing(_TOP + height + 6, [*_scale(height, "0", size(top)), *drawn])
+
+
+def curve(names: Sequence[str], values: Sequence[float | None]) -> Markup:
+    """Draw a metric as a curve over the snapshots; a gap where one does not have it."""
+    height, known = 110.0, [value for value in values if value is not None]
+    low, high = min(known), max(known)
+    span = (high - low) or 1.0
+    every = max(1, -(-len(values) // _MOST_POINTS))
+    step = (WIDTH - _LEFT - 12) / max(1, len(values) - 1)
+    points = [
+        (name, value, _LEFT + 6 + i * step, _TOP + height - height * (value - low) / span)
+        for i, (name, value) in enumerate(zip(names, values, strict=True))
+        if value is not None and (i % every == 0 or i == len(values) - 1)
+    ]
+    lines = [
+        element("line", x1=a[2], y1=a[3], x2=b[2], y2=b[3], class_="curve")
+        for a, b in pairwise(points)
+    ]
+    dots = [
+        element(
+            "circle", element("title", text(f"{name}: {value:g}")), cx=x, cy=y, r=3.0, class_="dot"
+        )
+        for name, value, x, y in points
+    ]
+    drawn = [*_scale(height, f"{low:.4g}", f"{high:.4g}"), *lines, *dots]
+    return _drawing(_TOP + height + 8, drawn)
+
+
+def heat_map(changes: Changes) -> Markup:
+    """Draw a row for each module and a column for each snapshot: the share that changed."""
+    left = min(360.0, 12 + 6.4 * max(map(len, changes.modules), default=0))
+    width = (WIDTH - left) / max(1, len(changes.snapshots))
+    rows: list[Markup] = []
+    for i, (module, shares) in enumerate(zip(changes.modules, changes.shares, strict=True)):
+        y = _TOP + i * _CELL
+        label = module if len(module) <= 54 else f"…{module[-53:]}"
+        rows.append(
+            element(
+                "text", element("title", text(module)), text(label),
+                x=left - 6, y=y + _CELL - 3, text_anchor="end",
+            )
+        )  # fmt: skip
+        rows += [
+            element(
+                "rect",
+                element("title", text(f"{name}: {share:.1%} of {module} changed")),
+                x=left + j * width,
+                y=y,
+                width=max(0.5, width - 1),
+                height=_CELL - 1,
+                class_="heat",
+                # What changed a little must be seen too.
+                style=f"--share:{0.0 if not share else 0.12 + 0.88 * share:.3f}",
+            )
+            for j, (name, share) in enumerate(zip(changes.snapshots, shares, strict=True))
+        ]
+    return _drawing(_TOP + len(changes.modules) * _CELL + 4, rows)
+
+
+def treemap(sizes: dict[Path, int]) -> Markup:
+    """Draw the bytes of a state as nested rectangles, one for each module."""
+    height = 420.0
+    drawn = _nested(sizes, Box(0.0, 0.0, WIDTH, height), (), 0)
+    return _drawing(height, drawn)
+
+
+def _nested(sizes: dict[Path, int], box: Box, path: Path, level: int) -> list[Markup]:
+    """Draw what lies below a path into a rectangle."""
+    below: dict[str, dict[Path, int]] = {}
+    for parts, nbytes in sizes.items():
+        if parts:
+            below.setdefault(parts[0], {})[parts[1:]] = nbytes
+    if len(below) == 1:
+        # A step that everything shares says nothing.
+        ((name, inner),) = below.items()
+        return (
+            _nested(inner, box, (*path, name), level)
+            if any(inner)
+            else _tile(box, (*path, name), inner, level)
+        )
+    totals = {name: sum(inner.values()) for name, inner in below.items()}
+    order = sorted(totals, key=lambda name: -totals[name])
+    boxes = squarified([totals[name] for name in order], box)
+    drawn: list[Markup] = []
+    for name, part in zip(order, boxes, strict=True):
+        if part.width >= 1.5 and part.height >= 1.5:
+            drawn += _tile(part, (*path, name), below[name], level)
+    return drawn
+
+
+def _tile(box: Box, path: Path, inner: dict[Path, int], level: int) -> list[Markup]:
+    nbytes = sum(inner.values())
+    name = ".".join(path)
+    tile = element(
+        "rect",
+        element("title", text(f"{name}: {size(nbytes)}")),
+        x=box.x, y=box.y, width=max(0.0, box.width - 1), height=max(0.0, box.height - 1),
+        class_="tile",
+    )  # fmt: skip
+    drawn = [tile]
+    fits = int((box.width - 8) / 6.4)
+    if fits >= 3 and box.height >= 16:
+        label = name if len(name) <= fits else f"…{name[1 - fits :]}"
+        drawn.append(element("text", text(label), x=box.x + 4, y=box.y + 12, class_="label"))
+    if any(inner) and box.width >= 60 and box.height >= 48:
+        frame = Box(box.x + 3, box.y + 17, box.width - 7, box.height - 21)
+        drawn += _nested({p: n for p, n in inner.items() if p}, frame, (), level + 1)
+    return drawn
+
+
+def _scale(height: float, low: str, high: str) -> list[Markup]:
+    ends = ((low, _TOP + height), (high, _TOP + 8))
+    lines = [
+        element("line", x1=_LEFT, y1=y, x2=WIDTH, y2=y, class_="axis")
+        for y in (_TOP, _TOP + height)
+    ]
+    return [
+        *lines,
+        *(element("text", text(label), x=_LEFT - 8, y=y, text_anchor="end") for label, y in ends),
+    ]
+
+
+def _drawing(height: float, content: Sequence[Markup]) -> Markup:
+    return element(
+        "svg", joined(content), viewBox=f"0 0 {WIDTH:g} {height:g}", role="img", width="100%"
+    )

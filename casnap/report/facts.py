@@ -1,0 +1,258 @@
+"""What a report shows, gathered from a store without reading a tensor."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from casnap.errors import DamagedError
+from casnap.format.entries import ContainerEntry, payload_of
+from casnap.maintenance.diff import diff
+from casnap.maintenance.gc import GcOptions, collect
+from casnap.maintenance.usage import stored_bytes, usage
+from casnap.runtime.progress import Progress
+from casnap.storage.contents import Contents
+from casnap.storage.mirrored import is_unmirrored
+from casnap.storage.objects import Objects
+
+_MOST_RUNS = 12
+"""So many runs, those with the newest snapshots, are shown in full."""
+_MOST_MODULES = 160
+_SEPARATORS = re.compile(r"[/.]")
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+Path: TypeAlias = tuple[str, ...]
+"""The modules that lead to an entry, and its own name."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One snapshot.
+
+    Attributes:
+        name: Its name in the store.
+        time: When it was taken, in seconds since the epoch.
+        seconds: How long the take took.
+        entries: The leaves of its state.
+        logical_bytes: The bytes of its state.
+        new_bytes: What its take added to the store.
+        stored_bytes: All that it refers to.
+        unique_bytes: What no other snapshot refers to: deleting it frees these.
+        metrics: The numbers in its metadata.
+        notes: Why it is kept, whatever the rules: its tags, and whether a mirror lacks it.
+    """
+
+    name: str
+    time: float
+    seconds: float
+    entries: int
+    logical_bytes: int
+    new_bytes: int
+    stored_bytes: int
+    unique_bytes: int
+    metrics: dict[str, float]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Which share of each module differs from the snapshot before.
+
+    Modules that never do are left out.
+
+    Attributes:
+        snapshots: The names of the snapshots, but for the first one, which has none before it.
+        modules: The modules.
+        shares: For each module, a share from 0 to 1 for each snapshot.
+    """
+
+    snapshots: list[str]
+    modules: list[str]
+    shares: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The snapshots of one folder, in the order of their commits.
+
+    Attributes:
+        folder: Its name in the store; empty for the store itself.
+        snapshots: The snapshots.
+        changes: What changed in the last ones of them.
+        sizes: The bytes below each path of the last one.
+    """
+
+    folder: str
+    snapshots: list[Taken]
+    changes: Changes
+    sizes: dict[Path, int]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a report shows.
+
+    Attributes:
+        uri: The store.
+        chunk_size: The size of its chunks, in bytes.
+        snapshots: How many snapshots were chosen.
+        logical_bytes: The bytes of their states.
+        store_bytes: The bytes of all packs.
+        live_bytes: The part of these that the snapshots of the store need.
+        runs: The runs that are shown, the one with the newest snapshot first.
+        more_runs: How many runs are not shown.
+    """
+
+    uri: str
+    chunk_size: int
+    snapshots: int
+    logical_bytes: int
+    store_bytes: int
+    live_bytes: int
+    runs: list[Run]
+    more_runs: int
+
+
+def gather(
+    objects: Objects, chosen: Sequence[Contents], last: int, progress: Progress | None = None
+) -> Facts:
+    """Gather what a report on some snapshots shows.
+
+    Args:
+        objects: The store.
+        chosen: The snapshots, in the order of their commits.
+        last: How many snapshots of each run to compare with the one before.
+        progress: Called with what is being done, how much is done, and how much there is.
+
+    Raises:
+        DamagedError: Something in the store cannot be read.
+    """
+    used = usage(list(chosen), objects, progress)
+    by_folder: dict[str, list[tuple[Contents, Taken]]] = {}
+    for contents, use in zip(chosen, used, strict=True):
+        taken = _taken(contents, use.stored_bytes, use.unique_bytes)
+        by_folder.setdefault(contents.name.rpartition("/")[0], []).append((contents, taken))
+    newest = sorted(by_folder, key=lambda folder: -by_folder[folder][-1][0].row.seq)
+    runs = [_run(folder, by_folder[folder], last, progress) for folder in newest[:_MOST_RUNS]]
+    # A dry run counts what is needed, and changes nothing.
+    live = collect(objects, GcOptions(grace=0, dry_run=True), progress).live_bytes
+    return Facts(
+        uri=objects.backend.uri,
+        chunk_size=objects.config.chunk_size,
+        snapshots=len(chosen),
+        logical_bytes=sum(use.logical_bytes for use in used),
+        store_bytes=stored_bytes(objects),
+        live_bytes=live,
+        runs=runs,
+        more_runs=len(newest) - len(runs),
+    )
+
+
+def _taken(contents: Contents, stored: int, unique: int) -> Taken:
+    row = contents.row
+    notes = (*row.user_tags, *(("not mirrored yet",) if is_unmirrored(row) else ()))
+    stats = row.stats
+    return Taken(
+        contents.name,
+        row.time,
+        stats.seconds,
+        stats.entries,
+        stats.logical_bytes,
+        stats.new_bytes,
+        stored,
+        unique,
+        _metrics(contents),
+        notes,
+    )
+
+
+def _metrics(contents: Contents) -> dict[str, float]:
+    try:
+        metadata: dict[str, Any] = contents.metadata
+    except DamagedError:
+        return {}
+    return {
+        key: float(value)
+        for key, value in metadata.items()
+        if type(value) in (int, float) and abs(value) < 1e300 and math.isfinite(value)
+    }
+
+
+def _run(
+    folder: str, found: list[tuple[Contents, Taken]], last: int, progress: Progress | None
+) -> Run:
+    compared = [contents for contents, _ in found[-last - 1 :]]
+    sizes = _sizes(compared[-1])
+    return Run(folder, [taken for _, taken in found], _changes(compared, sizes, progress), sizes)
+
+
+def _parts(path: str) -> Path:
+    """Return the modules that lead to an entry; all ranks' own entries count as one rank's."""
+    first, slash, rest = path.partition("/")
+    if slash and _NUMBER.fullmatch(first):
+        path = f"ranks/{rest}"
+    return tuple(_SEPARATORS.split(path))
+
+
+def _sizes(contents: Contents) -> dict[Path, int]:
+    """Return the bytes of all tensors and values of a snapshot, by path."""
+    found: list[tuple[Path, int]] = []
+    manifest = contents.manifest
+    subtrees = [("", manifest.shared), *((f"{r}/", own) for r, own in manifest.ranks.items())]
+    for prefix, trees in subtrees:
+        for key, digest in trees.items():
+            for path, entry in contents.tree(digest).items():
+                if not isinstance(entry, ContainerEntry):
+                    found.append((_parts(prefix + key + path), payload_of(entry).nbytes))
+    return {parts: nbytes for parts, nbytes in _summed(found).items() if nbytes}
+
+
+def _changes(
+    compared: Sequence[Contents], sizes: dict[Path, int], progress: Progress | None
+) -> Changes:
+    columns: list[dict[Path, int]] = []
+    for done, (before, after) in enumerate(pairwise(compared)):
+        if progress is not None:
+            progress("comparing snapshots", done, len(compared) - 1)
+        columns.append(
+            _summed((_parts(c.path), c.changed_bytes) for c in diff(before, after).changes)
+        )
+    changed = {
+        parts for column in columns for parts, nbytes in column.items() if nbytes
+    } & sizes.keys()
+    depth = _depth(changed)
+    totals = _summed((parts[:depth], nbytes) for parts, nbytes in sizes.items())
+    columns = [_summed((parts[:depth], n) for parts, n in column.items()) for column in columns]
+    modules = sorted({parts[:depth] for parts in changed}, key=_naturally)
+    return Changes(
+        [contents.name for contents in compared[1:]],
+        [".".join(module) for module in modules[:_MOST_MODULES]],
+        [
+            [min(1.0, column.get(module, 0) / totals[module]) for column in columns]
+            for module in modules[:_MOST_MODULES]
+        ],
+    )
+
+
+def _summed(sizes: Iterable[tuple[Path, int]]) -> dict[Path, int]:
+    summed: dict[Path, int] = {}
+    for parts, nbytes in sizes:
+        summed[parts] = summed.get(parts, 0) + nbytes
+    return summed
+
+
+def _naturally(parts: Path) -> list[tuple[int, int, str]]:
+    """Return a key that sorts numbers by their size."""
+    return [(0, int(part), "") if _NUMBER.fullmatch(part) else (1, 0, part) for part in parts]
+
+
+def _depth(paths: Collection[Path]) -> int:
+    """Return how many parts of the paths leave at most as many modules as are shown."""
+    depth = max(map(len, paths), default=1)
+    while depth > 1 and len({parts[:depth] for parts in paths}) > _MOST_MODULES:
+        depth -= 1
+    return depth

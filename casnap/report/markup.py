@@ -1,0 +1,40 @@
+"""Elements of HTML and SVG as text, everything in them escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from typing import NewType
+
+Markup = NewType("Markup", str)
+"""Text in which everything from a store is escaped."""
+
+
+def text(content: str) -> Markup:
+    """Return a text, escaped; what cannot be printed becomes a replacement character."""
+    return Markup(escape("".join(c if c.isprintable() else "\ufffd" for c in content)))
+
+
+def joined(parts: Iterable[Markup]) -> Markup:
+    """Return pieces of markup, one after the other."""
+    return Markup("".join(parts))
+
+
+def element(name: str, *content: Markup, **attributes: str | float) -> Markup:
+    """Return an element.
+
+    Args:
+        name: Its name.
+        content: What is in it.
+        attributes: Its attributes; underscores become hyphens, and one at the end is dropped, as
+            in ``class_``.
+    """
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
+        for key, value in attributes.items()
+    )
+    return Markup(f"<{name}{written}>{''.join(content)}</{name}>")
+
+
+def _attribute(value: str | float) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else text(str(value))

@@ -1,0 +1,188 @@
+"""The page of a report: one self-contained file, without scripts and without anything to load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from casnap.report import charts
+from casnap.report.facts import Facts, Run, Taken
+from casnap.report.markup import Markup, element, joined, text
+from casnap.runtime.sizes import size
+from casnap.version import __version__
+
+HEAD = "<!DOCTYPE html>\n<!-- casnap report -->\n"
+"""How each page begins: a file that begins otherwise is not overwritten."""
+_MOST_METRICS = 12
+_MOST_LISTED = 200
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2530; --faint: #6b7683; --line: #d9dee5; --paper: #fff;
+  --accent: 47, 107, 189; --tile: 47, 107, 189; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e3e8ee; --faint: #93a0ae; --line: #38424e; --paper: #161b22;
+    --accent: 98, 160, 240; --tile: 98, 160, 240; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 1000px; margin: 0 auto; padding: 24px; }
+h1 { font-size: 22px; overflow-wrap: anywhere; } h2 { font-size: 18px; margin: 40px 0 4px;
+  overflow-wrap: anywhere; }
+h3 { font-size: 14px; margin: 20px 0 0; font-weight: 600; } p { margin: 4px 0; }
+.faint, svg text { color: var(--faint); fill: var(--faint); }
+svg { display: block; margin: 2px 0 10px; } svg text { font: 11px ui-monospace, monospace; }
+svg .label { fill: var(--ink); }
+.axis { stroke: var(--line); } .bar { fill: rgba(var(--accent), .75); }
+.curve { stroke: rgb(var(--accent)); stroke-width: 1.5; } .dot { fill: rgb(var(--accent)); }
+.heat { fill: rgba(var(--accent), var(--share)); stroke: var(--line); stroke-width: .4; }
+.tile { stroke: var(--paper); fill: rgba(var(--tile), .2); }
+.cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 16px 0; }
+.card { border: 1px solid var(--line); border-radius: 8px; padding: 8px 14px; }
+.card b { display: block; font-size: 19px; font-weight: 600; }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; width: 100%; }
+th, td { padding: 3px 10px 3px 0; text-align: left; border-bottom: 1px solid var(--line);
+  overflow-wrap: anywhere; }
+.number { text-align: right; white-space: nowrap; }
+"""
+
+
+def page(facts: Facts, now: float) -> str:
+    """Return the page.
+
+    Args:
+        facts: What it shows.
+        now: The time, in seconds since the epoch.
+    """
+    body = joined(
+        [
+            element("h1", text(f"casnap store {facts.uri}")),
+            element("p", text(_introduction(facts, now)), class_="faint"),
+            _cards(facts),
+            *(_run(run) for run in facts.runs),
+            *([] if facts.runs else [element("p", text("There are no snapshots."))]),
+            *_more_runs(facts.more_runs),
+        ]
+    )
+    head = joined(
+        [
+            Markup('<meta charset="utf-8">'),
+            Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+            # Whatever a name in the store may hold, nothing is run and nothing is loaded.
+            Markup(
+                '<meta http-equiv="Content-Security-Policy" '
+                "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+            ),
+            element("title", text(f"casnap: {facts.uri}")),
+            element("style", Markup(_STYLE)),
+        ]
+    )
+    return f"{HEAD}{element('html', element('head', head), element('body', body), lang='en')}\n"
+
+
+def _introduction(facts: Facts, now: float) -> str:
+    return (
+        f"Made {_moment(now)} by casnap {__version__}, from sizes and digests alone. Chunks of "
+        f"{size(facts.chunk_size)}. Point at anything drawn to see its figures."
+    )
+
+
+def _cards(facts: Facts) -> Markup:
+    garbage = max(0, facts.store_bytes - facts.live_bytes)
+    saved = facts.logical_bytes / facts.store_bytes if facts.store_bytes else 0.0
+    shown = [
+        (f"{facts.snapshots:,}", "snapshots"),
+        (size(facts.logical_bytes), "in their states"),
+        (size(facts.store_bytes), "in packs"),
+        (f"{saved:.1f} ×", "states to packs"),
+        (size(garbage), "garbage, and gaps in packs"),
+    ]
+    cards = (element("div", element("b", text(b)), text(what), class_="card") for b, what in shown)
+    return element("div", joined(cards), class_="cards")
+
+
+def _run(run: Run) -> Markup:
+    names = [taken.name for taken in run.snapshots]
+    sections = [
+        element("h2", text(run.folder or "Snapshots")),
+        element("p", text(_summary(run.snapshots)), class_="faint"),
+        element("h3", text("Size of the state")),
+        charts.bars(names, [taken.logical_bytes for taken in run.snapshots]),
+        element("h3", text("Added by each take")),
+        charts.bars(names, [taken.new_bytes for taken in run.snapshots]),
+        element("h3", text("Held by each snapshot alone: what deleting it would free")),
+        charts.bars(names, [taken.unique_bytes for taken in run.snapshots]),
+        *_metrics(names, run.snapshots),
+    ]
+    if run.changes.snapshots:
+        first, last = run.changes.snapshots[0], run.changes.snapshots[-1]
+        what = f"{first} to {last}; what is not listed did not change"
+        sections += [
+            element("h3", text("What changed: the share of each module, against the one before")),
+            element("p", text(what), class_="faint"),
+            charts.heat_map(run.changes),
+        ]
+    if run.sizes:
+        sections += [
+            element("h3", text(f"Sizes in {names[-1]}")),
+            charts.treemap(run.sizes),
+        ]
+    return element("section", joined(sections), _table(run.snapshots))
+
+
+def _summary(snapshots: Sequence[Taken]) -> str:
+    first, last = snapshots[0], snapshots[-1]
+    count = f"{len(snapshots):,} snapshot{'s' * (len(snapshots) > 1)}"
+    return f"{count}, {_moment(first.time)} to {_moment(last.time)}"
+
+
+def _metrics(names: Sequence[str], snapshots: Sequence[Taken]) -> list[Markup]:
+    keys = dict.fromkeys(key for taken in snapshots for key in taken.metrics if key != "step")
+    drawn: list[Markup] = []
+    for key in list(keys)[:_MOST_METRICS]:
+        values = [taken.metrics.get(key) for taken in snapshots]
+        # One number is no curve.
+        if len([value for value in values if value is not None]) > 1:
+            drawn += [element("h3", text(f"Metadata: {key}")), charts.curve(names, values)]
+    return drawn
+
+
+def _table(snapshots: Sequence[Taken]) -> Markup:
+    titles = ["Snapshot", "Taken", "State", "New", "Unique", "Leaves", "Seconds", "Kept for"]
+    numbers = {"State", "New", "Unique", "Leaves", "Seconds"}
+    header = joined(_cell("th", title, is_number=title in numbers) for title in titles)
+    rows = [element("tr", header)]
+    for taken in reversed(snapshots[-_MOST_LISTED:]):
+        cells = [
+            taken.name,
+            _moment(taken.time),
+            size(taken.logical_bytes),
+            size(taken.new_bytes),
+            size(taken.unique_bytes),
+            f"{taken.entries:,}",
+            f"{taken.seconds:.2f}",
+            ", ".join(taken.notes),
+        ]
+        listed = zip(titles, cells, strict=True)
+        rows.append(
+            element("tr", joined(_cell("td", c, is_number=title in numbers) for title, c in listed))
+        )
+    more = len(snapshots) - _MOST_LISTED
+    end = [element("p", text(f"{more:,} earlier ones are not listed."))] if more > 0 else []
+    return joined([element("div", element("table", joined(rows)), class_="scroll"), *end])
+
+
+def _cell(name: str, content: str, *, is_number: bool) -> Markup:
+    if is_number:
+        return element(name, text(content), class_="number")
+    return element(name, text(content))
+
+
+def _more_runs(count: int) -> list[Markup]:
+    if not count:
+        return []
+    return [element("p", text(f"{count:,} more runs, with older snapshots, are not shown."))]
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "?"

@@ -1,0 +1,180 @@
+"""The header of a safetensors file: read with suspicion, and written.
+
+A file is the length of the header (8 bytes), the header (JSON), then the bytes of all tensors,
+without holes. https://github.com/huggingface/safetensors describes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+
+from casnap.errors import FileFormatError
+from casnap.format.decoding import json_decoder
+
+MOST_HEADER = 100_000_000
+"""The longest header, in bytes, that safetensors itself reads."""
+_MOST_AXES = 64
+_PAGE = 4096
+_PAIR = "float4_e2m1fn_x2"
+
+# Their name of a dtype → torch's, and the bytes of an element.
+_DTYPES = {
+    "BOOL": ("bool", 1), "U8": ("uint8", 1), "I8": ("int8", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1), "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2": ("float8_e5m2", 1), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1), "F4": (_PAIR, 1),
+    "U16": ("uint16", 2), "I16": ("int16", 2), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
+    "U32": ("uint32", 4), "I32": ("int32", 4), "F32": ("float32", 4),
+    "U64": ("uint64", 8), "I64": ("int64", 8), "F64": ("float64", 8), "C64": ("complex64", 8),
+}  # fmt: skip
+_NAMES = {dtype: (name, itemsize) for name, (dtype, itemsize) in _DTYPES.items()}
+
+DTYPES = frozenset(_NAMES)
+"""The names in torch of the dtypes that safetensors has."""
+
+
+class HeaderTensor(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+        name: Its name.
+        dtype: Its dtype, by torch's name.
+        itemsize: The bytes of one element. Two numbers of 4 bits are one element, as in torch.
+        shape: Its shape, in elements.
+        start: Where its bytes begin in the file.
+        stop: Where they end.
+    """
+
+    name: str
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Header(NamedTuple):
+    """What a file says that it holds: its tensors, in order, and its ``__metadata__``."""
+
+    tensors: list[HeaderTensor]
+    metadata: dict[str, str]
+
+
+class _Described(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def read_header(whole: memoryview) -> Header:
+    """Return what a safetensors file holds.
+
+    Args:
+        whole: The whole file.
+
+    Raises:
+        FileFormatError: It is not such a file, or its header lies.
+    """
+    size = int.from_bytes(whole[:8], "little")
+    if len(whole) < 8 or size > min(MOST_HEADER, len(whole) - 8):
+        raise FileFormatError("it is too short, or its header is longer than it may be")
+    text = bytes(whole[8 : 8 + size])
+    try:
+        raws = json_decoder(dict[str, msgspec.Raw]).decode(text)
+        raw = raws.pop("__metadata__", None)
+        metadata = {} if raw is None else json_decoder(dict[str, str]).decode(raw)
+        described = {n: json_decoder(_Described).decode(r) for n, r in raws.items()}
+        # msgspec keeps the last one of two equal keys, other readers the first one.
+        json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as e:
+        raise FileFormatError(f"its header is not one of safetensors: {e}") from e
+    tensors = [_checked(name, d, 8 + size, len(whole)) for name, d in described.items()]
+    end = 8 + size
+    for tensor in sorted(tensors, key=lambda t: (t.start, t.stop)):
+        if tensor.start != end:
+            raise FileFormatError(f"the bytes of {tensor.name!r:.200} overlap, or follow a hole")
+        end = tensor.stop
+    if end != len(whole):
+        raise FileFormatError(
+            f"its tensors end at byte {end:,}, but it has {len(whole):,}: it is cut off, or longer"
+        )
+    return Header(tensors, metadata)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r:.200} is there twice")
+    return found
+
+
+def _checked(name: str, described: _Described, base: int, length: int) -> HeaderTensor:
+    """Return what a header says of a tensor.
+
+    Raises:
+        FileFormatError: It contradicts itself, or the length of the file.
+    """
+    dtype, itemsize = _DTYPES.get(described.dtype, ("", 0))
+    shape, (start, stop) = described.shape, described.data_offsets
+    what = f"{name!r:.200} is said to be {described.dtype[:20]} of shape {list(shape[:8])}"
+    if not dtype:
+        raise FileFormatError(f"{what}: casnap has no such dtype")
+    if len(shape) > _MOST_AXES or not all(0 <= n < 1 << 63 for n in shape):
+        raise FileFormatError(f"{what}: no tensor can have that shape")
+    if dtype == _PAIR:
+        if not shape or shape[-1] % 2:
+            raise FileFormatError(f"{what}: it has no whole bytes")
+        shape = (*shape[:-1], shape[-1] // 2)
+    if not 0 <= start <= stop <= length - base:
+        raise FileFormatError(f"{what}, in bytes beyond the end of the file")
+    if prod(shape) * itemsize != stop - start:
+        raise FileFormatError(f"{what}, but has {stop - start:,} bytes")
+    return HeaderTensor(name, dtype, itemsize, shape, base + start, base + stop)
+
+
+def header_of(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int], int]:
+    """Return the beginning of a file, where each tensor's bytes begin, and the file's length.
+
+    Args:
+        tensors: Name → the dtype by torch's name, and the shape.
+        metadata: What goes to ``__metadata__``.
+
+    Raises:
+        FileFormatError: There are so many tensors that no reader would read the header.
+    """
+
+    # Tensors of whole pages first, then those of the largest elements: so all are aligned.
+    def place(name: str) -> tuple[bool, int, str]:
+        dtype, shape = tensors[name]
+        itemsize = _NAMES[dtype][1]
+        return prod(shape) * itemsize % _PAGE > 0, -itemsize, name
+
+    order = sorted(tensors, key=place)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts, at = {}, 0
+    for name in order:
+        dtype, shape = tensors[name]
+        theirs, itemsize = _NAMES[dtype]
+        starts[name], at = at, at + prod(shape) * itemsize
+        if dtype == _PAIR:
+            shape = (*shape[:-1], shape[-1] * 2)
+        header[name] = {"dtype": theirs, "shape": shape, "data_offsets": (starts[name], at)}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % _PAGE)
+    if len(text) > MOST_HEADER:
+        raise FileFormatError(
+            f"the header would have {len(text):,} bytes, and readers take {MOST_HEADER:,}; export "
+            "fewer tensors to a file, with a lower max_shard_size"
+        )
+    base = 8 + len(text)
+    starts = {name: base + start for name, start in starts.items()}
+    return len(text).to_bytes(8, "little") + text, starts, base + at

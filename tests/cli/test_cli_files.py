@@ -1,0 +1,83 @@
+"""``casnap import`` and ``casnap export``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from casnap import StateDict, Store
+from tests.support.cli_calls import document, failure, invoke
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    save_file({"a": torch.randn(900), "b": torch.ones(2)}, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+def test_in_and_out(file: Path, tmp_path: Path) -> None:
+    there = tmp_path / "models/base/v1"
+    dry = invoke("import", file, there, "--dry-run").stdout
+    assert "2 tensors of 1 file (safetensors) would be imported\n" in dry
+    assert not (tmp_path / "models").exists()
+    said = invoke("import", file, there).stdout
+    assert said.startswith(f"{there}: 2 tensors of 1 file (safetensors) imported\n3.6 kB, ")
+    out = tmp_path / "out.safetensors"
+    said = invoke("export", there / "model", out).stdout
+    assert said == f"{out}: 2 tensors, 3.6 kB, exported to 1 file\n"
+    assert torch.equal(load_file(out)["a"], load_file(file)["a"])
+    found = document("export", there, tmp_path / "sharded", "--max-shard-size", "1KB")
+    assert (found["name"], found["path"], found["tensors"]) == ("v1", None, 2)
+    assert len(list((tmp_path / "sharded").iterdir())) == 3
+    assert document("import", tmp_path / "sharded", tmp_path / "models/base/v2")["new_bytes"] < 999
+    invoke("export", there, tmp_path / "s.pt", "--format", "torch")
+    assert torch.load(tmp_path / "s.pt").keys() == {"model"}
+
+
+def test_a_store_above(file: Path, tmp_path: Path) -> None:
+    Store(tmp_path / "models")
+    invoke("import", file, tmp_path / "models/run/7/v1", "--key", "net")
+    invoke("export", tmp_path / "models/run/7/v1/net/a", tmp_path / "a.safetensors")
+    assert load_file(tmp_path / "a.safetensors").keys() == {"a"}
+
+
+def test_equal_tensors_are_named(tmp_path: Path) -> None:
+    state = StateDict(a=torch.ones(90), b=torch.ones(90), step=1)
+    Store(tmp_path / "store").take({"m": state}, "s")
+    said = invoke("export", tmp_path / "store/s/m", tmp_path / "x", "--tensors-only").stdout
+    assert "1 value left out\n" in said
+    assert "warning: a and b have the same bytes; if they are tied, --tied with one" in said
+    invoke("export", tmp_path / "store/s/m", tmp_path / "y", "--tensors-only", "--tied", "b")
+    assert load_file(tmp_path / "y").keys() == {"a"}
+
+
+def test_what_is_refused(file: Path, tmp_path: Path) -> None:
+    there = tmp_path / "models/v1"
+    assert "No such file" in failure("import", tmp_path / "no.pt", there)
+    (tmp_path / "bad.safetensors").write_bytes(b"12345678{}")
+    assert "no safetensors file" in failure("import", tmp_path / "bad.safetensors", there)
+    assert not (tmp_path / "models").exists()
+    invoke("import", file, there)
+    assert "holds a snapshot 'v1' already" in failure("import", file, there)
+    assert "exists already" in failure("export", there, file)
+    assert "has no entry 'model/c'" in failure("export", there / "model/c", tmp_path / "x")
+    assert "name a snapshot in it" in failure("export", tmp_path / "models", tmp_path / "x")
+    assert "no snapshot 'v7'" in failure("export", tmp_path / "models/v7", tmp_path / "x")
+    for wrong in (["--format", "torch", "--max-shard-size", "1GB"], ["--max-shard-size", "much"]):
+        failure("export", there, tmp_path / "x", *wrong, status=2)
+    assert not (tmp_path / "x").exists()
+
+
+def test_safetensors_are_exported_without_torch(file: Path, tmp_path: Path) -> None:
+    invoke("import", file, tmp_path / "models/v1")
+    code = (
+        "import sys\nfrom casnap.cli import run\n"
+        f"status = run(['export', {str(tmp_path / 'models/v1')!r}, {str(tmp_path / 'x')!r}])\n"
+        "sys.exit(status or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,254 @@
+"""Exporting snapshots: other libraries read what was written, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+
+from casnap import Snapshot, StateDict, Store
+from casnap.errors import DamagedError, EntryNotFoundError, FileFormatError, TargetExistsError
+from tests.support.bitwise import assert_same, noise
+
+CHUNK = 64 << 10
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store", chunk_size=CHUNK)
+
+
+def training() -> dict[str, Any]:
+    model = torch.nn.Linear(300, 90)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 300)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optim": optimizer, "progress": StateDict(step=3, text="é", f=(1, 2.5))}
+
+
+def ordered(found: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
+    assert found.keys() == like.keys()
+    return {name: found[name] for name in like}
+
+
+def test_one_safetensors_file(store: Store, tmp_path: Path) -> None:
+    dtypes = (torch.float64, torch.bfloat16, torch.float8_e5m2, torch.bool, torch.uint16)
+    state = {str(d): noise(d, (5, 7)) for d in dtypes}
+    state |= {"a/b%": torch.randn(200, 300), "0-d": torch.tensor(1.5), "none": torch.empty(3, 0)}
+    state["pairs"] = noise(torch.float4_e2m1fn_x2, (3, 4))
+    snapshot = store.take({"model": StateDict(**state)}, "s", metadata={"loss": 0.5, "by": "é"})
+    report = snapshot.export(tmp_path / "m.safetensors", path="model")
+    assert report.tensors == len(state)
+    assert report.files == {"m.safetensors": (tmp_path / "m.safetensors").stat().st_size}
+    with safe_open(tmp_path / "m.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "loss": "0.5", "by": "é"}
+        assert_same({name: file.get_tensor(name) for name in state}, state)
+    assert list(tmp_path.glob(".*")) == []
+    again = store.import_file(tmp_path / "m.safetensors", "again")
+    assert again.new_bytes < 1000
+
+
+def test_shards_and_their_index(store: Store, tmp_path: Path) -> None:
+    state = {f"w{i}": torch.randn(1000) for i in range(5)}
+    snapshot = store.take({"model": StateDict(**state)}, "s")
+    report = snapshot.export(tmp_path / "out", path="model", max_shard_size=8000)
+    names = [f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert list(report.files) == [*names, "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 20_000}
+    found: dict[str, Any] = {}
+    for name in names:
+        part = load_file(tmp_path / "out" / name)
+        assert all(index["weight_map"][each] == name for each in part)
+        found |= part
+    assert_same(ordered(found, state), state)
+    snapshot.export(tmp_path / "one", path="model", max_shard_size=1 << 20)
+    assert [f.name for f in (tmp_path / "one").iterdir()] == ["model.safetensors"]
+
+
+def test_names_without_a_path(store: Store, tmp_path: Path) -> None:
+    snapshot = store.take({"net": StateDict(a=torch.ones(3), b={"c": [torch.ones(2)]})}, "s")
+    snapshot.export(tmp_path / "m.safetensors")
+    assert load_file(tmp_path / "m.safetensors").keys() == {"net.a", "net.b.c.0"}
+    snapshot.export(tmp_path / "one.safetensors", path="0/net/a")
+    assert load_file(tmp_path / "one.safetensors").keys() == {"a"}
+    clash = store.take({"net": StateDict(**{"a.b": torch.ones(1), "a": {"b": torch.ones(1)}})}, "c")
+    with pytest.raises(FileFormatError, match=r"net/a.b and net/a/b would both be named 'a.b'"):
+        clash.export(tmp_path / "clash.safetensors", path="net")
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 40)
+        self.head = torch.nn.Linear(40, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_weights(store: Store, tmp_path: Path) -> None:
+    model, fresh = Tied(), Tied()
+    snapshot = store.take({"model": model}, "s")
+    both = snapshot.export(tmp_path / "both.safetensors", path="model")
+    assert both.equal == {"head.weight": "embed.weight"}
+    assert len(load_file(tmp_path / "both.safetensors")) == 2
+    once = tmp_path / "once.safetensors"
+    report = snapshot.export(once, path="model", tied=["head.weight"])
+    assert (report.tensors, report.tied) == (1, {"head.weight": "embed.weight"})
+    with safe_open(once, "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    load_model(fresh, once)
+    assert_same(fresh.head.weight, model.head.weight)
+    snapshot.export(tmp_path / "m.pt", path="model", format="torch", tied=["head.weight"])
+    state = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    other = store.take({"model": StateDict(a=torch.ones(99), b=torch.zeros(99))}, "other")
+    for tied, said in (["a"], "no other tensor has its bytes"), (["x"], "there is no such tensor"):
+        with pytest.raises(FileFormatError, match=said):
+            other.export(tmp_path / "x.safetensors", path="model", tied=tied)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_file_of_torch_save(store: Store, tmp_path: Path) -> None:
+    state = training()
+    odd = StateDict(
+        array=np.arange(5000.0),
+        sparse=torch.eye(200).to_sparse(),
+        quantized=torch.quantize_per_tensor(torch.randn(500), 0.1, 3, torch.qint8),
+        parameter=torch.nn.Parameter(torch.randn(70, 70)),
+        halves={"none": torch.empty(0, 3), "0-d": torch.tensor(2), 7: OrderedDict(a=[None, b"x"])},
+    )
+    snapshot = store.take({**state, "odd": odd}, "s")
+    report = snapshot.export(tmp_path / "all.pt", format="torch")
+    assert zipfile.ZipFile(tmp_path / "all.pt").testzip() is None
+    assert report.files == {"all.pt": (tmp_path / "all.pt").stat().st_size}
+    found = torch.load(tmp_path / "all.pt", weights_only=False)  # it holds numpy's
+    keys = ("model", "odd", "optim", "progress")
+    assert_same(found, {key: snapshot.get_state_dict_for_key(key) for key in keys})
+    snapshot.export(tmp_path / "optim.pt", path="optim", format="torch")
+    for mmap in (True, False):
+        part = torch.load(tmp_path / "optim.pt", weights_only=True, mmap=mmap)
+        assert_same(part, state["optim"].state_dict())
+    assert store.import_file(tmp_path / "optim.pt", "again").new_bytes < 2000
+
+
+def test_a_checkpoint_of_dcp(store: Store, tmp_path: Path) -> None:
+    state, target = training(), training()
+    snapshot = store.take(state, "s")
+    report = snapshot.export(tmp_path / "d", format="dcp", max_shard_size=100_000)
+    assert len(report.files) > 2
+    into = {k: v.state_dict() for k, v in target.items()}
+    dcp.load(into, checkpoint_id=tmp_path / "d")
+    assert_same(dict(into["model"]), dict(state["model"].state_dict()))
+    assert_same(into["optim"], state["optim"].state_dict())
+    assert into["progress"] == {"step": 3, "text": "é", "f": (1, 2.5)}
+    assert store.import_file(tmp_path / "d", "again").new_bytes < 5000
+    weights = state["model"].state_dict()
+    snapshot.export(tmp_path / "m", path="model", format="dcp")
+    part = {name: torch.zeros_like(value) for name, value in weights.items()}
+    dcp.load(part, checkpoint_id=tmp_path / "m")
+    assert_same(part, dict(weights))
+    with pytest.raises(TypeError, match="is no dict, so DCP has no names"):
+        snapshot.export(tmp_path / "x", path="progress/step", format="dcp")
+
+
+def test_boxes_of_trailing_shards(store: Store, tmp_path: Path) -> None:
+    """DCP's own shards along the last axis, in unaligned places, in and out again."""
+    value = torch.randn(40, 5000)
+    parts = [(slice(0, 2001), "__0_0.distcp"), (slice(2001, 5000), "__1_0.distcp")]
+    folder = tmp_path / "d"
+    dcp.save({"w": value}, checkpoint_id=folder)
+    with (folder / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    about = metadata.state_dict_metadata["w"]
+    kind, info = type(about.chunks[0]), type(next(iter(metadata.storage_data.values())))
+    index = type(next(iter(metadata.storage_data)))
+    about.chunks, metadata.storage_data = [], {}
+    for columns, name in parts:
+        box = kind(torch.Size([0, columns.start]), torch.Size([40, columns.stop - columns.start]))
+        about.chunks.append(box)
+        with (folder / name).open("wb") as file:
+            file.write(b"odd")
+            torch.save(value[:, columns].clone(), file)
+            metadata.storage_data[index("w", box.offsets)] = info(name, 3, file.tell() - 3)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    store.import_file(folder, "s", key="k")
+    assert_same(store["s"].read_object("k/w"), value)
+    snapshot = store["s"]
+    snapshot.export(tmp_path / "w.safetensors", path="k")
+    assert_same(load_file(tmp_path / "w.safetensors")["w"], value)
+    snapshot.export(tmp_path / "w.pt", path="k", format="torch")
+    assert zipfile.ZipFile(tmp_path / "w.pt").testzip() is None
+    assert_same(torch.load(tmp_path / "w.pt", weights_only=True)["w"], value)
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def test_what_safetensors_cannot_hold(store: Store, tmp_path: Path) -> None:
+    odd = {"sparse": torch.eye(9).to_sparse(), "array": np.ones(3), "c": torch.ones(9).cfloat()}
+    odd["wide"] = torch.ones(99, dtype=torch.complex128)
+    snapshot = store.take({"m": StateDict(w=torch.ones(9), step=1, **odd)}, "s")
+    out = tmp_path / "m.safetensors"
+    named = "cannot be exported: m/array, m/sparse, m/step, m/wide. Name a part"
+    with pytest.raises(FileFormatError, match=named):
+        snapshot.export(out, path="m")
+    report = snapshot.export(out, path="m", tensors_only=True)
+    assert report.left_out == ["m/array", "m/sparse", "m/step", "m/wide"]
+    assert load_file(out).keys() == {"w", "c"}
+    with pytest.raises(FileFormatError, match="there is no tensor to export"):
+        snapshot.export(tmp_path / "x", path="m/step", tensors_only=True)
+
+
+def test_targets_and_paths(store: Store, tmp_path: Path) -> None:
+    snapshot = store.take({"m": StateDict(w=torch.ones(9))}, "s")
+    there = tmp_path / "there"
+    there.write_text("mine")
+    for kind in ("safetensors", "torch", "dcp"):
+        with pytest.raises(TargetExistsError, match="there exists already"):
+            snapshot.export(there, format=kind)
+    with pytest.raises(EntryNotFoundError, match="nearest: m/w"):
+        snapshot.export(tmp_path / "x", path="m/v")
+    with pytest.raises(FileNotFoundError):
+        snapshot.export(tmp_path / "no" / "x")
+    for wrong in ({"format": "npz"}, {"format": "torch", "max_shard_size": 5}, {"tied": "w"}):
+        with pytest.raises((ValueError, TypeError)):
+            snapshot.export(tmp_path / "x", **wrong)  # type: ignore[arg-type]
+    dry = snapshot.export(tmp_path / "x", dry_run=True)
+    assert (dry.tensors, list(dry.files)) == (1, ["x"])
+    assert there.read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["store", "there"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+def test_nothing_half_made(store: Store, tmp_path: Path, kind: str) -> None:
+    """A file that cannot be as long as it should, and a damaged chunk: an error, and no file."""
+    state = {f"w{i}": torch.randn(50_000) for i in range(4)}
+    snapshot = store.take({"m": StateDict(**state)}, "s")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"too large: '{tmp_path}/out'"):
+            snapshot.export(tmp_path / "out", path="m", format=kind)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [p.name for p in tmp_path.iterdir()] == ["store"]
+    pack = max((tmp_path / "store/packs").rglob("*"), key=lambda p: p.stat().st_size)
+    content = bytearray(pack.read_bytes())
+    content[300_000] ^= 1
+    pack.chmod(0o644)
+    pack.write_bytes(content)
+    with pytest.raises(DamagedError, match="m/w"):
+        Snapshot(tmp_path / "store/s").export(tmp_path / "out", path="m", format=kind)
+    assert [p.name for p in tmp_path.iterdir()] == ["store"]

@@ -1,0 +1,217 @@
+"""Importing files of other formats: what comes in, what is shared, and what is kept beside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from casnap import StateDict, Store
+from casnap.errors import FileFormatError
+from tests.support.bitwise import assert_same, noise
+from tests.support.torchsnapshots import tensor_at, torchsnapshot
+
+CHUNK = 64 << 10
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool,
+    torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
+]  # fmt: skip
+
+
+def of_every_dtype() -> dict[str, torch.Tensor]:
+    state = {f"layers.{i}/{d}": noise(d, (3, 8)) for i, d in enumerate(DTYPES)}
+    return {
+        **state,
+        "scalar": torch.tensor(2.5),
+        "none": torch.empty(0, 7),
+        "large": torch.randn(300, 99),
+    }
+
+
+def state_of_training() -> dict[str, Any]:
+    model = torch.nn.Linear(200, 90)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 200)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 100}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store", chunk_size=CHUNK)
+
+
+def test_a_safetensors_file(store: Store, tmp_path: Path) -> None:
+    state = of_every_dtype()
+    save_file(state, tmp_path / "m.safetensors", metadata={"format": "pt", "author": "é"})
+    report = store.import_file(tmp_path / "m.safetensors", "m", metadata={"loss": 1.5})
+    assert (report.format, report.files, report.keys) == ("safetensors", 1, ["model"])
+    assert (report.tensors, report.values) == (len(state), 0)
+    assert store["m"].metadata.user == {"format": "pt", "author": "é", "loss": 1.5}
+    found = store["m"].get_state_dict_for_key("model")
+    assert found.keys() == state.keys()
+    assert_same({name: found[name] for name in state}, state)
+
+
+def test_it_shares_chunks_with_a_take(store: Store, tmp_path: Path) -> None:
+    state = {"a": torch.randn(500, 300), "b": torch.randn(7, 1000).to(torch.bfloat16)}
+    taken = store.take({"other": StateDict(**state)}, "taken")
+    assert taken.stats.new_bytes > 600_000
+    save_file(state, tmp_path / "m.safetensors")
+    torch.save(state, tmp_path / "m.pt")
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    for i, source in enumerate(("m.safetensors", "m.pt", "dcp")):
+        report = store.import_file(tmp_path / source, f"imported-{i}")
+        assert report.logical_bytes > 600_000
+        assert report.new_bytes < 2000
+
+
+def test_it_is_restored_into_a_module(store: Store, tmp_path: Path) -> None:
+    model, other = torch.nn.Linear(30, 40), torch.nn.Linear(30, 40)
+    save_file(model.state_dict(), tmp_path / "m.safetensors")
+    store.import_file(tmp_path / "m.safetensors", "m")
+    store["m"].restore({"model": other})
+    assert_same(other.weight, model.weight)
+
+
+def test_shards_with_an_index(store: Store, tmp_path: Path) -> None:
+    parts = [{"a": torch.randn(100)}, {"b": torch.randn(50), "c": torch.randn(2, 2)}]
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    weights = {}
+    for name, part in zip(names, parts, strict=True):
+        save_file(part, tmp_path / name, metadata={"format": "pt"})
+        weights |= dict.fromkeys(part, name)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weights}))
+    for name, source in (("of-folder", tmp_path), ("of-index", index)):
+        assert store.import_file(source, name, key="net").files == 2
+        assert_same(store[name].get_state_dict_for_key("net"), {**parts[0], **parts[1]})
+
+
+def test_a_file_of_torch_save(store: Store, tmp_path: Path) -> None:
+    state = {**state_of_training(), "list": [1, {"t": torch.ones(3).t()}], "strided": None}
+    state["strided"] = torch.arange(60_000).reshape(200, 300).t()
+    torch.save(state, tmp_path / "c.pt")
+    report = store.import_file(tmp_path / "c.pt", "c")
+    assert report.keys == list(state)
+    assert_same(store["c"].read_object("optim"), state["optim"])
+    assert_same(store["c"].read_object("strided"), state["strided"])
+    assert store["c"].read_object("step") == 100
+    torch.save(state["model"], tmp_path / "m.pt")
+    assert store.import_file(tmp_path / "m.pt", "m").keys == ["model"]
+    assert store.import_file(tmp_path / "c.pt", "under", key="all").keys == ["all"]
+    assert store["under"].read_object("all/step") == 100
+
+
+def test_a_checkpoint_of_dcp(store: Store, tmp_path: Path) -> None:
+    state = {**state_of_training(), "nested": {"a": [1, 2, {"b": torch.ones(3)}], "e": "text"}}
+    dcp.save(state, checkpoint_id=tmp_path / "d")
+    report = store.import_file(tmp_path / "d", "d")
+    assert (report.format, report.files) == ("dcp", 2)
+    assert_same(store["d"].read_object("model"), dict(state["model"]))
+    assert_same(store["d"].read_object("optim/state"), state["optim"]["state"])
+    assert_same(store["d"].read_object("nested"), state["nested"])
+    assert store.import_file(tmp_path / "d", "k", key="all").keys == ["all"]
+
+
+def test_a_dry_run_changes_nothing(store: Store, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(100)}, tmp_path / "m.safetensors")
+    report = store.import_file(tmp_path / "m.safetensors", "m", dry_run=True)
+    assert (report.dry_run, report.tensors, report.logical_bytes) == (True, 1, report.logical_bytes)
+    assert "m" not in store
+
+
+def test_progress_and_overwriting(store: Store, tmp_path: Path) -> None:
+    save_file({"a": torch.randn(100_000)}, tmp_path / "m.safetensors")
+    seen: list[tuple[str, int, int]] = []
+    store.import_file(tmp_path / "m.safetensors", "m", progress=lambda *told: seen.append(told))
+    assert seen[-1] == ("storing", 400_000, 400_000)
+    with pytest.raises(FileExistsError):
+        store.import_file(tmp_path / "m.safetensors", "m")
+    store.import_file(tmp_path / "m.safetensors", "m", overwrite=True)
+
+
+# --- TorchSnapshot ----------------------------------------------------------------------------
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+def test_a_snapshot_of_torchsnapshot(store: Store, tmp_path: Path) -> None:
+    value = torch.randn(3, 4)
+    saved = tmp_path / "saved"
+    torch.save([1, "two"], saved)
+    manifest = {
+        "0/app": {"type": "dict", "keys": ["w", "b", 7, "list", "a%2Fb", "chunked"]},
+        "0/app/w": tensor_at("data", [3, 4], byte_range=[8, 56]),
+        "0/app/b": {"type": "bool", "serialized_value": "True", "replicated": False},
+        "0/app/7": {"type": "float", "serialized_value": "AAAAAAAA4D8=", "readable": "0.5"},
+        "0/app/list": {"type": "list"},
+        "0/app/list/0": {"type": "int", "serialized_value": "5"},
+        "0/app/list/1": {"type": "object", "location": "saved", "serializer": "torch_save"},
+        "0/app/a%252Fb": {"type": "str", "serialized_value": "x"},
+        "0/app/chunked": {"type": "ChunkedTensor", "dtype": "torch.float32", "shape": [3, 4],
+                          "chunks": [
+            {"offsets": [i, 0], "sizes": [n, 4],
+             "tensor": tensor_at("data", [n, 4], byte_range=[8 + 16 * i, 8 + 16 * (i + n)])}
+            for i, n in ((0, 1), (1, 2))
+        ]},
+    }  # fmt: skip
+    folder = torchsnapshot(
+        tmp_path / "ts", manifest, data=b"12345678" + raw(value), saved=saved.read_bytes()
+    )
+    assert store.import_file(folder, "ts").format == "torchsnapshot"
+    want = {
+        "w": value, "b": True, 7: 0.5, "list": [5, [1, "two"]], "a%2Fb": "x", "chunked": value,
+    }  # fmt: skip
+    assert_same(store["ts"].read_object("app"), want)
+
+
+def test_yaml_of_older_torchsnapshots(store: Store, tmp_path: Path) -> None:
+    folder = torchsnapshot(tmp_path / "ts", {}, data=raw(torch.ones(2)))
+    (folder / ".snapshot_metadata").write_text(
+        "version: 0.0.1\nworld_size: 1\nmanifest:\n"
+        "  0/app: {type: OrderedDict, keys: [w]}\n"
+        "  0/app/w: {type: Tensor, location: data, serializer: buffer_protocol,\n"
+        "    dtype: torch.float32, shape: [2], replicated: false}\n"
+    )
+    store.import_file(folder, "ts")
+    assert_same(store["ts"].read_object("app/w"), torch.ones(2))
+
+
+def test_torchsnapshots_of_many_ranks(store: Store, tmp_path: Path) -> None:
+    value = torch.randn(4, 100)
+
+    def part(rank: int) -> dict[str, Any]:
+        tensor = tensor_at(f"shard{rank}", [2, 100])
+        return {"offsets": [2 * rank, 0], "sizes": [2, 100], "tensor": tensor}
+
+    manifest: dict[str, Any] = {}
+    for rank in (0, 1):
+        manifest |= {
+            f"{rank}/app": {"type": "dict", "keys": ["s", "r"]},
+            f"{rank}/app/s": {"type": "ShardedTensor", "shards": [part(rank)]},
+        }
+    manifest["0/app/r"] = {"type": "int", "serialized_value": "3", "replicated": True}
+    shards = {f"shard{i}": raw(value[2 * i : 2 * i + 2]) for i in (0, 1)}
+    store.import_file(torchsnapshot(tmp_path / "ts", manifest, 2, **shards), "ts")
+    assert_same(store["ts"].read_object("app"), {"s": value, "r": 3})
+    own = {f"{rank}/app/o": {"type": "int", "serialized_value": str(rank)} for rank in (0, 1)}
+    for rank in (0, 1):
+        manifest[f"{rank}/app"] = {"type": "dict", "keys": ["s", "r", "o"]}
+    folder = torchsnapshot(tmp_path / "own", {**manifest, **own}, 2, **shards)
+    with pytest.raises(FileFormatError, match=r"rank 1 of 2 have entries of their own.*rank=0"):
+        store.import_file(folder, "own")
+    store.import_file(folder, "own", rank=1)
+    assert_same(store["own"].read_object("app"), {"s": value, "r": 3, "o": 1})

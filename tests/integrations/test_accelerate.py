@@ -1,0 +1,157 @@
+"""An Accelerator's state is saved and loaded through casnap, as its users know it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.errors import SnapshotExistsError, SnapshotNotFoundError, StateError
+from tests.support.bitwise import assert_same
+from tests.support.faults import in_child, kill
+from tests.support.launched import launched
+from tests.support.pages import run_examples
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/accelerate.md"
+FROZEN = 4096 * 64 * 4
+
+
+def prepared(project: Path, limit: int | None = 2) -> tuple[Any, StateDict, Any, Any, Any]:
+    """Return an Accelerator, the progress, and what it has prepared."""
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    accelerator = Accelerator(
+        cpu=True,
+        project_config=ProjectConfiguration(
+            str(project), automatic_checkpoint_naming=True, total_limit=limit
+        ),
+    )
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(4096, 64).requires_grad_(requires_grad=False),
+        torch.nn.Dropout(0.5),
+        torch.nn.Linear(64, 8),
+    )
+    optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(32)), batch_size=8, shuffle=True
+    )
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    progress = StateDict(epoch=0)
+    accelerator.register_for_checkpointing(progress)
+    return accelerator, progress, model, optimizer, (scheduler, loader)
+
+
+def train(project: Path, end: Path, *, resume: bool = False, kill_at: int | None = None) -> None:
+    from casnap.integrations.accelerate import load_state, save_state
+
+    accelerator, progress, model, optimizer, (scheduler, loader) = prepared(project)
+    torch.manual_seed(1)
+    if resume:
+        load_state(accelerator)
+    while progress["epoch"] < 4:
+        for (batch,) in loader:
+            if progress["epoch"] == kill_at:
+                kill()
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        progress["epoch"] += 1
+        save_state(accelerator)
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, end)
+
+
+def test_resumes_bit_exact_after_sigkill(tmp_path: Path) -> None:
+    assert in_child(lambda: train(tmp_path / "whole", tmp_path / "whole-end")) == 0
+    assert in_child(lambda: train(tmp_path / "run", tmp_path / "end", kill_at=2)) == -9
+    assert in_child(lambda: train(tmp_path / "run", tmp_path / "end", resume=True)) == 0
+    ends = [torch.load(tmp_path / name, weights_only=True) for name in ("end", "whole-end")]
+    assert_same(ends[0], ends[1])
+
+    folder = tmp_path / "run/checkpoints"
+    snapshots = Store(folder, create=False).snapshots()
+    assert [s.name for s in snapshots] == ["checkpoint_2", "checkpoint_3"]  # total_limit
+    assert sorted(p.name for p in folder.glob("checkpoint_*")) == ["checkpoint_2", "checkpoint_3"]
+    for snapshot in snapshots:
+        assert snapshot.stats.logical_bytes > FROZEN
+        assert snapshot.stats.new_bytes < FROZEN // 10
+    assert_same(dict(snapshots[-1].get_state_dict_for_key("model")), dict(ends[0]["model"]))
+
+
+def test_two_processes_resume_bit_exact(tmp_path: Path) -> None:
+    def go(name: str, **arguments: Any) -> None:
+        train(tmp_path / name, tmp_path / f"{name}-{os.environ['RANK']}", **arguments)
+
+    assert launched(2, lambda: go("whole")) == [0, 0]
+    assert launched(2, lambda: go("run", kill_at=2)) == [-9, -9]
+    assert launched(2, lambda: go("run", resume=True)) == [0, 0]
+    for rank in range(2):
+        ends = [torch.load(tmp_path / f"{n}-{rank}", weights_only=True) for n in ("run", "whole")]
+        assert_same(ends[0], ends[1])
+    # The wrapper of DDP is no part of it.
+    assert "0.weight" in Store(tmp_path / "run/checkpoints")["checkpoint_3"].read_object("model")
+
+
+def test_names_hooks_and_folders_of_its_own(tmp_path: Path) -> None:
+    from casnap.integrations.accelerate import load_state, save_state
+
+    def work() -> None:
+        accelerator, progress, model, *_ = prepared(tmp_path / "run")
+        accelerator.project_configuration.automatic_checkpoint_naming = False
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        accelerator.save_state(str(tmp_path / "plain"))
+        progress["epoch"] = 3
+        first = save_state(accelerator, tmp_path / "ours")
+        again = save_state(accelerator, tmp_path / "ours")
+        assert first.commit_id != again.commit_id
+        assert again.stats.new_bytes < 20_000  # random states and what is no tensor
+        for folder in ("plain", "ours"):
+            model[2].weight.data.zero_()
+            progress["epoch"] = -1
+            load_state(accelerator, tmp_path / folder)
+            assert_same(dict(model.state_dict()), before)
+            assert progress["epoch"] == (0 if folder == "plain" else 3)
+
+        # As for an adapter: a hook saves the model itself.
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
+        accelerator.register_load_state_pre_hook(lambda models, folder: models.clear())
+        without = save_state(accelerator, tmp_path / "hooked")
+        assert without.stats.logical_bytes < FROZEN
+        load_state(accelerator, tmp_path / "hooked")
+
+    assert in_child(work) == 0
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    from casnap.integrations.accelerate import load_state, save_state
+
+    def work() -> None:
+        accelerator, *_ = prepared(tmp_path / "run")
+        with pytest.raises(SnapshotNotFoundError, match="no checkpoint"):
+            load_state(accelerator)
+        save_state(accelerator)
+        accelerator.project_configuration.iteration = 0
+        with pytest.raises(SnapshotExistsError, match="checkpoint_0"):
+            save_state(accelerator)
+        accelerator.register_for_checkpointing(StateDict(more=1))
+        with pytest.raises(StateError, match="lacks custom_1"):
+            load_state(accelerator)
+        with pytest.raises(SnapshotNotFoundError, match="no checkpoint at"):
+            load_state(accelerator, tmp_path / "nowhere")
+        accelerator.state.distributed_type = "FSDP"
+
+    assert in_child(work) == 0
+
+
+def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_child(lambda: run_examples(GUIDE, tmp_path / "work", monkeypatch)) == 0

@@ -1,0 +1,208 @@
+"""Lightning's Trainer saves and resumes through casnap, as its users know it."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casnap import RNGState, Snapshot, Store
+from casnap.errors import DamagedError, SnapshotExistsError, SnapshotNotFoundError
+from tests.support.bitwise import assert_same
+from tests.support.faults import in_child, kill
+from tests.support.launched import launched
+from tests.support.pages import run_examples
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/lightning.md"
+FROZEN = 4096 * 64 * 4
+
+
+def make_model(kill_at: int | None, *, sharded: bool = False) -> Any:
+    import lightning
+    from torch.distributed.fsdp import fully_shard
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.base = torch.nn.Embedding(4096, 64).requires_grad_(requires_grad=False)
+            self.head = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(64, 8))
+
+        def configure_model(self) -> None:
+            if sharded:
+                fully_shard(self.head, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
+            if self.global_step == kill_at:
+                kill()
+            loss = self.head(self.base(batch[0])).square().mean()
+            self.log("loss", loss, on_step=False, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.head.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+        # Lightning itself does not keep the random state.
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["rng"] = RNGState().state_dict()
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            RNGState().load_state_dict(checkpoint["rng"])
+
+    return Model()
+
+
+def train(
+    folder: Path, kill_at: int | None = None, io: str = "plain", *, sharded: bool = False
+) -> dict[str, Any]:
+    """Train, from the last checkpoint on; return the last one."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from casnap.integrations.dcp import install
+    from casnap.integrations.lightning import CasnapCheckpointIO
+
+    plugin = {
+        "plain": CasnapCheckpointIO,
+        "async": partial(CasnapCheckpointIO, async_save=True),
+        "wrapped": lambda: AsyncCheckpointIO(CasnapCheckpointIO()),
+    }[io]()
+    parallel: dict[str, Any] = {}
+    if sharded:
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        parallel = {"devices": 2, "strategy": strategy, "use_distributed_sampler": False}
+        install(folder)
+    torch.manual_seed(1)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(32)), batch_size=8, shuffle=True
+    )
+    trainer = lightning.Trainer(
+        max_epochs=4,
+        accelerator="cpu",
+        **parallel,
+        plugins=[plugin],
+        callbacks=[ModelCheckpoint(folder, monitor="loss", save_top_k=2, save_last=True)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    model = make_model(kill_at, sharded=sharded)
+    trainer.fit(model, loader, ckpt_path="last")
+    if sharded:
+        return {key: value.full_tensor() for key, value in model.state_dict().items()}
+    return {"model": model.state_dict(), "optim": trainer.optimizers[0].state_dict()}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert in_child(lambda: torch.save(train(folder / "ckpts"), folder / "end")) == 0
+    return folder
+
+
+def test_each_save_writes_what_changed_and_top_k_is_kept(uninterrupted: Path) -> None:
+    store = Store(uninterrupted / "ckpts", create=False)
+    names = {s.name for s in store.snapshots()}
+    assert "last.ckpt" in names
+    assert len(names) == 3
+    assert names == {path.name for path in (uninterrupted / "ckpts").glob("*.ckpt")}
+    later = [s for s in store.snapshots() if "epoch=0" not in s.name]
+    assert len(later) >= 2
+    for snapshot in later:
+        # The weights of the head, Adam's two moments, a random state, and what is no tensor.
+        assert snapshot.stats.logical_bytes > FROZEN
+        assert snapshot.stats.new_bytes < FROZEN // 10
+        assert snapshot.metadata.user["loss"] > 0
+    model = make_model(None)
+    Snapshot(uninterrupted / "ckpts/last.ckpt").restore({"state_dict": model})
+    end = torch.load(uninterrupted / "end", weights_only=True)
+    assert_same(model.state_dict(), end["model"])
+
+
+@pytest.mark.parametrize("io", ["plain", "async", "wrapped"])
+def test_resumes_bit_exact_after_sigkill(uninterrupted: Path, tmp_path: Path, io: str) -> None:
+    folder = tmp_path / "ckpts"
+    assert in_child(lambda: train(folder, kill_at=11, io=io)) == -9
+    assert in_child(lambda: torch.save(train(folder, io=io), tmp_path / "end")) == 0
+    end = torch.load(tmp_path / "end", weights_only=True)
+    assert_same(end, torch.load(uninterrupted / "end", weights_only=True))
+    kept = {s.name for s in Store(folder).snapshots()}
+    assert kept == {path.name for path in folder.glob("*.ckpt")}
+
+
+def test_a_sharded_strategy_resumes_through_the_redirect(tmp_path: Path) -> None:
+    def end(name: str, kill_at: int | None = None) -> None:
+        state = train(tmp_path / name, kill_at, sharded=True)
+        torch.save(state, tmp_path / f"{name}-{os.environ['RANK']}")
+
+    assert launched(2, lambda: end("whole")) == [0, 0]
+    assert launched(2, lambda: end("run", 11)) == [-9, -9]
+    assert launched(2, lambda: end("run")) == [0, 0]
+    ends = [torch.load(tmp_path / f"{n}-0", weights_only=True) for n in ("run", "whole")]
+    assert_same(ends[0], ends[1])
+    snapshots = Store(tmp_path / "run", create=False).snapshots()
+    assert {s.name for s in snapshots} == {p.name for p in (tmp_path / "run").glob("*.ckpt")}
+    assert [s.world_size for s in snapshots] == [2, 2, 2]  # save_top_k, save_last
+
+
+def test_a_failed_save_in_the_background_removes_nothing(tmp_path: Path) -> None:
+    from casnap.integrations.lightning import CasnapCheckpointIO
+
+    io = CasnapCheckpointIO(async_save=True)
+    io.save_checkpoint({"epoch": 0, "state_dict": {"w": torch.ones(3)}}, tmp_path / "a.ckpt")
+    io.save_checkpoint({"epoch": 1, "state_dict": {"w": torch.zeros(3)}}, tmp_path / "b.ckpt")
+    io.remove_checkpoint(tmp_path / "a.ckpt")
+    assert io.load_checkpoint(tmp_path / "b.ckpt")["epoch"] == 1  # waits
+    assert not (tmp_path / "a.ckpt").exists()
+
+    store = Store(tmp_path)
+    store.tag("b.ckpt", "keep")
+    with pytest.raises(SnapshotExistsError, match="tag"):
+        _save_and_remove(io, tmp_path / "b.ckpt")
+    assert io.load_checkpoint(tmp_path / "b.ckpt")["epoch"] == 1
+
+
+def _save_and_remove(io: Any, path: Path) -> None:
+    io.save_checkpoint({"epoch": 2}, path)
+    io.remove_checkpoint(path)
+    io.teardown()
+
+
+def test_links_files_and_what_is_missing(tmp_path: Path) -> None:
+    from casnap.integrations.lightning import CasnapCheckpointIO
+
+    io = CasnapCheckpointIO()
+    state = {"state_dict": {"w": torch.ones(30_000)}, "a/b%": {"x": [1, (2,)]}, "epoch": 7}
+    io.save_checkpoint(state, tmp_path / "a.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("a.ckpt")  # as save_last="link" makes it
+    assert_same(io.load_checkpoint(tmp_path / "last.ckpt", "cpu"), state)
+    io.remove_checkpoint(tmp_path / "last.ckpt")
+    assert "a.ckpt" in Store(tmp_path)
+
+    torch.save(state, tmp_path / "old.ckpt")
+    assert_same(io.load_checkpoint(tmp_path / "old.ckpt"), state)
+    io.remove_checkpoint(tmp_path / "old.ckpt")
+    assert not (tmp_path / "old.ckpt").exists()
+    with pytest.raises(SnapshotNotFoundError, match=r"no checkpoint at .*old\.ckpt"):
+        io.load_checkpoint(tmp_path / "old.ckpt")
+
+    for pack in (tmp_path / "packs").rglob("*"):
+        if pack.is_file():
+            os.truncate(pack, 100)
+    with pytest.raises(DamagedError):
+        io.load_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_child(lambda: run_examples(GUIDE, tmp_path / "work", monkeypatch)) == 0

@@ -1,0 +1,207 @@
+"""torchtitan's CheckpointManager saves and loads through casnap.
+
+Its Trainer needs a GPU. So its own containers of optimizers, schedulers and data loaders are driven
+here by a loop of ours, on ranks that are processes of gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from casnap import Store
+from tests.support.bitwise import assert_same
+from tests.support.faults import in_child, kill
+from tests.support.launched import launched
+from tests.support.pages import run_examples
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/torchtitan.md"
+FROZEN = 4096 * 64 * 4
+
+
+class Numbers(torch.utils.data.IterableDataset[torch.Tensor]):
+    """A data set that knows where it is, as torchtitan's do."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        while True:
+            self.at += 1
+            yield torch.arange(8) * 31 + self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.at = state_dict["at"]
+
+
+class Progress:
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        self.step = int(state_dict["step"])
+
+
+def built(folder: Path, *, sharded: bool, **settings: Any) -> Any:
+    """Return a manager, and what it keeps."""
+    from torch.distributed.fsdp import fully_shard
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+    from torchtitan.components.optimizer import (
+        LRSchedulersContainer,
+        OptimizersContainer,
+        ParamGroupConfig,
+    )
+
+    from casnap.integrations.torchtitan import CasnapCheckpointManager
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(4096, 64).requires_grad_(requires_grad=False), torch.nn.Linear(64, 8)
+    )
+    if sharded:
+        fully_shard(model)
+    optimizers = OptimizersContainer.Config(
+        param_groups=[
+            ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 0.1})
+        ],
+        implementation="for-loop",
+    ).build(model_parts=[model])
+    schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(
+        optimizers=optimizers, training_steps=8
+    )
+    loader = ParallelAwareDataloader(Numbers(), dp_rank=0, dp_world_size=1, batch_size=2)
+    progress = Progress()
+    config = CasnapCheckpointManager.Config(
+        enable=True, interval=2, keep_latest_k=2, last_save_model_only=False, **settings
+    )
+    manager = config.build(
+        dataloader=loader,
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=schedulers,
+        states={"train_state": progress},
+        sd_adapter=None,
+        base_folder=str(folder),
+    )
+    return manager, model, optimizers, schedulers, loader, progress
+
+
+def train(
+    folder: Path, end: Path, kill_at: int | None = None, *, sharded: bool = False, **settings: Any
+) -> None:
+    from torch.distributed.tensor import DTensor
+
+    manager, model, optimizers, schedulers, loader, progress = built(
+        folder, sharded=sharded, **settings
+    )
+    manager.load()
+    batches = iter(loader)
+    while progress.step < 8:
+        model(next(batches)).square().mean().backward()
+        optimizers.step()
+        schedulers.step()
+        optimizers.zero_grad()
+        progress.step += 1
+        if progress.step == kill_at:
+            manager.maybe_wait_for_saving()
+            kill()
+        manager.save(progress.step, last_step=progress.step == 8)
+    manager.maybe_wait_for_saving()
+    manager.close()
+    state = {**model.state_dict(), **optimizers.state_dict()}
+    full = {
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in state.items()
+    }
+    if dist.get_rank() == 0:
+        torch.save(full, end)
+
+
+def in_world(size: int, work: Callable[[], object]) -> list[int]:
+    """Do some work on ranks of gloo; return how they ended."""
+
+    def joined() -> None:
+        dist.init_process_group("cpu:gloo")
+        work()
+        dist.destroy_process_group()
+
+    return launched(size, joined)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert in_world(1, lambda: train(folder, folder / "end")) == [0]
+    return folder
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def test_each_save_writes_what_changed_and_the_latest_are_kept(uninterrupted: Path) -> None:
+    store = Store(uninterrupted / "checkpoint", create=False)
+    snapshots = store.snapshots()
+    # The last step is saved without a purge, as torchtitan does it.
+    assert [s.name for s in snapshots] == ["step-4", "step-6", "step-8"]
+    folders = {path.name for path in (uninterrupted / "checkpoint").glob("step-*")}
+    assert folders == {"step-4", "step-6", "step-8"}
+    for snapshot in snapshots:
+        assert snapshot.stats.logical_bytes > FROZEN
+        assert snapshot.stats.new_bytes < FROZEN // 10
+    assert snapshots[-1].metadata.user == {"step": 8}
+    weight = snapshots[-1].read_object("1.weight")
+    assert torch.equal(weight, load(uninterrupted / "end")["1.weight"])
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_resumes_bit_exact_after_sigkill(uninterrupted: Path, tmp_path: Path, mode: str) -> None:
+    end = tmp_path / "end"
+    killed = lambda: train(tmp_path, end, 5, async_mode=mode)  # noqa: E731
+    assert in_world(1, killed) == [-9]
+    resumed = lambda: train(tmp_path, end, async_mode=mode)  # noqa: E731
+    assert in_world(1, resumed) == [0]
+    assert_same(load(end), load(uninterrupted / "end"))
+
+
+def test_another_number_of_ranks_goes_on(uninterrupted: Path, tmp_path: Path) -> None:
+    """Two ranks with FSDP2 begin, and a single one without it goes on."""
+    end = tmp_path / "end"
+    begin = lambda: train(tmp_path, end, kill_at=5, sharded=True)  # noqa: E731
+    assert in_world(2, begin) == [-9, -9]
+    assert in_world(1, lambda: train(tmp_path, end)) == [0]
+    for key, value in load(uninterrupted / "end").items():
+        torch.testing.assert_close(load(end)[key], value)
+
+
+def test_goes_on_from_the_checkpoints_of_torchtitan(uninterrupted: Path, tmp_path: Path) -> None:
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    from casnap.integrations.torchtitan import CasnapCheckpointManager
+
+    def plain() -> None:
+        CasnapCheckpointManager.dcp_save = CheckpointManager.dcp_save
+        train(tmp_path, tmp_path / "end", kill_at=5)
+
+    assert in_world(1, plain) == [-9]
+    assert (tmp_path / "checkpoint/step-4/.metadata").exists()
+    assert in_world(1, lambda: train(tmp_path, tmp_path / "end")) == [0]
+    assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
+    assert not (tmp_path / "checkpoint/step-2").exists()
+
+
+def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_child(lambda: run_examples(GUIDE, tmp_path / "work", monkeypatch)) == 0

@@ -1,0 +1,227 @@
+"""The Trainer of Transformers saves and resumes through casnap, as its users know it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from casnap import Snapshot, Store
+from casnap.errors import SnapshotNotFoundError, StateError
+from tests.support.bitwise import assert_same
+from tests.support.faults import in_child, kill, start, wait
+from tests.support.launched import launched
+from tests.support.pages import run_examples
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/transformers.md"
+FROZEN = 4096 * 32 * 4
+
+
+class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(8) * 31 + i) % 4096
+        return {"input_ids": ids, "labels": ids}
+
+
+def trainer_of(folder: Path, *, plain: bool = False, dropout: float = 0.1, **arguments: Any) -> Any:
+    import transformers
+
+    from casnap.integrations.transformers import CasnapTrainerMixin
+
+    class Ours(CasnapTrainerMixin, transformers.Trainer):
+        pass
+
+    kind = transformers.Trainer if plain else Ours
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=4096, n_positions=8, n_embd=32, n_layer=1, n_head=2,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config)
+    model.transformer.wte.requires_grad_(requires_grad=False)  # tied to the head, and frozen
+    often = {"max_steps": 8, "save_steps": 2, "save_total_limit": 2, "logging_steps": 1}
+    arguments = often | arguments
+    return kind(
+        model=model,
+        args=transformers.TrainingArguments(
+            output_dir=str(folder),
+            use_cpu=True,
+            per_device_train_batch_size=4,
+            report_to=[],
+            disable_tqdm=True,
+            **arguments,
+        ),
+        train_dataset=Numbers(),
+        eval_dataset=Numbers(),
+    )
+
+
+def run(
+    folder: Path,
+    end: Path,
+    *,
+    resume: bool | str | None = None,
+    at: int | None = None,
+    strike: Any = kill,
+    **arguments: Any,
+) -> None:
+    """Train, and keep the weights and the state of the optimizer at the end."""
+    import transformers
+
+    class Striking(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == at:
+                strike()
+
+    trainer = trainer_of(folder, **arguments)
+    trainer.add_callback(Striking)
+    trainer.train(resume_from_checkpoint=resume)
+    state = {"model": trainer.model.state_dict(), "optim": trainer.optimizer.state_dict()}
+    torch.save({**state, "step": trainer.state.global_step}, end)
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert in_child(lambda: run(folder / "out", folder / "end")) == 0
+    return folder
+
+
+def test_each_save_writes_what_changed_and_the_limit_is_kept(uninterrupted: Path) -> None:
+    out = uninterrupted / "out"
+    snapshots = Store(out, create=False).snapshots()
+    assert [s.name for s in snapshots] == ["checkpoint-6", "checkpoint-8"]
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-8"}
+    for snapshot in snapshots:
+        assert snapshot.stats.logical_bytes > FROZEN
+        assert snapshot.stats.new_bytes < FROZEN
+        assert snapshot.metadata.user["loss"] > 0
+    beside = {path.name for path in (out / "checkpoint-8").iterdir()}
+    assert beside >= {"trainer_state.json", "config.json", "generation_config.json"}
+    assert not {path for path in beside if path.endswith(".safetensors")}
+    end = load(uninterrupted / "end")
+    trainer = trainer_of(out)
+    snapshots[-1].restore({"model": trainer.model})
+    assert_same(dict(trainer.model.state_dict()), dict(end["model"]))
+
+
+def test_resumes_bit_exact_after_sigkill(uninterrupted: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert in_child(lambda: run(out, tmp_path / "end", at=7)) == -9
+    # One whose save was cut off is passed over, and refused if it is named.
+    (out / "checkpoint-7").mkdir()
+    (out / "checkpoint-7/trainer_state.json").write_text("{")
+    with pytest.raises(SnapshotNotFoundError, match="cut off"):
+        trainer_of(out).train(resume_from_checkpoint=str(out / "checkpoint-7"))
+    # A snapshot that was copied from elsewhere has its small files in it.
+    (out / "checkpoint-6/trainer_state.json").unlink()
+    assert in_child(lambda: run(out, tmp_path / "end", resume=True)) == 0
+    assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
+    kept = {s.name for s in Store(out).snapshots()}
+    assert "checkpoint-8" in kept
+    assert kept == {path.name for path in out.glob("checkpoint-*")} - {"checkpoint-7"}
+
+
+def test_two_processes_resume_bit_exact(tmp_path: Path) -> None:
+    def go(name: str, **arguments: Any) -> None:
+        run(tmp_path / name, tmp_path / f"{name}-{os.environ['RANK']}", **arguments)
+
+    assert launched(2, lambda: go("whole")) == [0, 0]
+    assert launched(2, lambda: go("run", at=5)) == [-9, -9]
+    assert launched(2, lambda: go("run", resume=True)) == [0, 0]
+    for rank in range(2):
+        assert_same(load(tmp_path / f"run-{rank}"), load(tmp_path / f"whole-{rank}"))
+    snapshot = Snapshot(tmp_path / "run/checkpoint-8")
+    manifest = snapshot.get_manifest()
+    assert manifest.is_global("1/model/transformer.wpe.weight")
+    assert not manifest.is_global("1/rng/torch")
+    assert in_child(lambda: go_alone(tmp_path / "run", tmp_path / "alone")) == 0
+
+
+def go_alone(folder: Path, end: Path) -> None:
+    """One process goes on with what two have saved."""
+    run(folder, end, resume=True, max_steps=9)
+
+
+def test_saves_before_preemption(tmp_path: Path) -> None:
+    def terminate() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    long: dict[str, Any] = {"max_steps": 100_000, "save_steps": 100_000, "dropout": 0.0}
+    long |= {"lr_scheduler_type": "constant", "logging_steps": 100_000}
+    out, end = tmp_path / "out", tmp_path / "end"
+    pid = start(lambda: run(out, end, at=3, strike=terminate, enable_jit_checkpoint=True, **long))
+    assert wait(pid) == 0
+    (snapshot,) = Store(out, create=False).snapshots()
+    step = load(end)["step"]
+    assert snapshot.name == f"checkpoint-{step}"
+    beside = json.loads((out / snapshot.name / "trainer_state.json").read_text())
+    assert beside["global_step"] == step
+    more = {**long, "max_steps": step + 3}
+    assert in_child(lambda: run(out, end, resume=True, **more)) == 0
+    assert in_child(lambda: run(tmp_path / "whole", tmp_path / "whole-end", **more)) == 0
+    assert_same(load(end)["optim"]["state"], load(tmp_path / "whole-end")["optim"]["state"])
+
+
+def test_the_best_model_is_kept_and_loaded(tmp_path: Path) -> None:
+    def train() -> None:
+        trainer = trainer_of(
+            tmp_path / "out", eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+            metric_for_best_model="loss", greater_is_better=True, learning_rate=1e-2,
+            save_total_limit=1,
+        )  # fmt: skip
+        trainer.train()
+        best = trainer.state.best_model_checkpoint
+        assert best.endswith("checkpoint-2"), best  # the loss only falls
+        saved = Snapshot(best).get_state_dict_for_key("model")
+        assert_same(dict(saved), dict(trainer.model.state_dict()))
+        trainer.save_model(tmp_path / "best")
+
+    assert in_child(train) == 0
+    assert {s.name for s in Store(tmp_path / "out").snapshots()} == {"checkpoint-2", "checkpoint-8"}
+    assert (tmp_path / "best/model.safetensors").exists()
+
+
+def test_goes_on_from_the_checkpoints_of_the_trainer(uninterrupted: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert in_child(lambda: run(out, tmp_path / "end", at=5, plain=True)) == -9
+    assert (out / "checkpoint-4/model.safetensors").exists()
+    assert in_child(lambda: run(out, tmp_path / "end", resume=True)) == 0
+    assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
+    assert not (out / "checkpoint-4").exists()
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    from casnap.integrations.transformers import CasnapTrainerMixin
+
+    with pytest.raises(TypeError, match="before Trainer"):
+
+        class Late(transformers.Trainer, CasnapTrainerMixin):
+            pass
+
+    trainer = trainer_of(tmp_path / "out")
+    trainer.args.push_to_hub = True
+    with pytest.raises(StateError, match='hub_strategy="end"'):
+        trainer.train()
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+
+
+def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert in_child(lambda: run_examples(GUIDE, tmp_path / "work", monkeypatch)) == 0

@@ -1,0 +1,84 @@
+"""Pages of documentation whose examples run.
+
+The examples of a page run in order, in one empty working folder:
+
+- ```` ```python ```` blocks share one namespace.
+- ```` ```console ```` blocks: each line ``$ command`` runs in bash and must exit with 0. Lines that
+  follow it are its expected output, white space aside; ``...`` stands for anything. A command
+  without expected output may print what it likes. A ``\\`` at the end continues a command.
+- Anything else (```` ```sh ````, ```` ```text ````) is only shown.
+
+``<!-- invisible-code-block: python ... -->`` runs unseen, ``<!-- skip: next -->`` leaves one out.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sybil import Example, Sybil
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def commands_of(block: str) -> list[tuple[str, str]]:
+    """Cut a console block into commands, each with the output that is expected of it."""
+    commands: list[tuple[str, str]] = []
+    for line in block.splitlines():
+        if commands and commands[-1][0].endswith("\\") and not commands[-1][1]:
+            commands[-1] = (f"{commands[-1][0]}\n{line.removeprefix('> ')}", "")
+        elif line.startswith("$ "):
+            commands.append((line.removeprefix("$ "), ""))
+        elif commands:
+            command, want = commands[-1]
+            commands[-1] = (command, f"{want}{line}\n")
+        else:
+            raise ValueError(f"a console block starts with '$ ', not with {line!r}")
+    return commands
+
+
+def run_console(example: Example) -> str | None:
+    """Run the commands of a block; return what went wrong, as Sybil wants it, or None."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "COLUMNS": "100",
+        "NO_COLOR": "1",
+    }
+    for command, want in commands_of(str(example.parsed)):
+        done = subprocess.run(
+            ["bash", "-c", command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            return f"$ {command}\nexited with {done.returncode}:\n{done.stdout}"
+        if want.strip() and not doctest.OutputChecker().check_output(want, done.stdout, FLAGS):
+            return f"$ {command}\nwas to print:\n{want}\nand printed:\n{done.stdout}"
+    return None
+
+
+SYBIL = Sybil(
+    parsers=[
+        PythonCodeBlockParser(doctest_optionflags=FLAGS),
+        CodeBlockParser(language="console", evaluator=run_console),
+        SkipParser(),
+    ]
+)
+
+
+def run_examples(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the examples of a page in a folder, which is made."""
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    for example in SYBIL.parse(page).examples():
+        example.evaluate()

@@ -1,0 +1,87 @@
+"""Each command, each option and each public name says what it is."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import casnap
+from casnap.cli import COMMANDS, cli
+
+ROOT = Path(__file__).parent.parent
+DOCS = "\n".join(p.read_text() for p in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))))
+MODULES = ("casnap", "casnap.errors", "casnap.integrations.dcp", "casnap.testing")
+# What only casnap makes; users get it.
+MADE_BY_CASNAP = {"casnap.PendingSnapshot"}
+ELSEWHERE = re.compile(r":(meth|class|func):`|like ``")
+
+
+def is_own(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or "").startswith("casnap")
+
+
+def public_names() -> Iterator[tuple[str, Any]]:
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for exported in getattr(module, "__all__", vars(module)):
+            value = getattr(module, exported)
+            is_callable = inspect.isclass(value) or inspect.isfunction(value)
+            if is_callable and is_own(value) and not exported.startswith("_"):
+                yield f"{name}.{exported}", value
+
+
+def functions() -> Iterator[tuple[str, Any, str]]:
+    """Yield each public function and method, with the text that describes its arguments."""
+    for name, value in public_names():
+        if inspect.isfunction(value):
+            yield name, value, inspect.getdoc(value) or ""
+            continue
+        bases = [kind for kind in value.__mro__ if is_own(kind)]
+        made_by_users = name not in MADE_BY_CASNAP and not issubclass(value, Exception)
+        if made_by_users and any("__init__" in vars(kind) for kind in bases):
+            yield name, value.__init__, "\n".join(inspect.getdoc(kind) or "" for kind in bases)
+        foreign = {n for kind in value.__mro__ if not is_own(kind) for n in vars(kind)}
+        for method, member in inspect.getmembers(value, inspect.isroutine):
+            if is_own(member) and not method.startswith("_") and method not in foreign:
+                yield f"{name}.{method}", member, inspect.getdoc(member) or ""
+
+
+FUNCTIONS = {name: (function, text) for name, function, text in functions()}
+
+
+@pytest.mark.parametrize(("name", "value"), [pytest.param(*p, id=p[0]) for p in public_names()])
+def test_public_names_have_a_docstring(name: str, value: Any) -> None:
+    assert inspect.getdoc(value), name
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arguments_are_described(name: str) -> None:
+    """But for one or two that the first line tells of, and where the text names another place."""
+    function, text = FUNCTIONS[name]
+    parameters = set(inspect.signature(function).parameters) - {"self", "cls", "args", "kwargs"}
+    unsaid = {p for p in parameters if not re.search(rf"^\s+{p}\b.*:", text, re.MULTILINE)}
+    if unsaid == parameters and (len(unsaid) <= 2 or ELSEWHERE.search(text)):
+        return
+    assert unsaid == set(), f"{name} does not say what these are: {sorted(unsaid)}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_and_options_are_described(name: str) -> None:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    assert command.help
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, f"casnap {name} {parameter.opts[0]}"
+    assert re.search(rf"casnap {name}\b", DOCS), f"no page of the docs shows casnap {name}"
+
+
+def test_the_names_of_the_package_are_in_the_docs() -> None:
+    assert [n for n in casnap.__all__ if not re.search(rf"\b{n}\b", DOCS)] == []
