@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec import field
 from msgspec.structs import asdict, astuple
 
-from casnap.format.entries import Entry
 from casnap.format.names import check_name
 from casnap.format.records import Stats
 from casnap.opened import Found, OpenStore, find, find_together
+from casnap.reading import EntriesByPath, Reading
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress, told_what
 from casnap.storage.contents import Contents
@@ -22,39 +22,10 @@ from casnap.version import __version__
 if TYPE_CHECKING:
     from casnap.files.report import ExportReport
     from casnap.restore.report import RestoreReport
-    from casnap.restore.selection import Index
     from casnap.state.stateful import Stateful
     from casnap.storage.retention import Retention
     from casnap.store import Store
     from casnap.take.pending import PendingTake
-
-
-class EntriesByPath(dict[str, Entry]):
-    """The entries of a snapshot by path, ``<rank>/<key>/<path>``.
-
-    A global entry stands under the prefix of each rank.
-
-    Args:
-        entries: The entries.
-        own: The paths of the entries that belong to one rank.
-    """
-
-    def __init__(self, entries: Mapping[str, Entry], own: frozenset[str]) -> None:
-        super().__init__(entries)
-        self._own = own
-
-    def is_global(self, path: str) -> bool:
-        """Whether any rank can restore an entry, on any number of ranks.
-
-        Otherwise the entry belongs to the rank that its path begins with, and only that rank
-        restores it.
-
-        Raises:
-            KeyError: There is no entry of this path.
-        """
-        if path not in self:
-            raise KeyError(path)
-        return path not in self._own
 
 
 class SnapshotMetadata:
@@ -96,7 +67,7 @@ class TakeStats(Stats, frozen=True, array_like=True):
     requests: dict[str, int] = field(default_factory=dict)
 
 
-class Snapshot:
+class Snapshot(Reading):
     """One immutable, named checkpoint in a store.
 
     The object stays with the snapshot that it opened. If another snapshot is taken under the same
@@ -307,64 +278,6 @@ class Snapshot:
         comm = join(self.pg, timeout, f"the restore of {self.name!r}")
         with comm, self.contents.reading():
             return restore(self.contents, app_state, options, comm)
-
-    @calls.named("read_object()")
-    def read_object(
-        self,
-        path: str,
-        obj_out: Any = None,
-        memory_budget_bytes: int | None = None,
-        *,
-        index: Index | None = None,
-        allow_pickle: bool = False,
-    ) -> Any:
-        """Read one tensor or value, a part of a tensor, or everything below a container.
-
-        Args:
-            path: A path of :meth:`get_manifest`, with or without the rank.
-            obj_out: A tensor of the same shape to read into; another dtype is cast.
-            memory_budget_bytes: The most bytes of buffers besides the result. One chunk is always
-                allowed.
-            index: Ints, slices and ``...``, as in ``tensor[index]``. Only the chunks that hold
-                selected elements are read.
-            allow_pickle: As for :meth:`restore`.
-
-        Raises:
-            EntryNotFoundError: There is no entry of this path. The error names the nearest one.
-            MismatchError: ``obj_out`` has another shape.
-            DamagedError: Stored bytes are missing or damaged.
-        """
-        from casnap.restore.read_object import read_object
-
-        with self.contents.reading():
-            return read_object(
-                self.contents, path, obj_out, memory_budget_bytes, index, allow_pickle=allow_pickle
-            )
-
-    @calls.named("get_manifest()")
-    def get_manifest(self) -> EntriesByPath:
-        """Return all entries by path, ``<rank>/<key>/<path>``.
-
-        ``get_manifest().is_global(path)`` says whether any rank can restore an entry, or only the
-        one that its path begins with.
-        """
-        contents = self.contents
-        with contents.reading():
-            ranks = list(contents.ranks())
-            entries = {f"{r}/{path}": e for r in ranks for path, e in contents.entries(r)}
-            own = frozenset(f"{r}/{path}" for r in ranks for path in contents.own_paths(r))
-            return EntriesByPath(entries, own)
-
-    def get_state_dict_for_key(self, key: str, *, allow_pickle: bool = False) -> dict[str, Any]:
-        """Return the state that was taken under a key of the app state, in new memory.
-
-        Raises:
-            EntryNotFoundError: The app state had no such key.
-        """
-        from casnap.state.containers import component_of
-
-        state: dict[str, Any] = self.read_object(component_of(key), allow_pickle=allow_pickle)
-        return state
 
     @calls.named("export()")
     def export(

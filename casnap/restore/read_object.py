@@ -1,14 +1,15 @@
-"""Reading one entry, everything below a container, or part of a tensor."""
+"""Reading one entry, everything below a container, part of a tensor, or many of these at once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
 import torch
 
 from casnap.errors import MismatchError
-from casnap.format.entries import Payload, TensorEntry
+from casnap.format.entries import ContainerEntry, Entry, Payload, TensorEntry
 from casnap.format.region import Region
 from casnap.restore.loading import (
     Loading,
@@ -17,6 +18,7 @@ from casnap.restore.loading import (
     with_item_axis,
 )
 from casnap.restore.selection import Index, select
+from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import fill, plain
 from casnap.state.cuda import synchronize
 from casnap.state.flatten import inflate
@@ -30,7 +32,7 @@ from casnap.state.tensors import (
     is_float4,
     itemsize_of,
 )
-from casnap.storage.contents import Contents
+from casnap.storage.contents import Contents, Entries, has_wildcards
 
 
 @plain()
@@ -51,20 +53,68 @@ def read_object(
         DamagedError: A chunk is missing or damaged.
     """
     full, entry, entries = contents.entry(path)
-    if isinstance(entry, TensorEntry):
-        return _read_tensor(contents, full, entry, obj_out, memory_budget_bytes, index)
+    if isinstance(entry, TensorEntry) and (obj_out is not None or index is not None):
+        return read_tensor(contents, full, entry, obj_out, memory_budget_bytes, index)
     if index is not None:
         raise MismatchError(f"{contents.where}: {path} is no tensor, so it takes no index")
-    loading = Loading(contents)
-    key, slash, inner = full.partition("/")
-    loading.add(full, entry)
-    for below, child in entries.below(f"{slash}{inner}/"):
-        loading.add(key + below, child)
-    leaves = loading.load(memory_budget_bytes)
-    return inflate(full, leaves, allow_pickle=allow_pickle)
+    wanted = {full: _whole(full, entry, entries)}
+    return _read(contents, wanted, memory_budget_bytes, allow_pickle=allow_pickle)[full]
 
 
-def _read_tensor(
+@plain()
+def read_objects(
+    contents: Contents,
+    paths: Iterable[str],
+    memory_budget_bytes: int | None = None,
+    *,
+    allow_pickle: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Read what some paths and globs name, in one pass.
+
+    Raises:
+        EntryNotFoundError: A path names nothing, or several ranks' own entries.
+        DamagedError: A chunk is missing or damaged.
+    """
+    wanted: dict[str, Iterable[tuple[str, Entry]]] = {}
+    for path in paths:
+        matched = contents.matching(path) if has_wildcards(path) else []
+        wanted |= {each.name: (("", each.entry),) for each in matched}
+        if not matched:
+            wanted[path] = _whole(*contents.the_entry(path))
+    return _read(contents, wanted, memory_budget_bytes, progress, allow_pickle=allow_pickle)
+
+
+def _whole(path: str, entry: Entry, entries: Entries) -> Iterator[tuple[str, Entry]]:
+    """Yield an entry, and everything below it, by their paths below it."""
+    yield "", entry
+    inner = path[len(path.partition("/")[0]) :]
+    if isinstance(entry, ContainerEntry):
+        for below, child in entries.below(f"{inner}/"):
+            yield below[len(inner) :], child
+
+
+def _read(
+    contents: Contents,
+    wanted: Mapping[str, Iterable[tuple[str, Entry]]],
+    budget: int | None,
+    progress: Progress | None = None,
+    *,
+    allow_pickle: bool,
+) -> dict[str, Any]:
+    loading = Loading(contents, progress)
+    added = set[str]()
+    for name, entries in wanted.items():
+        for below, entry in entries:
+            # A container and something in it may both be asked for.
+            if name + below not in added:
+                added.add(name + below)
+                loading.add(name + below, entry)
+    leaves = loading.load(budget)
+    return {name: inflate(name, leaves, allow_pickle=allow_pickle) for name in wanted}
+
+
+def read_tensor(
     contents: Contents,
     path: str,
     entry: TensorEntry,
@@ -72,8 +122,10 @@ def _read_tensor(
     budget: int | None,
     index: Index | None,
 ) -> Any:
+    """Read a tensor into another one, or a part of it."""
     if index is not None and entry.quantization is not None:
-        whole: Any = _read_tensor(contents, path, entry, None, budget, None)
+        wanted = {path: (("", entry),)}
+        whole: Any = _read(contents, wanted, budget, allow_pickle=False)[path]
         return whole[index] if obj_out is None else _copied(contents, path, whole[index], obj_out)
     with naming(contents, path):
         check_entry(entry, contents.objects.config.chunk_size)

@@ -25,7 +25,7 @@ def targets_of(state: KeyState) -> dict[str, Shards]:
         # A module that renames while it loads could overwrite such a tensor before reading it.
         if path in state.entries
         and not path.startswith(state.rewritten)
-        and _fits(state.entries[path], shards.value)
+        and fits(state.entries[path], shards.value)
     }
 
 
@@ -52,8 +52,8 @@ def _moments(
     return made
 
 
-def _fits(entry: Entry, current: torch.Tensor) -> bool:
-    """Whether a tensor of the state can be filled with an entry without loss."""
+def fits(entry: Entry, current: torch.Tensor) -> bool:
+    """Whether a tensor has the shape of an entry, and a dtype that this can be cast to."""
     with without_torch_function():
         return (
             isinstance(entry, TensorEntry)

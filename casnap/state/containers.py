@@ -80,6 +80,7 @@ _SPARSE_KINDS = {kind: (layout, parts) for layout, (kind, parts) in _SPARSE.item
 # --- components -------------------------------------------------------------------------------
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
+_ESCAPES = re.compile("%(25|2F|uD[89A-F][0-9A-F]{2})")
 
 
 def component_of(key: object) -> str:
@@ -90,6 +91,11 @@ def component_of(key: object) -> str:
     if not text.isascii():
         text = _SURROGATES.sub(lambda m: f"%u{ord(m[0]):04X}", text)
     return text
+
+
+def key_of(component: str) -> str:
+    """Return the str key that has a component."""
+    return _ESCAPES.sub(lambda m: chr(int(m[0].lstrip("%u"), 16)), component)
 
 
 def _components(path: str, keys: Sequence[object]) -> list[str]:

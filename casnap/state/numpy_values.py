@@ -107,12 +107,9 @@ def assemble_numpy(path: str, entry: TensorEntry, content: torch.Tensor) -> obje
         UnsupportedTypeError: numpy is not installed.
         DamagedError: The entry's dtype does not exist.
     """
-    try:
-        import numpy as np
-    except ImportError:
-        raise UnsupportedTypeError(f"{path} is of numpy; install numpy to read it") from None
-    numpy_itemsize(entry)  # no type that holds pointers gets past it
-    array = content.cpu().numpy().view(np.dtype(entry.dtype)).reshape(entry.shape)
+    dtype = numpy_dtype(path, entry)
+    np = sys.modules["numpy"]
+    array = content.cpu().numpy().view(dtype).reshape(entry.shape)
     if entry.kind == "ndarray":
         return array
     if entry.dtype == "<U1":
@@ -120,3 +117,18 @@ def assemble_numpy(path: str, entry: TensorEntry, content: torch.Tensor) -> obje
     if entry.dtype == "|S1":
         return np.bytes_(array.tobytes())
     return array.reshape(())[()]
+
+
+def numpy_dtype(path: str, entry: TensorEntry) -> NumpyDtype:
+    """Return the dtype of an array or scalar.
+
+    Raises:
+        UnsupportedTypeError: numpy is not installed.
+        DamagedError: The entry's dtype does not exist.
+    """
+    try:
+        import numpy as np
+    except ImportError:
+        raise UnsupportedTypeError(f"{path} is of numpy; install numpy to read it") from None
+    numpy_itemsize(entry)  # no type that holds pointers gets past it
+    return np.dtype(entry.dtype)

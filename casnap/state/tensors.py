@@ -239,7 +239,7 @@ def itemsize_of(entry: TensorEntry) -> int:
         DamagedError: The entry's dtype does not exist.
         UnsupportedTypeError: This torch does not know the dtype.
     """
-    return numpy_itemsize(entry) if is_numpy(entry) else _torch_dtype(entry).itemsize
+    return numpy_itemsize(entry) if is_numpy(entry) else torch_dtype(entry).itemsize
 
 
 def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -327,7 +327,13 @@ def assemble(leaf: Leaf) -> object:
         raise DamagedError(f"{leaf.path} cannot be put together: {e}", (leaf.path,)) from e
 
 
-def _torch_dtype(entry: TensorEntry) -> torch.dtype:
+def torch_dtype(entry: TensorEntry) -> torch.dtype:
+    """Return the dtype of an entry that is not of numpy.
+
+    Raises:
+        DamagedError: There is no such dtype.
+        UnsupportedTypeError: This torch does not know it.
+    """
     dtype = TENSOR_DTYPES.get(entry.dtype)
     if dtype is not None:
         return dtype
@@ -356,7 +362,7 @@ def carrier_dtype(entry: TensorEntry) -> torch.dtype:
     """Return the dtype of the elements of an entry's carrier."""
     if is_numpy(entry):
         return torch.uint8
-    dtype = _CARRIERS.get(entry.dtype) or _torch_dtype(entry)
+    dtype = _CARRIERS.get(entry.dtype) or torch_dtype(entry)
     return torch.uint8 if dtype is _FLOAT4 else dtype
 
 

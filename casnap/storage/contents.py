@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import translate
 from functools import cached_property
 from heapq import merge
 from itertools import takewhile
 from math import prod
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from casnap.errors import DamagedError, EntryNotFoundError, SnapshotNotFoundError, nearest
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
@@ -17,6 +19,7 @@ from casnap.format.entries import (
     INLINE_BYTES,
     LIST_DIGESTS,
     MAX_LIST_DEPTH,
+    ContainerEntry,
     Entry,
     Manifest,
     Payload,
@@ -33,6 +36,25 @@ from casnap.storage.tree import Tree
 # Metadata of 64 KiB as JSON take up to 148 kB as a node: a float of three letters takes nine bytes.
 # Other bytes could take sixty times as much memory when they are decoded.
 _MOST_METADATA = 4 * MAX_METADATA_BYTES
+GLOBAL = "global"
+"""What a path may begin with in place of a rank: only global entries are meant then."""
+_WILDCARDS = re.compile(r"[*?\[]")
+
+
+class Listed(NamedTuple):
+    """An entry in a list of a snapshot.
+
+    Attributes:
+        name: The path that means this entry, and no other: with its rank, if it is a rank's own.
+        path: The path as it was asked for: with a rank only if one was named.
+        entry: The entry.
+        owner: The rank that it belongs to; None for a global entry.
+    """
+
+    name: str
+    path: str
+    entry: Entry
+    owner: int | None
 
 
 class Entries:
@@ -96,6 +118,7 @@ class Contents:
         self.name = name
         self.row = row
         self._trees: dict[bytes, Tree[Entry]] = {}
+        self._seen: dict[int | None, dict[str, Entries]] = {}
 
     @property
     def where(self) -> str:
@@ -155,12 +178,22 @@ class Contents:
                 paths without a rank: global entries win, then rank 0's.
         """
         shared, own = self.manifest.shared, self.manifest.ranks.get(str(rank or 0), {})
-        layers = [(own, rank or 0), (shared, None)]
+        layers: list[tuple[dict[str, bytes], int | None]] = [(own, rank or 0), (shared, None)]
         if rank is None:
             layers.reverse()
+        return self._layers(layers)
+
+    def _seen_by(self, rank: int | None) -> dict[str, Entries]:
+        """Return :meth:`trees`, made once: many paths may be looked for."""
+        if rank not in self._seen:
+            self._seen[rank] = self.trees(rank)
+        return self._seen[rank]
+
+    def _layers(self, layers: list[tuple[dict[str, bytes], int | None]]) -> dict[str, Entries]:
+        keys = dict.fromkeys(key for trees, _ in layers for key in trees)
         return {
             key: Entries(self, {trees[key]: owner for trees, owner in layers if key in trees})
-            for key in shared | own
+            for key in keys
         }
 
     def tree(self, digest: bytes) -> Tree[Entry]:
@@ -199,35 +232,103 @@ class Contents:
                     keepers.append(rank)
         return keepers
 
-    def resolve(self, path: str) -> tuple[str, str, Entries]:
-        """Return key, path below it (with its leading slash) and entries of the key of a path.
+    def find(self, path: str) -> tuple[str, Entry, Entries] | None:
+        """Return the path without its rank, the entry there, and the entries of its key, or None.
 
-        Raises:
-            EntryNotFoundError: The snapshot has no such key.
+        A path that begins with a rank is what that rank sees, one that begins with ``global`` a
+        global entry. Without these, global entries win, then those of rank 0.
         """
         first, slash, rest = path.partition("/")
-        if slash and first in self.manifest.ranks:
-            key, slash, inner = rest.partition("/")
-            trees = self.trees(int(first))
-            if key in trees:
-                return key, slash + inner, trees[key]
-        trees = self.trees(None)
-        key, slash, inner = path.partition("/")
-        if key in trees:
-            return key, slash + inner, trees[key]
-        raise self._absent(path)
+        if (
+            slash
+            and first in self.manifest.ranks
+            and rest.partition("/")[0] in (trees := self._seen_by(int(first)))
+        ):
+            bare = rest
+        elif slash and self._means_global(first):
+            bare, trees = rest, self._layers([(self.manifest.shared, None)])
+        else:
+            bare, trees = path, self._seen_by(None)
+        key, slash, inner = bare.partition("/")
+        entry = trees[key].get(slash + inner) if key in trees else None
+        return None if entry is None else (bare, entry, trees[key])
 
     def entry(self, path: str) -> tuple[str, Entry, Entries]:
-        """Return the path without its rank, the entry there, and the entries of its key.
+        """Return what :meth:`find` finds.
 
         Raises:
             EntryNotFoundError: There is no entry of this path.
         """
-        key, inner, entries = self.resolve(path)
-        entry = entries.get(inner)
-        if entry is None:
+        found = self.find(path)
+        if found is None:
             raise self._absent(path)
-        return key + inner, entry, entries
+        return found
+
+    def the_entry(self, path: str) -> tuple[str, Entry, Entries]:
+        """Return what :meth:`entry` does, but never rank 0's entry beside those of other ranks.
+
+        Raises:
+            EntryNotFoundError: There is no entry of this path, or several ranks have one each and
+                the path does not say which. The message names them.
+        """
+        full, entry, entries = self.entry(path)
+        inner = full[len(full.partition("/")[0]) :]
+        if full == path and self.row.world_size > 1 and entries.owner(inner) is not None:
+            self.check_one_keeper(path, self.keepers(path))
+        return full, entry, entries
+
+    def check_one_keeper(self, path: str, keepers: list[int]) -> None:
+        """Check that no more than one rank has an entry of its own at a path without a rank.
+
+        Raises:
+            EntryNotFoundError: Several have.
+        """
+        if len(keepers) > 1:
+            names = ", ".join(f"'{rank}/{path}'" for rank in keepers[:4])
+            more = f" and {len(keepers) - 4} more" if len(keepers) > 4 else ""
+            raise EntryNotFoundError(
+                f"{self.where} has {path!r} for {rank_names(keepers)}, each its own; say which: "
+                f"{names}{more}"
+            )
+
+    def listed(self, start: str = "") -> Iterator[Listed]:
+        """Yield the entries whose path begins with a text, each once.
+
+        Args:
+            start: Begins with a rank and a slash for what that rank sees, with ``global/`` for
+                global entries alone. Otherwise it means global entries, and those of all ranks.
+        """
+        first, slash, rest = start.partition("/")
+        shared, ranks = self.manifest.shared, self.manifest.ranks
+        if slash and first in ranks:
+            for path, entry, entries in _below(self.trees(int(first)), rest):
+                owner = entries.owner(path[len(path.partition("/")[0]) :])
+                yield Listed(f"{first}/{path}", f"{first}/{path}", entry, owner)
+            return
+        lead = f"{GLOBAL}/" if slash and self._means_global(first) else ""
+        for path, entry, _ in _below(self._layers([(shared, None)]), start[len(lead) :]):
+            yield Listed(lead + path, lead + path, entry, None)
+        for rank, trees in () if lead else ranks.items():
+            for path, entry, _ in _below(self._layers([(trees, int(rank))]), start):
+                yield Listed(f"{rank}/{path}", path, entry, int(rank))
+
+    def matching(self, pattern: str) -> list[Listed]:
+        """Return the tensors and values whose path a glob matches; ``*`` crosses ``/``.
+
+        If one has this very path, only that is returned.
+        """
+        matches = re.compile(translate(pattern)).match
+        start = _WILDCARDS.split(pattern, maxsplit=1)[0]
+        below = [each for each in self.listed(start) if not isinstance(each.entry, ContainerEntry)]
+        same = [each for each in below if each.path == pattern]
+        return same or [each for each in below if matches(each.path)]
+
+    def _means_global(self, first: str) -> bool:
+        """Whether the first component of a path stands for the global entries: it is no key."""
+        return first == GLOBAL and all(first not in trees for trees in self._subtrees())
+
+    def _subtrees(self) -> list[dict[str, bytes]]:
+        return [self.manifest.shared, *self.manifest.ranks.values()]
 
     def _absent(self, path: str) -> EntryNotFoundError:
         first, _, rest = path.partition("/")
@@ -245,7 +346,7 @@ class Contents:
 
     def _paths(self) -> list[str]:
         """Return all paths without their ranks, each once; none if there are many."""
-        subtrees = [self.manifest.shared, *self.manifest.ranks.values()]
+        subtrees = self._subtrees()
         trees = {(key, digest): None for subtree in subtrees for key, digest in subtree.items()}
         if self.row.stats.entries >= 1e5 or len(trees) >= 1e3:
             return []
@@ -326,3 +427,16 @@ class Contents:
         if len(listed) > DIGEST_SIZE * LIST_DIGESTS:
             raise DamagedError(f"the list {digest.hex()} is longer than a list may be")
         return listed
+
+
+def has_wildcards(path: str) -> bool:
+    """Whether a path can be a glob."""
+    return _WILDCARDS.search(path) is not None
+
+
+def _below(trees: Mapping[str, Entries], start: str) -> Iterator[tuple[str, Entry, Entries]]:
+    """Yield what begins with a text in the trees of some keys, in order."""
+    for key, entries in sorted(trees.items()):
+        if key.startswith(start) or start.startswith(f"{key}/"):
+            for inner, entry in entries.below(start[len(key) :]):
+                yield key + inner, entry, entries

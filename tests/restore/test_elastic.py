@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from casnap import RNGState, Snapshot, StateDict
 from casnap.errors import MismatchError
@@ -224,3 +225,21 @@ def test_what_does_not_fit_on_one_rank_is_named_on_all(
     path, _ = taken
     for error in world(3).run(restore_what_differs, path, differing):
         assert said in error
+
+
+# --- a module without an app state --------------------------------------------------------------
+
+
+def take_and_fill(path: str) -> None:
+    torch.manual_seed(0)
+    base = nn.Linear(40, 30)
+    Snapshot.take(path, {"model": base})
+    target = nn.Linear(40, 30)
+    fully_shard(target, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    Snapshot(path).load_into(target)
+    for name, value in target.state_dict().items():
+        assert torch.equal(value.full_tensor(), base.state_dict()[name])
+
+
+def test_each_rank_fills_its_own_shards(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(take_and_fill, str(tmp_path / "store/base"))

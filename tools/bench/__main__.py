@@ -46,6 +46,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "restore": (restore.measure, WORKLOADS),
     "dcp": (dcp.measure, WORKLOADS),
     "read": (read_object.measure, ("read_object of 10 MB from 10 GB, warm",)),
+    "scattered": (read_object.measure_scattered, read_object.SCATTERED),
     "many": (many.measure, ("50,000 entries",)),
     "memory": (memory.measure, ("extra memory",)),
     "ranks": (ranks.measure, ranks.WORLDS),

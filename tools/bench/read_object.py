@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
         if take < takes - 1:
             states.step(state.values())
     names = list(state)
-    rows = _ours(settings, workload, store.with_name(f"take_{takes // 2}"), names)
+    path = store.with_name(f"take_{takes // 2}")
+    rows = _ours(settings, workload, path, names)
     rows += _theirs(settings, workload, state)
     remove(settings.path("read"))
     return [row.to_json() for row in rows]
@@ -134,6 +136,52 @@ def _theirs(settings: Settings, work: str, state: states.State) -> list[Row]:
         rows.append(timed(work, f"{name}, newly opened, from {size:.0f} GB", samples))
         remove(path)
     return rows
+
+
+SCATTERED = ("100 scattered tensors of 64 KiB", "100 scattered tensors of 4 MiB")
+_SIZES = dict(zip(SCATTERED, (64 << 10, 4 << 20), strict=True))
+
+
+def measure_scattered(settings: Settings, workload: str) -> list[dict[str, Any]]:
+    """Return the rows of reading 100 of 500 tensors at once, from a warm page cache."""
+    nbytes = _SIZES[workload]
+    state = states.fp32(500 * nbytes, 500)
+    taken, file = settings.path("scattered", "store", "take"), settings.path("scattered", "file")
+    peers.casnap_take(state, taken)
+    peers.savers()[peers.SAFETENSORS](state, file)
+    names = _spread(list(state), 100)
+    del state
+    warm(taken.parent)
+    warm(file)
+    reads = {peers.CASNAP: partial(_read_objects, taken), peers.SAFETENSORS: partial(_get, file)}
+    samples: dict[str, list[float]] = {who: [] for who in reads}
+    for _ in range(1 + 2 * settings.repeat):
+        for who, read in reads.items():
+            samples[who].append(seconds(read, names))
+    ours, theirs = (samples[who][1:] for who in reads)
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    total = len(names) * nbytes
+    remove(settings.path("scattered"))
+    return [
+        timed(workload, f"{peers.CASNAP}, read_objects, verified", ours, total).to_json(),
+        timed(workload, "safe_open, get_tensor and clone, unverified", theirs, total)
+        .at_most(ratios, "× its time", 2)
+        .to_json(),
+    ]
+
+
+def _read_objects(path: Path, names: list[str]) -> object:
+    from casnap import Snapshot
+
+    return Snapshot(str(path)).read_objects([f"0/model/{name}" for name in names])
+
+
+def _get(path: Path, names: list[str]) -> object:
+    """Read by safe_open, which only maps the file: the copy reads it."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as source:
+        return {name: source.get_tensor(name).clone() for name in names}
 
 
 def _spread(names: list[str], count: int) -> list[str]:

@@ -1,0 +1,145 @@
+"""A handle on an entry of a snapshot: what it is, without reading it, and parts of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from casnap.errors import MismatchError
+from casnap.format.entries import BoxedTensorEntry, ContainerEntry, Entry, TensorEntry, payload_of
+from casnap.restore.read_object import read_objects, read_tensor
+from casnap.restore.selection import Index
+from casnap.runtime import calls
+from casnap.runtime.torch_modes import plain
+from casnap.state.numpy_values import is_numpy, numpy_dtype
+from casnap.state.tensors import torch_dtype
+from casnap.storage.contents import Contents
+
+
+class Handle:
+    """A tensor, value or container of a snapshot, which is read only when it is asked for.
+
+    ``handle[index]`` reads a part of a tensor, as ``tensor[index]`` would be: with ints, slices
+    and ``...``. Only the chunks that hold selected elements are read.
+
+    Args:
+        contents: The snapshot.
+        path: The path that means this entry.
+        entry: The entry.
+        rank: The rank that it belongs to; None for a global entry.
+
+    Attributes:
+        path: The path: with a rank, if one was asked for or the entry is a rank's own.
+        rank: The rank that alone can restore the entry; None if any can, on any number of ranks.
+    """
+
+    def __init__(self, contents: Contents, path: str, entry: Entry, rank: int | None) -> None:
+        self._contents = contents
+        self._entry = entry
+        self.path = path
+        self.rank = rank
+
+    @property
+    def kind(self) -> str:
+        """What it is: ``parameter``, ``buffer``, ``tensor``, ``ndarray``, ``int``, ``dict``, ..."""
+        return self._entry.kind
+
+    @property
+    def shape(self) -> torch.Size | None:
+        """The global shape of a tensor or array; None for anything else."""
+        return torch.Size(self._entry.shape) if isinstance(self._entry, TensorEntry) else None
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype, of torch or numpy; None for what is neither tensor nor array.
+
+        Raises:
+            UnsupportedTypeError: This torch does not know the dtype, or numpy is not installed.
+        """
+        entry = self._entry
+        if not isinstance(entry, TensorEntry):
+            return None
+        return numpy_dtype(self.path, entry) if is_numpy(entry) else torch_dtype(entry)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of a tensor or value; of a container, those of everything below it."""
+        if not isinstance(self._entry, ContainerEntry):
+            return payload_of(self._entry).nbytes
+        with self._contents.reading():
+            below = {e.path: e.entry for e in self._contents.listed(f"{self.path}/")}
+        found = (entry for entry in below.values() if not isinstance(entry, ContainerEntry))
+        return sum(payload_of(entry).nbytes for entry in found)
+
+    @property
+    def is_global(self) -> bool:
+        """Whether any rank can restore the entry, on any number of ranks."""
+        return self.rank is None
+
+    @property
+    def is_sharded(self) -> bool | None:
+        """Whether ranks held different parts of it; None if the snapshot does not say.
+
+        A snapshot has the same chunks however a tensor was sharded, so that it can be restored
+        under any sharding. It says so only of a tensor with shard edges behind the axis that chunks
+        cut, and where there can have been no shards: one rank, or a rank's own entry.
+        """
+        if isinstance(self._entry, BoxedTensorEntry):
+            return True
+        is_whole = not self.is_global or self._contents.row.world_size == 1
+        return False if is_whole or not isinstance(self._entry, TensorEntry) else None
+
+    @calls.named("a read through a handle")
+    def __getitem__(self, index: Index) -> Any:
+        """Read a part of a tensor, or of an array.
+
+        Raises:
+            MismatchError: It is no tensor.
+            IndexError: The index does not fit the shape.
+            TypeError: The index holds other things than ints, slices and ``...``.
+            ValueError: A slice has a step below 1.
+            DamagedError: Stored bytes are missing or damaged.
+        """
+        if not isinstance(self._entry, TensorEntry):
+            raise MismatchError(
+                f"{self._contents.where}: {self.path} is no tensor, so it takes no index; "
+                "use read()"
+            )
+        with self._contents.reading(), plain():
+            return read_tensor(self._contents, self.path, self._entry, None, None, index)
+
+    @calls.named("a read through a handle")
+    def read(self, *, allow_pickle: bool = False) -> Any:
+        """Read all of it, as :meth:`casnap.Snapshot.read_object` does.
+
+        Raises:
+            DamagedError: Stored bytes are missing or damaged.
+        """
+        with self._contents.reading():
+            found = read_objects(self._contents, [self.path], allow_pickle=allow_pickle)
+            return found[self.path]
+
+    def __repr__(self) -> str:
+        entry = self._entry
+        what = entry.kind
+        if isinstance(entry, TensorEntry):
+            what = f"{what}, {entry.dtype} {list(entry.shape)}"
+        whose = "global" if self.is_global else f"rank {self.rank}'s own"
+        return f"<{self.path}: {what}, {whose}>"
+
+
+def handle_of(contents: Contents, path: str) -> Handle:
+    """Return the handle on the entry of a path.
+
+    Raises:
+        EntryNotFoundError: There is none, or several ranks have one each.
+    """
+    full, entry, entries = contents.the_entry(path)
+    return Handle(contents, path, entry, entries.owner(full[len(full.partition("/")[0]) :]))
+
+
+def handles(contents: Contents, pattern: str) -> dict[str, Handle]:
+    """Return handles on the tensors and values that a glob matches, by path."""
+    found = contents.matching(pattern)
+    return {each.name: Handle(contents, each.name, each.entry, each.owner) for each in found}

@@ -1,0 +1,245 @@
+"""Filling the parameters and buffers of a module in place, without its ``load_state_dict``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from casnap.errors import EntryNotFoundError, MismatchError, nearest
+from casnap.format.entries import ContainerEntry, TensorEntry
+from casnap.format.region import Region
+from casnap.restore.loading import Loading
+from casnap.restore.report import RestoreReport, mismatch_message
+from casnap.restore.targets import fits, memory_of
+from casnap.runtime.progress import Progress
+from casnap.runtime.torch_modes import plain
+from casnap.state.containers import key_of
+from casnap.state.cuda import synchronize
+from casnap.state.overlap import conflicting_groups, overlaps_itself
+from casnap.state.sharded import Shards, shards_of
+from casnap.state.tensors import is_fillable
+from casnap.storage.contents import Contents, Listed
+
+Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
+
+
+class _Slot(NamedTuple):
+    """A parameter or persistent buffer of a module.
+
+    Attributes:
+        tensors: The dict of the submodule that holds it.
+        key: Its key there.
+        value: The tensor.
+    """
+
+    tensors: dict[str, torch.Tensor | None]
+    key: str
+    value: torch.Tensor
+
+
+@plain()
+def load_into(
+    contents: Contents,
+    module: torch.nn.Module,
+    prefix: str,
+    rename: Rename | None,
+    device: torch.device | str | None,
+    *,
+    strict: bool,
+    progress: Progress | None = None,
+) -> RestoreReport:
+    """Fill the parameters and buffers of a module in place.
+
+    Raises:
+        EntryNotFoundError: There is nothing below ``prefix``, or several ranks have it each.
+        MismatchError: With ``strict``, the module and what is below ``prefix`` differ.
+        DamagedError: Stored bytes are missing or damaged.
+    """
+    stored = _renamed(contents, _below(contents, prefix), rename)
+    slots = dict(_slots(module))
+    report = RestoreReport()
+    places = _places(slots, stored, device, report)
+    _leave_out_conflicts(places, stored, report)
+    filled = {id(slots[name].value) for name in places}
+    report.missing += sorted(
+        name
+        for name, slot in slots.items()
+        # A tied tensor may be stored under one of its names.
+        if name not in stored and id(slot.value) not in filled
+    )
+    report.missing += [
+        f"{name}: on the meta device here, and not persistent, so in no snapshot; give it values"
+        for name, slot in _slots(module, persistent=False)
+        if slot.value.is_meta
+    ]
+    report.unexpected += sorted(each.path for name, each in stored.items() if name not in slots)
+    if strict and report:
+        raise MismatchError(mismatch_message(report, contents.where))
+    loading = Loading(contents, progress)
+    synchronize(memory_of(places).values())
+    for name, shards in places.items():
+        filled_boxes = zip(shards.boxes, shards.tensors, strict=True)
+        loading.add(stored[name].path, stored[name].entry, filled_boxes)
+    loading.load()
+    _replace(slots, places)
+    return report
+
+
+# --- what the snapshot has ----------------------------------------------------------------------
+
+
+def _below(contents: Contents, prefix: str) -> dict[str, Listed]:
+    """Return the tensors and values below a path, or of a submodule, by their names there."""
+    prefix = prefix.rstrip("/")
+    for start in (f"{prefix}/", prefix if prefix.endswith(".") else f"{prefix}."):
+        found: dict[str, list[Listed]] = {}
+        for each in contents.listed(start):
+            if not isinstance(each.entry, ContainerEntry):
+                found.setdefault(each.path, []).append(each)
+        for path, same in found.items():
+            shared = [each for each in same if each.owner is None]
+            owners = [each.owner for each in same if each.owner is not None]
+            if not shared:
+                contents.check_one_keeper(path, owners if len(same) > 1 else [])
+        if found:
+            return {
+                "/".join(map(key_of, path[len(start) :].split("/"))): same[0]
+                for path, same in found.items()
+            }
+    keys = sorted(contents.trees(None))
+    hint = nearest(prefix, keys) or f"; it has the keys {', '.join(keys)[:200]}"
+    raise EntryNotFoundError(f"{contents.where} has nothing below {prefix!r}{hint}")
+
+
+def _renamed(
+    contents: Contents, below: dict[str, Listed], rename: Rename | None
+) -> dict[str, Listed]:
+    """Return what is below the prefix by the names in the module; what has none is left out."""
+    if rename is None:
+        return below
+    renamed: dict[str, Listed] = {}
+    for name, each in below.items():
+        new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
+        if new in renamed:
+            raise MismatchError(
+                f"{contents.where}: rename= gives {renamed[new].path} and {each.path} the same "
+                f"name {new!r}; nothing was read"
+            )
+        if new is not None:
+            renamed[new] = each
+    return renamed
+
+
+# --- what the module has ------------------------------------------------------------------------
+
+
+def _slots(module: torch.nn.Module, *, persistent: bool = True) -> Iterator[tuple[str, _Slot]]:
+    """Yield the parameters and persistent buffers, or else the other buffers, by name."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        lead = f"{path}." if path else ""
+        transient = part._non_persistent_buffers_set
+        for tensors in (part._parameters, part._buffers) if persistent else (part._buffers,):
+            for key, value in tensors.items():
+                if value is not None and (key in transient) != persistent:
+                    yield lead + key, _Slot(tensors, key, value)
+
+
+def _places(
+    slots: Mapping[str, _Slot],
+    stored: Mapping[str, Listed],
+    device: torch.device | str | None,
+    report: RestoreReport,
+) -> dict[str, Shards]:
+    """Return the memory to fill for each name that both sides have; report what cannot be filled.
+
+    For tensors on the meta device it is new memory, the same for tied ones.
+    """
+    where = None if device is None else torch.device(device)
+    places: dict[str, Shards] = {}
+    made: dict[int, torch.Tensor] = {}
+    unfit: dict[str, str] = {}
+    for name, slot in slots.items():
+        if name not in stored:
+            continue
+        value = slot.value
+        why = _why_unfit(value, stored[name], where)
+        if why:
+            unfit[name] = f"{stored[name].path}: {why}"
+            continue
+        if value.is_meta:
+            if id(value) not in made:
+                made[id(value)] = torch.empty_like(value, device=where)
+            value = made[id(value)]
+        shape = tuple(value.shape)
+        whole = Shards(shape, (Region.whole(shape),), (value,), value)
+        places[name] = shards_of(name, value) or whole
+    report.mismatched += [unfit[name] for name in sorted(unfit)]
+    return places
+
+
+def _why_unfit(value: torch.Tensor, each: Listed, where: torch.device | None) -> str:
+    """Return why a tensor cannot be filled with an entry; empty if it can."""
+    entry = each.entry
+    if not isinstance(entry, TensorEntry):
+        return f"a tensor here, of kind {entry.kind} in the snapshot"
+    if torch.nn.parameter.is_lazy(value):
+        return "has no shape here yet; run the module once first"
+    if tuple(value.shape) != entry.shape:
+        return f"{tuple(value.shape)} here, {entry.shape} in the snapshot"
+    if not fits(entry, value):
+        return f"{value.dtype} here, {entry.kind} of {entry.dtype} in the snapshot: no such cast"
+    if value.is_meta:
+        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        if where is not None and is_plain:
+            return ""
+        how = ", or pass device=" if is_plain else ""
+        return f"on the meta device here; call to_empty(device=...) first{how}"
+    if where is not None and not _is_on(value, where):
+        return f"on {value.device} here; device= is for tensors on the meta device: use to() first"
+    shards = shards_of(each.path, value)
+    tensors = (value,) if shards is None else shards.tensors
+    if any(not is_fillable(t) or overlaps_itself(t) for t in tensors):
+        return "cannot be filled in place here; use restore(), or a plain tensor"
+    return ""
+
+
+def _is_on(value: torch.Tensor, where: torch.device) -> bool:
+    return value.device.type == where.type and where.index in (None, value.device.index)
+
+
+def _leave_out_conflicts(
+    places: dict[str, Shards], stored: Mapping[str, Listed], report: RestoreReport
+) -> None:
+    """Leave out tensors that share memory, but are not the same in the snapshot."""
+
+    def content(part: tuple[str, int]) -> object:
+        entry = stored[part[0]].entry
+        assert isinstance(entry, TensorEntry)
+        return entry.dtype, getattr(entry, "boxes", None), entry.data
+
+    for group in conflicting_groups(memory_of(places), content):
+        names = sorted({name for name, _ in group})
+        paths = ", ".join(stored[name].path for name in names)
+        report.mismatched.append(
+            f"{paths}: share memory here, but are not the same in the snapshot; untie them first, "
+            "or leave some out by rename="
+        )
+        for name in names:
+            places.pop(name, None)
+
+
+def _replace(slots: Mapping[str, _Slot], places: Mapping[str, Shards]) -> None:
+    """Put new tensors into the module where its own were on the meta device; keep ties."""
+    made: dict[int, torch.Tensor] = {}
+    filled = {id(slots[name].value): places[name].value for name in places}
+    for slot in slots.values():
+        old = slot.value
+        if not old.is_meta or id(old) not in filled:
+            continue
+        if id(old) not in made:
+            new = filled[id(old)]
+            is_parameter = isinstance(old, torch.nn.Parameter)
+            made[id(old)] = torch.nn.Parameter(new, old.requires_grad) if is_parameter else new
+        slot.tensors[slot.key] = made[id(old)]
