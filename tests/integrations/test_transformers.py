@@ -168,8 +168,9 @@ def test_saves_before_preemption(tmp_path: Path) -> None:
     pid = start(lambda: run(out, end, at=3, strike=terminate, enable_jit_checkpoint=True, **long))
     assert wait(pid) == 0
     (snapshot,) = Store(out, create=False).snapshots()
-    step = load(end)["step"]
-    assert snapshot.name == f"checkpoint-{step}"
+    step = int(snapshot.name.removeprefix("checkpoint-"))
+    # The Trainer may save before the optimizer's step, and ends the step that it is in.
+    assert load(end)["step"] - step in (0, 1)
     beside = json.loads((out / snapshot.name / "trainer_state.json").read_text())
     assert beside["global_step"] == step
     more = {**long, "max_steps": step + 3}
