@@ -179,7 +179,10 @@ class PackWriter:
         return 2 if self._kind == NODES else 1
 
     def _write(self, pack: _Pack) -> None:
-        fill, records = pack.fill, pack.records
+        records = pack.records
+        # The footer follows the last chunk: by that, others know how long the pack has to be. What
+        # room at the end was for may have failed.
+        fill = pack.fill = max(place.offset + place.stored for _, place in records)
         if self.times == 2 and _fits(2, pack.fill, len(records), pack.slot):
             fill, records = _repeated(pack)
         if pack.hints and _fits(1, fill + len(pack.hints), len(records) + 1, pack.slot):

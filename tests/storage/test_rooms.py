@@ -80,6 +80,24 @@ def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
         assert there.objects.index.find(there.objects.view(), [ident]) != [None]
 
 
+def test_a_pack_whose_last_room_was_not_filled(tmp_path: Path) -> None:
+    """It ends where its last chunk ends, as everyone expects who looks at its length."""
+    store = Store(tmp_path)
+    chunk = os.urandom(1 << 20)
+    with Crew() as crew:
+        transaction = Transaction(store.objects, crew)
+        try:
+            room = transaction.new_packs.room(2 << 20, 2)
+            assert room is not None
+            room.view[:] = chunk + bytes(range(256)) * (1 << 12)
+            room.keep([(digest_of(chunk), 0, len(chunk))])
+            publish(transaction, lambda table, seq: {})
+        finally:
+            transaction.close()
+    report = store.check(data=True)
+    assert report.ok, report.damages
+
+
 def test_a_read_has_ended_however_often_it_is_cancelled() -> None:
     """What it writes to is handed on then."""
     begun, ended = [], []
