@@ -141,11 +141,21 @@ class Operation:
 
 
 async def ended(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks that still run, and wait until all have ended."""
+    """Cancel tasks that still run, and wait until all have ended.
+
+    That this is cancelled meanwhile ends no wait: they may write into buffers that the caller of
+    all this hands on then.
+    """
     for task in tasks:
         task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
+    cancelled: asyncio.CancelledError | None = None
+    while running := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(running)
+        except asyncio.CancelledError as e:
+            cancelled = e
     for task in tasks:
         if not task.cancelled():
             task.exception()
+    if cancelled is not None:
+        raise cancelled

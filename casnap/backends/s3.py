@@ -35,7 +35,7 @@ from casnap.backends.client import (
 from casnap.backends.retries import Retries
 from casnap.backends.s3_errors import BehindItsEndError, delete_error, typed
 from casnap.errors import AccessDeniedError, BackendError, CredentialsError, UnavailableError
-from casnap.runtime.environment import variables
+from casnap.runtime.environment import aws_files, variables
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
 
@@ -73,7 +73,8 @@ class S3Client(Client):
         # It would try some errors again, SlowDown among them, five times and unseen.
         self._fs.retries = 1
         # What makes two clients equal, if that can be told.
-        self._equal = (repr(options), variables()) if _is_plain(options) else None
+        told = (repr(options), variables(), aws_files())
+        self._equal = told if _is_plain(options) else None
         self._session: _Session | None = None
         # Not `split_path`, which takes a part of some names for a version.
         self._bucket, _, prefix = uri.removeprefix("s3://").partition("/")

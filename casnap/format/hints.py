@@ -13,6 +13,7 @@ from itertools import accumulate
 import msgspec
 from msgspec import Struct
 
+from casnap.format.codec import Codec
 from casnap.format.decoding import decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, split_digests
 from casnap.format.records import ID_SIZE, Place, encode
@@ -24,6 +25,9 @@ MOST_HINTS = 1 << 15
 
 _MAGIC = b"CASNAPh1"
 _NAME_SIZE = 6
+# A name is found between two others by chance once at most; more often where that is intended.
+_MOST_FINDS = 16
+_CODECS = frozenset(Codec)
 _PAGE, _ALIGN_FROM = 4096, 64 << 10
 _TREE, _MANIFEST = (b"\x92\xa1l", b"\x92\xa1b"), b"\x82\xa6global"
 _LIST_OF_NODES = b"\x92\xa1b"
@@ -84,16 +88,19 @@ class Hints:
     def find(self, digest: bytes) -> Place | None:
         """Return where something is said to lie; None if nothing is said."""
         names, name, at = self._body.names, digest[:_NAME_SIZE], -1
-        while (at := names.find(name, at + 1)) >= 0:
-            if at % _NAME_SIZE == 0:
-                return self._place(at // _NAME_SIZE)
-        return None
+        for _ in range(_MOST_FINDS):
+            at = names.find(name, at + 1)
+            if at < 0 or at % _NAME_SIZE == 0:
+                break
+        else:
+            return None
+        return None if at < 0 else self._place(at // _NAME_SIZE)
 
     def _place(self, index: int) -> Place | None:
         number = bisect_right(self._stops, index)
-        if number == len(self._stops):
-            return None
         run = self._body.runs[number]
+        if run.codec not in _CODECS:
+            return None
         start = ID_SIZE * run.pack
         # A pack does not know its own id, which changes when it is moved past a fence.
         pack = self._body.packs[start : start + ID_SIZE] if run.pack >= 0 else self._pack
@@ -132,15 +139,18 @@ def are_hints(node: bytes) -> bool:
 
 
 def decode_hints(data: bytes, pack: bytes) -> Hints | None:
-    """Return the hints that some bytes are; None if they are none."""
-    if not are_hints(data):
+    """Return the hints that some bytes are; None if they are none, or larger than any are."""
+    if not are_hints(data) or len(data) > MOST_HINTS_BYTES:
         return None
     try:
         body = decoder(_Body).decode(data[len(_MAGIC) :])
     except (msgspec.DecodeError, RecursionError, ValueError):
         return None
+    count, rest = divmod(len(body.names), _NAME_SIZE)
     sound = all(run.count > 0 and run.pack >= -1 for run in body.runs)
-    return Hints(body, pack) if sound else None
+    if not sound or rest or count > MOST_HINTS or count != sum(run.count for run in body.runs):
+        return None
+    return Hints(body, pack)
 
 
 def names_nodes(node: bytes) -> bool:

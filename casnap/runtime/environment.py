@@ -135,6 +135,24 @@ def variables() -> frozenset[tuple[str, str]]:
     return frozenset(os.environ.items())
 
 
+def aws_files() -> tuple[tuple[int, int, int] | None, ...]:
+    """Return what shows whether the user's files of AWS were changed, each None if it is absent."""
+    home = _home()
+    found: list[tuple[int, int, int] | None] = []
+    for variable, name in (
+        ("AWS_SHARED_CREDENTIALS_FILE", "credentials"),
+        ("AWS_CONFIG_FILE", "config"),
+    ):
+        named = os.environ.get(variable)
+        path = Path(named) if named else home and home / ".aws" / name
+        try:
+            file = None if path is None else path.expanduser().stat()
+        except (OSError, RuntimeError):
+            file = None
+        found.append(None if file is None else (file.st_mtime_ns, file.st_size, file.st_ino))
+    return tuple(found)
+
+
 def google_metadata_server() -> tuple[str, int] | None:
     """Return the address of the server that gives credentials to machines of Google's cloud.
 

@@ -73,7 +73,9 @@ def nodes_around(backend: Backend, hint: Place) -> Around:
         # Whoever reads the node itself says what is wrong.
         return Around()
     nodes = _nodes(memoryview(content)[:n], records)
-    stored = next((node for node in nodes.values() if are_hints(node)), b"")
+    named = next((digest for digest, node in nodes.items() if are_hints(node)), None)
+    # No tree needs it, so it is not kept among the nodes.
+    stored = b"" if named is None else nodes.pop(named)
     hints = decode_hints(stored, hint.pack)
     if hints is None:
         return Around(nodes)

@@ -134,6 +134,12 @@ class PackWriter:
         ident = new_id(self._base)
         return PackId(ident if self._backend.is_remote else ident[:-1] + self._folder)
 
+    def begin_wait(self, pack: _Pack) -> None:
+        """Have a pack not written before one more thing has ended."""
+        # Rooms of the same pack end on other threads.
+        with self._lock:
+            pack.waits += 1
+
     def end_wait(self, pack: _Pack) -> None:
         """Write a pack in the background once nothing has to end before; give its slot back."""
         with self._lock:
@@ -173,7 +179,10 @@ class PackWriter:
         return 2 if self._kind == NODES else 1
 
     def _write(self, pack: _Pack) -> None:
-        fill, records = pack.fill, pack.records
+        records = pack.records
+        # The footer follows the last chunk: by that, others know how long the pack has to be. What
+        # room at the end was for may have failed.
+        fill = pack.fill = max(place.offset + place.stored for _, place in records)
         if self.times == 2 and _fits(2, pack.fill, len(records), pack.slot):
             fill, records = _repeated(pack)
         if pack.hints and _fits(1, fill + len(pack.hints), len(records) + 1, pack.slot):
@@ -306,7 +315,7 @@ class PackFiller:
         start = self._pad(nbytes)
         pack.fill += nbytes
         pack.promised += count
-        pack.waits += 1
+        self._writer.begin_wait(pack)
         view = pack.slot.view[start : pack.fill]
         return Room(view, partial(self._kept, pack, start, view))
 
@@ -314,14 +323,20 @@ class PackFiller:
         self, pack: _Pack, start: int, view: memoryview, chunks: Sequence[tuple[Digest, int, int]]
     ) -> None:
         stop = 0
-        for digest, begin, nbytes in sorted(chunks, key=lambda chunk: chunk[1]):
-            # What lies around is not proven.
-            view[stop:begin] = bytes(max(0, begin - stop))
-            stop = max(stop, begin + nbytes)
-            place = Place(pack.id, start + begin, nbytes, nbytes, Codec.RAW)
-            pack.records.append((digest, place))
-        view[stop:] = bytes(len(view) - stop)
-        self._writer.end_wait(pack)
+        try:
+            for digest, begin, nbytes in sorted(chunks, key=lambda chunk: chunk[1]):
+                # What lies around is not proven.
+                view[stop:begin] = bytes(max(0, begin - stop))
+                stop = max(stop, begin + nbytes)
+                place = Place(pack.id, start + begin, nbytes, nbytes, Codec.RAW)
+                pack.records.append((digest, place))
+            view[stop:] = bytes(len(view) - stop)
+        except BaseException as e:
+            # No memory, say. The slot is given back, and nothing written.
+            self._writer.crew.fail(e)
+            raise
+        finally:
+            self._writer.end_wait(pack)
 
     def _groups(self, raws: Sequence[Raw]) -> Iterator[list[Raw]]:
         """Yield runs of chunks that fit into the open pack; open another one where none fits."""

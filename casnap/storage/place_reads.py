@@ -222,17 +222,23 @@ def _fill(
         room = how.room(run.stop - run.start, len(run.chunks))
         if room is None:
             return run.chunks
-    targets = []
-    for place, wants in run.chunks:
-        begin = place.offset - run.start
-        target = _target(wants) if room is None else room.view[begin : begin + place.raw]
-        assert target is not None
-        targets.append((place.offset, target))
+    chunks: list[tuple[Place, list[Want], memoryview]] = []
     whole: list[tuple[Place, list[Want], memoryview]] = []
     failed = []
     try:
-        lengths = backend.filled(pack_key(run.pack), targets)
-        for (_, target), (place, wants) in zip(targets, run.chunks, strict=True):
+        end = 0
+        for place, wants in run.chunks:
+            begin = place.offset - run.start
+            target = _target(wants) if room is None else room.view[begin : begin + place.raw]
+            assert target is not None
+            if room is None or begin >= end:
+                chunks.append((place, wants, target))
+                end = begin + place.raw
+            else:
+                # Reading it would change what was proven of the one before.
+                failed.append((place, wants))
+        lengths = backend.filled(pack_key(run.pack), [(p.offset, t) for p, _, t in chunks])
+        for place, wants, target in chunks:
             n = _next_length(lengths)
             # Hashed at once, while the core has it in its cache.
             if n == place.raw == len(target) and digest_of(target) == wants[0].digest:

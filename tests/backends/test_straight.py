@@ -8,7 +8,7 @@ import ssl
 import subprocess
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from casnap.backends import backend_at
-from casnap.errors import CredentialsError
+from casnap.errors import AccessDeniedError, CredentialsError
 from casnap.testing.backend_suite import pattern
-from tests.support.servers import SECRET, WRITER, Bucket
+from tests.support.servers import NOBODY, SECRET, WRITER, Bucket
 
 pytestmark = pytest.mark.servers
 
@@ -136,27 +136,46 @@ def test_small_and_large_targets_that_overlap(bucket: Bucket) -> None:
         assert view == content[offset : offset + len(view)]
 
 
-def test_credentials_that_were_mended(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client that the server refuses is not shared, though another store still has it."""
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return what writes a user and a secret into the file that holds the credentials."""
     file = tmp_path / "credentials"
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    options = {"endpoint_url": bucket.server.endpoint}
-    uri = f"{bucket.uri}/run"
 
-    def written(secret: str) -> None:
+    def write(user: str, secret: str) -> None:
         file.write_text(
-            f"[default]\naws_access_key_id = {WRITER}\naws_secret_access_key = {secret}\n"
+            f"[default]\naws_access_key_id = {user}\naws_secret_access_key = {secret}\n"
         )
 
-    written("wrong")
+    return write
+
+
+def test_credentials_of_another_user(bucket: Bucket, written: Callable[[str, str], None]) -> None:
+    """A store that is opened then is that user's, though another one is still open."""
+    options = {"endpoint_url": bucket.server.endpoint}
+    uri = f"{bucket.uri}/run"
+    written(WRITER, SECRET)
+    first = backend_at(uri, options)
+    first.write(KEY, b"x")
+    written(NOBODY, SECRET)
+    with pytest.raises(AccessDeniedError):
+        backend_at(uri, options).read(KEY)
+    assert first.read(KEY) == b"x"
+
+
+def test_credentials_that_were_mended(
+    bucket: Bucket, written: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that the server refuses is not shared, though another store still has it."""
+    options = {"endpoint_url": bucket.server.endpoint}
+    uri = f"{bucket.uri}/run"
+    written(WRITER, "wrong")
     refused = backend_at(uri, options)
     with pytest.raises(CredentialsError):
         refused.write(KEY, b"x")
-    written(SECRET)
+    written(WRITER, SECRET)
     mended = backend_at(uri, options)
     mended.write(KEY, b"x")
     assert mended.read(KEY) == b"x"

@@ -13,8 +13,8 @@ from casnap import StateDict, Store
 from casnap.backends import memory
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, digest_of
-from casnap.format.hints import decode_hints, encode_hints
-from casnap.format.records import Place, pack_key
+from casnap.format.hints import MOST_HINTS, MOST_HINTS_BYTES, decode_hints, encode_hints
+from casnap.format.records import Place, encode, pack_key
 from casnap.storage.config import RECORD
 from casnap.storage.roots import newest_root, put_next_root
 from tests.support.random_segments import put_segment, records_at_random
@@ -142,6 +142,57 @@ def test_hints_are_not_believed(
     new_host()
     tensor = Store(RemoteDouble(name))["run/step_0"].read_object("m/w")
     assert torch.equal(tensor, TENSOR)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"codec": 9},
+        {"offset": -1, "stored": -5},
+        {"pack": b"", "stored": 1 << 40, "raw": 1 << 40},
+    ],
+)
+def test_hints_that_make_no_sense(
+    name: str, new_host: NewHost, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
+) -> None:
+    def lie(places: Sequence[tuple[Digest, Place]], nodes: Sequence[bytes], pack: bytes) -> bytes:
+        return encode_hints(
+            [(d, msgspec.structs.replace(p, **change)) for d, p in places], nodes, pack
+        )
+
+    monkeypatch.setattr("casnap.storage.new_packs.encode_hints", lie)
+    take_many(name, 3)
+    with_large_index(name)
+    new_host()
+    tensor = Store(RemoteDouble(name))["run/step_0"].read_object("m/w")
+    assert torch.equal(tensor, TENSOR)
+
+
+def test_hints_have_bounds() -> None:
+    """Numbers in them that are not so, and more than any writer writes, are no hints."""
+    place = Place(bytes(16), 0, 100, 100, 0)
+    digests = [digest_of(b"%d" % n) for n in range(MOST_HINTS + 1)]
+    # No two are one run.
+    places = [msgspec.structs.replace(place, offset=200 * n) for n in range(len(digests))]
+    for count, are_some in ((1000, True), (MOST_HINTS + 1, False)):
+        encoded = encode_hints(list(zip(digests, places, strict=False))[:count], [], b"")
+        assert (decode_hints(encoded, bytes(16)) is not None) == are_some
+    encoded = encode_hints([], [bytes(MOST_HINTS_BYTES)], b"")
+    assert decode_hints(encoded, bytes(16)) is None
+    for names, counts in ((12, [1]), (12, [1, 2]), (7, [1]), (0, [1 << 62])):
+        body = [b"p" * 16, bytes(names), [[n, 0, 0, 1, 1, 0] for n in counts], []]
+        assert decode_hints(b"CASNAPh1" + encode(body), bytes(16)) is None
+
+
+def test_a_name_that_is_found_between_others() -> None:
+    """Once by chance, at most; a search for one that is found everywhere ends."""
+    digest, body = b"abcdef" + bytes(26), [[300, 0, 0, 1, 1, 0]]
+    for between, is_found in ((1, True), (298, False)):
+        names = b"xabcde" + b"fabcde" * between + b"fxxxxx" + b"abcdef" * (298 - between)
+        encoded = encode([b"p" * 16, names, body, []])
+        hints = decode_hints(b"CASNAPh1" + encoded, bytes(16))
+        assert hints is not None
+        assert (hints.find(digest) is not None) == is_found
 
 
 def test_hints_name_a_damaged_chunk(large: str, new_host: NewHost) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
+from casnap.backends import Backend
 from casnap.format.digest import Digest
 from casnap.format.records import (
     PackId,
@@ -16,7 +17,6 @@ from casnap.format.records import (
     segment_key,
 )
 from casnap.storage.pack import new_id
-from tests.support.remote import RemoteDouble
 
 
 @lru_cache(2)
@@ -32,7 +32,7 @@ def records_at_random(count: int, packs: int = 50, seed: int = 0) -> Segment:
     )
 
 
-def put_segment(backend: RemoteDouble, segment: Segment) -> SegmentRef:
+def put_segment(backend: Backend, segment: Segment) -> SegmentRef:
     ident = SegmentId(new_id(0))
     backend.write(segment_key(ident), encode_segment(segment))
     return SegmentRef(ident, len(segment.records))

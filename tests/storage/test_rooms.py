@@ -1,0 +1,129 @@
+"""Chunks that are copied are read into the packs that are written next, and proven there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.backends.base import Target
+from casnap.backends.client import Transfer
+from casnap.backends.local import LocalBackend
+from casnap.backends.remote import together
+from casnap.backends.retries import Operation, Retries
+from casnap.format.digest import digest_of
+from casnap.format.records import PackId, Segment, pack_key
+from casnap.runtime.threads import Crew
+from casnap.runtime.typing import override
+from casnap.storage.commit import publish
+from casnap.storage.copying import copy_verified, one_at_a_time
+from casnap.storage.objects import Objects
+from casnap.storage.roots import newest_root, put_next_root
+from casnap.storage.transaction import Transaction
+from tests.support.random_segments import put_segment
+
+HALF = 512 << 10
+
+
+class _Changing(LocalBackend):
+    """A pack changes once its first chunk was read."""
+
+    change: tuple[int, bytes] | None = None
+
+    @override
+    def filled(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
+        for n in super().filled(key, targets):
+            yield n
+            if self.change is not None:
+                with Path(self.folder, key).open("r+b") as pack:
+                    pack.seek(self.change[0])
+                    pack.write(self.change[1])
+
+
+def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
+    """The second is read where the first was proven; both would be named."""
+    store = Store(tmp_path / "source")
+    store.take({"m": StateDict(w=torch.randn(1 << 19))}, "a")
+    contents = store["a"].contents
+    inner, entry, _ = contents.entry("m/w")
+    digest = contents.chunks(inner, entry)[0][0]
+    [place] = store.objects.index.find(store.objects.view(), [digest])
+    assert place is not None
+    content = bytearray((tmp_path / "source" / pack_key(place.pack)).read_bytes())
+    begin = place.offset + HALF
+    content[begin : begin + 64] = os.urandom(64)
+    other = digest_of(bytes(content[begin : begin + place.raw]))
+    backend = _Changing(tmp_path / "source")
+    backend.change = begin, bytes(content[begin : begin + 64])
+    root = newest_root(backend)
+    overlapping = msgspec.structs.replace(place, offset=begin)
+    records = Segment((PackId(place.pack),), [(other, overlapping)])
+    more = put_segment(backend, records)
+    assert put_next_root(backend, root, segments=(*root.segments, more)) is not None
+    there = Store(tmp_path / "there")
+    with one_at_a_time(), Crew() as crew:
+        transaction = Transaction(there.objects, crew)
+        try:
+            wanted = [(digest, False), (other, False)]
+            copy_verified(Objects(backend), wanted, transaction.new_packs, lambda *_: None)
+            publish(transaction, lambda table, seq: {})
+        finally:
+            transaction.close()
+    assert there.check(data=True).ok
+    for ident in (digest, other):
+        assert there.objects.index.find(there.objects.view(), [ident]) != [None]
+
+
+def test_a_pack_whose_last_room_was_not_filled(tmp_path: Path) -> None:
+    """It ends where its last chunk ends, as everyone expects who looks at its length."""
+    store = Store(tmp_path)
+    chunk = os.urandom(1 << 20)
+    with Crew() as crew:
+        transaction = Transaction(store.objects, crew)
+        try:
+            room = transaction.new_packs.room(2 << 20, 2)
+            assert room is not None
+            room.view[:] = chunk + bytes(range(256)) * (1 << 12)
+            room.keep([(digest_of(chunk), 0, len(chunk))])
+            publish(transaction, lambda table, seq: {})
+        finally:
+            transaction.close()
+    report = store.check(data=True)
+    assert report.ok, report.damages
+
+
+def test_a_read_has_ended_however_often_it_is_cancelled() -> None:
+    """What it writes to is handed on then."""
+    begun, ended = [], []
+
+    async def lingers() -> None:
+        try:
+            begun.append(True)
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            ended.append(True)
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise OSError
+
+    async def interrupted() -> None:
+        reads = Operation("read", Retries()).watched(lingers(), Transfer())
+        work = asyncio.ensure_future(together([reads, fails()]))
+        while not work.done():
+            await asyncio.sleep(0)
+            if begun:
+                work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert ended
+
+    asyncio.run(interrupted())
