@@ -86,6 +86,7 @@ class Group(Comm):
         sizes, expected = self._announce([len(part) for part in parts], sums)
         if _FAILED in sizes:
             self.ended = True
+            self._forget_shared()
             raise error_of_ranks(self.operation, self._exchange_errors(sizes, b""))
         came = self._transfer(parts, sizes, room)
         if not proven:
@@ -125,6 +126,11 @@ class Group(Comm):
         self._link.memory = own
         return Shared(nbytes, view, theirs, readers)
 
+    def _forget_shared(self) -> None:
+        # It failed perhaps while memory was shared, and only some ranks came to the end of that.
+        # At the next operation all must share anew, or none.
+        self._link.shared = self._link.memory = None
+
     def _checksums(self, parts: Sequence[Buffer]) -> list[int]:
         """Return a checksum for each part that goes to, or came from, another rank."""
         sums, known = [0] * self.size, dict[int, int]()
@@ -159,6 +165,7 @@ class Group(Comm):
         with suppress(CasnapError):  # this rank raises its own error, even if not all hear of it
             sizes, _ = self._announce([_FAILED] * self.size, [0] * self.size, text)
             self._exchange_errors(sizes, encode(text))
+        self._forget_shared()
         self.ended = True
 
     @override

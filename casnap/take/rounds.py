@@ -207,15 +207,16 @@ class Rounds:
                     if piece.part is not None:
                         self._split_cells.add(piece)
                 yield [piece for piece in batch if piece.part is None]
-                self._await_room()
-                while whole := self._take_whole_cells():
+                while whole := self._take_whole_cells(wait_while=self._is_full):
                     yield whole
             with self._changed:
                 self._drawing -= 1
                 if not self._drawing:
                     self._split_cells.finish()
                 self._changed.notify_all()
-            while not self._crew.failed and (whole := self._take_whole_cells(wait=True)):
+            while not self._crew.failed and (
+                whole := self._take_whole_cells(wait_while=self._more_may_come)
+            ):
                 yield whole
         finally:
             with self._changed:
@@ -225,20 +226,20 @@ class Rounds:
                 # Other threads may wait for the memory.
                 self._split_cells.drop()
 
-    def _await_room(self) -> None:
-        with self._changed, self._waiting_for_ranks():
-            while self._split_cells.is_full and not self._crew.failed:
-                self._changed.wait(_LOOK)
+    def _is_full(self) -> bool:
+        return self._split_cells.is_full
 
-    def _take_whole_cells(self, *, wait: bool = False) -> list[Piece]:
-        """Return some cells that were put together; with ``wait`` none only if none will come."""
+    def _more_may_come(self) -> bool:
+        return not self._all_parts_came
+
+    def _take_whole_cells(self, wait_while: Callable[[], bool]) -> list[Piece]:
+        """Return some cells that were put together; wait for one while a condition holds.
+
+        No thread waits while there is one: other ranks cannot send more parts before these cells
+        are hashed.
+        """
         with self._changed, self._waiting_for_ranks():
-            while (
-                wait
-                and not self._whole_cells
-                and not self._all_parts_came
-                and not self._crew.failed
-            ):
+            while not self._whole_cells and wait_while() and not self._crew.failed:
                 self._changed.wait(_LOOK)
             return [self._whole_cells.popleft() for _ in range(min(len(self._whole_cells), 16))]
 
