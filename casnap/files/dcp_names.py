@@ -8,7 +8,9 @@ a snapshot needs no record of its own about DCP: each side can be computed from 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -29,10 +31,13 @@ from casnap.format.names import key_of
 from casnap.restore.loading import Loading
 from casnap.runtime.torch_modes import plain
 from casnap.state.containers import component_of, container_builder
-from casnap.state.flatten import containers_of
+from casnap.state.flatten import MAX_NESTING, containers_of
 from casnap.state.numpy_values import is_numpy
 from casnap.state.tensors import Leaf, allocate
 from casnap.storage.contents import Contents
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
+_MOST_GAPS = 1 << 16
 
 ObjectPath: TypeAlias = tuple[str | int, ...]
 """The keys of dicts and indices of lists that lead to a value, as DCP has them."""
@@ -53,8 +58,10 @@ def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
         paths: The object paths of all values, in order.
 
     Raises:
-        StateError: One value lies below another.
+        StateError: Two values have one path, one lies below another, or lists are mostly gaps.
     """
+    paths = list(paths)
+    _check_paths(paths)
     root: dict[str, Any] = {}
     with plain():
         # In place of any value: a list of other values could be one packed value.
@@ -62,12 +69,34 @@ def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
         for path in paths:
             try:
                 set_element(root, path, value)
-            except (TypeError, IndexError, RuntimeError) as e:
-                raise StateError(f"{casnap_path(path)} lies below another value: {e}") from e
-        return {
-            key: list(containers_of(_as_saved(below), component_of(key)))
-            for key, below in root.items()
-        }
+            except (TypeError, IndexError, AttributeError, RuntimeError) as e:
+                raise StateError(f"{casnap_path(path):.200} lies below another value: {e}") from e
+        try:
+            return {
+                key: list(containers_of(_as_saved(below), component_of(key)))
+                for key, below in root.items()
+            }
+        except RecursionError as e:
+            raise StateError("its values are nested too deeply") from e
+
+
+def _check_paths(paths: Sequence[ObjectPath]) -> None:
+    """Check that each value has a place of its own, and that lists are not mostly gaps."""
+    seen, above = set(paths), set[ObjectPath]()
+    lengths: dict[ObjectPath, int] = {}
+    for path in paths:
+        if len(path) > MAX_NESTING:
+            raise StateError(f"{casnap_path(path):.200}… is nested more than {MAX_NESTING} deep")
+        for i, key in enumerate(path):
+            above.add(path[:i])
+            if isinstance(key, int):
+                lengths[path[:i]] = max(lengths.get(path[:i], 0), key + 1)
+    if len(seen) < len(paths) or not above.isdisjoint(seen):
+        one = next(iter(above & seen), None) or Counter(paths).most_common(1)[0][0]
+        raise StateError(f"{casnap_path(one):.200} is the path of several values, or above one")
+    # An empty dict in a list leaves a gap.
+    if sum(lengths.values()) > _MOST_GAPS + len(paths):
+        raise StateError("its lists have more gaps than values")
 
 
 def _as_saved(value: Any) -> Any:
@@ -83,7 +112,7 @@ def _as_saved(value: Any) -> Any:
     made = {key: _as_saved(inner) for key, inner in value.items()}
     if "param_groups" in made and made.keys() <= {"state", "param_groups"}:
         state = made.get("state", {})
-        if isinstance(state, dict) and all(key.isdecimal() for key in state):
+        if isinstance(state, dict) and all(map(_NUMBER.fullmatch, state)):
             numbered = {int(key): inner for key, inner in state.items()}
             made = {"state": numbered, "param_groups": made["param_groups"]}
     return made

@@ -15,11 +15,10 @@ import torch
 from casnap.errors import FileFormatError, StateError, UnsupportedTypeError
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.files.mapped import MappedFile, joined_leaf
-from casnap.files.source import Source, below
+from casnap.files.source import Source, below, flattened
 from casnap.format.region import Region
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
-from casnap.state.flatten import flatten
 from casnap.state.pickles import PickleMachine, RefusedError, Term, kind_of
 from casnap.state.tensors import Leaf
 from casnap.state.torch_save import tensor_in
@@ -91,7 +90,7 @@ def read_dcp(folder: Path, key: str | None) -> Source:
     reader = _Files(folder, metadata)
     try:
         above = containers_above(paths.values())
-    except StateError as e:
+    except (StateError, UnsupportedTypeError) as e:
         raise FileFormatError(f"{file}: {e}") from e
     leaves: dict[str, list[Leaf]] = {str(path[0]): [] for path in paths.values()}
     for top, containers in above.items():
@@ -126,6 +125,7 @@ def _read_metadata(data: memoryview) -> _Metadata:
         for name, path in _pairs(planner_data):
             if name in paths and kind_of(path) == "tuple":
                 paths[name] = tuple(_component(part) for part in path.parts) or (name,)
+                _text(paths[name][0])
     places: dict[tuple[str, tuple[int, ...] | None], _Stored] = {}
     for index, info in _pairs(fields["storage_data"]):
         place = _fields(index, _INDEX)
@@ -218,7 +218,7 @@ class _Files:
             if tensor is None:
                 file, at, nbytes = self._place(name, None)
                 value = decode_value(path, "object", bytes(file.view[at : at + nbytes]))
-                yield from flatten(value, path)
+                yield from flattened(value, path)
             else:
                 parts = [(box, self._part(name, tensor, box)) for box in _held(tensor)]
                 yield joined_leaf(path, tensor.dtype, tensor.shape, parts)

@@ -9,11 +9,10 @@ import torch
 
 from casnap.errors import CasnapError, FileFormatError
 from casnap.files.mapped import MappedFile
-from casnap.files.source import MODEL, Source
+from casnap.files.source import MODEL, Source, flattened
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
 from casnap.state.containers import component_of
-from casnap.state.flatten import flatten
 from casnap.state.pickles import RefusedError
 from casnap.state.torch_save import inspected
 
@@ -30,7 +29,7 @@ def read_torch(path: Path, key: str | None) -> Source:
     if key is None and _has_keys(state):
         states = dict(state)
     with plain(), collector_paused():
-        leaves = {name: list(flatten(each, component_of(name))) for name, each in states.items()}
+        leaves = {name: list(flattened(each, component_of(name))) for name, each in states.items()}
     return Source("torch", 1, leaves)
 
 

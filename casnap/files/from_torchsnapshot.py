@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import re
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from casnap.errors import FileFormatError, UnsupportedTypeError
 from casnap.files.mapped import MappedFile, joined_leaf
-from casnap.files.source import Source, below
+from casnap.files.source import Source, below, flattened
 from casnap.format.decoding import json_decoder
 from casnap.format.names import rank_names
 from casnap.format.region import Region
@@ -28,6 +29,8 @@ from casnap.state.tensors import TENSOR_DTYPES, Leaf
 from casnap.state.torch_save import tensor_in
 from casnap.state.values import decode_value
 
+_MOST_METADATA, _MOST_DEPTH = 1 << 30, 32
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _CONTAINERS = ("dict", "OrderedDict", "list")
 _PRIMITIVES = ("int", "str", "bool", "bytes", "float")
 
@@ -87,6 +90,8 @@ def read_torchsnapshot(folder: Path, key: str | None, rank: int | None) -> Sourc
 
 
 def _read(file: Path) -> _Snapshot:
+    if file.stat().st_size > _MOST_METADATA:
+        raise FileFormatError(f"{file} is too long for the metadata of TorchSnapshot")
     data = file.read_bytes()
     try:
         return json_decoder(_Snapshot).decode(data)
@@ -99,11 +104,27 @@ def _read(file: Path) -> _Snapshot:
     except ImportError as e:
         raise FileFormatError(f"{file} is no JSON; to read YAML, pip install pyyaml") from e
     try:
-        found = yaml.load(data, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        _check_yaml(yaml.parse(data, loader))
+        found = yaml.load(data, loader)
         return json_decoder(_Snapshot).decode(msgspec.json.encode(found))
     except (yaml.YAMLError, msgspec.MsgspecError, RecursionError, TypeError, ValueError) as e:
         why = " ".join(str(e).split())
         raise FileFormatError(f"{file} is not as TorchSnapshot writes it: {why:.200}") from e
+
+
+def _check_yaml(events: Iterable[object]) -> None:
+    """Check a document before it is built: deep nesting kills yaml, aliases can take all memory.
+
+    Raises:
+        ValueError: It has what TorchSnapshot does not write.
+    """
+    depth = 0
+    for event in events:
+        kind = type(event).__name__
+        depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
+        if depth > _MOST_DEPTH or kind == "AliasEvent":
+            raise ValueError("it has aliases, or is nested too deeply")
 
 
 def _seen_by(folder: Path, snapshot: _Snapshot, rank: int | None) -> dict[str, _Entry]:
@@ -117,7 +138,7 @@ def _seen_by(folder: Path, snapshot: _Snapshot, rank: int | None) -> dict[str, _
     others: dict[int, str] = {}
     for path, entry in snapshot.manifest.items():
         first, _, inner = path.partition("/")
-        if not first.isdecimal() or not inner or int(first) >= world:
+        if not _NUMBER.fullmatch(first) or not inner or int(first) >= world:
             raise FileFormatError(f"{folder}: {path!r:.200} does not begin with a rank")
         if entry.type == "ShardedTensor":
             shards.setdefault(inner, []).extend(entry.shards)
@@ -151,7 +172,7 @@ class _Reader:
         self._lengths: dict[str, int] = {}
         for path in entries:
             above, _, last = path.rpartition("/")
-            if above in entries and entries[above].type == "list" and last.isdecimal():
+            if above in entries and entries[above].type == "list" and _NUMBER.fullmatch(last):
                 self._lengths[above] = max(self._lengths.get(above, 0), int(last) + 1)
         self.mapped: dict[str, MappedFile] = {}
         self.seen: set[str] = set()
@@ -185,6 +206,8 @@ class _Reader:
         if entry.type not in _CONTAINERS:
             places.append(path)
             return _VALUE
+        if len(set(map(component_of, entry.keys))) < len(entry.keys):
+            raise FileFormatError(f"{self._folder}: {path!r:.200} has a key twice")
         made: dict[Any, Any] = {} if entry.type == "dict" else OrderedDict()
         for name in entry.keys:
             made[name] = self._state(f"{path}/{component_of(name)}", places)
@@ -197,7 +220,7 @@ class _Reader:
             if entry.serializer != "torch_save":
                 raise RefusedError(f"it is written by {entry.serializer!r:.40}")
             data = bytes(self._file(entry.location).view)
-            yield from flatten(decode_value(path, "object", data), path)
+            yield from flattened(decode_value(path, "object", data), path)
         elif entry.type == "Tensor":
             fields = entry.location, entry.serializer, entry.dtype, entry.shape, entry.byte_range
             shard = _Shard((0,) * len(entry.shape), entry.shape, _Tensor(*fields))

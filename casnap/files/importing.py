@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from casnap.errors import FileFormatError
+from casnap.files.mapped import check_regular
 from casnap.files.report import ImportReport
 from casnap.files.source import MODEL, Source
 from casnap.take.capturable import Capturable, GivenLeaves
@@ -88,6 +89,7 @@ def _reader(path: Path) -> tuple[Reader, Path]:
     """Return what reads a file or folder, and the file to begin with."""
     if path.is_dir():
         return _reader_of_folder(path)
+    check_regular(path)
     with path.open("rb") as stream:
         head = stream.read(16)
     if path.name.endswith(".index.json"):

@@ -6,6 +6,7 @@ matter whether the elements are aligned in the file.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -15,9 +16,34 @@ import torch
 from casnap.errors import FileFormatError
 from casnap.format.entries import Payload, TensorEntry
 from casnap.format.region import Region
+from casnap.format.tiling import tiles
 from casnap.runtime.buffers import address_of, view_at
 from casnap.state.sharded import Shards
 from casnap.state.tensors import TENSOR_DTYPES, Leaf
+
+_NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python has no name for
+_MOST_AXES = 64
+
+
+def check_regular(path: Path) -> None:
+    """Check that a file that exists is no pipe or device: these cannot be mapped.
+
+    Raises:
+        FileFormatError: It is one.
+    """
+    if path.exists() and not path.is_file():
+        raise FileFormatError(f"{path} is no regular file; write its content to one first")
+
+
+def check_shape(shape: Sequence[int], what: str = "") -> None:
+    """Check that torch can have a tensor of a shape.
+
+    Raises:
+        FileFormatError: It cannot.
+    """
+    # An axis without elements counts as one in strides.
+    if len(shape) > _MOST_AXES or min(shape, default=0) < 0 or prod(n or 1 for n in shape) >> 58:
+        raise FileFormatError(f"{what}no tensor can have the shape {list(shape)[:8]}")
 
 
 class MappedFile:
@@ -27,6 +53,7 @@ class MappedFile:
         path: The file.
 
     Raises:
+        FileFormatError: It is a pipe or a device.
         OSError: It cannot be read.
 
     Attributes:
@@ -36,13 +63,15 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        check_regular(path)
+        self.bytes = torch.empty(0, dtype=torch.uint8)
         with path.open("rb") as stream:
             nbytes = stream.seek(0, 2)
-        self.bytes = torch.empty(0, dtype=torch.uint8)
-        if nbytes:
-            self.bytes = torch.from_file(
-                str(path), shared=False, size=nbytes, dtype=torch.uint8, requires_grad=False
-            )
+            if nbytes:
+                # torch.from_file would reserve memory for all of the file, which may be more than
+                # there is.
+                held = mmap.mmap(stream.fileno(), nbytes, mmap.MAP_PRIVATE | _NO_RESERVE)
+                self.bytes = torch.frombuffer(held, dtype=torch.uint8)
         self.view = view_at(self.bytes.data_ptr(), nbytes) if nbytes else memoryview(b"")
 
     def elements(
@@ -57,7 +86,8 @@ class MappedFile:
             strides: The strides, in elements; by default those of contiguous elements.
         """
         if not prod(shape):
-            return self.bytes.new_empty((*shape, itemsize))
+            return self.bytes.new_empty(0)
+        check_shape(shape, f"{self.path}: ")
         if strides is None:
             strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
         steps = (*(n * itemsize for n in strides), 1)
@@ -94,29 +124,15 @@ def joined_leaf(
         return file_leaf(path, dtype, shape, held[0][1])
     if not whole.numel:
         return file_leaf(path, dtype, shape, torch.empty(0, dtype=torch.uint8))
-    inside = all(box.intersect(whole) == box for box, _ in held)
-    if not inside or sum(box.numel for box, _ in held) != whole.numel or _overlap(held):
+    if not tiles(shape, tuple((box.offsets, box.sizes) for box, _ in held)):
         raise FileFormatError(f"{path}: its parts do not make up a tensor of shape {list(shape)}")
     boxes, contents = zip(*held, strict=True)
     return Leaf(path, _entry(path, dtype, shape), Shards(shape, boxes, contents, contents[0]))
-
-
-def _overlap(held: Sequence[tuple[Region, torch.Tensor]]) -> bool:
-    """Whether two boxes have an element in common; only those that can reach it are compared."""
-    boxes = sorted((box for box, _ in held), key=lambda box: box.offsets)
-    for i, box in enumerate(boxes):
-        for other in boxes[i + 1 :]:
-            if other.offsets[0] >= box.offsets[0] + box.sizes[0]:
-                break
-            if box.intersect(other) is not None:
-                return True
-    return False
 
 
 def _entry(path: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
     known = TENSOR_DTYPES.get(dtype)
     if known is None:
         raise FileFormatError(f"{path}: tensors of dtype {dtype!r:.40} cannot be imported")
-    if not all(0 <= n < 1 << 63 for n in shape) or prod(shape) >= 1 << 62:
-        raise FileFormatError(f"{path}: no tensor can have the shape {list(shape)[:8]}")
+    check_shape(shape, f"{path}: ")
     return TensorEntry(dtype, shape, Payload(prod(shape) * known.itemsize))

@@ -34,7 +34,9 @@ class Target:
         check_absent(out)
         if shutil.disk_usage(out.parent).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
-        self._partial = out.parent / f".{out.name[:200]}.{os.urandom(6).hex()}.partial"
+        # A name has at most 255 bytes, however many characters.
+        name = os.fsdecode(os.fsencode(out.name)[:200])
+        self._partial = out.parent / f".{name}.{os.urandom(6).hex()}.partial"
         self.sizes: dict[str, int] = {}
 
     def __enter__(self) -> Target:

@@ -116,6 +116,11 @@ def tile(shape: tuple[int, ...], boxes: Boxes, itemsize: int, chunk_size: int) -
     return Tiling(shape, itemsize, regions, grids, tuple(firsts), count)
 
 
+def tiles(shape: tuple[int, ...], boxes: Boxes) -> bool:
+    """Whether boxes hold each element of a tensor once, and nothing else."""
+    return all(_fits(shape, *box) for box in boxes) and _tile(shape, boxes)
+
+
 def _fits(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     return len(offsets) == len(sizes) == len(shape) and all(
         o >= 0 and n > 0 and o + n <= most for o, n, most in zip(offsets, sizes, shape, strict=True)

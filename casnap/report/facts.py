@@ -22,6 +22,8 @@ from casnap.storage.objects import Objects
 _MOST_RUNS = 12
 """So many runs, those with the newest snapshots, are shown in full."""
 _MOST_MODULES = 160
+_MOST_PARTS = 32
+"""A path is split so many times: deeper modules are not told apart."""
 _SEPARATORS = re.compile(r"[/.]")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
@@ -195,7 +197,7 @@ def _parts(path: str) -> Path:
     first, slash, rest = path.partition("/")
     if slash and _NUMBER.fullmatch(first):
         path = f"ranks/{rest}"
-    return tuple(_SEPARATORS.split(path))
+    return tuple(_SEPARATORS.split(path, _MOST_PARTS))
 
 
 def _sizes(contents: Contents) -> dict[Path, int]:

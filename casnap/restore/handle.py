@@ -106,6 +106,8 @@ class Handle:
                 f"{self._contents.where}: {self.path} is no tensor, so it takes no index; "
                 "use read()"
             )
+        if index is None:  # for read_tensor() that is no index
+            raise TypeError("an index holds ints, slices and ..., not None; use read() for all")
         with self._contents.reading(), plain():
             return read_tensor(self._contents, self.path, self._entry, None, None, index)
 

@@ -109,9 +109,11 @@ def read_header(whole: memoryview) -> Header:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r:.200} is there twice")
+        seen = set[str]()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"{name!r:.200} is there twice")
+            seen.add(name)
     return found
 
 
@@ -126,7 +128,8 @@ def _checked(name: str, described: _Described, base: int, length: int) -> Header
     what = f"{name!r:.200} is said to be {described.dtype[:20]} of shape {list(shape[:8])}"
     if not dtype:
         raise FileFormatError(f"{what}: casnap has no such dtype")
-    if len(shape) > _MOST_AXES or not all(0 <= n < 1 << 63 for n in shape):
+    # An axis without elements counts as one in strides.
+    if len(shape) > _MOST_AXES or min(shape, default=0) < 0 or prod(n or 1 for n in shape) >> 58:
         raise FileFormatError(f"{what}: no tensor can have that shape")
     if dtype == _PAIR:
         if not shape or shape[-1] % 2:
@@ -149,7 +152,8 @@ def header_of(
         metadata: What goes to ``__metadata__``.
 
     Raises:
-        FileFormatError: There are so many tensors that no reader would read the header.
+        FileFormatError: There are so many tensors that no reader would read the header, or a tensor
+            has a name or shape that the format cannot express.
     """
 
     # Tensors of whole pages first, then those of the largest elements: so all are aligned.
@@ -163,12 +167,19 @@ def header_of(
     starts, at = {}, 0
     for name in order:
         dtype, shape = tensors[name]
+        if name == "__metadata__":
+            raise FileFormatError(f"safetensors has no room for a tensor named {name!r}")
+        if dtype == _PAIR and not shape:
+            raise FileFormatError(f"safetensors has no {dtype} without axes, as {name!r:.200} is")
         theirs, itemsize = _NAMES[dtype]
         starts[name], at = at, at + prod(shape) * itemsize
         if dtype == _PAIR:
             shape = (*shape[:-1], shape[-1] * 2)
         header[name] = {"dtype": theirs, "shape": shape, "data_offsets": (starts[name], at)}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    try:
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        raise FileFormatError(f"names in safetensors are UTF-8, but one is not: {e}") from e
     text += b" " * (-(8 + len(text)) % _PAGE)
     if len(text) > MOST_HEADER:
         raise FileFormatError(

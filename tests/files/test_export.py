@@ -211,6 +211,27 @@ def test_what_safetensors_cannot_hold(store: Store, tmp_path: Path) -> None:
         snapshot.export(tmp_path / "x", path="m/step", tensors_only=True)
 
 
+def test_names_that_safetensors_cannot_hold(store: Store, tmp_path: Path) -> None:
+    pair = torch.zeros(1, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    cases: list[tuple[str, torch.Tensor, str]] = [
+        ("__metadata__", torch.ones(3), "no room for a tensor named"),
+        ("\ud800", torch.ones(3), "are UTF-8, but one is not"),
+        ("pair", pair.reshape(()), "without axes, as 'pair' is"),
+    ]
+    for i, (name, tensor, said) in enumerate(cases):
+        snapshot = store.take({"m": StateDict(**{name: tensor})}, str(i))
+        with pytest.raises(FileFormatError, match=said):
+            snapshot.export(tmp_path / "out", path="m")
+        assert [p.name for p in tmp_path.iterdir()] == ["store"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+def test_a_target_of_a_long_name(store: Store, tmp_path: Path, kind: str) -> None:
+    snapshot = store.take({"m": StateDict(w=torch.ones(9))}, "s")
+    snapshot.export(tmp_path / ("é" * 127), path="m", format=kind)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["store", "é" * 127]
+
+
 def test_targets_and_paths(store: Store, tmp_path: Path) -> None:
     snapshot = store.take({"m": StateDict(w=torch.ones(9))}, "s")
     there = tmp_path / "there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -56,7 +57,8 @@ LIES: dict[str, tuple[Any, str]] = {
     "negative": ({"a": entry(at=(-8, 0))}, "beyond the end"),
     "left over": ({"a": entry(shape=(1,), at=(0, 4))}, "cut off, or longer"),
     "sizes": ({"a": entry(dtype="F64")}, "but has 8 bytes"),
-    "huge shape": ({"a": entry(shape=(1 << 62, 1 << 62))}, "but has 8 bytes"),
+    "huge shape": ({"a": entry(shape=(1 << 62, 1 << 62))}, "no tensor can have that shape"),
+    "no strides": ({"a": entry(shape=(0, 1 << 62, 9), at=(0, 0))}, "no tensor can have"),
     "negative shape": ({"a": entry(shape=(-2, -1))}, "no tensor can have that shape"),
     "axes": ({"a": entry(shape=(1,) * 70)}, "no tensor can have that shape"),
     "dtype": ({"a": entry(dtype="F6_E2M3")}, "no such dtype"),
@@ -135,6 +137,26 @@ def test_shards_that_are_missing_or_elsewhere(store: Store, tmp_path: Path) -> N
     assert "is no index" in refused(store, tmp_path)
 
 
+def test_names_of_files_that_are_none(store: Store, tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    for name in ("x" * 300, "a/" * 3000 + "x", "pipe.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        assert "which is missing" in refused(store, index)
+    assert "no regular file" in refused(store, tmp_path / "pipe.safetensors")
+    assert "no regular file" in refused(store, Path("/dev/zero"))
+
+
+def test_a_file_larger_than_memory_is_mapped(store: Store, tmp_path: Path) -> None:
+    nbytes = 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    file = written(tmp_path, {"a": entry("U8", (nbytes,), (0, nbytes))}, b"")
+    try:
+        os.truncate(file, file.stat().st_size + nbytes)
+    except OSError:
+        pytest.skip("this file system has no such large files")
+    assert store.import_file(file, "m", dry_run=True).logical_bytes >= nbytes
+
+
 def test_files_of_no_known_format(store: Store, tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF and more")
     assert "is neither a safetensors file" in refused(store, tmp_path / "x.gguf")
@@ -167,6 +189,23 @@ def test_torch_files_that_need_pickle(store: Store, tmp_path: Path) -> None:
     assert "save it anew" in refused(store, tmp_path / "old.pt")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "evil.pt").read_bytes()[:300])
     assert "is not read" in refused(store, tmp_path / "cut.pt")
+
+
+def test_small_files_of_endless_states(store: Store, tmp_path: Path) -> None:
+    once: Any = [1] * 10
+    for _ in range(9):
+        once = [once] * 10
+    torch.save({"a": once, "b": 1}, tmp_path / "laughs.pt")
+    assert "again and again, 11,111,111,111 values" in refused(store, tmp_path / "laughs.pt")
+    folder = torchsnapshot(tmp_path / "ts", {}, evil=(tmp_path / "laughs.pt").read_bytes())
+    manifest = {"0/m": {"type": "object", "location": "evil", "serializer": "torch_save"}}
+    document = {"version": "0.1.0", "world_size": 1, "manifest": manifest}
+    (folder / ".snapshot_metadata").write_text(json.dumps(document))
+    assert "again and again" in refused(store, folder)
+    shared = [torch.ones(3), {"a": 1}]
+    torch.save({"a": [shared] * 4, "b": 1}, tmp_path / "shared.pt")
+    store.import_file(tmp_path / "shared.pt", "shared")
+    assert len(store["shared"].read_object("a")) == 4
 
 
 @pytest.fixture
@@ -220,6 +259,38 @@ def test_checkpoints_of_dcp_that_lie(store: Store, checkpoint: Path) -> None:
         refused(store, checkpoint)
 
 
+PATHS: dict[str, tuple[tuple[str | int, ...], str]] = {
+    "a list of nothing": (("a", 1 << 40), "more gaps than values"),
+    "a number first": ((5,), "a int in place of a name"),
+    "a number in a dict": (("n", 5), "lies below another value"),
+    "too deep": (("a",) * 900, "nested too deeply"),
+    "much too deep": (("a",) * 5000, "nested more than"),
+    "the same": (("n", "a"), "n/a is the path of several values"),
+    "above": (("n",), "n is the path of several values"),
+}
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_paths_of_dcp_that_lie(store: Store, checkpoint: Path, case: str) -> None:
+    path, said = PATHS[case]
+    file = checkpoint / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.planner_data["w"] = path
+    file.write_bytes(pickle.dumps(metadata))
+    assert said in refused(store, checkpoint)
+
+
+@pytest.mark.parametrize("key", ["01", "\u0661", "9" * 5000])
+def test_keys_that_are_nearly_numbers(store: Store, checkpoint: Path, key: str) -> None:
+    """They stay strings: the path of a value has to be the one that its container names."""
+    file = checkpoint / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.planner_data |= {"w": ("o", "state", key), "n.a": ("o", "param_groups")}
+    file.write_bytes(pickle.dumps(metadata))
+    store.import_file(checkpoint, "odd")
+    assert list(store["odd"].get_state_dict_for_key("o")["state"]) == [key]
+
+
 def test_torchsnapshots_that_lie(store: Store, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(bytes(8))
     top = {"0/m": {"type": "dict", "keys": ["w"]}}
@@ -231,6 +302,12 @@ def test_torchsnapshots_that_lie(store: Store, tmp_path: Path) -> None:
         ({"0/m/w": tensor_at("data", [3])}, "has 8 bytes for it"),
         ({"0/m/w": tensor_at("data", [2], byte_range=[4, 12])}, "ends before it"),
         ({"0/m/w": tensor_at("data", [2], serializer="pickle")}, "is written by 'pickle'"),
+        ({"0/m/w": tensor_at("data", [-2, -1])}, "no tensor can have the shape"),
+        ({"0/m/w": tensor_at("data", [2] + [1] * 70)}, "no tensor can have the shape"),
+        ({"0/m/w": tensor_at("d" * 300, [2])}, "which is missing"),
+        ({"9" * 5000 + "/m": {"type": "dict"}}, "does not begin with a rank"),
+        ({"0/m": {"type": "list"}, "0/m/" + "9" * 5000: {"type": "dict"}}, "in no container"),
+        ({"0/m": {"type": "dict", "keys": [1, "1"]}}, "'m' has a key twice"),
         ({"0/m/w": {"type": "Secret"}}, "of the unknown type"),
         ({"0/m/w": {"type": "int", "serialized_value": "x"}}, "cannot be imported"),
         ({"0/m/w": {"type": "object", "location": "evil", "serializer": "torch_save"}}, "m/w"),
@@ -243,6 +320,12 @@ def test_torchsnapshots_that_lie(store: Store, tmp_path: Path) -> None:
         torchsnapshot(folder, {**top, **manifest}, data=bytes(8), evil=evil.read_bytes())
         assert said in refused(store, folder), said
     assert not (tmp_path / "owned").exists()
-    for text in ("a: [", "[]", "{}", "x: !!python/object/apply:os.getcwd []"):
+    laughs = "a0: &a0 [1]\n" + "".join(
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 20)
+    )
+    odd = ("a: [", "[]", "{}", "x: !!python/object/apply:os.getcwd []", laughs, "[" * 200_000)
+    for text in odd:
         (folder / ".snapshot_metadata").write_text(text)
         assert "not as TorchSnapshot writes it" in refused(store, folder)
+    os.truncate(folder / ".snapshot_metadata", 100 << 30)
+    assert "too long for the metadata" in refused(store, folder)

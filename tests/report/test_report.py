@@ -120,6 +120,14 @@ def test_nothing_is_run_or_loaded(tmp_path: Path) -> None:
     assert not {"Metadata: nan", "Metadata: big"} & set(page.texts)
 
 
+def test_paths_of_very_many_parts(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    for step in range(2):
+        deep = {"a." * 3000 + "w": torch.full((99,), step), "/".join("b" * 3000): torch.ones(99)}
+        store.take({"model": StateDict(**deep)}, str(step))
+    assert any("a.a.w" in text for text in made(tmp_path / "store").texts)
+
+
 def test_an_empty_store(tmp_path: Path) -> None:
     Store(tmp_path / "store")
     assert "There are no snapshots." in made(tmp_path / "store").texts

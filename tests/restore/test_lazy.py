@@ -96,6 +96,8 @@ def test_a_handle_on_what_is_no_tensor(snapshot):
     assert container.kind == "list"
     assert container.nbytes == 3 * 4 + len("text")
     assert_same(container.read(), [torch.ones(3), "text"])
+    with pytest.raises(TypeError, match="not None; use read"):
+        snapshot["extra/list/0"][None]
     own = snapshot["0/rng"]
     assert (own.rank, own.is_global, own.is_sharded) == (0, False, False)
 
