@@ -51,7 +51,7 @@ class OwnMemory:
     """
 
     def __init__(self, nbytes: int) -> None:
-        if sys.platform != "linux":
+        if sys.platform != "linux" or not hasattr(os, "memfd_create"):
             raise OSError("only Linux has memfd_create")
         name = f"casnap-{os.urandom(12).hex()}"
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, deque
 
 from casnap.format.digest import Digest
@@ -26,11 +27,13 @@ class KnownHints:
         self._packs: OrderedDict[bytes, Hints] = OrderedDict()
         # Nodes that were used, whose hints were not looked for in the cache yet.
         self._used: deque[Digest] = deque(maxlen=_MOST_NODES)
+        self._lock = threading.Lock()
 
     def keep(self, cache: Cache, pack: bytes, around: Around) -> None:
         """Keep the hints of a pack that was read."""
         if around.hints is not None:
-            self._add(pack, around.hints)
+            with self._lock:
+                self._add(pack, around.hints)
             cache.keep_notes(
                 {_HINTS + pack: around.stored, **{_BEHIND + d: pack for d in around.nodes}}
             )
@@ -41,17 +44,17 @@ class KnownHints:
 
     def find(self, cache: Cache, digest: Digest) -> Place | None:
         """Return where something is said to lie; None if nothing is said."""
-        while self._used:
-            pack = cache.note(_BEHIND + self._used.popleft())
-            if pack is not None and pack not in self._packs:
-                hints = decode_hints(cache.note(_HINTS + pack) or b"", pack)
-                if hints is not None:
-                    self._add(pack, hints)
-        # What was read last is most likely to tell.
-        for hints in reversed(list(self._packs.values())):
-            if (place := hints.find(digest)) is not None:
-                return place
-        return None
+        with self._lock:
+            while self._used:
+                pack = cache.note(_BEHIND + self._used.popleft())
+                if pack is not None and pack not in self._packs:
+                    hints = decode_hints(cache.note(_HINTS + pack) or b"", pack)
+                    if hints is not None:
+                        self._add(pack, hints)
+            # What was read last is most likely to tell.
+            packs = list(reversed(self._packs.values()))
+        places = (hints.find(digest) for hints in packs)
+        return next((place for place in places if place is not None), None)
 
     def _add(self, pack: bytes, hints: Hints) -> None:
         self._packs[pack] = hints

@@ -217,6 +217,11 @@ class BackendSuite:
         for (offset, target), n in zip(targets, lengths, strict=True):
             assert target[:n] == content[offset : offset + n]
         assert backend.read_into("packs/ab/x", []) == []
+        again = [(offset, memoryview(bytearray(len(target)))) for offset, target in targets]
+        assert list(backend.filled("packs/ab/x", again)) == lengths
+        assert [bytes(target) for _, target in again] == [bytes(target) for _, target in targets]
+        with pytest.raises(FileNotFoundError):
+            next(backend.filled("packs/ab/y", again))
 
     # --- listings ---
 

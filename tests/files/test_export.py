@@ -119,7 +119,7 @@ def test_tied_weights(store: Store, tmp_path: Path) -> None:
             other.export(tmp_path / "x.safetensors", path="model", tied=tied)
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage is deprecated")
 def test_a_file_of_torch_save(store: Store, tmp_path: Path) -> None:
     state = training()
     odd = StateDict(

@@ -41,8 +41,10 @@ def prepared(project: Path, limit: int | None = 2) -> tuple[Any, StateDict, Any,
     )
     optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    # On several processes Accelerate gives the sampler a generator, whose state it does not keep.
+    shuffle = "RANK" not in os.environ
     loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.arange(32)), batch_size=8, shuffle=True
+        torch.utils.data.TensorDataset(torch.arange(32)), batch_size=8, shuffle=shuffle
     )
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     progress = StateDict(epoch=0)

@@ -37,7 +37,7 @@ def make_model(kill_at: int | None, *, sharded: bool = False) -> Any:
         def configure_model(self) -> None:
             if sharded:
                 fully_shard(self.head, mesh=self.device_mesh["data_parallel"])
-                fully_shard(self, mesh=self.device_mesh["data_parallel"])
+                fully_shard(self.base, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
             if self.global_step == kill_at:

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ from casnap import StateDict, Store, release_memory
 from casnap.ranks import joining, processes
 from casnap.ranks.joining import join
 from casnap.ranks.shared_memory import Address, OwnMemory, Ring, mapped
-from casnap.take import rounds, split_cells
+from casnap.take import rounds
 from tests.support.ranks import World
 
 Worlds = Callable[[int], World]
@@ -116,25 +117,24 @@ def shards(fill: bool) -> dict[str, StateDict]:
 def take_and_restore(path: str, case: str) -> list[bool]:
     """Take, take again and restore; return which ranks could read the memory of this one."""
     rank = dist.get_rank()
-    patches: dict[str, Any] = {}
     joining._links.clear()
-    with mock.patch.multiple(processes, **patches) as _:
-        boot, create = processes.boot_id, os.memfd_create
+    with ExitStack() as stack:
+
+        def patch(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
         if case == "two hosts" and rank >= 2:
-            processes.boot_id = lambda: "another"
+            patch(processes, "boot_id", lambda: "another")
         if case == "refused" and rank == 1:
-            os.memfd_create = mock.Mock(side_effect=PermissionError)
-        room = 100_000 if case == "little" else split_cells.SHARED_BYTES
-        try:
-            with mock.patch.object(rounds, "SHARED_BYTES", room):
-                store = Store(path, create=False)
-                store.take(shards(fill=True), f"{case} 1")
-                release_memory()
-                again = store.take(shards(fill=True), f"{case} 2")
-                found = shards(fill=False)
-                again.restore(found, read_once=True)
-        finally:
-            processes.boot_id, os.memfd_create = boot, create
+            patch(os, "memfd_create", mock.Mock(side_effect=PermissionError))
+        if case == "little":
+            patch(rounds, "SHARED_BYTES", 100_000)
+        store = Store(path, create=False)
+        store.take(shards(fill=True), f"{case} 1")
+        release_memory()
+        again = store.take(shards(fill=True), f"{case} 2")
+        found = shards(fill=False)
+        again.restore(found, read_once=True)
     for name, value in shards(fill=True)["m"].items():
         assert torch.equal(found["m"][name].to_local(), value.to_local())
     (link,) = (link for link in joining._links.values() if link.size == 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,14 +27,13 @@ class Watched(LocalBackend):
         self.addresses: list[int] = []
         self.spoils = 0
 
-    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
-        lengths = super().read_into(key, targets)
-        for _, view in targets:
+    def filled(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
+        for n, (_, view) in zip(super().filled(key, targets), targets, strict=True):
             self.addresses.append(address_of(view))
             if self.spoils:
                 self.spoils -= 1
                 view[len(view) // 2] ^= 1
-        return lengths
+            yield n
 
 
 @pytest.fixture
@@ -131,6 +130,30 @@ def test_a_damaged_chunk_is_no_silent_mix(store, tmp_path):
         store["a"].read_object("s/x")
 
 
+def test_damage_is_named_wherever_it_is_among_many_chunks(tmp_path):
+    # More chunks than are looked for before reading begins.
+    store = Store(tmp_path / "store", chunk_size=64 << 10)
+    x, y = torch.randn(300 << 14), torch.randn(20 << 14)
+    store.take({"s": StateDict(x=x, y=y)}, "a")
+    for tensor in (x, y):
+        spoil(tmp_path / "store/packs", tensor.numpy().tobytes()[:64])
+    state = StateDict(x=torch.zeros_like(x), y=torch.zeros_like(y))
+    with pytest.raises(DamagedError, match="not proven") as damaged:
+        store["a"].restore({"s": state})
+    assert [path.removeprefix("0/") for path in damaged.value.paths] == ["s/x", "s/y"]
+    assert_same(state["x"][1 << 14 :], x[1 << 14 :])
+    assert_same(state["y"][1 << 14 :], y[1 << 14 :])
+
+
+def spoil(packs: Path, begin: bytes) -> None:
+    """Change a byte of the chunk that begins so."""
+    for pack in (path for path in packs.rglob("*") if path.is_file()):
+        content = bytearray(pack.read_bytes())
+        if (at := content.find(begin)) >= 0:
+            content[at] ^= 1
+            pack.write_bytes(content)
+
+
 def test_a_pack_that_is_cut_off_or_cannot_be_read(store, backend, tmp_path, monkeypatch):
     x = taken(store, torch.randn(100, 5000))
     pack = max(
@@ -142,11 +165,12 @@ def test_a_pack_that_is_cut_off_or_cannot_be_read(store, backend, tmp_path, monk
         restored(store, torch.zeros_like(x))
     pack.write_bytes(whole)
 
-    def unreadable(key: str, targets: Sequence[Target]) -> list[int]:
+    def unreadable(key: str, targets: Sequence[Target]) -> Iterator[int]:
+        yield from ()
         raise BackendError("an input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "read_into", unreadable)
+        patch.setattr(backend, "filled", unreadable)
         with pytest.raises(BackendError, match="input/output"):
             restored(store, torch.zeros_like(x))
     assert_same(restored(store, torch.zeros_like(x)), x)

@@ -130,7 +130,7 @@ def test_any_damage_to_any_object(store: Path, cache_dir: Path, cached: bool) ->
     hurt: dict[str, int] = {}
     for file in objects_of(store):
         # What is cached is not read, so there is less to see.
-        for damage in islice(damages(file, choose), 0, None, 7 if cached else 4):
+        for damage in islice(damages(file, choose), 0, None, 9 if cached else 6):
             forget_cache(cache_dir)
             if cached:
                 Store(store, create=False)["run/c"].get_manifest()

@@ -104,7 +104,7 @@ def assert_recovers(work: Work, path: Path) -> None:
 
 def crashes(base: Path, do: Act, check: Act, faults: Callable[..., Any], **options: Any) -> int:
     """Do some work on copies of a store, killed at each of its calls in turn; return how many."""
-    for k in sweep():
+    for k in sweep(times=2):
         copy = fresh(base)
 
         def crashing(k: int = k, copy: Path = copy) -> None:

@@ -80,7 +80,7 @@ def fresh(base: Path) -> Path:
 
 def stalls(base: Path, work: Act, meanwhile: Act, check: Check, faults: Faults) -> int:
     """Do some work on copies of a store, stopped at each of its calls in turn; return how many."""
-    for k in sweep():
+    for k in sweep(times=2):
         copy = fresh(base)
         cache = mkdtemp(dir=base.parent)
 

@@ -292,7 +292,7 @@ def crash_at_each_call(
     made = MemoryBackend(name)
     for step in (0, 1):
         take(Store(made, chunk_size=CHUNK), step)
-    for k in sweep():
+    for k in sweep(times=2):
         inner = copied(made, f"{name}/{k}")
         backend = FaultyBackend(inner)
         store = Store(backend)

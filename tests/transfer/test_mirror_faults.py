@@ -102,7 +102,7 @@ KILLED = [
 def test_killed_at_any_call(after: bool, calls: list[str]) -> None:
     """The process dies before, or right after, each call of either backend."""
     # Of a process that is not killed, there are no more calls to strike at.
-    for killed, strike_at in enumerate(sweep()):
+    for killed, strike_at in enumerate(sweep(times=2)):
         with memory_folder() as folder:
 
             def work(folder: Path = folder, strike_at: int = strike_at) -> None:

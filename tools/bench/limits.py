@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from tools.bench.measure import remove, seconds, settle
+from tools.bench.measure import drop, remove, seconds, settle
 from tools.bench.settings import MIB, Settings
 
 if TYPE_CHECKING:
@@ -67,14 +67,17 @@ class RawDisk:
         self._folder.mkdir(parents=True)
         self._write_files()
 
-    def read(self) -> float:
-        """Read all files with O_DIRECT; return the seconds."""
+    def read(self, *, buffered: bool = False) -> float:
+        """Read all files with O_DIRECT, or through the empty page cache; return the seconds."""
         threads = self._settings.read_threads
+        flags = os.O_RDONLY | (0 if buffered else os.O_DIRECT)
+        if buffered:
+            drop(self._folder)
 
         def work(k: int) -> None:
             view = memoryview(self._buffers[k])
             for i in range(k, len(self._sizes), threads):
-                descriptor = os.open(self._folder / str(i), os.O_RDONLY | os.O_DIRECT)
+                descriptor = os.open(self._folder / str(i), flags)
                 self._whole(os.preadv(descriptor, [view[: self._sizes[i]]], 0), i)
                 os.close(descriptor)
 
