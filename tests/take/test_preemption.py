@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,10 @@ import torch.distributed as dist
 
 import casnap
 from casnap import StateDict, Store
+from casnap.backends import LocalBackend
 from casnap.errors import PreemptionError
+from casnap.testing.acts import Gate
+from casnap.testing.faults import Fault, FaultyBackend
 from tests.support.ranks import World
 
 Worlds = Callable[[int], World]
@@ -83,6 +87,91 @@ def test_a_take_that_is_not_done_in_time(
     assert [s.name for s in store.snapshots()] == ["step_0"]
 
 
+def test_a_last_take_that_outlasts_the_time_goes_on(
+    tmp_path: Path, heard: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    backend, gate = FaultyBackend(LocalBackend(tmp_path / "store")), Gate()
+    store, state = Store(backend), StateDict(w=torch.zeros(1000))
+    with (
+        backend.during(Fault(gate, "put_if_absent", "roots/*")),
+        casnap.on_preemption(store, {"s": state}, within=0.2) as preemption,
+    ):
+        terminate()
+        assert preemption.step(1)
+        assert gate.reached.is_set()
+        assert preemption.snapshot is None
+        assert "goes on in the background" in caplog.text
+        assert store.snapshots() == []
+        state["w"] += 1
+        gate.open()
+        store.take({"s": state}, "after")  # waits for it
+    last, after = store.snapshots()
+    assert (last.name, after.name) == ("preempted_1", "after")
+    assert torch.equal(last.read_object("s/w"), torch.zeros(1000))
+
+
+def test_a_last_take_that_fails_raises(tmp_path: Path, heard: list[int]) -> None:
+    store = Store(tmp_path / "store")
+    store.take({"s": StateDict(x=1)}, "step_0")
+    with casnap.on_preemption(store, {"s": StateDict(x=object())}) as preemption:
+        terminate()
+        with pytest.raises(casnap.CasnapError, match="s/x"):
+            preemption.step(1)
+        assert preemption.step(2)
+    assert [s.name for s in store.snapshots()] == ["step_0"]
+
+
+class Signalling(StateDict):
+    """A state that is signalled while it is being taken."""
+
+    def state_dict(self) -> dict[str, object]:
+        terminate()
+        return super().state_dict()
+
+
+def test_a_second_signal_during_the_last_take(tmp_path: Path, heard: list[int]) -> None:
+    store = Store(tmp_path / "store")
+    with casnap.on_preemption(store, {"s": Signalling(x=1)}) as preemption:
+        terminate()
+        assert preemption.step(5)
+    assert preemption.snapshot is not None
+    assert heard == [signal.SIGTERM] * 2
+    assert [s.name for s in store.snapshots()] == ["preempted_5"]
+
+
+def test_a_signal_during_a_sleep(tmp_path: Path, heard: list[int]) -> None:
+    with casnap.on_preemption(Store(tmp_path / "store"), {"s": StateDict(x=1)}) as preemption:
+        sender = threading.Timer(0.05, terminate)
+        sender.start()
+        while not preemption.signalled:
+            time.sleep(0.1)
+        assert preemption.step(0)
+        sender.join()
+    assert preemption.snapshot is not None
+
+
+def multiply() -> None:
+    a = torch.ones(1500, 1500, dtype=torch.float64)
+    a @ a
+
+
+@pytest.mark.parametrize("work", [multiply, lambda: sum(range(4_000_000))], ids=["torch", "python"])
+def test_a_signal_during_a_long_call_is_heard_at_its_end(
+    tmp_path: Path, work: Callable[[], object]
+) -> None:
+    # After so much processor time, so that it comes in the call also on a busy machine.
+    number = signal.SIGVTALRM
+    store = Store(tmp_path / "store")
+    with casnap.on_preemption(store, {"s": StateDict(x=1)}, signals=[number]) as preemption:
+        assert not preemption.step(0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.005)
+        work()
+        assert preemption.signalled
+        assert preemption.step(1)
+    assert preemption.snapshot is not None
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
 def test_only_the_main_thread_hears_signals(tmp_path: Path) -> None:
     store, errors = Store(tmp_path / "store"), list[BaseException]()
 
@@ -135,3 +224,61 @@ def test_ranks_stop_after_the_same_step(
     assert step >= min(signals.values())
     assert name == f"preempted_{step}"
     assert both == 2.0 * (step + 1)
+
+
+def wait_for_a_signal(path: str, told: str) -> tuple[int, bool, str]:
+    """Train until the test signals rank 1."""
+    rank = dist.get_rank()
+    state = StateDict(x=torch.full((10,), float(rank)))
+    with casnap.on_preemption(Store(path), {"s": state}, every=0.05) as preemption:
+        for step in range(100_000):
+            time.sleep(0.002)
+            if step == 5 and rank == 1:
+                Path(told).write_text(str(os.getpid()))
+                Path(told).rename(f"{told}.whole")
+            if preemption.step(step):
+                break
+    assert preemption.snapshot is not None
+    return step, preemption.signalled, preemption.snapshot.name
+
+
+def test_a_signal_from_outside_to_one_rank(world: Worlds, tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+
+    def send() -> None:
+        whole = Path(f"{told}.whole")
+        while not whole.exists():
+            time.sleep(0.01)
+        os.kill(int(whole.read_text()), signal.SIGTERM)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    first, second = world(2).run(wait_for_a_signal, str(tmp_path / "store"), str(told))
+    sender.join()
+    step, name = first[0], f"preempted_{first[0]}"
+    assert (first, second) == ((step, False, name), (step, True, name))
+    assert 5 <= step < 99_999
+
+
+def count_agreements(path: str, steps: int) -> int:
+    count, all_reduce = 0, dist.all_reduce
+
+    def counted(*args: object, **named: object) -> object:
+        nonlocal count
+        count += 1
+        return all_reduce(*args, **named)
+
+    dist.all_reduce = counted
+    try:
+        with casnap.on_preemption(Store(path), {}, every=3600) as preemption:
+            for step in range(steps):
+                assert not preemption.step(step)
+    finally:
+        dist.all_reduce = all_reduce
+    return count
+
+
+def test_most_steps_only_count(world: Worlds, tmp_path: Path) -> None:
+    # The ranks agree after step 1, 3, 7, …
+    Store(tmp_path / "store")
+    assert world(2).run(count_agreements, str(tmp_path / "store"), 4095) == [12, 12]
