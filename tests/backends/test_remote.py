@@ -389,11 +389,11 @@ def test_a_body_that_breaks_off_is_read_again(
     backend: Backend, direct: Backend, proxy: FaultyProxy
 ) -> None:
     """Each part by itself."""
-    content = pattern(10 * MIB)
+    content = pattern(20 * MIB)
     direct.write("packs/ab/x", content)
     short = change(lambda body: body[: len(body) // 2])
     with proxy.during(HttpFault(short, "GET", times=2)) as (fault,):
-        _read(backend, content, [(0, 10 * MIB)])
+        _read(backend, content, [(0, 20 * MIB)])
     assert fault.struck == 2
     assert backend.requests == {"get": 4}
 

@@ -44,11 +44,6 @@ def test_every_command_explains_itself(name: str) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_nothing_is_listed_that_is_not_there() -> None:
-    for later in ("export", "import"):
-        assert "No such command" in failure(later, status=2)
-
-
 def test_version() -> None:
     assert invoke("--version").stdout == f"casnap {casnap.__version__}\n"
 
