@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from casnap import errors
 from casnap.errors import CasnapError
+from casnap.preemption import on_preemption
 from casnap.runtime.buffers import release_memory
 from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.state.stateful import RNGState, StateDict, Stateful
@@ -21,5 +22,6 @@ __all__ = [
     "Stateful",
     "Store",
     "errors",
+    "on_preemption",
     "release_memory",
 ]

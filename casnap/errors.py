@@ -29,6 +29,7 @@
     │   └── EntryNotFoundError      (KeyError) no such path inside the snapshot
     ├── FileFormatError             (ValueError) a file cannot be imported, or not hold an export
     │   └── TargetExistsError       (FileExistsError) there is something where an export is to go
+    ├── PreemptionError             (RuntimeError) signals cannot be watched for here
     ├── NestedTakeError             (RuntimeError) a take within another call of the same thread
     ├── DamagedError                stored bytes are missing or not what was written
     ├── RankError                   another rank of a take or restore failed, died or hangs
@@ -157,6 +158,10 @@ class TargetExistsError(FileFormatError, FileExistsError):
 
 class NestedTakeError(CasnapError, RuntimeError):
     """A take was begun within another call of the same thread, as by a signal handler."""
+
+
+class PreemptionError(CasnapError, RuntimeError):
+    """Signals cannot be watched for, as off the main thread."""
 
 
 class DamagedError(CasnapError):

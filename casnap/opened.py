@@ -82,6 +82,7 @@ class OpenStore:
         self.codec = codec
         self.is_new = is_new
         self.mirror: Mirror | None = None
+        self.follow_folders = False
         # Weak, since the Store refers to this: else both would stay until a garbage collection.
         self._store: ref[Store] | None = None
 
@@ -90,7 +91,8 @@ class OpenStore:
         how = None if self.mirror is None else self.mirror.how
         objects = self.objects
         cached = 0 if objects.chunk_cache is None else objects.chunk_cache.nbytes
-        return _open_again, (objects.backend, self.prefix, self.codec, objects.marks, how, cached)
+        ways = (self.codec, objects.marks, self.follow_folders, how, cached)
+        return _open_again, (objects.backend, self.prefix, *ways)
 
     def whole(self) -> OpenStore:
         """Return the whole store that this is a view of."""
@@ -98,6 +100,7 @@ class OpenStore:
             return self
         whole = OpenStore(self.objects, "", self.codec, is_new=self.is_new)
         whole.mirror = self.mirror
+        whole.follow_folders = self.follow_folders
         return whole
 
     @property
@@ -133,6 +136,10 @@ class OpenStore:
     def inner_name(self, full: str) -> str:
         """Return a full name without the prefix that it begins with."""
         return full[len(self.prefix) + 1 :] if self.prefix else full
+
+    def folder(self, prefix: str | None) -> str:
+        """Return the full name of a folder of this view; "" for the whole store."""
+        return "/".join(p for p in (self.prefix, (prefix or "").strip("/")) if p)
 
     # --- snapshots ---
 
@@ -179,7 +186,12 @@ class OpenStore:
 
     def _completed(self, options: TakeOptions) -> TakeOptions:
         """Add to the options of a take what the store says."""
-        return replace(options, codec=self.codec, on_commit=self.on_commit)
+        return replace(
+            options,
+            codec=self.codec,
+            on_commit=self.on_commit,
+            follow_folders=self.follow_folders,
+        )
 
     def take(
         self, comm: Comm, app_state: Mapping[str, Stateful], name: str, options: TakeOptions
@@ -217,6 +229,7 @@ def _open_again(
     prefix: str,
     codec: Codec | None,
     marks: bool,
+    follow_folders: bool,
     mirror: HowToMirror | None,
     cache_bytes: int,
 ) -> OpenStore:
@@ -224,6 +237,7 @@ def _open_again(
     again = open_store(found, create=False, cache_bytes=cache_bytes)
     again.codec = codec
     again.objects.marks = marks
+    again.follow_folders = follow_folders
     if mirror is not None:
         # A worker that only reads has no use for it. A take begins it.
         again.mirror = open_mirror(again, mirror)

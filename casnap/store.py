@@ -7,7 +7,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from casnap.backends import Backend
@@ -26,14 +25,9 @@ from casnap.opened import (
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress, told_what
 from casnap.snapshot import PendingSnapshot, Snapshot
+from casnap.storage.folders import check_followed
 from casnap.storage.mirrored import in_order
-from casnap.storage.retention import (
-    PruneReport,
-    Pruning,
-    Retention,
-    check_retention,
-    prune,
-)
+from casnap.storage.retention import Retention, check_retention
 from casnap.storage.settings import codec_named
 from casnap.storage.table import change_table, editing, snapshots_in, tagged, unmark, untagged
 from casnap.upkeep import Upkeep
@@ -76,14 +70,18 @@ class Store(Upkeep):
         cache_bytes: For a remote store: keep the chunks that are read on a disk of this host, up to
             so many bytes for all stores together, so that they are fetched once. 0: no cache. By
             default ``CASNAP_CACHE_BYTES`` of the environment counts; without it there is no cache.
+        follow_folders: After each take, forget the snapshots of its run whose folders were deleted,
+            as :meth:`prune_missing_folders` does: trainers forget checkpoints so.
 
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
         UnsupportedFormatError: A newer casnap made the store.
         StoreError: A store cannot be made at this place, or cannot be reached; or the folder of the
-            cache is another user's, or on a network file system.
+            cache is another user's, or on a network file system; or ``follow_folders`` is not for
+            this place.
         ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine,
-            or options of a mirror without ``mirror``; there is no such codec.
+            or options of a mirror without ``mirror``, or ``follow_folders`` without markers; there
+            is no such codec.
         MirrorError: The mirror is the wrong store, or the store has another one.
     """
 
@@ -103,13 +101,17 @@ class Store(Upkeep):
         mirror_options: Mapping[str, Any] | None = None,
         mirror_retention: Retention | None = None,
         cache_bytes: int | None = None,
+        follow_folders: bool = False,
     ) -> None:
         if not isinstance(uri, OpenStore):
             how = _how_to_mirror(mirror, mirror_options, mirror_retention)
             pinned = None if compress is None else _pinned(codec, compress=compress)
             chosen = codec_named(codec) if codec is not None else pinned
+            place = located(uri, storage_options)
+            if follow_folders:
+                check_followed(place.backend, markers=markers)
             uri = open_store(
-                located(uri, storage_options),
+                place,
                 create=create,
                 chunk_size=chunk_size,
                 codec=chosen or Codec.RAW,
@@ -118,6 +120,7 @@ class Store(Upkeep):
             )
             uri.codec = None if uri.is_new else pinned
             uri.objects.marks = markers
+            uri.follow_folders = follow_folders
             if how is not None:
                 uri.mirror = open_mirror(uri, how)
                 uri.mirror.start()
@@ -244,9 +247,6 @@ class Store(Upkeep):
         """
         return self.opened.row(name)
 
-    def _folder(self, prefix: str | None) -> str:
-        return "/".join(p for p in (self.prefix, (prefix or "").strip("/")) if p)
-
     def __getitem__(self, name: str) -> Snapshot:
         """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`.
 
@@ -272,8 +272,8 @@ class Store(Upkeep):
     @calls.named("snapshots()")
     def snapshots(self, prefix: str | None = None) -> list[Snapshot]:
         """Return all snapshots, or those below a prefix, in the order of their commits."""
-        folder = self._folder(prefix)
         opened = self.opened
+        folder = opened.folder(prefix)
         rows = opened.read(lambda table: list(snapshots_in(table, folder)))
         named = [(opened.inner_name(name), row) for name, row in in_order(rows)]
         return [Snapshot(Found(opened, name, row)) for name, row in named]
@@ -343,29 +343,6 @@ class Store(Upkeep):
         """
         full = self._edit(name, commit_id, lambda _: None)
         unmark(self.objects, [full])
-
-    @calls.named("prune()")
-    def prune(
-        self, retention: Retention, *, prefix: str | None = None, dry_run: bool = False
-    ) -> PruneReport:
-        """Forget the snapshots that no rule keeps, all in one commit.
-
-        The rules are applied to each run, that is each folder of snapshots, on its own. They are
-        applied to the table that the commit changes, so they see what other processes have tagged,
-        taken or replaced in the meantime. Garbage collection frees the bytes.
-
-        Args:
-            retention: The rules.
-            prefix: Prune only the runs in and below this folder.
-            dry_run: Only report what would be forgotten.
-
-        Returns:
-            For each snapshot whether it is kept, and by which rules.
-        """
-        pruning = Pruning(self.objects, retention, self._folder(prefix))
-        verdicts = self.opened.read(pruning.judge) if dry_run else prune(self.objects, pruning)
-        own = [replace(v, name=self.opened.inner_name(v.name)) for v in verdicts]
-        return PruneReport(own, dry_run)
 
     @calls.named("tag()")
     def tag(self, name: str, *tags: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,10 @@ from casnap.runtime import calls
 from casnap.runtime.progress import Progress
 from casnap.snapshot import Snapshot
 from casnap.storage.config import RECORD
+from casnap.storage.folders import MissingFolders
 from casnap.storage.mirrored import detach
 from casnap.storage.objects import Objects
+from casnap.storage.retention import Judging, PruneReport, Pruning, Retention, prune
 from casnap.storage.settings import change_settings, codec_named, codec_settings, settings_of
 from casnap.storage.table import upgrade
 
@@ -90,6 +93,59 @@ class Upkeep(ABC):
         where = (lambda: (self.opened, name)) if not dry_run else None
         how = {"overwrite": overwrite, "progress": progress}
         return imported(source, full, where, how, key=key, rank=rank, metadata=dict(metadata or {}))
+
+    @calls.named("prune()")
+    def prune(
+        self, retention: Retention, *, prefix: str | None = None, dry_run: bool = False
+    ) -> PruneReport:
+        """Forget the snapshots that no rule keeps, all in one commit.
+
+        The rules are applied to each run, that is each folder of snapshots, on its own. They are
+        applied to the table that the commit changes, so they see what other processes have tagged,
+        taken or replaced in the meantime. Garbage collection frees the bytes.
+
+        Args:
+            retention: The rules.
+            prefix: Prune only the runs in and below this folder.
+            dry_run: Only report what would be forgotten.
+
+        Returns:
+            For each snapshot whether it is kept, and by which rules.
+        """
+        return self._pruned(
+            Pruning(self.objects, retention, self.opened.folder(prefix)), dry_run=dry_run
+        )
+
+    @calls.named("prune_missing_folders()")
+    def prune_missing_folders(
+        self, *, prefix: str | None = None, dry_run: bool = False
+    ) -> PruneReport:
+        """Forget the snapshots whose folders were deleted, as trainers do; all in one commit.
+
+        A snapshot on a disk has a folder with a marker, ``<name>/casnap-snapshot.json``. Only one
+        is forgotten whose marker this host saw in an earlier call, or after a take of a store with
+        ``follow_folders=True``, and whose folder is gone now. Kept are those that are tagged,
+        copied from another store, or not mirrored yet; those whose folder was renamed within the
+        folder of the run; and all of a run if the run's folder is gone, or another one now, or if
+        none of the markers that were seen stands there any more.
+
+        Args:
+            prefix: Only the runs in and below this folder.
+            dry_run: Only report what would be forgotten. Markers then do not count as seen.
+
+        Returns:
+            For each snapshot whether it is kept, and why.
+
+        Raises:
+            StoreError: The store is not in a folder of this machine.
+        """
+        missing = MissingFolders(self.objects, self.opened.folder(prefix))
+        return self._pruned(missing, dry_run=dry_run)
+
+    def _pruned(self, judging: Judging, *, dry_run: bool) -> PruneReport:
+        verdicts = self.opened.read(judging.judge) if dry_run else prune(self.objects, judging)
+        own = [replace(v, name=self.opened.inner_name(v.name)) for v in verdicts]
+        return PruneReport(own, dry_run)
 
     @calls.named("upgrade()")
     def upgrade(self) -> bool:

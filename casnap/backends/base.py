@@ -7,6 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeAlias
 
 from casnap.errors import (
@@ -46,6 +47,7 @@ class Backend(ABC):
         keeps_copies: Whether copies of roots are worth it: not where objects are never half lost.
         exclusive: Whether the user vouches that no other process writes here. A backend that has
             no put-if-absent then looks first, and puts if nothing is there.
+        folder: The folder of this machine that holds the objects; None if there is none.
     """
 
     uri: str
@@ -54,6 +56,7 @@ class Backend(ABC):
     max_chunk_bytes: int = 64 << 20
     keeps_copies: bool = False
     exclusive: bool = False
+    folder: Path | None = None
 
     @property
     def requests(self) -> Mapping[str, int]:

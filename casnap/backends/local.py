@@ -37,6 +37,7 @@ class LocalBackend(Backend):
     """
 
     keeps_copies = True
+    folder: Path
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

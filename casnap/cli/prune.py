@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import click
@@ -42,6 +43,7 @@ EXAMPLES = """\
 Examples:
   casnap prune /ckpts --keep-last 3 --keep-every 1000 --dry-run
   casnap prune /ckpts --prefix run1 --keep-within 7d --keep-best loss:1 --yes
+  casnap prune /ckpts --missing-folders --yes
 """
 
 _BEST = re.compile(r"(.+):([0-9]{1,9})(?::(min|max))?", re.DOTALL)
@@ -67,6 +69,11 @@ def _best_rule(text: str) -> tuple[str, int, str]:
     metavar="METRIC:N[:max]",
     help="Keep the N snapshots with the lowest (or highest) metric. May be repeated.",
 )
+@click.option(
+    "--missing-folders",
+    is_flag=True,
+    help="Forget those whose folders were deleted, in place of the rules.",
+)
 @click.option("--gc", "collect", is_flag=True, help="Then collect garbage, as `casnap gc` does.")
 @grace_option
 @exclusive_option
@@ -81,6 +88,7 @@ def prune(
     keep_every: int | None,
     keep_within: float | None,
     keep_best: tuple[Best, ...],
+    missing_folders: bool,
     collect: bool,
     grace: float,
     dry_run: bool,
@@ -92,19 +100,27 @@ def prune(
     A snapshot is kept if any rule keeps it, or if it has a tag, or is not mirrored yet. The rules
     apply to each run, that is each folder of snapshots, on its own. The bytes of forgotten
     snapshots stay on disk until garbage is collected; --gc does that at once.
+
+    --missing-folders forgets each snapshot whose folder was deleted, as trainers do, since this
+    host saw its marker there. The first call only looks for markers.
     """
-    retention = _retention(
-        keep_last=keep_last, keep_every=keep_every, keep_within=keep_within, keep_best=keep_best
-    )
+    rules = {
+        "keep_last": keep_last,
+        "keep_every": keep_every,
+        "keep_within": keep_within,
+        "keep_best": keep_best,
+    }
+    retention = _retention(rules, missing_folders=missing_folders)
     options = GcOptions(grace, dry_run=dry_run)
     _check_usage(collect=collect, may_ask=not (dry_run or yes))
     place = open_store(store)
     if collect:
         check_allowed(place.objects, options)
     _check_folder(place, prefix)
+    forget = place.prune_missing_folders if retention is None else partial(place.prune, retention)
     if not (dry_run or yes):
-        _ask(place.prune(retention, prefix=prefix, dry_run=True))
-    report = place.prune(retention, prefix=prefix, dry_run=dry_run)
+        _ask(forget(prefix=prefix, dry_run=True))
+    report = forget(prefix=prefix, dry_run=dry_run)
     document = {**store_fields(place), **_facts_of(report)}
     if prefix:
         document["prefix"] = place.outer_name(prefix.strip("/"))
@@ -124,7 +140,11 @@ def prune(
         show(place, garbage)
 
 
-def _retention(**rules: Any) -> Retention:
+def _retention(rules: dict[str, Any], *, missing_folders: bool) -> Retention | None:
+    if missing_folders:
+        if any(rule not in (None, ()) for rule in rules.values()):
+            raise click.UsageError("--missing-folders goes without rules; call prune twice")
+        return None
     try:
         return Retention(**rules)
     except ValueError as e:

@@ -70,8 +70,15 @@ def is_copy_of_own(objects: Objects, row: Row) -> bool:
     commit ids are random. So two stores that go on from copies of one each know what was theirs.
     """
     store_id, seq = _origin(row)
-    if store_id != objects.config.store_id or seq < 0:
-        return False
+    return store_id == objects.config.store_id and seq >= 0 and _committed(objects, seq, row)
+
+
+def was_taken_here(objects: Objects, row: Row) -> bool:
+    """Whether a snapshot was taken in this store: a copy has the commit id of another store."""
+    return not origin_of(row) and _committed(objects, row.seq, row)
+
+
+def _committed(objects: Objects, seq: int, row: Row) -> bool:
     try:
         return read_root(objects.backend, seq).commit == row.commit
     except (FileNotFoundError, DamagedError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ import msgspec
 
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import Row
+from casnap.runtime.typing import override
 from casnap.storage.contents import Contents
 from casnap.storage.mirrored import in_order, is_unmirrored
 from casnap.storage.objects import Objects
@@ -281,11 +283,34 @@ def judged(
     return [Verdict(name, row, tuple(reasons[name])) for name, row in ordered]
 
 
-class Pruning:
-    """The change of a table that removes the snapshots that a retention does not keep.
+class Judging(ABC):
+    """The change of a table that removes the snapshots that are not kept.
 
     Each table that is to be changed is judged anew, since snapshots may have been tagged or
     replaced meanwhile.
+
+    Attributes:
+        verdicts: The last verdicts.
+    """
+
+    def __init__(self) -> None:
+        self.verdicts: list[Verdict] = []
+
+    @abstractmethod
+    def judge(self, table: Table) -> list[Verdict]:
+        """Return the verdicts on the snapshots of a table."""
+
+    def settle(self) -> None:  # noqa: B027 - nothing by default
+        """Is called once the change is committed, or there is nothing to change."""
+
+    def __call__(self, table: Table, _seq: int) -> dict[str, Row | None]:
+        """Return the rows to remove."""
+        self.verdicts = self.judge(table)
+        return {v.name: None for v in self.verdicts if not v.kept}
+
+
+class Pruning(Judging):
+    """The change of a table that removes the snapshots that a retention does not keep.
 
     Args:
         objects: The store.
@@ -294,9 +319,6 @@ class Pruning:
         taken: The commit of a snapshot right in the folder that was just taken. It is kept, and
             only its run is judged.
         judges: Whether to judge a snapshot at all; by default each one.
-
-    Attributes:
-        verdicts: The last verdicts.
     """
 
     def __init__(
@@ -308,13 +330,14 @@ class Pruning:
         judges: Callable[[Row], bool] = lambda _: True,
     ) -> None:
         check_retention(retention)
+        super().__init__()
         self._objects = objects
-        self.verdicts: list[Verdict] = []
         self._retention = retention
         self._folder = folder
         self._taken = taken
         self._judges = judges
 
+    @override
     def judge(self, table: Table) -> list[Verdict]:
         """Return the verdicts on the snapshots of a table."""
         named = ((n, row) for n, row in snapshots_in(table, self._folder) if self._judges(row))
@@ -344,14 +367,10 @@ class Pruning:
             metadata = {}
         return msgspec.structs.replace(row, metadata=metadata)
 
-    def __call__(self, table: Table, _seq: int) -> dict[str, Row | None]:
-        """Return the rows to remove."""
-        self.verdicts = self.judge(table)
-        return {v.name: None for v in self.verdicts if not v.kept}
 
-
-def prune(objects: Objects, pruning: Pruning) -> list[Verdict]:
+def prune(objects: Objects, judging: Judging) -> list[Verdict]:
     """Remove the snapshots that are not kept, in one commit; return the verdicts."""
-    if change_table(objects, pruning):
-        unmark(objects, [v.name for v in pruning.verdicts if not v.kept])
-    return pruning.verdicts
+    if change_table(objects, judging):
+        unmark(objects, [v.name for v in judging.verdicts if not v.kept])
+    judging.settle()
+    return judging.verdicts

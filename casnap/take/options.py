@@ -18,6 +18,7 @@ class TakeOptions:
     Attributes:
         on_commit: Called right after the commit, on the rank that commits; the snapshot is then
             noted as one that the mirror of the store lacks. None if there is no mirror.
+        follow_folders: Whether then to forget the snapshots of the run whose folders were deleted.
         codec: How new chunks are stored; None for as the store is set.
     """
 
@@ -31,6 +32,7 @@ class TakeOptions:
     per_rank: Sequence[str] | None = None
     codec: Codec | None = None
     on_commit: Callable[[], None] | None = None
+    follow_folders: bool = False
 
     def __post_init__(self) -> None:
         if self.retention is not None:

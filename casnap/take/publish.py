@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from casnap.format.records import Row, Stats, encode
 from casnap.storage.commit import publish
+from casnap.storage.folders import follow_folders
 from casnap.storage.handover import OtherRanks
 from casnap.storage.mirrored import UNMIRRORED
 from casnap.storage.objects import Objects
@@ -86,7 +89,9 @@ class Publication:
             self.options.on_commit()
         mark(self.objects, self.name, made[-1])
         if self.options.retention is not None:
-            self._prune(made[-1], self.options.retention)
+            self._tidy(partial(self._prune, made[-1], self.options.retention))
+        if self.options.follow_folders:
+            self._tidy(self._follow)
         return Taken(made[-1], dict(transaction.requests + others.requests))
 
     def find(self, commit: bytes) -> Row | None:
@@ -94,14 +99,21 @@ class Publication:
         row = self.objects.current(lambda root: self.objects.table(root).get(self.name))
         return row if row is not None and row.commit == commit else None
 
-    def _prune(self, row: Row, retention: Retention) -> None:
-        """Delete the snapshots of the run that the retention does not keep.
+    @property
+    def _run(self) -> str:
+        return self.name.rpartition("/")[0]
 
-        An error is a warning only: the snapshot is committed.
-        """
-        folder = self.name.rpartition("/")[0]
+    def _prune(self, row: Row, retention: Retention) -> None:
+        prune(self.objects, Pruning(self.objects, retention, self._run, row.commit))
+
+    def _follow(self) -> None:
+        for verdict in follow_folders(self.objects, self._run):
+            _log.info("%s is forgotten: its folder was deleted", verdict.name)
+
+    def _tidy(self, forget: Callable[[], None]) -> None:
+        """Forget snapshots of the run. An error is a warning only: the snapshot is committed."""
         try:
-            prune(self.objects, Pruning(self.objects, retention, folder, row.commit))
+            forget()
         except Exception as e:  # noqa: BLE001
             _log.warning(
                 "%s is committed, but its run was not pruned: %s: %s",

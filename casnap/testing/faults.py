@@ -141,6 +141,7 @@ class FaultyBackend(Backend):
         self.in_flight = inner.in_flight
         self.max_chunk_bytes = inner.max_chunk_bytes
         self.keeps_copies = inner.keeps_copies
+        self.folder = inner.folder
         self.faults: list[Fault] = list(faults)
         self.log: list[tuple[str, str]] = []
         self._dead = False

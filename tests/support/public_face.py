@@ -25,6 +25,7 @@ from casnap.maintenance.diff import Diff
 from casnap.maintenance.gc import GcReport
 from casnap.maintenance.repair import RepairReport
 from casnap.maintenance.usage import Usage
+from casnap.preemption import Preemption
 from casnap.reading import EntriesByPath
 from casnap.restore.handle import Handle
 from casnap.restore.report import RestoreReport
@@ -46,6 +47,7 @@ ANSWERS = (
     EntriesByPath,
     Handle,
     RestoreReport,
+    Preemption,
     PruneReport,
     MirrorStatus,
     GcReport,

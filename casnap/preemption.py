@@ -1,0 +1,239 @@
+"""A last take when the machine is about to be taken away: a signal, agreed on by all ranks."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from casnap.errors import PreemptionError, RankError
+
+if TYPE_CHECKING:
+    from casnap.snapshot import PendingSnapshot, Snapshot
+    from casnap.state.stateful import Stateful
+    from casnap.store import Store
+
+_log = logging.getLogger("casnap")
+_MOST_STEPS = 1 << 20
+# Between two looks whether the last take has ended, in seconds.
+_LOOK = 0.02
+
+
+class Preemption:
+    """Watches for signals; made by :func:`on_preemption`.
+
+    Attributes:
+        snapshot: The last snapshot, once it is durable; None before, and if it was not in time.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        app_state: Mapping[str, Stateful],
+        within: float,
+        signals: Sequence[int],
+        every: float,
+        name: str,
+        pg: Any,
+    ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise PreemptionError(
+                "on_preemption() was called off the main thread, where Python installs no signal "
+                "handlers; call it on the main thread, before the loop"
+            )
+        self.snapshot: Snapshot | None = None
+        self._store = store
+        self._app_state = app_state
+        self._within = within
+        self._every = every
+        self._name = name
+        self._pg = pg
+        self._group = _own_group(pg)
+        self._since: float | None = None
+        self._stopped = self._closed = False
+        self._steps, self._left, self._agreed_at = 1, 1, time.monotonic()
+        self._before: dict[int, Any] = {}
+        try:
+            for number in signals:
+                self._before[number] = signal.signal(number, self._hear)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def signalled(self) -> bool:
+        """Whether this process has got a signal. Other ranks may not know of it yet."""
+        return self._since is not None
+
+    def step(self, step: int) -> bool:
+        """Tell that a step has ended; return whether to stop. Then the last take has been made.
+
+        All ranks call this after the same steps. Most calls only count; now and then the ranks
+        agree, so all of them stop after the same step.
+
+        Args:
+            step: The number of the step, for the name of the last snapshot.
+
+        Raises:
+            CasnapError: The last take failed. Earlier snapshots are whole.
+            RankError: The ranks cannot agree, since another one died or hangs.
+        """
+        if not self._stopped and not self._closed:
+            waited = 0.0 if self._since is None else time.monotonic() - self._since
+            asked = self._since is not None
+            if self._group is not None:
+                asked, waited = self._agree(asked, waited)
+            if asked:
+                self._stopped = True
+                self._take(step, time.monotonic() + self._within - waited)
+        return self._stopped
+
+    def close(self) -> None:
+        """Restore the earlier handlers of the signals; from now on, :meth:`step` does nothing."""
+        self._closed = True
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._hear:
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._before.clear()
+        dist: Any = sys.modules.get("torch.distributed")
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def __enter__(self) -> Preemption:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        # Nothing but a flag: the main thread may hold any lock.
+        if self._since is None:
+            self._since = time.monotonic()
+        before: Callable[[int, FrameType | None], object] | Any = self._before.get(number)
+        if callable(before):
+            before(number, frame)
+
+    def _agree(self, asked: bool, waited: float) -> tuple[bool, float]:
+        """Return whether any rank was asked to stop, and how long ago; only now and then."""
+        self._left -= 1
+        if self._left:
+            return False, 0.0
+        seconds = max((time.monotonic() - self._agreed_at) / self._steps, 1e-6)
+        steps = max(1, min(int(self._every / seconds), 2 * self._steps, _MOST_STEPS))
+        any_asked, longest, most = self._most(float(asked), waited, -float(steps))
+        # All ranks count down from the same number.
+        self._steps = self._left = int(-most)
+        self._agreed_at = time.monotonic()
+        return bool(any_asked), longest
+
+    def _most(self, *values: float) -> list[float]:
+        """Return the largest of each value on all ranks."""
+        import torch
+        import torch.distributed as dist
+
+        told = torch.tensor(values, dtype=torch.float64, device="cpu")
+        try:
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as e:
+            raise RankError(f"the ranks cannot agree whether to stop: {e}") from e
+        found: list[float] = told.tolist()
+        return found
+
+    def _take(self, step: int, until: float) -> None:
+        from casnap.take.pending import wait_for_last
+
+        ended = wait_for_last(max(0.0, until - time.monotonic()))
+        if self._group is not None:
+            ended = not self._most(float(not ended))[0]
+        if not ended:
+            self._too_late("the take before was still pending, so no last one was made")
+            return
+        pending: PendingSnapshot = self._store.async_take(
+            self._app_state,
+            self._name.format(step=step),
+            metadata={"step": step, "preempted": True},
+            overwrite=True,
+            pg=self._pg,
+        )
+        while not pending.done() and time.monotonic() < until:
+            time.sleep(_LOOK)
+        if pending.done():
+            self.snapshot = pending.wait()
+        else:
+            self._too_late("the last take goes on in the background, until the process is killed")
+
+    def _too_late(self, what: str) -> None:
+        text = "%s: %g s after a signal, %s; earlier snapshots are whole"
+        _log.warning(text, self._store.uri, self._within, what)
+
+
+def _own_group(pg: Any) -> Any:
+    """Return a new gloo group of the ranks, since a pending take may be using casnap's; or None."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    ranks = dist.get_process_group_ranks(pg if pg is not None else dist.group.WORLD)
+    if len(ranks) == 1:
+        return None
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=pg is not None)
+
+
+def on_preemption(
+    store: Store,
+    app_state: Mapping[str, Stateful],
+    *,
+    within: float = 30.0,
+    signals: Sequence[int] = (signal.SIGTERM,),
+    every: float = 1.0,
+    name: str = "preempted_{step}",
+    pg: Any = None,
+) -> Preemption:
+    """Watch for a signal that announces the end, and take a last snapshot at the end of a step.
+
+    ::
+
+        with casnap.on_preemption(store, app_state, within=30) as preemption:
+            for step in range(start, steps):
+                train(step)
+                if preemption.step(step):
+                    break
+
+    The handler only sets a flag, and calls the handler that was there before. On many ranks all
+    call this together, and one signal to one of them is enough. A pending ``async_take`` is waited
+    for; then a last snapshot is taken. If it is not durable in time, a warning is logged, and
+    :attr:`Preemption.snapshot` stays None. A second signal changes nothing.
+
+    Args:
+        store: The store.
+        app_state: What to take.
+        within: How many seconds after the first signal the last snapshot is waited for.
+        signals: The signals.
+        every: On many ranks, about how many seconds pass until the ranks agree again. That is one
+            small collective, on a group of its own; other steps only count.
+        name: The name of the last snapshot. One of this name is replaced.
+        pg: The process group whose ranks take together; by default the whole world.
+
+    Returns:
+        What to ask after each step. Its ``close()``, or the end of a ``with``, restores the
+        earlier handlers.
+
+    Raises:
+        PreemptionError: This is not the main thread.
+        ValueError: ``within`` or ``every`` is not above 0, or there is no such signal.
+        OSError: A signal cannot be handled, as SIGKILL.
+    """
+    for what, seconds in (("within", within), ("every", every)):
+        if not seconds > 0:
+            raise ValueError(f"{what} is a number of seconds above 0; got {seconds!r:.80}")
+    return Preemption(store, app_state, within, signals, every, name, pg)

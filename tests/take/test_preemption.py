@@ -1,0 +1,284 @@
+"""A last take after a signal, on one process and on ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import casnap
+from casnap import StateDict, Store
+from casnap.backends import LocalBackend
+from casnap.errors import PreemptionError
+from casnap.testing.acts import Gate
+from casnap.testing.faults import Fault, FaultyBackend
+from tests.support.ranks import World
+
+Worlds = Callable[[int], World]
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """Note the signals that an earlier handler gets."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    yield got
+    signal.signal(signal.SIGTERM, before)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_ends_the_loop_with_a_last_take(tmp_path: Path, heard: list[int]) -> None:
+    store, state = Store(tmp_path / "store"), StateDict(w=torch.zeros(1000), step=0)
+    ours = signal.getsignal(signal.SIGTERM)
+    with casnap.on_preemption(store, {"s": state}) as preemption:
+        pending = None
+        for step in range(100):
+            state["w"] += 1
+            state["step"] = step
+            if step == 3:
+                pending = store.async_take({"s": state}, "step_3")
+                terminate()
+                terminate()  # a second one changes nothing
+            if preemption.step(step):
+                break
+        assert preemption.signalled
+        assert preemption.step(77)
+        assert signal.getsignal(signal.SIGTERM) != ours
+    assert signal.getsignal(signal.SIGTERM) == ours
+    assert heard == [signal.SIGTERM] * 2
+    assert pending is not None
+    assert pending.done()
+    assert [s.name for s in store.snapshots()] == ["step_3", "preempted_3"]
+    last = store.latest()
+    assert last is not None
+    assert preemption.snapshot is not None
+    assert last.commit_id == preemption.snapshot.commit_id
+    assert last.metadata.user == {"step": 3, "preempted": True}
+    assert torch.equal(last.read_object("s/w"), torch.full((1000,), 4.0))
+
+
+def test_a_take_that_is_not_done_in_time(
+    tmp_path: Path, heard: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    store, state = Store(tmp_path / "store"), StateDict(w=torch.zeros(1000))
+    go = threading.Event()
+
+    def wait(*_: object) -> None:
+        go.wait(60)
+
+    pending = store.async_take({"s": state}, "step_0", progress=wait)
+    with casnap.on_preemption(store, {"s": state}, within=0.1) as preemption:
+        terminate()
+        assert preemption.step(1)
+    assert preemption.snapshot is None
+    assert "still pending, so no last one was made" in caplog.text
+    go.set()
+    pending.wait()
+    assert [s.name for s in store.snapshots()] == ["step_0"]
+
+
+def test_a_last_take_that_outlasts_the_time_goes_on(
+    tmp_path: Path, heard: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    backend, gate = FaultyBackend(LocalBackend(tmp_path / "store")), Gate()
+    store, state = Store(backend), StateDict(w=torch.zeros(1000))
+    with (
+        backend.during(Fault(gate, "put_if_absent", "roots/*")),
+        casnap.on_preemption(store, {"s": state}, within=0.2) as preemption,
+    ):
+        terminate()
+        assert preemption.step(1)
+        assert gate.reached.is_set()
+        assert preemption.snapshot is None
+        assert "goes on in the background" in caplog.text
+        assert store.snapshots() == []
+        state["w"] += 1
+        gate.open()
+        store.take({"s": state}, "after")  # waits for it
+    last, after = store.snapshots()
+    assert (last.name, after.name) == ("preempted_1", "after")
+    assert torch.equal(last.read_object("s/w"), torch.zeros(1000))
+
+
+def test_a_last_take_that_fails_raises(tmp_path: Path, heard: list[int]) -> None:
+    store = Store(tmp_path / "store")
+    store.take({"s": StateDict(x=1)}, "step_0")
+    with casnap.on_preemption(store, {"s": StateDict(x=object())}) as preemption:
+        terminate()
+        with pytest.raises(casnap.CasnapError, match="s/x"):
+            preemption.step(1)
+        assert preemption.step(2)
+    assert [s.name for s in store.snapshots()] == ["step_0"]
+
+
+class Signalling(StateDict):
+    """A state that is signalled while it is being taken."""
+
+    def state_dict(self) -> dict[str, object]:
+        terminate()
+        return super().state_dict()
+
+
+def test_a_second_signal_during_the_last_take(tmp_path: Path, heard: list[int]) -> None:
+    store = Store(tmp_path / "store")
+    with casnap.on_preemption(store, {"s": Signalling(x=1)}) as preemption:
+        terminate()
+        assert preemption.step(5)
+    assert preemption.snapshot is not None
+    assert heard == [signal.SIGTERM] * 2
+    assert [s.name for s in store.snapshots()] == ["preempted_5"]
+
+
+def test_a_signal_during_a_sleep(tmp_path: Path, heard: list[int]) -> None:
+    with casnap.on_preemption(Store(tmp_path / "store"), {"s": StateDict(x=1)}) as preemption:
+        sender = threading.Timer(0.05, terminate)
+        sender.start()
+        while not preemption.signalled:
+            time.sleep(0.1)
+        assert preemption.step(0)
+        sender.join()
+    assert preemption.snapshot is not None
+
+
+def multiply() -> None:
+    a = torch.ones(1500, 1500, dtype=torch.float64)
+    a @ a
+
+
+@pytest.mark.parametrize("work", [multiply, lambda: sum(range(4_000_000))], ids=["torch", "python"])
+def test_a_signal_during_a_long_call_is_heard_at_its_end(
+    tmp_path: Path, work: Callable[[], object]
+) -> None:
+    # After so much processor time, so that it comes in the call also on a busy machine.
+    number = signal.SIGVTALRM
+    store = Store(tmp_path / "store")
+    with casnap.on_preemption(store, {"s": StateDict(x=1)}, signals=[number]) as preemption:
+        assert not preemption.step(0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.005)
+        work()
+        assert preemption.signalled
+        assert preemption.step(1)
+    assert preemption.snapshot is not None
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_only_the_main_thread_hears_signals(tmp_path: Path) -> None:
+    store, errors = Store(tmp_path / "store"), list[BaseException]()
+
+    def watch() -> None:
+        try:
+            casnap.on_preemption(store, {})
+        except PreemptionError as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(errors[0])
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(OSError, match="Invalid argument"):
+        casnap.on_preemption(store, {}, signals=(signal.SIGTERM, signal.SIGKILL))
+    assert signal.getsignal(signal.SIGTERM) == before
+    with pytest.raises(ValueError, match="within is a number of seconds above 0"):
+        casnap.on_preemption(store, {}, within=0)
+
+
+def train(path: str, signals: dict[int, int]) -> tuple[int, str, float]:
+    """Train until a signal, which ranks send themselves after different steps."""
+    rank = dist.get_rank()
+    state = StateDict(own=torch.full((3000,), float(rank)), both=torch.zeros(5000))
+    store = Store(path)
+    with casnap.on_preemption(store, {"s": state}, every=0.02) as preemption:
+        for step in range(100_000):
+            state["own"] += 1
+            state["both"] += 2
+            if signals.get(rank) == step:
+                terminate()
+            if preemption.step(step):
+                break
+    assert preemption.snapshot is not None
+    found = StateDict()
+    preemption.snapshot.restore({"s": found})
+    assert torch.equal(found["own"], state["own"])
+    assert torch.equal(found["both"], state["both"])
+    return step, preemption.snapshot.name, state["both"][0].item()
+
+
+@pytest.mark.parametrize("signals", [{1: 3}, {0: 40, 1: 7}], ids=str)
+def test_ranks_stop_after_the_same_step(
+    world: Worlds, tmp_path: Path, signals: dict[int, int]
+) -> None:
+    first, second = world(2).run(train, str(tmp_path / "store"), signals)
+    assert first == second
+    step, name, both = first
+    assert step >= min(signals.values())
+    assert name == f"preempted_{step}"
+    assert both == 2.0 * (step + 1)
+
+
+def wait_for_a_signal(path: str, told: str) -> tuple[int, bool, str]:
+    """Train until the test signals rank 1."""
+    rank = dist.get_rank()
+    state = StateDict(x=torch.full((10,), float(rank)))
+    with casnap.on_preemption(Store(path), {"s": state}, every=0.05) as preemption:
+        for step in range(100_000):
+            time.sleep(0.002)
+            if step == 5 and rank == 1:
+                Path(told).write_text(str(os.getpid()))
+                Path(told).rename(f"{told}.whole")
+            if preemption.step(step):
+                break
+    assert preemption.snapshot is not None
+    return step, preemption.signalled, preemption.snapshot.name
+
+
+def test_a_signal_from_outside_to_one_rank(world: Worlds, tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+
+    def send() -> None:
+        whole = Path(f"{told}.whole")
+        while not whole.exists():
+            time.sleep(0.01)
+        os.kill(int(whole.read_text()), signal.SIGTERM)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    first, second = world(2).run(wait_for_a_signal, str(tmp_path / "store"), str(told))
+    sender.join()
+    step, name = first[0], f"preempted_{first[0]}"
+    assert (first, second) == ((step, False, name), (step, True, name))
+    assert 5 <= step < 99_999
+
+
+def count_agreements(path: str, steps: int) -> int:
+    count, all_reduce = 0, dist.all_reduce
+
+    def counted(*args: object, **named: object) -> object:
+        nonlocal count
+        count += 1
+        return all_reduce(*args, **named)
+
+    dist.all_reduce = counted
+    try:
+        with casnap.on_preemption(Store(path), {}, every=3600) as preemption:
+            for step in range(steps):
+                assert not preemption.step(step)
+    finally:
+        dist.all_reduce = all_reduce
+    return count
+
+
+def test_most_steps_only_count(world: Worlds, tmp_path: Path) -> None:
+    # The ranks agree after step 1, 3, 7, …
+    Store(tmp_path / "store")
+    assert world(2).run(count_agreements, str(tmp_path / "store"), 4095) == [12, 12]
