@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("casnap")
 _MOST_STEPS = 1 << 20
-# Between two looks whether the last take has ended, in seconds.
-_LOOK = 0.02
 
 
 class Preemption:
@@ -166,9 +164,7 @@ class Preemption:
             overwrite=True,
             pg=self._pg,
         )
-        while not pending.done() and time.monotonic() < until:
-            time.sleep(_LOOK)
-        if pending.done():
+        if wait_for_last(max(0.0, until - time.monotonic())):
             self.snapshot = pending.wait()
         else:
             self._too_late("the last take goes on in the background, until the process is killed")

@@ -96,11 +96,11 @@ def heat_map(changes: Changes) -> Markup:
 def treemap(sizes: dict[Path, int]) -> Markup:
     """Draw the bytes of a state as nested rectangles, one for each module."""
     height = 420.0
-    drawn = _nested(sizes, Box(0.0, 0.0, WIDTH, height), (), 0)
+    drawn = _nested(sizes, Box(0.0, 0.0, WIDTH, height), ())
     return _drawing(height, drawn)
 
 
-def _nested(sizes: dict[Path, int], box: Box, path: Path, level: int) -> list[Markup]:
+def _nested(sizes: dict[Path, int], box: Box, path: Path) -> list[Markup]:
     """Draw what lies below a path into a rectangle."""
     below: dict[str, dict[Path, int]] = {}
     for parts, nbytes in sizes.items():
@@ -110,9 +110,7 @@ def _nested(sizes: dict[Path, int], box: Box, path: Path, level: int) -> list[Ma
         # A step that everything shares says nothing.
         ((name, inner),) = below.items()
         return (
-            _nested(inner, box, (*path, name), level)
-            if any(inner)
-            else _tile(box, (*path, name), inner, level)
+            _nested(inner, box, (*path, name)) if any(inner) else _tile(box, (*path, name), inner)
         )
     totals = {name: sum(inner.values()) for name, inner in below.items()}
     order = sorted(totals, key=lambda name: -totals[name])
@@ -120,11 +118,11 @@ def _nested(sizes: dict[Path, int], box: Box, path: Path, level: int) -> list[Ma
     drawn: list[Markup] = []
     for name, part in zip(order, boxes, strict=True):
         if part.width >= 1.5 and part.height >= 1.5:
-            drawn += _tile(part, (*path, name), below[name], level)
+            drawn += _tile(part, (*path, name), below[name])
     return drawn
 
 
-def _tile(box: Box, path: Path, inner: dict[Path, int], level: int) -> list[Markup]:
+def _tile(box: Box, path: Path, inner: dict[Path, int]) -> list[Markup]:
     nbytes = sum(inner.values())
     name = ".".join(path)
     tile = element(
@@ -140,7 +138,7 @@ def _tile(box: Box, path: Path, inner: dict[Path, int], level: int) -> list[Mark
         drawn.append(element("text", text(label), x=box.x + 4, y=box.y + 12, class_="label"))
     if any(inner) and box.width >= 60 and box.height >= 48:
         frame = Box(box.x + 3, box.y + 17, box.width - 7, box.height - 21)
-        drawn += _nested({p: n for p, n in inner.items() if p}, frame, (), level + 1)
+        drawn += _nested({p: n for p, n in inner.items() if p}, frame, ())
     return drawn
 
 
