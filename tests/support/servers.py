@@ -30,7 +30,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +43,8 @@ WRITER, READER, NOBODY = "casnap-writer", "casnap-reader", "casnap-nobody"
 SECRET = "not-a-secret-at-all"
 _READY_SECONDS = 60.0
 _STARTS = 3
+# Objects that a server must take and give without a failure before it counts as ready.
+_PUTS = 3
 _PR_SET_PDEATHSIG = 1
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -381,23 +382,31 @@ def _spawn(kind: Kind, folder: Path, ports: list[int]) -> subprocess.Popen[bytes
 
 
 def _is_ready(server: Server, process: subprocess.Popen[bytes]) -> bool:
-    """Wait until a bucket can be made and the server answers its clients; False if it ended."""
+    """Wait until an object can be put and read; False if the server ended.
+
+    SeaweedFS answers seconds before that: its parts find one another later, and until then some
+    requests fail.
+    """
+    from casnap.backends import backend_at
+    from casnap.errors import StoreError
+
+    bucket = Bucket(server, "casnap-is-ready")
     deadline = time.monotonic() + _READY_SECONDS
-    while process.poll() is None:
+    made = False
+    while process.poll() is None and time.monotonic() < deadline:
         try:
-            KINDS[server.kind].make_bucket(server.inner, "casnap-is-ready")
-            _request("GET", f"{server.endpoint}/casnap-is-ready")
-        except urllib.error.HTTPError as e:
-            # Without credentials, it may refuse, but it is the server that does.
-            if e.code < 500:
-                return True
-        except OSError:
-            pass
+            if not made:
+                KINDS[server.kind].make_bucket(server.inner, bucket.name)
+                made = True
+            once = {**bucket.storage_options, "casnap": {"attempts": 1}}
+            backend = backend_at(f"{bucket.uri}/tried", once)
+            for number in range(_PUTS):
+                backend.write(f"{number}", b"ready")
+                backend.read(f"{number}")
+        except (OSError, StoreError):
+            time.sleep(0.05)
         else:
             return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
     return False
 
 
