@@ -81,7 +81,7 @@ class FsspecClient(Client):
     @override
     async def put(self, key: str, source: Source, *, if_absent: bool = False) -> None:
         if if_absent:
-            raise TakenError("nobody asks for this here")
+            raise TakenError("put-if-absent is not asked for here")
         await self._do(key, self._put, self._path(key), bytes(source.content))
         source.nbytes += len(source.content)
 

@@ -67,7 +67,7 @@ class Backend(ABC):
     def endpoint(self) -> str:
         """What honours put-if-absent here, or does not: the server and bucket, or the file system.
 
-        Empty where nobody needs to find out.
+        Empty where a writer need not find out.
         """
         return ""
 

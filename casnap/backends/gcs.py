@@ -81,7 +81,7 @@ class GcsClient(Client):
         self._bucket, _, prefix = uri.partition("://")[2].partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self._timeout = aiohttp.ClientTimeout(
-            # Silence is watched by `Operation`; this only ends what nobody waits for.
+            # Silence is watched by `Operation`; this only ends what has no waiter left.
             total=None,
             sock_connect=retries.connect,
             sock_read=2 * retries.silence,

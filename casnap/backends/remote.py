@@ -222,7 +222,7 @@ class RemoteBackend(Backend):
     def _reach(self, expired: _Connected | None = None) -> _Connected:
         """Return what this process uses; connect first if need be, which may take a while.
 
-        On the event loop nothing is connected: whoever began the work there has done that.
+        On the event loop nothing is connected: the thread that began the work there has done that.
 
         Args:
             expired: What is not to be used any more. It stays until there is another one.

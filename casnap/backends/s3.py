@@ -298,7 +298,7 @@ def _no_region(**_: object) -> tuple[Any, dict[str, Any]]:
 def _options(storage_options: Mapping[str, Any], retries: Retries) -> dict[str, Any]:
     config = {
         "connect_timeout": retries.connect,
-        # Silence is watched by `Operation`; this only ends what nobody waits for.
+        # Silence is watched by `Operation`; this only ends what has no waiter left.
         "read_timeout": 2 * retries.silence,
         "max_pool_connections": _CONNECTIONS,
         "request_checksum_calculation": "when_required",

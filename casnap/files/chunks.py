@@ -59,7 +59,7 @@ class Writer:
         Args:
             fd: The file.
             placed: The tensors.
-            crcs: Gets the CRC-32 of each tensor, by where it begins; None if nobody needs them.
+            crcs: Gets the CRC-32 of each tensor, by where it begins; None if they are not needed.
 
         Raises:
             DamagedError: Stored bytes are missing or damaged.

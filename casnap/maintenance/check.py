@@ -133,7 +133,7 @@ def _bucket_warnings(backend: Backend) -> list[str]:
     except AccessDeniedError:
         return [
             "this user may not look at the rules of the bucket (expiration, versions, locks), so "
-            "nobody knows whether they hurt the store; docs/object-stores.md says which rules do"
+            "whether they hurt the store is unknown; docs/object-stores.md says which rules do"
         ]
 
 

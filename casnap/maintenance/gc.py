@@ -196,7 +196,7 @@ def check_allowed(objects: Objects, options: GcOptions) -> None:
 
 @contextmanager
 def _vouching(objects: Objects, options: GcOptions) -> Iterator[None]:
-    """Have the backend know that nobody else writes, if the options say so."""
+    """Tell the backend that there is no other writer, if the options say so."""
     backend = objects.backend
     was = backend.exclusive
     backend.exclusive = was or options.exclusive

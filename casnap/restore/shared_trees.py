@@ -68,7 +68,7 @@ def _parts(
     window: list[tuple[set[int], bytes]] = []
     nbytes = 0
     for ranks, node in nodes:
-        # Rank 0, and whoever shares its cache, has the node already.
+        # Rank 0, and the ranks that share its cache, have the node already.
         to = {keepers[rank] for rank in ranks} - {0}
         if to:
             window.append((to, node))

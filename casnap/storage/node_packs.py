@@ -70,7 +70,7 @@ def nodes_around(backend: Backend, hint: Place) -> Around:
     except FileNotFoundError:
         return Around(is_gone=True)
     except (DamagedError, BackendError):
-        # Whoever reads the node itself says what is wrong.
+        # The reader of the node itself says what is wrong.
         return Around()
     nodes = _nodes(memoryview(content)[:n], records)
     named = next((digest for digest, node in nodes.items() if are_hints(node)), None)

@@ -150,7 +150,7 @@ def _warn_of_unseen_errors() -> None:
         if not pending.error_seen:
             # Logging may be torn down by now, and this must be seen.
             print(
-                f"casnap: WARNING: the snapshot {pending.name!r} was NOT stored, and nobody "
-                f"called wait(): {type(pending._error).__name__}: {pending._error}",
+                f"casnap: WARNING: the snapshot {pending.name!r} was NOT stored, and "
+                f"wait() was not called: {type(pending._error).__name__}: {pending._error}",
                 file=sys.stderr,
             )

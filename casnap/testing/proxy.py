@@ -154,7 +154,7 @@ class FaultyProxy:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._is_down = False
-        # It holds the port while nobody listens there.
+        # It holds the port while there is no listener.
         self._holder = _bound(0)
         self._port = self._holder.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
@@ -278,7 +278,7 @@ class FaultyProxy:
         return answer
 
     def _forget(self) -> None:
-        """Close the sockets that a fork has copied: a connection ends when nobody has it open."""
+        """Close the sockets that a fork has copied: a connection ends when none has it open."""
         for each in (*self._sockets, self._holder):
             # A thread may have closed one just before the fork.
             with suppress(OSError):
@@ -365,7 +365,7 @@ class _Upstream:
         """
         content = request.body()
         given = content if body is None else body
-        # What is readable while nobody has asked is the end.
+        # What is readable before a request was sent is the end.
         if self._socket is not None and select.select([self._socket], [], [], 0)[0]:
             self._close()
         if self._socket is None or self._reader is None:

@@ -73,7 +73,7 @@ def test_takes_that_are_interrupted_refused_or_late(bucket: Bucket) -> None:
     empty = "interrupted: ['casnap.json', 'roots/0/0']"
     assert (done.returncode, done.stdout) == (0, f"{empty}\nnot done: False\n"), done.stderr
     [warning] = done.stderr.splitlines()
-    assert "'denied' was NOT stored, and nobody called wait(): AccessDeniedError" in warning
+    assert "'denied' was NOT stored, and wait() was not called: AccessDeniedError" in warning
     assert SECRET not in warning
     assert [snapshot.name for snapshot in made.snapshots()] == ["late"]
     assert torch.equal(made["late"].read_object("s/x"), torch.arange(3_000_000) + 3)
