@@ -50,6 +50,7 @@ def test_a_run(bucket: Bucket) -> None:
     report = store.gc(grace=0)
     assert report.deleted_packs > 0
     assert_no_orphans_in(store)
+    assert store.objects.backend.names("tmp") == []
     assert_bucket(bucket, {1})
 
 

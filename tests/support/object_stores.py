@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from casnap import Store
+from casnap.backends.base import TEMPORARY
 from casnap.format.records import pack_key, segment_key
 from tests.support.faults import CHUNK, assert_holds
 from tests.support.servers import Bucket
@@ -55,8 +56,12 @@ def assert_bucket(bucket: Bucket, steps: set[int], maybe: int | None = None) -> 
 
 
 def assert_no_orphans_in(store: Store) -> None:
-    """Check that there are just the packs and segments that the newest root names."""
+    """Check that there are just the packs and segments that the newest root names.
+
+    A process that is killed while it probes a server leaves an object in tmp/, which goes after an
+    hour.
+    """
     view, backend = store.objects.view(), store.objects.backend
     assert backend.sizes("packs").keys() == set(map(pack_key, view.packs))
     assert backend.sizes("index").keys() == set(map(segment_key, view.segments))
-    assert backend.names("tmp") == []
+    assert all(TEMPORARY.fullmatch(name) for name in backend.names("tmp"))
