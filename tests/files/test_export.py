@@ -253,6 +253,23 @@ def test_targets_and_paths(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+def test_targets_that_are_no_place_for_an_export(
+    store: Store, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = store.take({"m": StateDict(w=torch.ones(9))}, "s")
+    before = sorted((tmp_path / "store").rglob("*"))
+    (tmp_path / "link").symlink_to(tmp_path / "store" / "packs")
+    for folder in (tmp_path / "store", tmp_path / "store" / "s", tmp_path / "link"):
+        with pytest.raises(FileFormatError, match=r"is inside of the store .*beside it"):
+            snapshot.export(folder / "x", format=kind)
+    monkeypatch.chdir(tmp_path)
+    for out in ("s3://bucket/x", "file:///tmp/x"):
+        with pytest.raises(FileFormatError, match=r"is a URI.*export to a local path"):
+            snapshot.export(out, format=kind)
+    assert sorted((tmp_path / "store").rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
 def test_nothing_half_made(store: Store, tmp_path: Path, kind: str) -> None:
     """A file that cannot be as long as it should, and a damaged chunk: an error, and no file."""
     state = {f"w{i}": torch.randn(50_000) for i in range(4)}
