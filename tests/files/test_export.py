@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_model
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import DamagedError, EntryNotFoundError, FileFormatError, TargetExistsError
@@ -110,6 +110,10 @@ def test_tied_weights(store: Store, tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
     load_model(fresh, once)
     assert_same(fresh.head.weight, model.head.weight)
+    assert snapshot.export(tmp_path / "m.st", path="model", tied=model).tied == report.tied
+    assert (tmp_path / "m.st").read_bytes() == once.read_bytes()
+    save_model(model, tmp_path / "theirs.st")
+    assert load_file(tmp_path / "theirs.st").keys() == load_file(once).keys()
     snapshot.export(tmp_path / "m.pt", path="model", format="torch", tied=["head.weight"])
     state = torch.load(tmp_path / "m.pt", weights_only=True)
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
