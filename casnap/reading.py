@@ -130,7 +130,12 @@ class Reading:
         """
         from casnap.restore.read_object import read_objects
 
-        asked = [paths] if isinstance(paths, str) else list(paths)
+        given: Any = paths
+        asked = [given] if isinstance(given, str) or not isinstance(given, Iterable) else [*given]
+        if not all(isinstance(path, str) for path in asked):
+            raise TypeError(
+                f"read_objects() takes a path or glob, or a list of them; got {paths!r:.200}"
+            )
         with self.contents.reading():
             return read_objects(
                 self.contents,

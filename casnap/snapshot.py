@@ -20,6 +20,8 @@ from casnap.storage.contents import Contents
 from casnap.version import __version__
 
 if TYPE_CHECKING:
+    import torch
+
     from casnap.files.report import ExportReport
     from casnap.restore.report import RestoreReport
     from casnap.state.stateful import Stateful
@@ -288,7 +290,7 @@ class Snapshot(Reading):
         format: str = "safetensors",
         max_shard_size: int | None = None,
         tensors_only: bool = False,
-        tied: Sequence[str] = (),
+        tied: Sequence[str] | torch.nn.Module = (),
         dry_run: bool = False,
         progress: Progress | None = None,
     ) -> ExportReport:
@@ -300,7 +302,9 @@ class Snapshot(Reading):
             format: ``safetensors``, ``torch`` (one file of ``torch.save``) or ``dcp``.
             max_shard_size: Bytes of tensors in each file, of safetensors with an index, at most.
             tensors_only: Leave out what safetensors cannot hold: values, sparse tensors, …
-            tied: Names of tensors to store only under another name, whose bytes they have.
+            tied: Names of tensors to store only under another name, whose bytes they have; or the
+                module, if ``path`` is where its state is: each of its parameters is stored once,
+                under its first name.
             dry_run: Only report what would be written.
             progress: Called now and then: what is being done, the bytes done, and those in all.
 
@@ -311,9 +315,10 @@ class Snapshot(Reading):
             DamagedError: Stored bytes are missing or damaged.
         """
         from casnap.files.exporting import export
-        from casnap.files.report import ExportOptions
+        from casnap.files.report import ExportOptions, tied_names
 
-        how = ExportOptions(path, format, max_shard_size, tensors_only, tied, dry_run)
+        names = tied_names(tied)
+        how = ExportOptions(path, format, max_shard_size, tensors_only, names, dry_run)
         with self.contents.reading():
             return export(self.contents, Path(out), how, progress)
 

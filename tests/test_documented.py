@@ -14,6 +14,7 @@ import pytest
 
 import casnap
 from casnap.cli import COMMANDS, cli
+from tests.support.stand_ins import trainers_stood_in
 
 ROOT = Path(__file__).parent.parent
 DOCS = "\n".join(p.read_text() for p in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))))
@@ -28,13 +29,14 @@ def is_own(value: Any) -> bool:
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
-    for name in MODULES:
-        module = importlib.import_module(name)
+    with trainers_stood_in() as integrations:
+        modules = [*map(importlib.import_module, MODULES), *integrations]
+    for module in modules:
         for exported in getattr(module, "__all__", vars(module)):
             value = getattr(module, exported)
             is_callable = inspect.isclass(value) or inspect.isfunction(value)
             if is_callable and is_own(value) and not exported.startswith("_"):
-                yield f"{name}.{exported}", value
+                yield f"{module.__name__}.{exported}", value
 
 
 def functions() -> Iterator[tuple[str, Any, str]]:

@@ -143,13 +143,12 @@ class Backend(ABC):
         """
         yield from self.read_into(key, targets)
 
-    def will_read(self, key: str, offset: int, nbytes: int) -> None:  # noqa: B027 - a hint
-        """Note that a run of an object is read soon, where that helps. Errors are for the read.
+    def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - a hint
+        """Note that runs of an object are read soon, where that helps. Errors are for the read.
 
         Args:
             key: The object.
-            offset: Where the run begins.
-            nbytes: How long it is.
+            runs: Where each begins, and how long it is.
         """
 
     @abstractmethod

@@ -231,15 +231,16 @@ class LocalBackend(Backend):
             os.close(fd)
 
     @override
-    def will_read(self, key: str, offset: int, nbytes: int) -> None:
+    def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:
         if not hasattr(os, "posix_fadvise"):
             return
         with suppress(OSError):
             fd = os.open(f"{self.uri}/{key}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                # The hint looks up each page, also where all of them are cached.
-                if not _is_cached(fd, offset + nbytes - 1):
-                    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+                for offset, nbytes in runs:
+                    # The hint looks up each page, also where all of them are cached.
+                    if not _is_cached(fd, offset + nbytes - 1):
+                        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
             finally:
                 os.close(fd)
 

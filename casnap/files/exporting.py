@@ -9,7 +9,7 @@ from pathlib import Path
 from casnap.errors import CasnapError
 from casnap.files.chosen import part_of
 from casnap.files.report import ExportOptions, ExportReport
-from casnap.files.target import check_absent
+from casnap.files.target import check_place
 from casnap.runtime.progress import Progress
 from casnap.storage.contents import Contents
 
@@ -21,15 +21,13 @@ def export(
 
     Raises:
         TargetExistsError: There is something at ``out``.
-        FileFormatError: The format cannot hold it.
+        FileFormatError: The format cannot hold it, or ``out`` is a URI or inside of the store.
         EntryNotFoundError: There is no such path.
         DamagedError: Stored bytes are missing or damaged.
         OSError: The files cannot be written.
     """
     started = time.monotonic()
-    check_absent(out)
-    if not out.parent.is_dir():
-        raise FileNotFoundError(2, "No such folder", str(out.parent))
+    check_place(out, contents.objects.backend)
     part = part_of(contents, options.path)
     if options.format == "safetensors":
         from casnap.files.to_safetensors import export_safetensors as write

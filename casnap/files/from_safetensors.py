@@ -62,7 +62,8 @@ def _shards(index: Path) -> dict[Path, set[str] | None]:
         shards.setdefault(file, set()).add(name)
     if not shards:
         raise FileFormatError(f"{index} names no tensors")
-    return {below(index.parent, file, index.name): names for file, names in shards.items()}
+    # The cache of the Hugging Face hub is made of links.
+    return {below(index.parent, file, index.name, links=True): n for file, n in shards.items()}
 
 
 def _leaves(key: str, found: dict[str, tuple[MappedFile, HeaderTensor]]) -> list[Leaf]:

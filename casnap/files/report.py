@@ -67,6 +67,20 @@ class ExportOptions:
             raise ValueError("DCP stores each name by itself; leave tied= out")
 
 
+def tied_names(tied: Any) -> Sequence[str]:
+    """Return the names that a module has for parameters that have an earlier name; or the names.
+
+    Args:
+        tied: The module, or the names.
+    """
+    if not hasattr(tied, "named_parameters"):  # a look that imports no torch
+        names: Sequence[str] = tied
+        return names
+    first = {name for name, _ in tied.named_parameters()}
+    every = (name for name, _ in tied.named_parameters(remove_duplicate=False))
+    return [name for name in every if name not in first]
+
+
 @dataclass
 class ExportReport:
     """What an export did, or with ``dry_run`` would do.

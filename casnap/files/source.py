@@ -83,8 +83,14 @@ def _inside(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple, set, frozenset)) else []
 
 
-def below(folder: Path, name: str, what: str) -> Path:
+def below(folder: Path, name: str, what: str, *, links: bool = False) -> Path:
     """Return a file that another file of the folder names.
+
+    Args:
+        folder: The folder.
+        name: The name of the file.
+        what: What names it, for messages.
+        links: Whether it may be a symbolic link that leads out of the folder.
 
     Raises:
         FileFormatError: The name leads out of the folder, or there is no such file.
@@ -99,4 +105,9 @@ def below(folder: Path, name: str, what: str) -> Path:
         is_there = False
     if not is_there:
         raise FileFormatError(f"{what} names {name!r:.200}, which is missing")
+    if not links and folder.resolve() not in (real := file.resolve()).parents:
+        raise FileFormatError(
+            f"{file} leads out of the folder, to {real}; if that belongs to the checkpoint, copy "
+            "the folder by cp -rL, and import the copy"
+        )
     return file

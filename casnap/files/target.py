@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from casnap.errors import TargetExistsError
+from casnap.backends import Backend, LocalBackend
+from casnap.errors import FileFormatError, TargetExistsError
+
+# A Path has one slash where a URI has two.
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 class Target:
@@ -91,6 +96,30 @@ class Target:
                 check_absent(self._out, e)
                 self._partial.rename(self._out)
         _sync_folder(self._out.parent)
+
+
+def check_place(out: Path, backend: Backend) -> None:
+    """Check that an export can go to a place.
+
+    Raises:
+        FileFormatError: It is a URI, or inside of the store.
+        TargetExistsError: There is something.
+        FileNotFoundError: There is no such folder.
+    """
+    if _URI.match(str(out)):
+        raise FileFormatError(
+            f"{out} is a URI, and an export goes to a disk: export to a local path, then upload "
+            "that; `casnap cp` copies snapshots to another store"
+        )
+    check_absent(out)
+    if not out.parent.is_dir():
+        raise FileNotFoundError(2, "No such folder", str(out.parent))
+    real = out.resolve()
+    if isinstance(backend, LocalBackend) and backend.folder.resolve() in real.parents:
+        raise FileFormatError(
+            f"{real} is inside of the store {backend.uri}, where only casnap writes; export to a "
+            "folder beside it"
+        )
 
 
 def check_absent(out: Path, cause: OSError | None = None) -> None:

@@ -26,6 +26,8 @@ check_version("accelerate", "1.15", "1.16")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 
+__all__ = ["load_state", "save_state"]
+
 StrPath = str | os.PathLike[str]
 
 _ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU")

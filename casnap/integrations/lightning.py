@@ -28,6 +28,8 @@ check_version("lightning", "2.6", "2.7")
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
 from lightning.fabric.utilities.apply_func import move_data_to_device  # noqa: E402
 
+__all__ = ["CasnapCheckpointIO"]
+
 StrPath = str | os.PathLike[str]
 
 
@@ -66,6 +68,11 @@ class CasnapCheckpointIO(TorchCheckpointIO):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Take a snapshot of a checkpoint, in this process alone; it replaces one of its name.
+
+        Args:
+            checkpoint: What Lightning saves.
+            path: The path of the snapshot.
+            storage_options: In place of those of this object.
 
         Raises:
             CasnapError: It, or the one before it, cannot be stored.

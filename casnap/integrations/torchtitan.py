@@ -31,6 +31,8 @@ from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManag
 from torchtitan.tools import filesystem  # noqa: E402
 from torchtitan.tools.utils import GarbageCollection  # noqa: E402
 
+__all__ = ["CasnapCheckpointManager"]
+
 
 class CasnapCheckpointManager(CheckpointManager):
     """torchtitan's CheckpointManager, which saves ``step-<n>`` as a snapshot.
@@ -53,7 +55,14 @@ class CasnapCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save a state as a snapshot of all ranks; ``to_hf`` writes safetensors instead.
+        """Save a state as a snapshot of all ranks.
+
+        Args:
+            state_dict: The state.
+            checkpoint_id: The path of the snapshot.
+            async_mode: Whether to wait for the save, and where the state is copied meanwhile.
+            enable_garbage_collection: Run Python's garbage collection afterwards.
+            to_hf: Write safetensors in Hugging Face's format instead, by torchtitan.
 
         Returns:
             None, or what waits for the save, or for the copy as well, by the mode.
@@ -86,7 +95,14 @@ class CasnapCheckpointManager(CheckpointManager):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Load a snapshot, on any number of ranks; or a checkpoint of torchtitan's."""
+        """Load a snapshot, on any number of ranks; or a checkpoint of torchtitan's.
+
+        Args:
+            state_dict: The state, which is filled in place.
+            checkpoint_id: The path of the snapshot.
+            from_hf: Load a checkpoint in Hugging Face's format, by torchtitan.
+            from_quantized: Whether that one is quantized.
+        """
         if from_hf or snapshot_at(checkpoint_id) is None:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return

@@ -27,6 +27,8 @@ from transformers import Trainer  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints  # noqa: E402
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME  # noqa: E402
 
+__all__ = ["CasnapTrainerMixin"]
+
 if TYPE_CHECKING:
     _Base = Any
 else:

@@ -57,6 +57,11 @@ def load_into(
         MismatchError: With ``strict``, the module and what is below ``prefix`` differ.
         DamagedError: Stored bytes are missing or damaged.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(
+            f"load_into() fills a torch.nn.Module; got a {type(module).__name__}. restore() fills "
+            "other states, and read_object(path, tensor) a tensor"
+        )
     stored = _renamed(contents, _below(contents, prefix), rename)
     slots = dict(_slots(module))
     report = RestoreReport()
@@ -82,7 +87,11 @@ def load_into(
     for name, shards in places.items():
         filled_boxes = zip(shards.boxes, shards.tensors, strict=True)
         loading.add(stored[name].path, stored[name].entry, filled_boxes)
-    loading.load()
+    try:
+        loading.load()
+    finally:
+        # A sharded tensor counts its changes apart from its shards.
+        torch.autograd.graph.increment_version([shards.value for shards in places.values()])
     _replace(slots, places)
     return report
 

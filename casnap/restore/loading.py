@@ -148,8 +148,12 @@ class Loading:
             DamagedError: Some chunks are missing or damaged. All others were read.
         """
         fetch = fetch or self._contents.objects.fetch
-        with collector_paused():
-            fetch(self.wants(), ReadOptions(budget, _preparation(self._filled())))
+        try:
+            with collector_paused():
+                fetch(self.wants(), ReadOptions(budget, _preparation(self._filled())))
+        finally:
+            # torch does not see what is read into memory: a backward of older values must fail.
+            torch.autograd.graph.increment_version(self._filled())
         synchronize_workers(self._filled())
         return {
             path: Leaf(path, entry, bytes(content) if isinstance(content, bytearray) else content)

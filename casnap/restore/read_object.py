@@ -77,11 +77,16 @@ def read_objects(
         DamagedError: A chunk is missing or damaged.
     """
     wanted: dict[str, Iterable[tuple[str, Entry]]] = {}
+    plain_paths: list[str] = []
     for path in paths:
         matched = contents.matching(path) if has_wildcards(path) else []
         wanted |= {each.name: (("", each.entry),) for each in matched}
         if not matched:
-            wanted[path] = _whole(*contents.the_entry(path))
+            wanted[path] = ()
+            plain_paths.append(path)
+    # In order, each leaf of the tree is decoded once.
+    for path in sorted(plain_paths):
+        wanted[path] = _whole(*contents.the_entry(path))
     return _read(contents, wanted, memory_budget_bytes, progress, allow_pickle=allow_pickle)
 
 

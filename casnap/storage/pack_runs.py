@@ -59,6 +59,17 @@ def coalesced(found: list[tuple[Place, T]], most: int, gap: int) -> Iterator[Run
         yield run
 
 
+def extents(run: Run[T], gap: int) -> Iterator[tuple[int, int]]:
+    """Yield where the chunks of a run lie, start and length, joined over gaps of so many bytes."""
+    start = stop = run.start
+    for place, _ in run.chunks:
+        if place.offset - stop > gap:
+            yield start, stop - start
+            start = place.offset
+        stop = max(stop, place.offset + place.stored)
+    yield start, stop - start
+
+
 def is_possible(place: Place, limit: int = MAX_NODE_BYTES) -> bool:
     """Whether a place makes sense; ask before taking memory for what lies there."""
     sizes_fit = 0 <= place.stored <= limit and 0 <= place.raw <= limit

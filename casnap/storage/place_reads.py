@@ -14,7 +14,7 @@ from casnap.format.records import MAX_NODE_BYTES, Place, pack_key
 from casnap.runtime.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool
 from casnap.runtime.threads import Crew, Shared, cores
 from casnap.storage.pack import Room
-from casnap.storage.pack_runs import Run, coalesced, gap_of, is_possible
+from casnap.storage.pack_runs import Run, coalesced, extents, gap_of, is_possible
 
 _READ_BYTES = 16 << 20
 _BULK_BYTES = 64 << 20
@@ -22,6 +22,8 @@ _SMALL_BYTES = 1 << 20
 _SMALL_IN_ALL = 16 << 20
 # Read by one thread from a file that it opens once.
 _IN_PLACE_BYTES = 8 << 20
+# A thread more for less than this makes reading no sooner.
+_SHARE_BYTES = 4 << 20
 # So many runs ahead of the one that is read, the disk is told.
 _AHEAD = 4
 # So many threads share a buffer, from a remote place: most of them wait.
@@ -187,9 +189,12 @@ def _read_in_place(
         share = sum(place.stored for place, _ in direct) // SLOTS
         most, readers = min(SLOT_BYTES, max(_SMALL_BYTES, share)), backend.in_flight
     else:
-        most, readers = _IN_PLACE_BYTES, min(_readers(backend), how.readers)
-    # What lies in a gap would be kept, in room for all.
-    gap = PAGE if how.room is not None else gap_of(backend)
+        share = sum(place.stored for place, _ in direct) // _SHARE_BYTES
+        most, readers = _IN_PLACE_BYTES, min(_readers(backend), how.readers, share)
+    # A file is read chunk by chunk, so a run of it may have any gaps.
+    gap = gap_of(backend) if backend.is_remote else most
+    if how.room is not None:
+        gap = PAGE  # what lies in a gap would be kept, in room for all
     runs = list(coalesced(direct, most + PAGE, gap))
     with Crew() as crew:
         source = Shared(enumerate(runs), crew)
@@ -198,10 +203,10 @@ def _read_in_place(
             for number, run in source:
                 # The disk is to have work while this is read and hashed.
                 for later in runs[number + _AHEAD if number else 1 : number + _AHEAD + 1]:
-                    backend.will_read(pack_key(later.pack), later.start, later.stop - later.start)
+                    backend.will_read(pack_key(later.pack), list(extents(later, gap_of(backend))))
                 rest.extend(_fill(backend, run, how))
 
-        if len(runs) < 2 or readers == 0:
+        if len(runs) < 2 or readers < 2:
             work()
         else:
             crew.run(work, min(len(runs), readers))

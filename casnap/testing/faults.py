@@ -228,9 +228,9 @@ class FaultyBackend(Backend):
         return self._call("read_into", self.inner.read_into, key, targets)
 
     @override
-    def will_read(self, key: str, offset: int, nbytes: int) -> None:
+    def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:
         # A hint: it has no answer, and a fault strikes at the read that follows.
-        self.inner.will_read(key, offset, nbytes)
+        self.inner.will_read(key, runs)
 
     @override
     def size(self, key: str) -> int:

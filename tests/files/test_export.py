@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_model
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import DamagedError, EntryNotFoundError, FileFormatError, TargetExistsError
@@ -110,6 +110,10 @@ def test_tied_weights(store: Store, tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
     load_model(fresh, once)
     assert_same(fresh.head.weight, model.head.weight)
+    assert snapshot.export(tmp_path / "m.st", path="model", tied=model).tied == report.tied
+    assert (tmp_path / "m.st").read_bytes() == once.read_bytes()
+    save_model(model, tmp_path / "theirs.st")
+    assert load_file(tmp_path / "theirs.st").keys() == load_file(once).keys()
     snapshot.export(tmp_path / "m.pt", path="model", format="torch", tied=["head.weight"])
     state = torch.load(tmp_path / "m.pt", weights_only=True)
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
@@ -250,6 +254,23 @@ def test_targets_and_paths(store: Store, tmp_path: Path) -> None:
     assert (dry.tensors, list(dry.files)) == (1, ["x"])
     assert there.read_text() == "mine"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["store", "there"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+def test_targets_that_are_no_place_for_an_export(
+    store: Store, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = store.take({"m": StateDict(w=torch.ones(9))}, "s")
+    before = sorted((tmp_path / "store").rglob("*"))
+    (tmp_path / "link").symlink_to(tmp_path / "store" / "packs")
+    for folder in (tmp_path / "store", tmp_path / "store" / "s", tmp_path / "link"):
+        with pytest.raises(FileFormatError, match=r"is inside of the store .*beside it"):
+            snapshot.export(folder / "x", format=kind)
+    monkeypatch.chdir(tmp_path)
+    for out in ("s3://bucket/x", "file:///tmp/x"):
+        with pytest.raises(FileFormatError, match=r"is a URI.*export to a local path"):
+            snapshot.export(out, format=kind)
+    assert sorted((tmp_path / "store").rglob("*")) == before
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])

@@ -291,6 +291,27 @@ def test_keys_that_are_nearly_numbers(store: Store, checkpoint: Path, key: str) 
     assert list(store["odd"].get_state_dict_for_key("o")["state"]) == [key]
 
 
+def test_links_that_lead_out_of_a_folder(store: Store, checkpoint: Path, tmp_path: Path) -> None:
+    old = torchsnapshot(
+        tmp_path / "old",
+        {"0/m": {"type": "dict", "keys": ["w"]}, "0/m/w": tensor_at("data", [2])},
+        data=bytes(8),
+    )
+    for folder, file in ((old, old / "data"), (checkpoint, checkpoint / "__0_0.distcp")):
+        moved = file.rename(tmp_path / file.name)
+        file.symlink_to(moved)
+        message = refused(store, folder)
+        assert f"{file} leads out of the folder, to {moved}" in message
+        inside = folder / "inside"
+        moved.rename(inside)
+        file.unlink()
+        file.symlink_to("inside")
+        (tmp_path / "linked").unlink(missing_ok=True)
+        (tmp_path / "linked").symlink_to(folder)
+        assert store.import_file(tmp_path / "linked", "x", overwrite=True).tensors == 1
+        store.delete("x")
+
+
 def test_torchsnapshots_that_lie(store: Store, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(bytes(8))
     top = {"0/m": {"type": "dict", "keys": ["w"]}}

@@ -171,6 +171,12 @@ def test_one_that_is_missing_fails_all(snapshot):
             snapshot.read_objects(["model/0.attn.bias", wrong])
 
 
+@pytest.mark.parametrize("wrong", [3, None, ["model/0.attn.bias", 3]])
+def test_paths_that_are_none(snapshot, wrong):
+    with pytest.raises(TypeError, match="takes a path or glob, or a list of them; got"):
+        snapshot.read_objects(wrong)
+
+
 def test_neighbours_are_read_together(snapshot, monkeypatch):
     opened = Snapshot(snapshot.path)
     opened.read_object("model/0.attn.bias")

@@ -169,6 +169,26 @@ def test_ties_that_the_snapshot_unties(snapshot):
     assert_same(target.embed.weight.detach(), snapshot["model/embed.weight"][...])
 
 
+def test_what_is_no_module(snapshot):
+    with pytest.raises(TypeError, match=r"fills a torch.nn.Module; got a dict. restore\(\) fills"):
+        snapshot.load_into({})
+
+
+@pytest.mark.parametrize("way", ["load_into", "obj_out", "restore"])
+def test_a_backward_of_older_values_fails(snapshot, way):
+    target = net(2)
+    weight = target.head.weight
+    output = nn.functional.linear(torch.ones(3, 8, requires_grad=True), weight)
+    if way == "load_into":
+        snapshot.load_into(target)
+    elif way == "obj_out":
+        snapshot.read_object("model/head.weight", weight)
+    else:
+        snapshot.restore({"model": StateDict(**target.state_dict())}, strict=False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
 # --- ranks ----------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ from casnap.snapshot import SnapshotMetadata
 from casnap.storage.retention import PruneReport
 from casnap.transfer.mirror_report import MirrorStatus
 from casnap.transfer.report import CopyReport
+from tests.support.stand_ins import trainers_stood_in
 
 RECORD = Path(__file__).parent.parent / "fixtures" / "public_face.json"
 MODULES = (
@@ -75,7 +76,9 @@ OPERATORS = (
 def public_face() -> dict[str, Any]:
     """Return what users of casnap, and of its command, may rely on."""
     examples = _examples()
-    modules = {module.__name__: _exported(module, examples) for module in MODULES}
+    with trainers_stood_in() as integrations:
+        parts = (*MODULES, *integrations)
+        modules = {module.__name__: _exported(module, examples) for module in parts}
     answers = {kind.__name__: _class(kind, examples.get(kind)) for kind in ANSWERS}
     commands = {"casnap": _parameters(cli)}
     context = click.Context(cli)
