@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -136,12 +136,21 @@ class Backend(ABC):
             targets: For each run, where it begins, and the buffer.
         """
 
-    def filled(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
-        """Do as :meth:`read_into`, and yield each length as soon as that buffer is filled.
+    def filled(self, key: str, targets: Sequence[Target], use: Callable[[int], None]) -> None:
+        """Do as :meth:`read_into`, and tell of each buffer as soon as it is full.
 
-        So the caller can look at the bytes while they are in the cache of the core.
+        So the caller can look at the bytes while they are in the core's cache, or while others are
+        on their way.
+
+        Args:
+            key: The object.
+            targets: For each run, where it begins, and the buffer.
+            use: Called in this thread with the number of each target that is full, in any order;
+                not with those that are cut off. Nothing writes to that buffer any more.
         """
-        yield from self.read_into(key, targets)
+        for number, n in enumerate(self.read_into(key, targets)):
+            if n == len(targets[number][1]):
+                use(number)
 
     def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - a hint
         """Note that runs of an object are read soon, where that helps. Errors are for the read.

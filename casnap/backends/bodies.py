@@ -164,7 +164,7 @@ class _Straight(asyncio.BufferedProtocol):
         if self._is_aside:
             self._sink.take(self._aside[:nbytes])
         else:
-            self._sink.nbytes += nbytes
+            self._sink.received(nbytes)
         if self._sink.nbytes == self._nbytes:
             # At once, since all that comes from now on belongs to another answer.
             self.end()

@@ -68,11 +68,12 @@ class Sink(Transfer):
         self.nbytes += len(data)
 
     def room(self) -> memoryview | None:
-        """Return where the next bytes belong, to be received there; None to have them taken.
-
-        So many as were received there are added to :attr:`nbytes`, and are not taken.
-        """
+        """Return where the next bytes belong, to be received there; None to have them taken."""
         return None
+
+    def received(self, nbytes: int) -> None:
+        """Note that so many bytes were received in :meth:`room`. They are not taken."""
+        self.nbytes += nbytes
 
 
 @dataclass(frozen=True)

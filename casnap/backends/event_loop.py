@@ -63,11 +63,15 @@ class EventLoop:
                 self._loop = loop
             return self._loop
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None) -> T:
         """Do some work on the loop, and return its result.
 
         An interrupt cancels the work, and is raised once the work has ended: until then it may
         write into the caller's buffers.
+
+        Args:
+            work: The work.
+            meanwhile: Called in this thread until then. What it raises is like an interrupt.
         """
         try:
             loop = self._running()
@@ -84,6 +88,8 @@ class EventLoop:
 
         loop.call_soon_threadsafe(start)
         try:
+            if meanwhile is not None:
+                meanwhile()
             _wait(ended)
         except BaseException:
             loop.call_soon_threadsafe(lambda: tasks[0].cancel())

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from casnap.backends.base import TEMPORARY, Backend, Target
@@ -149,6 +150,23 @@ class RemoteBackend(Backend):
         return [max(0, min(len(target), size - offset)) for offset, target in targets]
 
     @override
+    def filled(self, key: str, targets: Sequence[Target], use: Callable[[int], None]) -> None:
+        full: SimpleQueue[int | None] = SimpleQueue()
+        sinks = runs(targets, full.put)
+
+        async def read() -> None:
+            try:
+                await together([self._get(key, sink) for sink in sinks])
+            finally:
+                full.put(None)
+
+        def look() -> None:
+            while (number := full.get()) is not None:
+                use(number)
+
+        self._run(read(), look)
+
+    @override
     def size(self, key: str) -> int:
         return self._run(self._look(key)).size or 0
 
@@ -211,13 +229,13 @@ class RemoteBackend(Backend):
 
     # --- one process, one client ---
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None] | None = None) -> T:
         try:
             self._reach()
         except BaseException:
             work.close()
             raise
-        return event_loop.run(work)
+        return event_loop.run(work, meanwhile)
 
     def _reach(self, expired: _Connected | None = None) -> _Connected:
         """Return what this process uses; connect first if need be, which may take a while.
@@ -313,10 +331,7 @@ class RemoteBackend(Backend):
         raise AssertionError
 
     async def _get(self, key: str, sink: Scatter) -> Found:
-        run = sink.start, sink.stop
-        return await self._request(
-            "get", f"read {key}", lambda client: client.get(key, run, sink), sink
-        )
+        return await self._request("get", f"read {key}", partial(_rest, key=key, sink=sink), sink)
 
     async def _look(self, key: str) -> Found:
         return await self._request("get", f"look at {key}", lambda client: client.look(key))
@@ -452,6 +467,13 @@ class _Connected:
     pid: int
     client: Client
     slots: asyncio.Semaphore
+
+
+async def _rest(client: Client, key: str, sink: Scatter) -> Found:
+    """Get what an attempt before has left of a range."""
+    if sink.start == sink.stop:
+        return Found(None)
+    return await client.get(key, (sink.start, sink.stop), sink)
 
 
 async def _rules(client: Client, kind: str) -> Mapping[str, Any]:

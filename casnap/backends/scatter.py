@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 from casnap.backends.base import Target
@@ -26,18 +28,32 @@ class Scatter(Sink):
         start: Where the range begins.
         stop: Where it ends.
         targets: The runs that overlap it, by their beginnings.
+        passed: Called with the place of each of them in that list, once it has all the bytes of
+            this range that it wants.
+
+    Attributes:
+        start: Where the range begins, or the rest of it that is still to come.
+        stop: Where it ends.
     """
 
-    def __init__(self, start: int, stop: int, targets: Sequence[Target]) -> None:
+    def __init__(
+        self,
+        start: int,
+        stop: int,
+        targets: Sequence[Target],
+        passed: Callable[[int], None] = lambda place: None,
+    ) -> None:
         self.start = start
         self.stop = stop
         self._targets = targets
+        self._passed = passed
         self._first = 0
 
     @override
     def restart(self) -> None:
+        """Go on behind what has come: the caller may have looked at it already."""
+        self.start += self.nbytes
         super().restart()
-        self._first = 0
 
     @override
     def take(self, data: bytes | memoryview) -> None:
@@ -52,6 +68,12 @@ class Scatter(Sink):
             low, high = max(offset, begin), min(offset + len(view), end)
             if low < high:
                 view[low - offset : high - offset] = piece[low - begin : high - begin]
+        self._pass()
+
+    @override
+    def received(self, nbytes: int) -> None:
+        super().received(nbytes)
+        self._pass()
 
     @override
     def room(self) -> memoryview | None:
@@ -66,8 +88,12 @@ class Scatter(Sink):
     def _pass(self) -> int:
         """Pass over the targets that have all their bytes; return where the next piece begins."""
         begin = self.start + self.nbytes
-        while self._first < len(self._targets) and _end(self._targets[self._first]) <= begin:
+        while (
+            self._first < len(self._targets)
+            and min(_end(self._targets[self._first]), self.stop) <= begin
+        ):
             self._first += 1
+            self._passed(self._first - 1)
         return begin
 
 
@@ -92,34 +118,57 @@ class Whole(Sink):
         return b"".join(self._pieces)
 
 
-def runs(targets: Sequence[Target]) -> list[Scatter]:
-    """Return the ranges to ask for so that all targets are filled."""
-    wanted = sorted((t for t in targets if len(t[1])), key=_begin)
-    ranges: list[tuple[int, int, list[Target]]] = []
-    for target in wanted:
-        if ranges and target[0] <= ranges[-1][1] + _GAP:
+def runs(
+    targets: Sequence[Target], full: Callable[[int], None] = lambda number: None
+) -> list[Scatter]:
+    """Return the ranges to ask for so that all targets are filled.
+
+    Args:
+        targets: Where each run begins, and what it is to fill.
+        full: Called with the number of each target that has all its bytes.
+    """
+    parts: list[tuple[int, int, list[int]]] = []
+    for start, stop, numbers in _ranges(targets):
+        parts += _parts(start, stop, numbers, targets)
+    left = Counter(number for _, _, numbers in parts for number in numbers)
+
+    def passed(numbers: list[int], place: int) -> None:
+        left[numbers[place]] -= 1
+        if not left[numbers[place]]:
+            full(numbers[place])
+
+    return [
+        Scatter(start, stop, [targets[n] for n in numbers], partial(passed, numbers))
+        for start, stop, numbers in parts
+    ]
+
+
+def _ranges(targets: Sequence[Target]) -> list[tuple[int, int, list[int]]]:
+    """Return ranges that hold all targets, each with the numbers of those in it, in order."""
+    wanted = [number for number, target in enumerate(targets) if len(target[1])]
+    wanted.sort(key=lambda number: targets[number][0])
+    ranges: list[tuple[int, int, list[int]]] = []
+    for number in wanted:
+        begin, end = targets[number][0], _end(targets[number])
+        if ranges and begin <= ranges[-1][1] + _GAP:
             start, stop, together = ranges[-1]
-            together.append(target)
-            ranges[-1] = start, max(stop, _end(target)), together
+            together.append(number)
+            ranges[-1] = start, max(stop, end), together
         else:
-            ranges.append((target[0], _end(target), [target]))
-    return [part for found in ranges for part in _parts(*found)]
+            ranges.append((begin, end, [number]))
+    return ranges
 
 
-def _parts(start: int, stop: int, targets: list[Target]) -> list[Scatter]:
+def _parts(
+    start: int, stop: int, numbers: list[int], targets: Sequence[Target]
+) -> Iterator[tuple[int, int, list[int]]]:
     # Servers keep objects in pieces of such lengths, and read the fewer, the fewer a part touches.
     least = _PART // 4
     inner = range((start + least - 1) // _PART * _PART + _PART, stop - least + 1, _PART)
-    parts = []
     for begin, end in pairwise((start, *inner, stop)):
-        mine = [t for t in targets if t[0] < end and _end(t) > begin]
+        mine = [n for n in numbers if targets[n][0] < end and _end(targets[n]) > begin]
         if mine:
-            parts.append(Scatter(begin, end, mine))
-    return parts
-
-
-def _begin(target: Target) -> int:
-    return target[0]
+            yield begin, end, mine
 
 
 def _end(target: Target) -> int:

@@ -6,7 +6,7 @@ The survey trusts only the store itself, neither the cache of this host nor hint
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ from casnap.format.records import (
 )
 from casnap.maintenance.damage import ALL, Damage, Hurt
 from casnap.maintenance.file_survey import FileSurvey
+from casnap.runtime.threads import mapped
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects
 from casnap.storage.place_reads import Want, Why
@@ -34,6 +35,8 @@ _LOOKS = 5
 # On a remote store, nodes of a pack that lie within so many bytes are read together.
 _TOGETHER = 4 << 20
 _KEPT_BYTES = 32 << 20
+# So many packs are read at the same time.
+_PACKS_AT_ONCE = 8
 
 
 class _UncachedObjects(Objects):
@@ -51,8 +54,7 @@ class _UncachedObjects(Objects):
         """Return a node, verified, and record that it is needed."""
         self.asked.append(digest)
         self._survey.needed[digest] = -1
-        if self.backend.is_remote and digest not in self._kept:
-            self._read_around(digest)
+        self.read_ahead([digest])
         if digest in self._kept:
             return self._kept[digest]
         found: list[bytes] = []
@@ -65,30 +67,45 @@ class _UncachedObjects(Objects):
             return found[0]
         raise DamagedError(f"tree node {digest.hex()} is nowhere whole")
 
-    def _read_around(self, digest: Digest) -> None:
-        """Read a node, and those beside it in its pack: a commit writes all its nodes into one."""
-        survey = self._survey
-        places = survey.whole_places(digest)
-        if not places:
+    def read_ahead(self, digests: Iterable[bytes]) -> None:
+        """On a remote store, read nodes that are needed soon, of several packs at a time."""
+        if not self.backend.is_remote:
             return
+        pending = [Digest(digest) for digest in dict.fromkeys(digests) if digest not in self._kept]
+        for at in range(0, len(pending), _PACKS_AT_ONCE):
+            if self._kept_bytes > _KEPT_BYTES:
+                if at:
+                    return
+                self._kept, self._kept_bytes = {}, 0
+            around: dict[PackId, dict[Digest, list[Place]]] = {}
+            for digest in pending[at : at + _PACKS_AT_ONCE]:
+                places = self._survey.whole_places(digest)
+                if digest not in self._kept and places and places[0].pack not in around:
+                    around[PackId(places[0].pack)] = self._around(digest, places)
+            for _, whole in mapped(self._read_whole, around.values(), _PACKS_AT_ONCE):
+                self._kept |= whole
+                self._kept_bytes += sum(map(len, whole.values()))
+
+    def _around(self, digest: Digest, places: list[Place]) -> dict[Digest, list[Place]]:
+        """Return a node and those beside it in its pack: a commit writes all its nodes into one."""
         first = min(place.offset for place in places)
         near = range(first - _TOGETHER, first + _TOGETHER)
         todo: dict[Digest, list[Place]] = {digest: places}
-        for other, place in survey.places.of_pack(PackId(places[0].pack)):
+        for other, place in self._survey.places.of_pack(PackId(places[0].pack)):
             # Each node has two places there.
             if place.offset in near and other not in todo and other not in self._kept:
-                todo[other] = survey.whole_places(other)
-        todo = {d: where for d, where in todo.items() if d == digest or len(where) > 1}
+                todo[other] = self._survey.whole_places(other)
+        return {d: where for d, where in todo.items() if d == digest or len(where) > 1}
+
+    def _read_whole(self, todo: dict[Digest, list[Place]]) -> dict[Digest, bytes]:
+        """Return the nodes that are whole at all their places."""
         found: dict[Digest, list[bytes]] = {d: [] for d in todo}
         wants = {d: [Want(d, -1, partial(_keep, found[d]), "")] for d in todo}
         self.read_places([(place, wants[d]) for d in todo for place in todo[d]])
-        if self._kept_bytes > _KEPT_BYTES:
-            self._kept, self._kept_bytes = {}, 0
-        for other, copies in found.items():
-            # The rest is read alone, and noted as bad, where it is needed.
-            if copies and len(copies) == len(todo[other]):
-                self._kept[other] = copies[0]
-                self._kept_bytes += len(copies[0])
+        # The rest is read alone, and noted as bad, where it is needed.
+        return {
+            d: copies[0] for d, copies in found.items() if copies and len(copies) == len(todo[d])
+        }
 
 
 def _keep(copies: list[bytes], raw: memoryview) -> None:
@@ -203,12 +220,15 @@ class Survey(FileSurvey):
 
     def _rows(self, table: Tree[Row], children: list[Child], total: int) -> None:
         """Survey all snapshots below some nodes of the table."""
+        self._uncached.read_ahead(digest for _, digest, _ in children)
         for first, digest, count in children:
             node, damages = self._reading(partial(table.node, Digest(digest)), "the table")
             self._hurt(damages, _first_of(first, count), "")
             if isinstance(node, Branch):
                 self._rows(table, node.children, total)
-            for name, row in node.items if isinstance(node, Leaf) else ():
+            rows = node.items if isinstance(node, Leaf) else ()
+            self._uncached.read_ahead(row.manifest.digest for _, row in rows)
+            for name, row in rows:
                 self.progress("looking at snapshots", self.snapshots, total)
                 self._snapshot(name, row)
 
@@ -221,6 +241,9 @@ class Survey(FileSurvey):
         self._hurt(self._reading(lambda: contents.metadata, name)[1], name, "")
         if manifest is None:
             return
+        everyone = (manifest.shared, *manifest.ranks.values())
+        tops = (top for subtrees in everyone for top in subtrees.values())
+        self._uncached.read_ahead(top for top in tops if top not in self._below)
         groups = [("", manifest.shared), *((f"{r}/", k) for r, k in manifest.ranks.items())]
         for rank, subtrees in groups:
             for key, subtree in subtrees.items():
@@ -240,6 +263,7 @@ class Survey(FileSurvey):
         tree, damages = self._reading(partial(Tree[Entry], Digest(top), load, Entry), what)
         found = [("", damage) for damage in damages]
         children = tree.children if tree is not None else []
+        self._uncached.read_ahead(leaf for _, leaf, _ in children if leaf not in self._below)
         for first, leaf, count in children:
             if leaf not in self._below:
                 assert tree is not None

@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -74,9 +74,9 @@ class _Files(LocalBackend):
     """The files, read as those of a store on this host. Each failure is a miss."""
 
     @override
-    def filled(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
+    def filled(self, key: str, targets: Sequence[Target], use: Callable[[int], None]) -> None:
         try:
-            yield from super().filled(key, targets)
+            super().filled(key, targets, use)
         except UnavailableError as e:
             raise BackendError(str(e)) from e
 

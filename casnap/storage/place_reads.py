@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from casnap.backends.base import Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
@@ -12,7 +13,7 @@ from casnap.format.codec import Codec, decompress
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import MAX_NODE_BYTES, Place, pack_key
 from casnap.runtime.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool
-from casnap.runtime.threads import Crew, Shared, cores
+from casnap.runtime.threads import Crew, Shared, beside, cores
 from casnap.storage.pack import Room
 from casnap.storage.pack_runs import Run, coalesced, extents, gap_of, is_possible
 
@@ -28,6 +29,8 @@ _SHARE_BYTES = 4 << 20
 _AHEAD = 4
 # So many threads share a buffer, from a remote place: most of them wait.
 _SHARING = 3
+# So many packs are filled at once from a remote place, while others of the pool are written.
+_ROOMS = 4
 # Smaller chunks lie close together, so one read takes many of them.
 _LARGE_BYTES = 64 << 10
 
@@ -83,6 +86,9 @@ DEFAULT_READ = ReadOptions()
 WITHOUT_POOL = ReadOptions(readers=0)
 
 
+_Laid: TypeAlias = tuple[Place, list[Want], memoryview]
+
+
 class Reason(Enum):
     """Why a chunk cannot be read. The values are texts for messages."""
 
@@ -131,7 +137,20 @@ def read_places(
             found.append((place, wants))
         else:
             failed.append(Unread(place, wants, Why(Reason.IMPOSSIBLE)))
-    found = _read_in_place(backend, found, how)
+    direct, rest = _divided(backend, found, how)
+    in_place = partial(_read_in_place, backend, direct, how)
+    if direct and rest and backend.is_remote and how.readers:
+        # A few small chunks would take a round trip more after the others, or before.
+        again, bad = beside(in_place, partial(_read_joined, backend, chunk_size, rest, how))
+        return failed + bad + _read_joined(backend, chunk_size, again, how)
+    return failed + _read_joined(backend, chunk_size, rest + in_place(), how)
+
+
+def _read_joined(
+    backend: Backend, chunk_size: int, found: list[tuple[Place, list[Want]]], how: ReadOptions
+) -> list[Unread]:
+    """Read chunks into buffers, neighbours together; return those that failed, and why."""
+    failed: list[Unread] = []
     total = sum(place.stored for place, _ in found)
     largest = max((place.stored for place, _ in found), default=0)
     readers = _readers(backend)
@@ -141,7 +160,7 @@ def read_places(
     most = max((read.stop - read.start for read in reads), default=0) + PAGE
     most = -(-most // PAGE) * PAGE
     if total <= _SMALL_BYTES or how.readers == 0:
-        return failed + _read_small(backend, reads, most, how)
+        return _read_small(backend, reads, most, how)
     pool = shared_pool(max(most, chunk_size + (64 << 10)))
     affordable = SLOTS if how.budget is None else max(1, how.budget // most)
     with Crew() as crew:
@@ -167,27 +186,37 @@ def read_places(
     return failed
 
 
-def _read_in_place(
+def _divided(
     backend: Backend, found: list[tuple[Place, list[Want]]], how: ReadOptions
-) -> list[tuple[Place, list[Want]]]:
-    """Read straight into the memory that wants the chunks, and prove them there; return the rest.
-
-    What fails is among the rest: read again into a buffer, it shows whether the chunk is damaged,
-    or the memory was written to meanwhile.
-    """
-    if backend.is_remote and how.keep is not None:
-        return found
-    rest: list[tuple[Place, list[Want]]] = []
+) -> tuple[list[tuple[Place, list[Want]]], list[tuple[Place, list[Want]]]]:
+    """Return the chunks that are read straight into the memory that wants them, and the others."""
     direct: list[tuple[Place, list[Want]]] = []
+    if backend.is_remote and how.keep is not None:
+        return direct, found
+    rest: list[tuple[Place, list[Want]]] = []
     for place, wants in found:
         large = place.codec == Codec.RAW and place.raw >= _LARGE_BYTES
         in_room = how.room is not None and not wants[0].is_node
         has_place = in_room or _target(wants) is not None
         (direct if large and has_place else rest).append((place, wants))
+    return direct, rest
+
+
+def _read_in_place(
+    backend: Backend, direct: list[tuple[Place, list[Want]]], how: ReadOptions
+) -> list[tuple[Place, list[Want]]]:
+    """Read straight into the memory that wants the chunks, and prove them there.
+
+    Returns:
+        Those that failed: read again into a buffer, a chunk shows whether it is damaged, or the
+        memory was written to meanwhile.
+    """
     if backend.is_remote:
         # Of up to a whole pack, by several requests.
         share = sum(place.stored for place, _ in direct) // SLOTS
-        most, readers = min(SLOT_BYTES, max(_SMALL_BYTES, share)), backend.in_flight
+        most = min(SLOT_BYTES, max(_SMALL_BYTES, share))
+        # The other rooms are written meanwhile.
+        readers = backend.in_flight if how.room is None else _ROOMS
     else:
         share = sum(place.stored for place, _ in direct) // _SHARE_BYTES
         most, readers = _IN_PLACE_BYTES, min(_readers(backend), how.readers, share)
@@ -196,6 +225,7 @@ def _read_in_place(
     if how.room is not None:
         gap = PAGE  # what lies in a gap would be kept, in room for all
     runs = list(coalesced(direct, most + PAGE, gap))
+    failed: list[tuple[Place, list[Want]]] = []
     with Crew() as crew:
         source = Shared(enumerate(runs), crew)
 
@@ -204,13 +234,13 @@ def _read_in_place(
                 # The disk is to have work while this is read and hashed.
                 for later in runs[number + _AHEAD if number else 1 : number + _AHEAD + 1]:
                     backend.will_read(pack_key(later.pack), list(extents(later, gap_of(backend))))
-                rest.extend(_fill(backend, run, how))
+                failed.extend(_fill(backend, run, how))
 
         if len(runs) < 2 or readers < 2:
             work()
         else:
             crew.run(work, min(len(runs), readers))
-    return rest
+    return failed
 
 
 def _target(wants: list[Want]) -> memoryview | None:
@@ -227,46 +257,49 @@ def _fill(
         room = how.room(run.stop - run.start, len(run.chunks))
         if room is None:
             return run.chunks
-    chunks: list[tuple[Place, list[Want], memoryview]] = []
-    whole: list[tuple[Place, list[Want], memoryview]] = []
-    failed = []
-    try:
-        end = 0
-        for place, wants in run.chunks:
-            begin = place.offset - run.start
-            target = _target(wants) if room is None else room.view[begin : begin + place.raw]
-            assert target is not None
-            if room is None or begin >= end:
-                chunks.append((place, wants, target))
-                end = begin + place.raw
-            else:
-                # Reading it would change what was proven of the one before.
-                failed.append((place, wants))
-        lengths = backend.filled(pack_key(run.pack), [(p.offset, t) for p, _, t in chunks])
-        for place, wants, target in chunks:
-            n = _next_length(lengths)
-            # Hashed at once, while the core has it in its cache.
-            if n == place.raw == len(target) and digest_of(target) == wants[0].digest:
-                whole.append((place, wants, target))
-            else:
-                failed.append((place, wants))
-    finally:
-        if room is not None:
-            room.keep([(w[0].digest, p.offset - run.start, p.raw) for p, w, _ in whole])
-    for _, wants, target in whole:
-        for want in wants:
-            want.sink(target)
-    return failed
+    chunks, failed = _laid_out(run, room)
+    whole: dict[int, _Laid] = {}
 
+    def prove(number: int) -> None:
+        place, wants, target = chunks[number]
+        if place.raw == len(target) and digest_of(target) == wants[0].digest:
+            whole[number] = chunks[number]
 
-def _next_length(lengths: Iterator[int]) -> int:
-    """Return how many bytes of the next chunk there are; none from a pack that cannot be read."""
     try:
-        return next(lengths, 0)
+        # Hashed at once: while the core has it in its cache, or a server sends the others.
+        backend.filled(pack_key(run.pack), [(p.offset, t) for p, _, t in chunks], prove)
     except UnavailableError:
         raise
     except (FileNotFoundError, BackendError):
-        return 0
+        pass  # Read into a buffer, those that failed show why.
+    finally:
+        if room is not None:
+            found = whole.values()
+            room.keep([(w[0].digest, p.offset - run.start, p.raw) for p, w, _ in found])
+    for _, wants, target in whole.values():
+        for want in wants:
+            want.sink(target)
+    return failed + [chunk[:2] for number, chunk in enumerate(chunks) if number not in whole]
+
+
+def _laid_out(
+    run: Run[list[Want]], room: Room | None
+) -> tuple[list[_Laid], list[tuple[Place, list[Want]]]]:
+    """Return the chunks of a run with the memory that each is read into; and those without any."""
+    laid: list[_Laid] = []
+    without: list[tuple[Place, list[Want]]] = []
+    end = 0
+    for place, wants in run.chunks:
+        begin = place.offset - run.start
+        target = _target(wants) if room is None else room.view[begin : begin + place.raw]
+        assert target is not None
+        if room is None or begin >= end:
+            laid.append((place, wants, target))
+            end = begin + place.raw
+        else:
+            # Reading it would change what was proven of the one before.
+            without.append((place, wants))
+    return laid, without
 
 
 def _read_small(

@@ -10,6 +10,7 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ import pytest
 
 from casnap.backends import backend_at
 from casnap.errors import AccessDeniedError, CredentialsError
+from casnap.testing import Answer, Exchange, FaultyProxy, HttpFault
 from casnap.testing.backend_suite import pattern
 from tests.support.servers import NOBODY, SECRET, WRITER, Bucket
 
@@ -88,6 +90,42 @@ def front(bucket: Bucket, tmp_path: Path) -> Iterator[TlsFront]:
     front = TlsFront(bucket.server.endpoint, tmp_path)
     yield front
     front.close()
+
+
+def test_bytes_are_looked_at_while_others_are_on_their_way(bucket: Bucket) -> None:
+    """What is broken off is gone on with: nothing that was looked at is written to again."""
+    content = pattern(3 * MIB)
+    asked: list[str] = []
+    first = threading.Event()
+
+    def break_once_it_was_looked_at(exchange: Exchange) -> Answer:
+        asked.append(exchange.headers["range"])
+        found = exchange.go()
+        if len(asked) > 1:
+            return found
+        begin = b"".join(found.body)[: MIB + 5]
+
+        def parts() -> Iterator[bytes]:
+            yield begin
+            assert first.wait(30)
+
+        return replace(found, body=parts(), then="close")
+
+    looked_at: list[bytes] = []
+
+    def look(number: int) -> None:
+        looked_at.append(bytes(targets[number][1]))
+        first.set()
+
+    with FaultyProxy(bucket.server.endpoint) as proxy:
+        options = {**bucket.storage_options, "endpoint_url": proxy.url}
+        backend = backend_at(f"{bucket.uri}/run", options)
+        backend.write(KEY, content)
+        targets = [(n * MIB, memoryview(bytearray(MIB))) for n in range(3)]
+        with proxy.during(HttpFault(break_once_it_was_looked_at, "GET", times=None)):
+            backend.filled(KEY, targets, look)
+    assert asked == [f"bytes=0-{3 * MIB - 1}", f"bytes={MIB + 5}-{3 * MIB - 1}"]
+    assert b"".join(looked_at) == b"".join(bytes(view) for _, view in targets) == content
 
 
 def test_over_tls(bucket: Bucket, front: TlsFront) -> None:

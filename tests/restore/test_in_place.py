@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,13 +27,16 @@ class Watched(LocalBackend):
         self.addresses: list[int] = []
         self.spoils = 0
 
-    def filled(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
-        for n, (_, view) in zip(super().filled(key, targets), targets, strict=True):
+    def filled(self, key: str, targets: Sequence[Target], use: Callable[[int], None]) -> None:
+        def spoil_first(number: int) -> None:
+            view = targets[number][1]
             self.addresses.append(address_of(view))
             if self.spoils:
                 self.spoils -= 1
                 view[len(view) // 2] ^= 1
-            yield n
+            use(number)
+
+        super().filled(key, targets, spoil_first)
 
 
 @pytest.fixture
@@ -165,12 +168,12 @@ def test_a_pack_that_is_cut_off_or_cannot_be_read(store, backend, tmp_path, monk
         restored(store, torch.zeros_like(x))
     pack.write_bytes(whole)
 
-    def unreadable(key: str, targets: Sequence[Target]) -> Iterator[int]:
-        yield from ()
+    def unreadable(*_: object) -> None:
         raise BackendError("an input/output error")
 
     with monkeypatch.context() as patch:
         patch.setattr(backend, "filled", unreadable)
+        patch.setattr(backend, "read_into", unreadable)
         with pytest.raises(BackendError, match="input/output"):
             restored(store, torch.zeros_like(x))
     assert_same(restored(store, torch.zeros_like(x)), x)

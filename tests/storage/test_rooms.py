@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -37,13 +37,15 @@ class _Changing(LocalBackend):
     change: tuple[int, bytes] | None = None
 
     @override
-    def filled(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
-        for n in super().filled(key, targets):
-            yield n
+    def filled(self, key: str, targets: Sequence[Target], use: Callable[[int], None]) -> None:
+        def then_change(number: int) -> None:
+            use(number)
             if self.change is not None:
                 with Path(self.folder, key).open("r+b") as pack:
                     pack.seek(self.change[0])
                     pack.write(self.change[1])
+
+        super().filled(key, targets, then_change)
 
 
 def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
