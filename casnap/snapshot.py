@@ -125,6 +125,7 @@ class Snapshot(Reading):
         progress: Progress | None = None,
         retention: Retention | None = None,
         per_rank: Sequence[str] | None = None,
+        threads: int | None = None,
         timeout: float | None = None,
     ) -> Snapshot:
         """Take a snapshot; return when it is durable.
@@ -159,6 +160,9 @@ class Snapshot(Reading):
                 do not keep, but never this one. If that fails, a warning is logged.
             per_rank: Globs of paths whose values belong to their rank even if they are equal: the
                 state of a data loader, for example. :class:`RNGState` needs no glob.
+            threads: How many threads of this process may hash, and how many may copy, or write to
+                a disk, so that as many cores are left to others. By default one a core (up to
+                eight) hashes, and up to three write.
             timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
         Raises:
@@ -178,6 +182,7 @@ class Snapshot(Reading):
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
+            threads=threads,
         )
         comm = join(pg, timeout, f"the take of {os.fspath(path)!r}")
         opened, name = find_together(path, storage_options, store, comm)
@@ -201,6 +206,7 @@ class Snapshot(Reading):
         progress: Progress | None = None,
         retention: Retention | None = None,
         per_rank: Sequence[str] | None = None,
+        threads: int | None = None,
         timeout: float | None = None,
     ) -> PendingSnapshot:
         """Take a snapshot of the state as it is now; return once the state may change.
@@ -222,6 +228,7 @@ class Snapshot(Reading):
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
+            threads=threads,
         )
         comm = join(pg, timeout, f"the async_take of {os.fspath(path)!r}")
         opened, name = find_together(path, storage_options, store, comm)

@@ -8,6 +8,7 @@ from typing import Any
 
 from casnap.format.codec import Codec
 from casnap.runtime.progress import Progress
+from casnap.runtime.threads import check_count
 from casnap.storage.retention import Retention, check_retention
 
 
@@ -30,6 +31,7 @@ class TakeOptions:
     retention: Retention | None = None
     replicated: Sequence[str] | None = None
     per_rank: Sequence[str] | None = None
+    threads: int | None = None
     codec: Codec | None = None
     on_commit: Callable[[], None] | None = None
     follow_folders: bool = False
@@ -37,6 +39,8 @@ class TakeOptions:
     def __post_init__(self) -> None:
         if self.retention is not None:
             check_retention(self.retention)
+        if self.threads is not None:
+            check_count("threads", self.threads)
         for name in ("replicated", "per_rank"):
             if isinstance(globs := getattr(self, name), str):
                 raise TypeError(f"{name} is a list of globs, such as [{globs!r}]; got a str")

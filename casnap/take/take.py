@@ -86,7 +86,7 @@ def async_take(
         with background.turn:
             background.wait_for_last()
             work = _begin(objects, name, asked, options, comm, started)
-            copies = StagedCopies(options.max_staging_bytes)
+            copies = StagedCopies(options.max_staging_bytes, options.threads)
             pending = PendingTake(name, partial(_store_copies, work, copies))
             try:
                 copies.fill(work.pieces(), when_full=pending.start)
@@ -170,6 +170,7 @@ class _Take:
 
     def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Taken:
         comm, publication = self.comm, self.publication
+        crew.limit = self.options.threads
         transaction = Transaction(
             self.objects,
             crew,
