@@ -203,6 +203,7 @@ class Snapshot(Reading):
         overwrite: bool = False,
         allow_pickle: bool = False,
         max_staging_bytes: int | None = None,
+        max_pending: int = 1,
         progress: Progress | None = None,
         retention: Retention | None = None,
         per_rank: Sequence[str] | None = None,
@@ -212,9 +213,16 @@ class Snapshot(Reading):
         """Take a snapshot of the state as it is now; return once the state may change.
 
         The take goes on in the background. :meth:`PendingSnapshot.wait` ends it, and raises the
-        first error. The arguments are those of :meth:`take`. Besides, ``max_staging_bytes`` bounds
-        the memory for the copy of the state, which is kept for the next take. If the state is
-        larger, this blocks until enough of it has been stored.
+        first error. The arguments are those of :meth:`take`, and two more.
+
+        ``max_staging_bytes`` bounds the memory for the copies of all pending takes together, which
+        is kept for the next take; at least a few blocks of 64 MiB are used. If the states are
+        larger, this blocks until enough of them has been stored.
+
+        ``max_pending``, the same on all ranks, is how many takes may be pending, with this one.
+        While there are as many, this blocks. Each is stored, and committed, once the one before it
+        has ended; if one fails, the others go on. A name that a pending take has is then refused
+        not here, but by :meth:`PendingSnapshot.wait`.
         """
         from casnap.ranks.joining import join
         from casnap.take.options import TakeOptions
@@ -224,6 +232,7 @@ class Snapshot(Reading):
             overwrite=overwrite,
             allow_pickle=allow_pickle,
             max_staging_bytes=max_staging_bytes,
+            max_pending=max_pending,
             progress=told_what(progress),
             retention=retention,
             replicated=replicated,

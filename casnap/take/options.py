@@ -27,6 +27,7 @@ class TakeOptions:
     overwrite: bool = False
     allow_pickle: bool = False
     max_staging_bytes: int | None = None
+    max_pending: int = 1
     progress: Progress | None = None
     retention: Retention | None = None
     replicated: Sequence[str] | None = None
@@ -41,6 +42,7 @@ class TakeOptions:
             check_retention(self.retention)
         if self.threads is not None:
             check_count("threads", self.threads)
+        check_count("max_pending", self.max_pending)
         for name in ("replicated", "per_rank"):
             if isinstance(globs := getattr(self, name), str):
                 raise TypeError(f"{name} is a list of globs, such as [{globs!r}]; got a str")

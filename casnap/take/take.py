@@ -77,18 +77,20 @@ def async_take(
 ) -> PendingTake:
     """Copy the state and return; the rest goes on in the background.
 
-    This blocks while an earlier take of this process is pending. If ``max_staging_bytes`` do not
-    hold the state, it also blocks until enough of the state has been stored.
+    This blocks while ``max_pending`` earlier takes of this process are pending. If
+    ``max_staging_bytes`` do not hold their states, it also blocks until enough has been stored.
     """
     started = time.monotonic()
     pending: PendingTake | None = None
     try:
         with background.turn:
-            background.wait_for_last()
+            background.wait_for_room(options.max_pending - 1)
             work = _begin(objects, name, asked, options, comm, started)
             copies = StagedCopies(options.max_staging_bytes, options.threads)
             pending = PendingTake(name, partial(_store_copies, work, copies))
             try:
+                if options.max_pending > 1:
+                    comm.leave()
                 copies.fill(work.pieces(), when_full=pending.start)
                 work.capture.drop_tensors()
                 pending.start()
@@ -100,14 +102,25 @@ def async_take(
             return pending
     except BaseException as e:
         # Once started, the take in the background fails too, and tells the other ranks itself.
-        if pending is None or not pending.started:
+        if pending is None:
             comm.__exit__(type(e), e, None)
+        elif not pending.started:
+            _ranks_later(comm, options).__exit__(type(e), e, None)
         raise
 
 
+def _ranks_later(comm: Comm, options: TakeOptions) -> Comm:
+    """Return the ranks as they meet for the part of an async take in the background."""
+    return comm.behind() if options.max_pending > 1 else comm
+
+
 def _store_copies(work: _Take, copies: StagedCopies) -> Taken:
-    with work.comm:
+    with _ranks_later(work.comm, work.options) as comm:
         try:
+            if work.options.max_pending > 1:
+                # Takes that were pending at the call have ended since: rely on what they wrote.
+                own = work.objects.recent() if comm.rank == 0 else None
+                work = replace(work, comm=comm, told=comm.broadcast_message(own, Root))
             return work.store(copies.batches)
         finally:
             copies.release()
