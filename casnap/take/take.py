@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,7 +88,8 @@ def async_take(
             background.wait_for_room(options.max_pending - 1)
             work = _begin(objects, name, asked, options, comm, started)
             copies = StagedCopies(options.max_staging_bytes, options.threads)
-            pending = PendingTake(name, partial(_store_copies, work, copies))
+            in_call = Counter(objects.backend.requests) - Counter(work.requests_before)
+            pending = PendingTake(name, partial(_store_copies, work, copies, in_call))
             try:
                 if options.max_pending > 1:
                     comm.leave()
@@ -114,13 +116,17 @@ def _ranks_later(comm: Comm, options: TakeOptions) -> Comm:
     return comm.behind() if options.max_pending > 1 else comm
 
 
-def _store_copies(work: _Take, copies: StagedCopies) -> Taken:
+def _store_copies(work: _Take, copies: StagedCopies, in_call: Counter[str]) -> Taken:
     with _ranks_later(work.comm, work.options) as comm:
         try:
             if work.options.max_pending > 1:
-                # Takes that were pending at the call have ended since: rely on what they wrote.
+                # Takes that were pending at the call have ended since: rely on what they wrote, and
+                # do not count their requests.
+                before = Counter(work.objects.backend.requests)
+                before.subtract(in_call)
                 own = work.objects.recent() if comm.rank == 0 else None
-                work = replace(work, comm=comm, told=comm.broadcast_message(own, Root))
+                told = comm.broadcast_message(own, Root)
+                work = replace(work, comm=comm, requests_before=before, told=told)
             return work.store(copies.batches)
         finally:
             copies.release()

@@ -17,6 +17,7 @@ from casnap.runtime.buffers import Pool
 from casnap.take import staging
 from tests.support.bitwise import assert_same
 from tests.support.gates import Gate
+from tests.support.remote import RemoteDouble
 from tests.support.warm import run_python
 
 SIZE = 150_000
@@ -76,6 +77,16 @@ def test_what_the_first_has_stored_is_not_stored_again(store, monkeypatch):
     gate.open.set()
     assert first.wait().stats.new_bytes > 8 * SIZE
     assert second.wait().stats.new_bytes < SIZE
+
+
+def test_each_counts_its_own_requests(tmp_path):
+    store = Store(RemoteDouble(str(tmp_path)), chunk_size=64 << 10)
+    go = gated(store)
+    pending = [begin(store, numbers(i), f"step_{i}") for i in range(2)]
+    go.set()
+    counts = [sum(p.wait().requests.values()) for p in pending]
+    alone = sum(begin(store, numbers(2), "alone").wait().requests.values())
+    assert abs(counts[1] - alone) <= 2, (counts, alone)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
