@@ -23,6 +23,7 @@ from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Root, Row, StoreConfig
 from casnap.runtime import calls
+from casnap.runtime.environment import threads_asked
 from casnap.storage.chunk_cache import room_for
 from casnap.storage.config import object_error
 from casnap.storage.creation import Made, create_store
@@ -83,6 +84,7 @@ class OpenStore:
         self.is_new = is_new
         self.mirror: Mirror | None = None
         self.follow_folders = False
+        self.threads = threads_asked()
         # Weak, since the Store refers to this: else both would stay until a garbage collection.
         self._store: ref[Store] | None = None
 
@@ -91,7 +93,7 @@ class OpenStore:
         how = None if self.mirror is None else self.mirror.how
         objects = self.objects
         cached = 0 if objects.chunk_cache is None else objects.chunk_cache.nbytes
-        ways = (self.codec, objects.marks, self.follow_folders, how, cached)
+        ways = (self.codec, objects.marks, self.follow_folders, self.threads, how, cached)
         return _open_again, (objects.backend, self.prefix, *ways)
 
     def whole(self) -> OpenStore:
@@ -101,6 +103,7 @@ class OpenStore:
         whole = OpenStore(self.objects, "", self.codec, is_new=self.is_new)
         whole.mirror = self.mirror
         whole.follow_folders = self.follow_folders
+        whole.threads = self.threads
         return whole
 
     @property
@@ -191,6 +194,7 @@ class OpenStore:
             codec=self.codec,
             on_commit=self.on_commit,
             follow_folders=self.follow_folders,
+            threads=options.threads or self.threads,
         )
 
     def take(
@@ -230,6 +234,7 @@ def _open_again(
     codec: Codec | None,
     marks: bool,
     follow_folders: bool,
+    threads: int | None,
     mirror: HowToMirror | None,
     cache_bytes: int,
 ) -> OpenStore:
@@ -238,6 +243,7 @@ def _open_again(
     again.codec = codec
     again.objects.marks = marks
     again.follow_folders = follow_folders
+    again.threads = threads
     if mirror is not None:
         # A worker that only reads has no use for it. A take begins it.
         again.mirror = open_mirror(again, mirror)

@@ -127,6 +127,7 @@ class Snapshot(Reading):
         progress: Progress | None = None,
         retention: Retention | None = None,
         per_rank: Sequence[str] | None = None,
+        threads: int | None = None,
         timeout: float | None = None,
     ) -> Snapshot:
         """Take a snapshot; return when it is durable.
@@ -161,6 +162,9 @@ class Snapshot(Reading):
                 do not keep, but never this one. If that fails, a warning is logged.
             per_rank: Globs of paths whose values belong to their rank even if they are equal: the
                 state of a data loader, for example. :class:`RNGState` needs no glob.
+            threads: How many threads of this process may hash, and how many may copy, or write to
+                a disk, so that as many cores are left to others. By default one a core (up to
+                eight) hashes, and up to three write.
             timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
         Raises:
@@ -180,6 +184,7 @@ class Snapshot(Reading):
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
+            threads=threads,
         )
         comm = join(pg, timeout, f"the take of {os.fspath(path)!r}")
         opened, name = find_together(path, storage_options, store, comm)
@@ -200,17 +205,26 @@ class Snapshot(Reading):
         overwrite: bool = False,
         allow_pickle: bool = False,
         max_staging_bytes: int | None = None,
+        max_pending: int = 1,
         progress: Progress | None = None,
         retention: Retention | None = None,
         per_rank: Sequence[str] | None = None,
+        threads: int | None = None,
         timeout: float | None = None,
     ) -> PendingSnapshot:
         """Take a snapshot of the state as it is now; return once the state may change.
 
         The take goes on in the background. :meth:`PendingSnapshot.wait` ends it, and raises the
-        first error. The arguments are those of :meth:`take`. Besides, ``max_staging_bytes`` bounds
-        the memory for the copy of the state, which is kept for the next take. If the state is
-        larger, this blocks until enough of it has been stored.
+        first error. The arguments are those of :meth:`take`, and two more.
+
+        ``max_staging_bytes`` bounds the memory for the copies of all pending takes together, which
+        is kept for the next take; at least a few blocks of 64 MiB are used. If the states are
+        larger, this blocks until enough of them has been stored.
+
+        ``max_pending``, the same on all ranks, is how many takes may be pending, with this one.
+        While there are as many, this blocks. Each is stored, and committed, once the one before it
+        has ended; if one fails, the others go on. A name that a pending take has is then refused
+        not here, but by :meth:`PendingSnapshot.wait`.
         """
         from casnap.ranks.joining import join
         from casnap.take.options import TakeOptions
@@ -220,10 +234,12 @@ class Snapshot(Reading):
             overwrite=overwrite,
             allow_pickle=allow_pickle,
             max_staging_bytes=max_staging_bytes,
+            max_pending=max_pending,
             progress=told_what(progress),
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
+            threads=threads,
         )
         comm = join(pg, timeout, f"the async_take of {os.fspath(path)!r}")
         opened, name = find_together(path, storage_options, store, comm)

@@ -24,6 +24,7 @@ from casnap.opened import (
 )
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress, told_what
+from casnap.runtime.threads import check_count
 from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.storage.folders import check_followed
 from casnap.storage.mirrored import in_order
@@ -72,6 +73,8 @@ class Store(Upkeep):
             default ``CASNAP_CACHE_BYTES`` of the environment counts; without it there is no cache.
         follow_folders: After each take, forget the snapshots of its run whose folders were deleted,
             as :meth:`prune_missing_folders` does: trainers forget checkpoints so.
+        threads: How many threads of each step of a take may run, unless the take itself says; see
+            :meth:`Snapshot.take`. By default ``CASNAP_THREADS`` of the environment counts.
 
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
@@ -102,7 +105,10 @@ class Store(Upkeep):
         mirror_retention: Retention | None = None,
         cache_bytes: int | None = None,
         follow_folders: bool = False,
+        threads: int | None = None,
     ) -> None:
+        if threads is not None:
+            check_count("threads", threads)
         if not isinstance(uri, OpenStore):
             how = _how_to_mirror(mirror, mirror_options, mirror_retention)
             pinned = None if compress is None else _pinned(codec, compress=compress)
@@ -121,6 +127,7 @@ class Store(Upkeep):
             uri.codec = None if uri.is_new else pinned
             uri.objects.marks = markers
             uri.follow_folders = follow_folders
+            uri.threads = threads or uri.threads
             if how is not None:
                 uri.mirror = open_mirror(uri, how)
                 uri.mirror.start()
@@ -186,6 +193,7 @@ class Store(Upkeep):
         pg: Any = None,
         replicated: Sequence[str] | None = None,
         per_rank: Sequence[str] | None = None,
+        threads: int | None = None,
         timeout: float | None = None,
     ) -> Snapshot:
         """Take a snapshot. :meth:`Snapshot.take` describes the arguments."""
@@ -200,6 +208,7 @@ class Store(Upkeep):
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
+            threads=threads,
         )
         comm = join(pg, timeout, f"the take of {self.full_name(name)!r}")
         return Snapshot(self.opened.take(comm, app_state, name, options), pg)
@@ -214,11 +223,13 @@ class Store(Upkeep):
         overwrite: bool = False,
         allow_pickle: bool = False,
         max_staging_bytes: int | None = None,
+        max_pending: int = 1,
         progress: Progress | None = None,
         retention: Retention | None = None,
         pg: Any = None,
         replicated: Sequence[str] | None = None,
         per_rank: Sequence[str] | None = None,
+        threads: int | None = None,
         timeout: float | None = None,
     ) -> PendingSnapshot:
         """Take a snapshot in the background, as :meth:`Snapshot.async_take` does."""
@@ -230,10 +241,12 @@ class Store(Upkeep):
             overwrite=overwrite,
             allow_pickle=allow_pickle,
             max_staging_bytes=max_staging_bytes,
+            max_pending=max_pending,
             progress=told_what(progress),
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
+            threads=threads,
         )
         comm = join(pg, timeout, f"the async_take of {self.full_name(name)!r}")
         pending = self.opened.async_take(comm, app_state, name, options)

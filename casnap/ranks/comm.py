@@ -75,6 +75,14 @@ class Comm(ABC):
     def enter_phase(self, phase: str) -> None:
         """Note what this rank does from now on, for the messages of others if it gets lost."""
 
+    def behind(self) -> Comm:
+        """Return these ranks for the part of the operation that goes on in the background.
+
+        It meets other operations in the background alone, so this one can end before that part
+        begins; its turn comes when those before it have ended.
+        """
+        return self
+
     def share(self, nbytes: int) -> Shared:
         """Share memory with the ranks of this host; a collective.
 

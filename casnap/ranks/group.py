@@ -93,6 +93,10 @@ class Group(Comm):
             self._verify(came, expected)
         return came
 
+    @override
+    def behind(self) -> Group:
+        return Group(self._link.behind(), self.timeout, self.operation)
+
     @property
     @override
     def neighbours(self) -> int:  # type: ignore[override]

@@ -93,6 +93,7 @@ class Link:
         store: The store of the default group.
         ranks: The ranks of this group, as numbered in the default group.
         rank: This rank, as numbered in this group.
+        suffix: Tells links of the same ranks apart.
 
     Attributes:
         pg: The gloo group; None if there is none yet, or this rank knows that it broke.
@@ -100,7 +101,9 @@ class Link:
         memory: What this rank gives of it.
     """
 
-    def __init__(self, home: object, store: Any, ranks: tuple[int, ...], rank: int) -> None:
+    def __init__(
+        self, home: object, store: Any, ranks: tuple[int, ...], rank: int, suffix: str = ""
+    ) -> None:
         self.home = home
         self.ranks = ranks
         self.size = len(ranks)
@@ -109,7 +112,8 @@ class Link:
         self.shared: Shared | None = None
         self.memory: OwnMemory | None = None
         self._store = store
-        self._base = f"casnap/{digest_of(encode(ranks)).hex()[:16]}"
+        self._base = f"casnap/{digest_of(encode(ranks)).hex()[:16]}{suffix}"
+        self._behind: Link | None = None
         self._name = ""
         # How many operations this group has served, and the name of the present one in the store.
         self._number = 0
@@ -120,6 +124,12 @@ class Link:
         # The last question to the store.
         self._asked: Future[Any] = Future()
         self._asked.set_result(None)
+
+    def behind(self) -> Link:
+        """Return another link of the same ranks, for what goes on in the background."""
+        if self._behind is None:
+            self._behind = Link(self.home, self._store, self.ranks, self.rank, "-behind")
+        return self._behind
 
     def acquire(self, holder: int) -> None:
         """Begin an operation, given its id; wait for an operation in the background to end."""
@@ -371,10 +381,11 @@ class Link:
 
     def forget(self) -> int:
         """Give the pages of memory for other ranks back, if no operation uses it."""
+        behind = 0 if self._behind is None else self._behind.forget()
         if not self._turn.acquire(blocking=False):
-            return 0
+            return behind
         try:
-            return self.memory.forget() if self.memory is not None else 0
+            return behind + (self.memory.forget() if self.memory is not None else 0)
         finally:
             self._turn.release()
 

@@ -73,12 +73,31 @@ def cache_bytes_asked() -> int:
     Raises:
         StoreError: It is no number of bytes.
     """
-    text = os.environ.get("CASNAP_CACHE_BYTES", "").strip() or "0"
-    if not re.fullmatch("[0-9]{1,18}", text):
-        raise StoreError(
-            f"CASNAP_CACHE_BYTES is {text!r}; set it to a number of bytes, such as 50000000000"
-        )
-    return int(text)
+    return _number_asked("CASNAP_CACHE_BYTES", "a number of bytes, such as 50000000000") or 0
+
+
+def threads_asked() -> int | None:
+    """Return how many threads a take may use, as ``CASNAP_THREADS`` says; None by default.
+
+    Raises:
+        StoreError: It is no number of threads.
+    """
+    count = _number_asked("CASNAP_THREADS", what := "a number of threads, such as 4")
+    if count == 0:
+        raise StoreError(f"CASNAP_THREADS is '0'; set it to {what}")
+    return count
+
+
+def _number_asked(variable: str, what: str) -> int | None:
+    """Return what a variable says; None if it is not set.
+
+    Raises:
+        StoreError: It is no number.
+    """
+    text = os.environ.get(variable, "").strip()
+    if text and not re.fullmatch("[0-9]{1,18}", text):
+        raise StoreError(f"{variable} is {text!r}; set it to {what}")
+    return int(text) if text else None
 
 
 def why_refused(folder: Path) -> str | None:

@@ -35,6 +35,16 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def check_count(option: str, count: object) -> None:
+    """Check what an option that counts something was set to.
+
+    Raises:
+        ValueError: It is no whole number above 0.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{option}= is a whole number from 1 on; got {count!r:.80}")
+
+
 class Worker(threading.Thread):
     """A thread whose end can be waited for again after an interrupt.
 
@@ -93,9 +103,14 @@ class Crew:
 
     No executor: that refuses work once the interpreter begins to exit, and a pending take must
     still finish then.
+
+    Args:
+        limit: How many threads may do the same work at once; None for as many as that work wants.
+            Work that needs a core keeps to it; work that only waits need not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
         self._threads: list[Worker] = []
         self._lock = threading.Lock()
         self.error: BaseException | None = None
@@ -109,6 +124,10 @@ class Crew:
         """Note an error. The first one is raised."""
         with self._lock:
             self.error = self.error or error
+
+    def limited(self, count: int) -> int:
+        """Return how many threads may do some work that wants ``count`` of them."""
+        return count if self.limit is None else min(count, self.limit)
 
     def start(self, work: Callable[[], None], count: int = 1) -> list[Worker]:
         """Run ``work`` on ``count`` new threads.

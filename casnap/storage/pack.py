@@ -114,8 +114,9 @@ class PackWriter:
         self._lock = threading.Lock()
         self._full: queue.SimpleQueue[_Pack | None] = queue.SimpleQueue()
         self._writers: list[Worker] = []
-        # Each holds a slot of the pool.
-        self._most_writers = min(backend.in_flight, SLOTS) if backend.is_remote else _WRITERS
+        # Each holds a slot of the pool. Those to a remote store only wait: the limit is not theirs.
+        at_once = min(backend.in_flight, SLOTS) if backend.is_remote else crew.limited(_WRITERS)
+        self._most_writers = at_once
         self.packs: list[PackId] = []
         self.records: list[Record] = []
         self.lengths: dict[PackId, int] = {}

@@ -72,6 +72,7 @@ def agree_on_request(
         {
             "overwrite": str(options.overwrite),
             "allow_pickle": str(options.allow_pickle),
+            "max_pending": str(options.max_pending),
             "retention": repr(options.retention),
         },
         codec,

@@ -8,6 +8,7 @@ from typing import Any
 
 from casnap.format.codec import Codec
 from casnap.runtime.progress import Progress
+from casnap.runtime.threads import check_count
 from casnap.storage.retention import Retention, check_retention
 
 
@@ -26,10 +27,12 @@ class TakeOptions:
     overwrite: bool = False
     allow_pickle: bool = False
     max_staging_bytes: int | None = None
+    max_pending: int = 1
     progress: Progress | None = None
     retention: Retention | None = None
     replicated: Sequence[str] | None = None
     per_rank: Sequence[str] | None = None
+    threads: int | None = None
     codec: Codec | None = None
     on_commit: Callable[[], None] | None = None
     follow_folders: bool = False
@@ -37,6 +40,9 @@ class TakeOptions:
     def __post_init__(self) -> None:
         if self.retention is not None:
             check_retention(self.retention)
+        if self.threads is not None:
+            check_count("threads", self.threads)
+        check_count("max_pending", self.max_pending)
         for name in ("replicated", "per_rank"):
             if isinstance(globs := getattr(self, name), str):
                 raise TypeError(f"{name} is a list of globs, such as [{globs!r}]; got a str")

@@ -1,4 +1,4 @@
-"""Takes in the background, one at a time in a process."""
+"""Takes in the background of a process: each stores once the one before it has ended."""
 
 from __future__ import annotations
 
@@ -13,43 +13,50 @@ from casnap.errors import StateError
 from casnap.runtime.threads import NO_THREADS, Worker
 from casnap.take.publish import Taken
 
-# One take at a time in a process: so pending takes keep their order, and share their buffers.
-# The lock covers what the caller's thread does; the rest is known by ``_last``. One lock for both
-# would pass from thread to thread, and an interrupt could lose it.
+# One take at a time begins in a process, and one stores: so pending takes keep their order, and
+# share their buffers. The lock covers what the caller's thread does; ``_line`` tells the rest. One
+# lock for both would pass from thread to thread, and an interrupt could lose it.
 turn = threading.Lock()
 # Between two looks whether a take has ended, in seconds.
 _LOOK = 0.02
-_last: PendingTake | None = None
+# The takes that were started, in the order of their calls; replaced, never changed.
+_line: tuple[PendingTake, ...] = ()
 
 
 def _free_turn_after_fork() -> None:
-    global turn, _last
-    turn, _last = threading.Lock(), None
-    _pending.clear()
+    global turn, _line
+    turn, _line = threading.Lock(), ()
+    _unstored.clear()
+
+
+def _under_way() -> tuple[PendingTake, ...]:
+    return tuple(take for take in _line if not take.done())
+
+
+def wait_for_room(most: int) -> None:
+    """Wait until at most so many takes are pending."""
+    while len(line := _under_way()) > most:
+        line[0].wait_for_end()
 
 
 def wait_for_last(timeout: float | None = None) -> bool:
-    """Wait for the end, good or bad, of the take in the background; return whether it came.
+    """Wait for the end, good or bad, of all takes in the background; return whether it came.
 
     Args:
         timeout: How many seconds to wait at most.
     """
-    last = _last
-    if last is None:
-        return True
     if timeout is None:
-        last.wait_for_end()
+        wait_for_room(0)
     else:
         until = time.monotonic() + timeout
-        while not last.done() and time.monotonic() < until:
+        while _under_way() and time.monotonic() < until:
             time.sleep(_LOOK)
-    return last.done()
+    return not _under_way()
 
 
 def under_way() -> bool:
     """Return whether this process is taking a snapshot, in the background or not."""
-    last = _last
-    return turn.locked() or (last is not None and not last.done())
+    return turn.locked() or bool(_under_way())
 
 
 os.register_at_fork(after_in_child=_free_turn_after_fork)
@@ -71,6 +78,7 @@ class PendingTake:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._thread: Worker | None = None
+        self._before: PendingTake | None = None
 
     @property
     def started(self) -> bool:
@@ -78,28 +86,29 @@ class PendingTake:
         return self._thread is not None
 
     def start(self) -> None:
-        """Start the thread, unless it has been started; other takes then wait for its end.
+        """Start the thread, unless it has been started. It first waits for the takes before it.
 
         Raises:
             StateError: No thread can be started.
         """
-        global _last
+        global _line
         with self._lock:
             if self._thread is not None:
                 return
             fate = threading.Lock()
-            thread, before = Worker(lambda: self._run(fate), "casnap-async-take"), _last
+            thread, before = Worker(lambda: self._run(fate), "casnap-async-take"), _under_way()
             try:
                 self._thread = thread
-                _last = self
-                _pending.add(self)
+                self._before = before[-1] if before else None
+                _line = (*before, self)
+                _unstored.add(self)
                 thread.start()
             except BaseException as e:
                 # After an interrupt the thread may run or not. If it does not run yet, it must not
                 # run at all.
                 if fate.acquire(blocking=False):
-                    _last, self._thread = before, None
-                    _pending.discard(self)
+                    _line, self._thread = before, None
+                    _unstored.discard(self)
                 if isinstance(e, RuntimeError):
                     raise StateError(NO_THREADS) from e
                 raise
@@ -110,13 +119,16 @@ class PendingTake:
             return
         try:
             assert self._finish is not None
+            if self._before is not None:
+                # What became of it is told by its own handle.
+                self._before.wait_for_end()
             self._taken = self._finish()
-            _pending.discard(self)
+            _unstored.discard(self)
         except BaseException as e:  # noqa: BLE001 - raised by wait
             self._error = e
         finally:
-            # This refers to the state's description, which need not live as long as this object.
-            self._finish = None
+            # These refer to descriptions of states, which need not live as long as this object.
+            self._finish = self._before = None
 
     def done(self) -> bool:
         """Whether the take has ended, well or not."""
@@ -141,12 +153,12 @@ class PendingTake:
         return self._taken
 
 
-_pending: set[PendingTake] = set()
+_unstored: set[PendingTake] = set()
 
 
 @atexit.register
 def _warn_of_unseen_errors() -> None:
-    for pending in list(_pending):
+    for pending in list(_unstored):
         if not pending.error_seen:
             # Logging may be torn down by now, and this must be seen.
             print(

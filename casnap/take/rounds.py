@@ -91,9 +91,9 @@ class NoRounds:
         self._crew = crew
 
     def run(self, batches: Batches, hash_batches: Hash) -> None:
-        """Hash on all cores, up to eight."""
+        """Hash on all cores, up to eight, or up to the limit of the crew."""
         source = Shared(batches(PIECE_BYTES), self._crew)
-        self._crew.run(lambda: hash_batches(source, None), min(cores(), 8))
+        self._crew.run(lambda: hash_batches(source, None), self._crew.limited(min(cores(), 8)))
 
 
 class _Offer:
@@ -162,7 +162,8 @@ class Rounds:
         # While some threads wait for a decision, others hash. A waiting thread keeps a part-filled
         # slot, and some must be left. Ranks of one host share its cores.
         each = -(-cores() // comm.neighbours)
-        self._threads = min(each + (2 if comm.neighbours == 1 else 1), SLOTS - 2)
+        wanted = min(each + (2 if comm.neighbours == 1 else 1), SLOTS - 2)
+        self._threads = crew.limited(wanted)
         # The threads that still draw batches; that still hash; that wait for other ranks.
         self._drawing = self._hashing = self._threads
         self._waiting = 0

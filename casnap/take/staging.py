@@ -266,9 +266,11 @@ class StagedCopies:
 
     Args:
         max_bytes: The most memory to use, at least a few blocks of 64 MiB; None for no bound.
+        threads: The most threads that copy; None for one a core.
     """
 
-    def __init__(self, max_bytes: int | None) -> None:
+    def __init__(self, max_bytes: int | None, threads: int | None = None) -> None:
+        self._threads = threads
         _kept.limit = None if max_bytes is None else max(2 * cores(), max_bytes // _BLOCK_BYTES)
         self._when_full: Callable[[], None] = lambda: None
         self._copies: deque[Piece] = deque()
@@ -277,7 +279,7 @@ class StagedCopies:
         self._error: BaseException | None = None
 
     def fill(self, pieces: Iterable[Piece], when_full: Callable[[], None]) -> None:
-        """Copy pieces on all cores.
+        """Copy pieces on all cores, or on as many threads as are allowed.
 
         Args:
             pieces: What to copy.
@@ -285,9 +287,9 @@ class StagedCopies:
         """
         self._when_full = when_full
         try:
-            with Crew() as crew:
+            with Crew(self._threads) as crew:
                 source = Shared(pieces, crew)
-                crew.run(lambda: self._copy(source), cores())
+                crew.run(lambda: self._copy(source), crew.limited(cores()))
         except BaseException as e:
             self._error = e
             raise

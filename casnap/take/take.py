@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,18 +78,21 @@ def async_take(
 ) -> PendingTake:
     """Copy the state and return; the rest goes on in the background.
 
-    This blocks while an earlier take of this process is pending. If ``max_staging_bytes`` do not
-    hold the state, it also blocks until enough of the state has been stored.
+    This blocks while ``max_pending`` earlier takes of this process are pending. If
+    ``max_staging_bytes`` do not hold their states, it also blocks until enough has been stored.
     """
     started = time.monotonic()
     pending: PendingTake | None = None
     try:
         with background.turn:
-            background.wait_for_last()
+            background.wait_for_room(options.max_pending - 1)
             work = _begin(objects, name, asked, options, comm, started)
-            copies = StagedCopies(options.max_staging_bytes)
-            pending = PendingTake(name, partial(_store_copies, work, copies))
+            copies = StagedCopies(options.max_staging_bytes, options.threads)
+            in_call = Counter(objects.backend.requests) - Counter(work.requests_before)
+            pending = PendingTake(name, partial(_store_copies, work, copies, in_call))
             try:
+                if options.max_pending > 1:
+                    comm.leave()
                 copies.fill(work.pieces(), when_full=pending.start)
                 work.capture.drop_tensors()
                 pending.start()
@@ -100,14 +104,29 @@ def async_take(
             return pending
     except BaseException as e:
         # Once started, the take in the background fails too, and tells the other ranks itself.
-        if pending is None or not pending.started:
+        if pending is None:
             comm.__exit__(type(e), e, None)
+        elif not pending.started:
+            _ranks_later(comm, options).__exit__(type(e), e, None)
         raise
 
 
-def _store_copies(work: _Take, copies: StagedCopies) -> Taken:
-    with work.comm:
+def _ranks_later(comm: Comm, options: TakeOptions) -> Comm:
+    """Return the ranks as they meet for the part of an async take in the background."""
+    return comm.behind() if options.max_pending > 1 else comm
+
+
+def _store_copies(work: _Take, copies: StagedCopies, in_call: Counter[str]) -> Taken:
+    with _ranks_later(work.comm, work.options) as comm:
         try:
+            if work.options.max_pending > 1:
+                # Takes that were pending at the call have ended since: rely on what they wrote, and
+                # do not count their requests.
+                before = Counter(work.objects.backend.requests)
+                before.subtract(in_call)
+                own = work.objects.recent() if comm.rank == 0 else None
+                told = comm.broadcast_message(own, Root)
+                work = replace(work, comm=comm, requests_before=before, told=told)
             return work.store(copies.batches)
         finally:
             copies.release()
@@ -170,6 +189,7 @@ class _Take:
 
     def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Taken:
         comm, publication = self.comm, self.publication
+        crew.limit = self.options.threads
         transaction = Transaction(
             self.objects,
             crew,

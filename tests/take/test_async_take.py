@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from casnap import RNGState, Snapshot, StateDict, Store, release_memory
 from casnap.errors import BackendError, CasnapError, SnapshotExistsError
 from casnap.runtime.buffers import SLOTS, _all_pools, shared_pool
 from tests.support.bitwise import assert_same
+from tests.support.gates import Gate
 from tests.support.warm import run_python
 
 
@@ -24,23 +24,6 @@ def store(tmp_path):
 def coarse_store(tmp_path):
     """Return a store for hundreds of megabytes, with large chunks since these take less time."""
     return Store(tmp_path / "coarse", chunk_size=4 << 20)
-
-
-class Gate:
-    """Holds a store's writes back until it is opened, or makes them fail."""
-
-    def __init__(self, monkeypatch, store, error=None):
-        self.open = threading.Event()
-        backend = store.objects.backend
-        through = backend.write
-
-        def write(key, content):
-            assert self.open.wait(60)
-            if error is not None:
-                raise error
-            return through(key, content)
-
-        monkeypatch.setattr(backend, "write", write)
 
 
 def state():

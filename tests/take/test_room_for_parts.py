@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +22,7 @@ from tests.support.ranks import World
 CHUNK, TENSORS = 64 << 10, 200
 
 
-def take(path: str) -> None:
+def take(path: str, threads: int | None) -> None:
     joining._links.clear()
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
@@ -38,16 +39,17 @@ def take(path: str) -> None:
     with ExitStack() as stack:
         for owner, name, value in little:
             stack.enter_context(mock.patch.object(owner, name, value))
-        Store(path, create=False).take({"m": state}, "a")
+        Store(path, create=False).take({"m": state}, "a", threads=threads)
     joining._links.clear()
 
 
+@pytest.mark.parametrize("threads", [None, 1])
 def test_ranks_that_wait_for_room_hash_what_is_whole(
-    world: Callable[[int], World], tmp_path: Path
+    world: Callable[[int], World], tmp_path: Path, threads: int | None
 ) -> None:
     """All threads waited for room, which whole cells took that none of them hashed."""
     Store(tmp_path, chunk_size=CHUNK)
-    world(2).run(take, str(tmp_path), timeout=40)
+    world(2).run(take, str(tmp_path), threads, timeout=40)
     for i in (0, TENSORS - 1):
         found = Store(tmp_path)["a"].read_object(f"0/m/w{i}")
         assert torch.equal(found, torch.arange(128 * 128).view(128, 128).float().add(i))

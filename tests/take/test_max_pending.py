@@ -1,0 +1,283 @@
+"""Several takes pending at once: each holds the state of its call, and commits in its turn."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from casnap import StateDict, Store, on_preemption
+from casnap.errors import BackendError, RankError, SnapshotExistsError, StateError
+from casnap.runtime.buffers import Pool
+from casnap.take import staging
+from tests.support.bitwise import assert_same
+from tests.support.gates import Gate
+from tests.support.remote import RemoteDouble
+from tests.support.warm import run_python
+
+SIZE = 150_000
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "store", chunk_size=64 << 10)
+
+
+def begin(store, x, name, **options):
+    """Begin a take of a tensor, then write over it."""
+    pending = store.async_take({"s": StateDict(x=x)}, name, **{"max_pending": 2, **options})
+    x.fill_(-1)
+    return pending
+
+
+def numbers(first=0):
+    return torch.arange(first, first + SIZE)
+
+
+def gated(store: Store, error: Exception | None = None) -> threading.Event:
+    """Have the store write nothing before an event; then fail once, if there is an error."""
+    backend, go, errors = store.objects.backend, threading.Event(), [error] if error else []
+    through = backend.write
+
+    def write(key: str, content: Any) -> Any:
+        assert go.wait(60)
+        if errors:
+            raise errors.pop()
+        return through(key, content)
+
+    backend.write = write  # type: ignore[method-assign]
+    return go
+
+
+def test_a_second_take_begins_while_the_first_is_pending(store, monkeypatch):
+    gate = Gate(monkeypatch, store)
+    pending = [begin(store, numbers(i), f"step_{i}") for i in range(2)]
+    assert not any(p.done() for p in pending)
+    third = threading.Thread(target=lambda: pending.append(begin(store, numbers(2), "step_2")))
+    third.start()
+    third.join(0.2)
+    assert third.is_alive()
+    gate.open.set()
+    third.join()
+    snapshots = [p.wait() for p in pending]
+    assert [s.name for s in store.snapshots()] == ["step_0", "step_1", "step_2"]
+    assert [s.seq for s in snapshots] == sorted(s.seq for s in snapshots)
+    for i, snapshot in enumerate(snapshots):
+        assert_same(snapshot.read_object("0/s/x"), numbers(i))
+
+
+def test_what_the_first_has_stored_is_not_stored_again(store, monkeypatch):
+    gate = Gate(monkeypatch, store)
+    first, second = [begin(store, numbers(), name) for name in ("a", "b")]
+    gate.open.set()
+    assert first.wait().stats.new_bytes > 8 * SIZE
+    assert second.wait().stats.new_bytes < SIZE
+
+
+def test_each_counts_its_own_requests(tmp_path):
+    store = Store(RemoteDouble(str(tmp_path)), chunk_size=64 << 10)
+    go = gated(store)
+    pending = [begin(store, numbers(i), f"step_{i}") for i in range(2)]
+    go.set()
+    counts = [sum(p.wait().requests.values()) for p in pending]
+    alone = sum(begin(store, numbers(2), "alone").wait().requests.values())
+    assert abs(counts[1] - alone) <= 2, (counts, alone)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_both_have_one_name(store, monkeypatch, overwrite):
+    gate = Gate(monkeypatch, store)
+    first, second = [begin(store, numbers(i), "a", overwrite=overwrite) for i in range(2)]
+    gate.open.set()
+    first.wait()
+    if overwrite:
+        second.wait()
+    else:
+        with pytest.raises(SnapshotExistsError):
+            second.wait()
+    assert_same(store["a"].read_object("0/s/x"), numbers(int(overwrite)))
+
+
+def test_the_second_goes_on_if_the_first_fails(store):
+    go = gated(store, BackendError("on purpose"))
+    first, second = [begin(store, numbers(i), name) for i, name in enumerate("ab")]
+    go.set()
+    assert_same(second.wait().read_object("0/s/x"), numbers(1))
+    with pytest.raises(BackendError, match="on purpose"):
+        first.wait()
+    assert [s.name for s in store.snapshots()] == ["b"]
+
+
+def test_takes_and_preemption_wait_for_all(store, monkeypatch, tmp_path):
+    mirrored = Store(store.uri, mirror=tmp_path / "mirror")
+    gate = Gate(monkeypatch, mirrored)
+    with on_preemption(mirrored, {"s": StateDict(x=1)}, within=60) as preemption:
+        for i in range(2):
+            begin(mirrored, numbers(i), f"step_{i}")
+        threading.Timer(0.1, gate.open.set).start()
+        preemption._hear(15, None)
+        assert preemption.step(7)
+    begin(mirrored, numbers(), "more")
+    mirrored.take({"s": StateDict(x=2)}, "last")
+    names = ["step_0", "step_1", "preempted_7", "more", "last"]
+    assert [s.name for s in mirrored.snapshots()] == names
+    mirrored.wait_mirrored()
+    assert [s.name for s in Store(tmp_path / "mirror").snapshots()] == names
+    mirrored.mirror.stop()
+
+
+def test_all_pending_takes_share_the_memory_for_copies(store, monkeypatch):
+    """With a bound, the second take waits for memory; without, each has a copy of its state."""
+    pool = Pool(256 << 10, None)
+    monkeypatch.setattr(staging, "_kept", pool)
+    monkeypatch.setattr(staging, "_BLOCK_BYTES", pool.slot_bytes)
+    monkeypatch.setattr(staging, "PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(staging, "cores", lambda: 1)
+    nbytes = 8 * SIZE
+    hashing = threading.Event()
+
+    def two(**options):
+        hashing.clear()
+        options["progress"] = lambda *_: hashing.wait(60)
+        pending = [begin(store, numbers(), "a", overwrite=True, **options)]
+        second = threading.Thread(
+            target=lambda: pending.append(begin(store, numbers(1), "b", overwrite=True, **options))
+        )
+        second.start()
+        second.join(0.2)
+        waits = second.is_alive()
+        hashing.set()
+        second.join()
+        for i, take in enumerate(pending):
+            assert_same(take.wait().read_object("0/s/x"), numbers(i))
+        return waits
+
+    assert two(max_staging_bytes=nbytes + nbytes // 2)
+    assert pool._made * pool.slot_bytes <= nbytes + nbytes // 2
+    assert not two()
+    assert 2 * nbytes <= pool._made * pool.slot_bytes < 2 * nbytes + 3 * pool.slot_bytes
+
+
+def test_the_interpreter_waits_for_both(store):
+    done = run_python(
+        """
+import sys, threading
+import torch
+from casnap import StateDict, Store
+
+store = Store(sys.argv[1])
+backend, go = store.objects.backend, threading.Event()
+through = backend.write
+
+def late(key, content):
+    assert go.wait(60)
+    return through(key, content)
+
+backend.write = late
+for i in range(2):
+    store.async_take({"s": StateDict(x=torch.arange(300_000) + i)}, f"step_{i}", max_pending=2)
+threading.Timer(0.3, go.set).start()
+raise SystemExit(3)
+""",
+        store.uri,
+    )
+    assert (done.returncode, done.stderr) == (3, "")
+    for i in range(2):
+        assert_same(store[f"step_{i}"].read_object("s/x"), torch.arange(300_000) + i)
+
+
+@pytest.mark.parametrize("most", [0, -1, True, 1.5, None])
+def test_what_is_no_number_of_takes(store, most):
+    with pytest.raises(ValueError, match="max_pending= is a whole number from 1 on"):
+        begin(store, numbers(), "a", max_pending=most)
+
+
+# --- many ranks -------------------------------------------------------------------------------
+
+
+def overlapping(uri: str) -> list[int]:
+    store, rank = Store(uri), dist.get_rank()
+    go = gated(store)
+    pending = [begin(store, numbers(10 * i + rank), f"step_{i}") for i in range(2)]
+    assert not any(p.done() for p in pending)
+    go.set()
+    pending.append(begin(store, numbers(20 + rank), "step_2"))
+    pending.append(begin(store, numbers(30 + rank), "alone", max_pending=1))
+    return [p.wait().seq for p in pending]
+
+
+def failing(uri: str) -> list[str]:
+    """Return what becomes of four takes: of the first on rank 1, and of two more."""
+    store, rank = Store(uri), dist.get_rank()
+    go = gated(store, BackendError("on purpose") if rank == 1 else None)
+    pending = [begin(store, numbers(rank), "a"), begin(store, numbers(10 + rank), "b")]
+    go.set()
+    ends = []
+    for take in pending:
+        try:
+            ends.append(take.wait().name)
+        except (BackendError, RankError) as e:
+            ends.append(f"{type(e).__name__} {'on purpose' in str(e)}")
+
+    class Failing(StateDict):
+        def state_dict(self) -> dict[str, Any]:
+            raise ZeroDivisionError("on purpose")
+
+    pending = [begin(store, numbers(20 + rank), "c")]
+    with pytest.raises((ZeroDivisionError, RankError), match="on purpose"):
+        store.async_take({"s": (Failing if rank else StateDict)(x=1)}, "d", max_pending=2)
+    copy = staging.StagedCopies._copy
+    if rank == 1:
+        staging.StagedCopies._copy = lambda *_: 1 // 0  # type: ignore[method-assign]
+    try:
+        begin(store, numbers(30 + rank), "e").wait()
+    except (ZeroDivisionError, RankError) as e:
+        ends.append(f"e {'zero' in str(e)}")
+    finally:
+        staging.StagedCopies._copy = copy  # type: ignore[method-assign]
+    with pytest.raises(StateError, match="the option max_pending="):
+        begin(store, numbers(), "f", max_pending=1 + rank)
+    pending.append(begin(store, numbers(40 + rank), "g"))
+    return [*ends, *(take.wait().name for take in pending)]
+
+
+def dying(uri: str) -> list[str]:
+    """Return how two takes end on rank 0, if rank 1 dies while both are pending."""
+    store = Store(uri)
+    go = gated(store)
+    pending = [begin(store, numbers(i), f"step_{i}") for i in range(2)]
+    if dist.get_rank():
+        os.kill(os.getpid(), signal.SIGKILL)
+    go.set()
+    ends = []
+    for take in pending:
+        with pytest.raises(RankError) as e:
+            take.wait()
+        ends.append(str(e.value))
+    return ends
+
+
+def test_ranks_take_while_they_store(world, store):
+    first, second = world(2).run(overlapping, store.uri)
+    assert first == second == sorted(first)
+    for i, name in enumerate(("step_0", "step_1", "step_2", "alone")):
+        for rank in range(2):
+            assert_same(store[name].read_object(f"{rank}/s/x"), numbers(10 * i + rank))
+
+
+def test_ranks_stay_in_step_after_failures(world, store):
+    ends = world(2).run(failing, store.uri)
+    assert [e[1:] for e in ends] == [["b", "e True", "c", "g"]] * 2
+    assert all(e[0].endswith("True") for e in ends)
+    assert [s.name for s in store.snapshots()] == ["b", "c", "g"]
+
+
+def test_a_rank_that_dies_ends_both_takes(world, store):
+    (told, _) = world(2).run(dying, store.uri, expect_errors=True)
+    assert all("rank 1 died" in text for text in told), told
+    assert store.snapshots() == []
