@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from casnap.format.entries import Entry
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress, told_what
+from casnap.runtime.threads import collector_paused
 from casnap.storage.contents import Contents
 
 if TYPE_CHECKING:
@@ -128,15 +129,15 @@ class Reading:
                 of several ranks.
             DamagedError: Stored bytes are missing or damaged.
         """
-        from casnap.restore.read_object import read_objects
-
         given: Any = paths
         asked = [given] if isinstance(given, str) or not isinstance(given, Iterable) else [*given]
         if not all(isinstance(path, str) for path in asked):
             raise TypeError(
                 f"read_objects() takes a path or glob, or a list of them; got {paths!r:.200}"
             )
-        with self.contents.reading():
+        with collector_paused(), self.contents.reading():
+            from casnap.restore.read_object import read_objects
+
             return read_objects(
                 self.contents,
                 asked,
@@ -172,9 +173,11 @@ class Reading:
             MismatchError: ``obj_out`` has another shape.
             DamagedError: Stored bytes are missing or damaged.
         """
-        from casnap.restore.read_object import read_object
+        # To load these modules would set off a visit to all objects of torch, several times as long
+        # as a small read.
+        with collector_paused(), self.contents.reading():
+            from casnap.restore.read_object import read_object
 
-        with self.contents.reading():
             return read_object(
                 self.contents, path, obj_out, memory_budget_bytes, index, allow_pickle=allow_pickle
             )

@@ -16,6 +16,7 @@ from casnap.opened import Found, OpenStore, find, find_together
 from casnap.reading import EntriesByPath, Reading
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress, told_what
+from casnap.runtime.threads import collector_paused
 from casnap.storage.contents import Contents
 from casnap.version import __version__
 
@@ -90,6 +91,7 @@ class Snapshot(Reading):
     """
 
     @calls.named("Snapshot()")
+    @collector_paused()
     def __init__(
         self,
         path: str | os.PathLike[str] | Found,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Collection, Iterable, Iterator
-from operator import itemgetter
 from typing import Any, NamedTuple, NewType, TypeAlias, TypeVar
 
 import msgspec
@@ -263,11 +262,13 @@ class Segment(Struct, frozen=True):
 
 def encode_segment(segment: Segment) -> bytes:
     """Return the sealed bytes of a segment, its records sorted."""
-    number = {pack: i for i, pack in enumerate(segment.packs)}
+    number: dict[bytes, int] = {pack: i for i, pack in enumerate(segment.packs)}
     body = [_SEGMENT_HEAD.pack(len(segment.packs), len(segment.records)), *segment.packs]
     body.extend(
-        _RECORD.pack(d, number[PackId(p.pack)], p.offset, p.stored, p.raw, p.codec)
-        for d, p in sorted(segment.records, key=itemgetter(0))
+        sorted(
+            _RECORD.pack(d, number[p.pack], p.offset, p.stored, p.raw, p.codec)
+            for d, p in segment.records
+        )
     )
     return seal(b"s", b"".join(body))
 

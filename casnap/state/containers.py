@@ -247,13 +247,10 @@ def _encode_keys(path: str, keys: list[Any]) -> list[Key]:
 
 
 def _is_namedtuple(value: object) -> bool:
+    if not isinstance(value, tuple):
+        return False
     fields = getattr(type(value), "_fields", None)
-    return (
-        isinstance(value, tuple)
-        and type(fields) is tuple
-        and len(fields) == len(value)
-        and _are_fields(fields)
-    )
+    return type(fields) is tuple and len(fields) == len(value) and _are_fields(fields)
 
 
 def _are_fields(fields: Sequence[object]) -> bool:

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from casnap.errors import CasnapError, DamagedError, UnsupportedTypeError
-from casnap.format.entries import ContainerEntry, Payload, TensorEntry, ValueEntry
+from casnap.format.entries import (
+    INLINE_BYTES,
+    ContainerEntry,
+    Payload,
+    TensorEntry,
+    ValueEntry,
+)
 from casnap.format.records import encode
 from casnap.format.region import Region
 from casnap.state.containers import (
@@ -28,7 +34,7 @@ from casnap.state.containers import (
 from casnap.state.overlap import overlaps_itself
 from casnap.state.sharded import Shards, shards_of
 from casnap.state.tensors import Leaf, NoValuesError, assemble, describe, is_fillable
-from casnap.state.values import DECODE_ERRORS, decode_value, encode_value
+from casnap.state.values import DECODE_ERRORS, PLAIN_TYPES, decode_value, encode_value
 
 __all__ = ["Leaf", "component_of", "containers_of", "fill_targets", "flatten", "inflate"]
 
@@ -45,11 +51,11 @@ def _walk(value: Any, path: str, *, sparse: bool) -> Iterator[tuple[str, Any, Op
     while stack:
         ident, items = stack[-1]
         for where, child in items:
-            if type(child) in _TENSORS:
-                node = None
+            kind, node = type(child), None
+            if kind in _TENSORS:
                 if sparse and child.layout is not strided:
                     node = open_sparse(where, child)
-            else:
+            elif kind not in PLAIN_TYPES:
                 node = open_container(where, child)
             yield where, child, node
             if node is not None:
@@ -88,14 +94,14 @@ def flatten(value: Any, path: str, *, allow_pickle: bool = False) -> Iterator[Le
         UnsupportedTypeError: A value that cannot be stored; the message names its path.
     """
     numpy = sys.modules.get("numpy")
-    arrays = (numpy.ndarray, numpy.generic) if numpy is not None else ()
+    arrays = (torch.Tensor, *((numpy.ndarray, numpy.generic) if numpy is not None else ()))
     try:
         for where, child, node in _walk(value, path, sparse=True):
             if node is not None:
                 yield _container_leaf(where, node)
             elif type(child) in _TENSORS:
                 yield describe(where, child)
-            elif isinstance(child, (torch.Tensor, *arrays)):
+            elif type(child) not in PLAIN_TYPES and isinstance(child, arrays):
                 yield _array_leaf(where, child, allow_pickle)
             else:
                 yield _value_leaf(where, child, allow_pickle)
@@ -114,12 +120,16 @@ def containers_of(value: Any, path: str) -> Iterator[Leaf]:
 
 def _container_leaf(path: str, node: Opened) -> Leaf:
     spec = encode(node.spec()) if node.spec is not None else b""
-    return Leaf(path, ContainerEntry(node.kind, len(node.children), Payload(len(spec))), spec)
+    return Leaf(path, ContainerEntry(node.kind, len(node.children), _payload(spec)), spec)
 
 
 def _value_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:
     kind, data = encode_value(path, value, allow_pickle=allow_pickle)
-    return Leaf(path, ValueEntry(kind, Payload(len(data))), data)
+    return Leaf(path, ValueEntry(kind, _payload(data)), data)
+
+
+def _payload(data: bytes) -> Payload:
+    return Payload(len(data), data if len(data) <= INLINE_BYTES else b"")
 
 
 def _array_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:

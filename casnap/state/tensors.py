@@ -28,7 +28,8 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: The logical path.
-        entry: Its entry. Until it is stored, the payload has only the length.
+        entry: Its entry. Until it is stored, the payload has only the length; that of a value or
+            container may have its bytes.
         content: The carrier of a tensor; the carriers of a sharded tensor's parts that this rank
             holds; the bytes of any other entry.
     """

@@ -40,7 +40,8 @@ DECODE_ERRORS = (
     struct.error,
 )
 
-_PLAIN_TYPES = {bool, int, float, str, bytes, type(None)}
+PLAIN_TYPES = {bool, int, float, str, bytes, type(None)}
+"""Values of these types are never containers."""
 
 
 # --- keys -------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ def _sort_key(element: object) -> bytes:
 
 def is_packable(values: Any) -> bool:
     """Whether a list, tuple or set is long enough, and all its values plain, to be one entry."""
-    if len(values) < PACKED_FROM or not set(map(type, values)) <= _PLAIN_TYPES:
+    if len(values) < PACKED_FROM or not set(map(type, values)) <= PLAIN_TYPES:
         return False
     try:
         encode(list(values))
@@ -183,7 +184,7 @@ def is_packable(values: Any) -> bool:
 def _plain(data: bytes) -> list[Any]:
     # msgspec has no type for "str or bytes".
     values = decode(data, list[Any], "a packed list")
-    if not set(map(type, values)) <= _PLAIN_TYPES:
+    if not set(map(type, values)) <= PLAIN_TYPES:
         raise ValueError("an element is not plain")
     return values
 

@@ -26,7 +26,7 @@ from weakref import WeakValueDictionary
 
 import lmdb
 
-from casnap.format.digest import Digest, digest_of
+from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.records import ID_SIZE, PackId, Place, Record, SegmentId
 from casnap.runtime.environment import boot_id, cache_folder, why_refused
 from casnap.runtime.fork import PerProcess
@@ -256,10 +256,12 @@ class LmdbCache(Cache):
     @override
     def learn(self, segment: SegmentId, packs: Iterable[PackId], records: list[Record]) -> None:
         joined = b"".join(packs)
-        places = sorted((d, _encode_place(d, p)) for d, p in records)
+        # Joined: so many tuples at a time would keep Python's cycle collector busy.
+        places = sorted(d + _encode_place(d, p) for d, p in records)
         with self._writing(_PATIENCE) as txn:
             with txn.cursor(self._places) as cursor:
-                cursor.putmulti(places, dupdata=False)
+                pairs = ((each[:DIGEST_SIZE], each[DIGEST_SIZE:]) for each in places)
+                cursor.putmulti(pairs, dupdata=False)
             txn.put(
                 segment, struct.pack("<I", zlib.crc32(segment + joined)) + joined, db=self._segments
             )

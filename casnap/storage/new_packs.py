@@ -16,7 +16,16 @@ from casnap.runtime.buffers import shared_pool
 from casnap.runtime.threads import Crew
 from casnap.storage.node_packs import MOST_HINTED_BYTES
 from casnap.storage.objects import Objects
-from casnap.storage.pack import CHUNKS, NODES, Choose, PackFiller, PackWriter, Room, moved_place
+from casnap.storage.pack import (
+    CHUNKS,
+    NODES,
+    Choose,
+    PackFiller,
+    PackWriter,
+    Raw,
+    Room,
+    moved_place,
+)
 
 Find = Callable[[list[Digest]], list[Place | None]]
 """Returns a place, or None, for each digest."""
@@ -222,7 +231,7 @@ class ChunkWriter:
         self._ask = ask
         self._all_new = all_new
 
-    def store(self, raws: list[memoryview]) -> list[Digest]:
+    def store(self, raws: Sequence[Raw]) -> list[Digest]:
         """Store those chunks that are in no live pack; return the digests of all."""
         if self._all_new:
             return self._filler.add(raws, self._choose)

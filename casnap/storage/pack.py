@@ -36,6 +36,9 @@ _WRITERS = 3
 # A thread's first pack is a small one, so that the disk has work soon.
 _FIRST_BYTES = 12 << 20
 
+# To read a member of an enum takes as long as to copy a small chunk.
+_RAW, _ZSTD = Codec.RAW, Codec.ZSTD
+
 Raw: TypeAlias = memoryview | bytes
 Choose = Callable[[list[Digest], list[int]], list[bool]]
 """Given the digests and lengths of some chunks, says which of them to keep."""
@@ -184,9 +187,10 @@ class PackWriter:
         # The footer follows the last chunk: by that, others know how long the pack has to be. What
         # room at the end was for may have failed.
         fill = pack.fill = max(place.offset + place.stored for _, place in records)
-        if self.times == 2 and _fits(2, pack.fill, len(records), pack.slot):
+        if self.times == 2 and _room(2, pack.fill, len(records), pack.slot) >= 0:
             fill, records = _repeated(pack)
-        if pack.hints and _fits(1, fill + len(pack.hints), len(records) + 1, pack.slot):
+        room = _room(1, fill + len(pack.hints), len(records) + 1, pack.slot)
+        if pack.hints and room >= 0:
             fill, records = _with_hints(pack, fill, records)
         footer = pack_footer(self._kind, records)
         end = fill + len(footer)
@@ -261,14 +265,13 @@ class PackFiller:
         digests: list[Digest] = []
         for group in self._groups(raws):
             pack = self._open_pack
-            found, stored, start = [], [], pack.fill
+            found, stored, start, view = [], [], pack.fill, pack.slot.view
             for raw in group:
                 place = self._copy(raw)
-                own = pack.slot.view[place.offset :][: place.stored]
-                found.append(digest_of(own if place.codec == Codec.RAW else raw))
+                own = view[place.offset : place.offset + place.stored]
+                found.append(digest_of(own if place.codec == _RAW else raw))
                 stored.append(place)
-            chosen = choose(found, [len(raw) for raw in group])
-            self._keep(start, list(zip(found, stored, chosen, strict=True)))
+            self._keep(start, found, stored, choose(found, [len(raw) for raw in group]))
             digests += found
         return digests
 
@@ -307,10 +310,10 @@ class PackFiller:
         if self._writer.codec != Codec.RAW:
             return None
         most = nbytes + PAGE + count * FOOTER_RECORD_SIZE
-        if not self._has_room(most):
+        if most > self._room_left():
             self.seal()
             self._open()
-        if not self._has_room(most):
+        if most > self._room_left():
             return None
         pack = self._open_pack
         start = self._pad(nbytes)
@@ -342,17 +345,18 @@ class PackFiller:
     def _groups(self, raws: Sequence[Raw]) -> Iterator[list[Raw]]:
         """Yield runs of chunks that fit into the open pack; open another one where none fits."""
         group: list[Raw] = []
-        need = 0
+        need, room = 0, self._room_left()
         for raw in raws:
             most = len(raw) + PAGE + FOOTER_RECORD_SIZE
-            if not self._has_room(need + most):
+            if need + most > room:
                 if group:
                     yield group
                     group, need = [], 0
-                if not self._has_room(most):
+                if most > self._room_left():
                     self.seal()
                     self._open()
-                if not self._has_room(most, alone=True):
+                room = self._room_left()
+                if most > self._room_left(alone=True):
                     raise StateError(
                         f"a part of the state's description takes {len(raw):,} bytes, more than a "
                         "pack holds; use shorter keys and less metadata"
@@ -362,13 +366,14 @@ class PackFiller:
         if group:
             yield group
 
-    def _has_room(self, nbytes: int, *, alone: bool = False) -> bool:
+    def _room_left(self, *, alone: bool = False) -> int:
+        """Return how much can be added to the open pack, records included; below 0 for nothing."""
         pack = self._pack
         if pack is None or (self._first and pack.fill > _FIRST_BYTES):
-            return False
+            return -1
         # A node too large to stand twice stands once, in a pack of its own.
         times = 1 if alone else self._writer.times
-        return _fits(times, pack.fill + nbytes, len(pack.records) + pack.promised, pack.slot)
+        return _room(times, pack.fill, len(pack.records) + pack.promised, pack.slot)
 
     def _open(self) -> None:
         slot = self._writer.pool.take()
@@ -387,31 +392,34 @@ class PackFiller:
         """Fill the open pack up to where a chunk of this length can begin; return where."""
         pack = self._open_pack
         start = _aligned(pack.fill, nbytes)
-        pack.slot.view[pack.fill : start] = bytes(start - pack.fill)
-        pack.fill = start
+        if start > pack.fill:
+            pack.slot.view[pack.fill : start] = bytes(start - pack.fill)
+            pack.fill = start
         return start
 
     def _copy(self, raw: Raw) -> Place:
         pack = self._open_pack
-        stored, codec = raw, Codec.RAW
-        if self._writer.codec == Codec.ZSTD:
+        stored, codec = raw, _RAW
+        if self._writer.codec == _ZSTD:
             compressed = compress(raw)
             if len(compressed) < len(raw):
-                stored, codec = compressed, Codec.ZSTD
+                stored, codec = compressed, _ZSTD
         offset = self._pad(len(stored))
         pack.fill += len(stored)
         buffers.copy(pack.slot.view[offset : pack.fill], stored)
         return Place(pack.id, offset, len(stored), len(raw), codec)
 
-    def _keep(self, start: int, copied: list[tuple[Digest, Place, bool]]) -> None:
-        """Keep the wanted ones of the chunks copied from ``start`` on; close the gaps."""
+    def _keep(
+        self, start: int, digests: list[Digest], places: list[Place], chosen: list[bool]
+    ) -> None:
+        """Keep the chosen ones of the chunks copied from ``start`` on; close the gaps."""
         pack = self._open_pack
-        if all(wanted for _, _, wanted in copied):
-            pack.records += [(digest, place) for digest, place, _ in copied]
+        if all(chosen):
+            pack.records += zip(digests, places, strict=True)
             return
         pack.fill = start
         view = pack.slot.view
-        for digest, p, wanted in copied:
+        for digest, p, wanted in zip(digests, places, chosen, strict=True):
             if wanted:
                 offset = self._pad(p.stored)
                 pack.fill += p.stored
@@ -437,9 +445,10 @@ class PackFiller:
             self._writer.end_wait(pack)
 
 
-def _fits(times: int, fill: int, count: int, slot: Slot) -> bool:
-    most = fill + count * FOOTER_RECORD_SIZE + PAGE
-    return times * most + PACK_TAIL_SIZE <= len(slot.view)
+def _room(times: int, fill: int, count: int, slot: Slot) -> int:
+    """Return how much more a pack can hold that holds everything so many times; below 0 if none."""
+    most = (len(slot.view) - PACK_TAIL_SIZE) // times
+    return most - fill - count * FOOTER_RECORD_SIZE - PAGE
 
 
 def _repeated(pack: _Pack) -> tuple[int, list[Record]]:

@@ -52,9 +52,8 @@ def add_segment(
         merged = _to_merge_remote(sizes, len(segment.records) + len(segment.packs))
     else:
         merged = _to_merge(view.root.segments, len(segment.records))
-    new = (encode_segment(segment), "a new segment")
     kept = tuple(ref for ref in view.root.segments if ref not in merged)
-    last = _write_merged(objects, view, [new], merged, (), base, segment.records)
+    last = _write_merged(objects, view, segment, merged, (), base)
     return (*kept, *written, *last)
 
 
@@ -111,7 +110,7 @@ def rewrite_segments(objects: Objects, view: View, without: Collection[PackId]) 
     new: list[SegmentRef] = []
     try:
         for group in _groups(todo):
-            new += _write_merged(objects, view, [], group, gone, view.root.seq, [])
+            new += _write_merged(objects, view, Segment((), []), group, gone, view.root.seq)
     except StorageFullError:
         Rewriting(view.root.seq, gone, frozenset(), tuple(new)).discard(objects)
         raise
@@ -128,19 +127,20 @@ def drop_packs(objects: Objects, view: View, without: Collection[PackId]) -> tup
 def _write_merged(
     objects: Objects,
     view: View,
-    parts: list[tuple[bytes, str]],
+    new: Segment,
     refs: list[SegmentRef],
     without: Collection[PackId],
     base: int,
-    new: list[Record],
 ) -> list[SegmentRef]:
-    """Write parts and segments as one segment; return it, or nothing if it lists no pack."""
-    parts = parts + [objects.index.sealed_or_kept(ref) for ref in refs]
-    content, packs, count = merged_segment(parts, without)
+    """Write new and old segments as one; return it, or nothing if it lists no pack."""
+    content, packs, count = encode_segment(new), new.packs, len(new.records)
+    if refs:
+        parts = [objects.index.sealed_or_kept(ref) for ref in refs]
+        content, packs, count = merged_segment([(content, "a new segment"), *parts], without)
     if not packs:
         return []
     ident = _put(objects, content, base)
-    view.cache.keep_segment(ident, packs, new)
+    view.cache.keep_segment(ident, packs, new.records)
     objects.index.keep_small(ident, content)
     return [SegmentRef(ident, count)]
 

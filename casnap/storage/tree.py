@@ -9,7 +9,7 @@ as in Noms and Dolt.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -131,8 +131,7 @@ _Change = tuple[str, V | None]
 def build(items: Mapping[str, V], put: Put, shape: Shape = FLAT) -> Digest:
     """Store a tree of these items and return the digest of its top."""
     levels: _Levels[V] = _Levels(shape, put)
-    for item in sorted(items.items()):
-        levels.add_item(item)
+    levels.add_items(sorted(items.items()))
     top = levels.top()
     return Digest(top[1]) if top else put(encode(Leaf([])))
 
@@ -150,14 +149,17 @@ class _Levels(Generic[V]):
         self._full = [False]
         self._key_chars = 0
 
-    def add_item(self, item: tuple[str, V]) -> None:
-        """Add the next item."""
-        if self._full[0]:
-            self._close(0)
-        run = self._runs[0]
-        run.append(item)
-        self._key_chars += len(item[0])
-        self._full[0] = self._shape.ends_leaf(run, self._key_chars)
+    def add_items(self, items: Iterable[tuple[str, V]]) -> None:
+        """Add the next items."""
+        run, is_full = self._runs[0], self._full[0]
+        for item in items:
+            if is_full:
+                self._close(0)
+                run = self._runs[0]
+            run.append(item)
+            self._key_chars += len(item[0])
+            is_full = self._shape.ends_leaf(run, self._key_chars)
+        self._full[0] = is_full
 
     def add_node(self, child: Child, level: int) -> None:
         """Add a stored node of some level (0 for a leaf). The levels up to it must be closed."""
@@ -405,6 +407,5 @@ class Tree(Generic[V]):
     @staticmethod
     def _merge(levels: _Levels[V], items: list[tuple[str, V]], todo: list[_Change[V]]) -> None:
         merged: dict[str, V | None] = {**dict(items), **dict(todo)}
-        for key, value in sorted(merged.items(), key=_first):
-            if value is not None:
-                levels.add_item((key, value))
+        left = {key: value for key, value in merged.items() if value is not None}
+        levels.add_items(sorted(left.items(), key=_first))

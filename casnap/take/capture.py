@@ -8,7 +8,15 @@ from typing import NamedTuple
 import torch
 
 from casnap.errors import UnsupportedTypeError
-from casnap.format.entries import INLINE_BYTES, MAX_PATH_CHARS, TensorEntry, payload_of
+from casnap.format.entries import (
+    INLINE_BYTES,
+    MAX_PATH_CHARS,
+    Entry,
+    Payload,
+    TensorEntry,
+    payload_of,
+    with_payload,
+)
 from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region
 from casnap.format.tiling import Tiling
@@ -75,8 +83,9 @@ class Capture:
         leaves: All leaves, in order.
         spans: Which leaves belong to which key.
         grids: The grid of each leaf that this rank hashes as a whole; None for other leaves.
-        inline: The bytes of small leaves that are not sharded.
+        inline: The entries of small leaves that are not sharded, with their bytes.
         same_as: Leaf → an earlier leaf that is the same memory seen the same way.
+        sharded: Whether any leaf is a sharded tensor.
         assigned: Leaf → what of it this rank hashes, where other ranks hold it too.
 
     Raises:
@@ -88,43 +97,43 @@ class Capture:
         self.spans = spans
         self.grids: list[Grid | None] = []
         self.assigned: dict[int, Assignment] = {}
-        self.inline: dict[int, bytes] = {}
+        self.inline: dict[int, Entry] = {}
         self.same_as: dict[int, int] = {}
+        self.sharded = False
         with plain():
-            self._index_leaves(chunk_size)
+            tensors = self._index_leaves(chunk_size)
             # Other threads copy from the GPU, so what the caller has begun there must end first.
-            synchronize(t for x in self.leaves for t in getattr(x.content, "tensors", [x.content]))
+            synchronize(tensors)
 
-    def _index_leaves(self, chunk_size: int) -> None:
+    def _index_leaves(self, chunk_size: int) -> list[torch.Tensor]:
+        """Fill the attributes; return the tensors that may be in other memory than the host's."""
         seen: dict[int, int] = {}
+        elsewhere: list[torch.Tensor] = []
         for i, leaf in enumerate(self.leaves):
-            if len(leaf.path) > MAX_PATH_CHARS:
+            path, entry, content = leaf
+            if len(path) > MAX_PATH_CHARS:
                 raise UnsupportedTypeError(
-                    f"{leaf.path[:80]}…: a path of {len(leaf.path):,} characters is too long; "
+                    f"{path[:80]}…: a path of {len(path):,} characters is too long; "
                     f"keys are names, of at most {MAX_PATH_CHARS:,} characters in all"
                 )
-            if isinstance(leaf.content, Shards):
-                self.grids.append(None)
+            grid = None
+            if isinstance(content, Shards):
+                self.sharded = True
+                elsewhere += content.tensors
+            elif payload_of(entry).nbytes <= INLINE_BYTES:
+                self.inline[i] = _with_bytes(entry, content)
+            else:
+                grid = grid_of_leaf(leaf, chunk_size)
+            self.grids.append(grid)
+            if isinstance(content, bytes | Shards):
                 continue
-            if payload_of(leaf.entry).nbytes <= INLINE_BYTES:
-                self.inline[i] = _small_bytes(leaf.content)
-                self.grids.append(None)
-                continue
-            self.grids.append(grid_of_leaf(leaf, chunk_size))
-            if isinstance(leaf.content, torch.Tensor):
-                first = seen.setdefault(leaf.content.data_ptr(), i)
-                same_grid = self.grids[first] == self.grids[i]
-                if (
-                    first != i
-                    and same_grid
-                    and _same_memory(leaf.content, self.leaves[first].content)
-                ):
+            if not content.is_cpu:
+                elsewhere.append(content)
+            if grid is not None and (first := seen.setdefault(content.data_ptr(), i)) != i:
+                same_grid = self.grids[first] == grid
+                if same_grid and _same_memory(content, self.leaves[first].content):
                     self.same_as[i] = first
-
-    @property
-    def sharded(self) -> bool:
-        """Whether any leaf is a sharded tensor."""
-        return any(isinstance(leaf.content, Shards) for leaf in self.leaves)
+        return elsewhere
 
     def assign(self, assigned: dict[int, Assignment]) -> None:
         """Hash only these parts of the leaves that other ranks hold too."""
@@ -136,7 +145,7 @@ class Capture:
 
     def bytes_to_hash(self) -> int:
         """Return how many bytes this rank hashes."""
-        whole = (payload_of(self.leaves[i].entry).nbytes for i, _ in self._whole())
+        whole = (payload_of(self.leaves[i].entry).nbytes for i in self._whole())
         cells = (
             a.grid.cell_bytes(cell)
             for a in self.assigned.values()
@@ -162,29 +171,37 @@ class Capture:
             for first, stop in assignment.runs:
                 yield from self._pieces_between(i, first, stop)
         whole = self._whole()
-        number, cell = self._starting_point(whole, share)
-        for i, grid in whole[number : number + 1] if cell else []:
-            yield from pieces_between(i, self._sources(i)[0], grid, cell, grid.count)
-        for i, grid in (*whole[number + bool(cell) :], *whole[:number]):
-            yield from pieces_of(i, self._sources(i)[0], grid)
-        for i, grid in whole[number : number + 1] if cell else []:
-            yield from pieces_between(i, self._sources(i)[0], grid, 0, cell)
+        number, cell = self._starting_point(whole, share) if share else (0, 0)
+        parted = whole[number : number + 1] if cell else []
+        for i in parted:
+            yield from pieces_between(i, self._sources(i)[0], self._grid(i), cell)
+        for i in (*whole[number + bool(cell) :], *whole[:number]):
+            content = self.leaves[i].content
+            assert not isinstance(content, Shards)
+            yield from pieces_of(i, content, self._grid(i))
+        for i in parted:
+            yield from pieces_between(i, self._sources(i)[0], self._grid(i), 0, cell)
 
-    def _whole(self) -> list[tuple[int, Grid]]:
-        """Return the leaves that this rank hashes as a whole, and their grids."""
+    def _whole(self) -> list[int]:
+        """Return the leaves that this rank hashes as a whole."""
         grids = enumerate(self.grids)
-        return [(i, grid) for i, grid in grids if grid is not None and i not in self.same_as]
+        return [i for i, grid in grids if grid is not None and i not in self.same_as]
 
-    def _starting_point(self, whole: list[tuple[int, Grid]], share: float) -> tuple[int, int]:
-        """Return the leaf, and the cell of it, at a share of the bytes of some leaves."""
-        sizes = [payload_of(self.leaves[i].entry).nbytes for i, _ in whole]
+    def _grid(self, leaf: int) -> Grid:
+        grid = self.grids[leaf]
+        assert grid is not None
+        return grid
+
+    def _starting_point(self, whole: list[int], share: float) -> tuple[int, int]:
+        """Return which of some leaves, and which cell of it, is at a share of their bytes."""
+        sizes = [payload_of(self.leaves[i].entry).nbytes for i in whole]
         start = share * sum(sizes)
         for number, nbytes in enumerate(sizes):
             if start < nbytes:
-                i, grid = whole[number]
-                entry = self.leaves[i].entry
+                entry = self.leaves[whole[number]].entry
                 splits = isinstance(entry, TensorEntry) and not is_numpy(entry)
-                return number, int(start / nbytes * grid.count) if splits else 0
+                cells = self._grid(whole[number]).count
+                return number, int(start / nbytes * cells) if splits else 0
             start -= nbytes
         return 0, 0
 
@@ -208,8 +225,7 @@ class Capture:
         if isinstance(content, Shards):
             parts = zip(content.boxes, map(as_copyable, content.tensors), strict=True)
             return [Source(*part) for part in parts]
-        grid = self.assigned[leaf].grid if leaf in self.assigned else self.grids[leaf]
-        assert grid is not None
+        grid = self.assigned[leaf].grid if leaf in self.assigned else self._grid(leaf)
         if isinstance(content, torch.Tensor):
             content = as_copyable(content)
         return [Source(Region.whole(grid.shape), content)]
@@ -239,10 +255,12 @@ def _same_memory(a: torch.Tensor, b: object) -> bool:
     )
 
 
-def _small_bytes(content: torch.Tensor | bytes) -> bytes:
-    if isinstance(content, bytes):
-        return content
-    if content.nbytes == 0:
-        return b""
-    host = as_copyable(content).cpu().contiguous()
-    return bytes_at(host.data_ptr(), host.nbytes)
+def _with_bytes(entry: Entry, content: torch.Tensor | bytes) -> Entry:
+    """Return the entry of a small leaf with its bytes, as it is stored."""
+    payload = payload_of(entry)
+    if payload.inline or payload.nbytes == 0:
+        return entry
+    if not isinstance(content, bytes):
+        host = as_copyable(content).cpu().contiguous()
+        content = bytes_at(host.data_ptr(), host.nbytes)
+    return with_payload(entry, Payload(len(content), content))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from casnap.format.digest import DIGEST_SIZE, Digest
 from casnap.format.entries import INLINE_BYTES, payload_of
 from casnap.runtime.progress import Progress
-from casnap.storage.pack import Choose
+from casnap.storage.pack import Choose, Raw
 from casnap.storage.transaction import Transaction
 from casnap.take.capture import Capture
 from casnap.take.staging import Piece, give_back
@@ -19,12 +19,14 @@ class Digests(NamedTuple):
     """The digests of the chunks that this rank hashed.
 
     Attributes:
-        whole: Leaf → the digests of all its chunks, where this rank hashed all of them.
+        whole: Leaf → the digests of all its chunks, if there are several and this rank hashes all.
+        only: Leaf → the digest of its only chunk, once this rank has hashed that.
         cells: Leaf → cell → its digest, where ranks share a leaf; the bytes of the cell instead
             where the leaf is so small that its bytes stand in the entry.
     """
 
     whole: dict[int, bytearray]
+    only: dict[int, Digest]
     cells: dict[int, dict[int, bytes]]
 
 
@@ -43,9 +45,10 @@ class Hasher:
     def __init__(
         self, capture: Capture, transaction: Transaction, progress: Progress | None
     ) -> None:
-        grids = enumerate(capture.grids)
+        counts = ((i, grid.count) for i, grid in enumerate(capture.grids) if grid is not None)
         self.digests = Digests(
-            {i: bytearray(DIGEST_SIZE * grid.count) for i, grid in grids if grid},
+            {i: bytearray(DIGEST_SIZE * count) for i, count in counts if count > 1},
+            {},
             {i: {} for i in capture.assigned},
         )
         self._capture = capture
@@ -63,7 +66,9 @@ class Hasher:
         try:
             for batch in batches:
                 try:
-                    pieces = [piece for piece in batch if not self._keep_inline(piece)]
+                    pieces = batch
+                    if self.digests.cells:
+                        pieces = [piece for piece in batch if not self._keep_inline(piece)]
                     self._note(pieces, writer.store(_chunks_of(pieces)))
                 finally:
                     give_back(batch)
@@ -85,16 +90,18 @@ class Hasher:
 
     def _note(self, pieces: list[Piece], digests: list[Digest]) -> None:
         """Note the digests of the chunks of some pieces."""
-        start = 0
+        start, (whole, only, by_cell) = 0, self.digests
         for piece in pieces:
             stop = start + len(piece.sizes)
             found = digests[start:stop]
-            cells = self.digests.cells.get(piece.leaf)
-            if cells is None:
+            if piece.leaf in by_cell:
+                cells = range(piece.first, piece.first + len(found))
+                by_cell[piece.leaf].update(zip(cells, found, strict=True))
+            elif piece.leaf in whole:
                 at, joined = piece.first * DIGEST_SIZE, b"".join(found)
-                self.digests.whole[piece.leaf][at : at + len(joined)] = joined
+                whole[piece.leaf][at : at + len(joined)] = joined
             else:
-                cells.update(zip(range(piece.first, piece.first + len(found)), found, strict=True))
+                [only[piece.leaf]] = found
             start = stop
         if self._report is not None:
             self._report(sum(len(piece.view) for piece in pieces))
@@ -113,11 +120,14 @@ def _reporter(progress: Progress, capture: Capture) -> Callable[[int], None]:
     return report
 
 
-def _chunks_of(pieces: list[Piece]) -> list[memoryview]:
-    chunks = []
+def _chunks_of(pieces: list[Piece]) -> list[Raw]:
+    chunks: list[Raw] = []
     for piece in pieces:
         if piece.ready is not None:
             piece.ready()
+        if len(piece.sizes) == 1:
+            chunks.append(piece.view)
+            continue
         start = 0
         for size in piece.sizes:
             chunks.append(piece.view[start : start + size])

@@ -187,17 +187,19 @@ class _Builder:
     def _entry(self, leaf: int, put: Put) -> Entry:
         """Return the entry of a leaf that is not sharded."""
         capture = self._capture
+        small = capture.inline.get(leaf)
+        if small is not None:
+            return small
         path, entry, _ = capture.leaves[leaf]
-        if leaf in capture.inline:
-            inline = capture.inline[leaf]
-            return with_payload(entry, Payload(len(inline), inline))
         nbytes = payload_of(entry).nbytes
         if leaf in capture.assigned:
             runs = self._cells.get(self._division.keys[leaf], {})
             count = capture.assigned[leaf].grid.count
             return with_payload(entry, _assembled(path, nbytes, count, runs, put))
-        digests = self._digests.whole[capture.same_as.get(leaf, leaf)]
-        return with_payload(entry, _payload(nbytes, bytes(digests), put))
+        leaf = capture.same_as.get(leaf, leaf)
+        only = self._digests.only.get(leaf)
+        digests = bytes(self._digests.whole[leaf]) if only is None else only
+        return with_payload(entry, _payload(nbytes, digests, put))
 
 
 # --- the owner of a path ----------------------------------------------------------------------
@@ -315,7 +317,8 @@ def _joined(contributions: list[_Contribution], keys: Sequence[str], put: Put) -
         logical_bytes += contribution.logical_bytes
         count += contribution.count
         for key, some in contribution.entries.items():
-            entries.setdefault(key, some).update(some)
+            if entries.setdefault(key, some) is not some:
+                entries[key].update(some)
     for key in keys:
         if entries[key]:
             manifest.shared[key] = build(entries[key], put)

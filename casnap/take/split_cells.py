@@ -21,6 +21,7 @@ from casnap.format.records import encode
 from casnap.ranks.shared_memory import Ring, Shared
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot
+from casnap.storage.pack import Raw
 from casnap.take.capture import Assignment
 from casnap.take.staging import Piece
 
@@ -188,7 +189,7 @@ class SplitCells:
         return drawn
 
     def _message(self, rank: int, drawn: list[tuple[Piece, int]], message: _Message) -> memoryview:
-        inline: list[memoryview] = []
+        inline: list[Raw] = []
         try:
             for piece, at in drawn:
                 assert piece.part is not None
@@ -299,7 +300,7 @@ class SplitCells:
             self._open(where)
         self._fill(where, part.start, content)
 
-    def _fill(self, where: Where, start: int, content: memoryview) -> None:
+    def _fill(self, where: Where, start: int, content: Raw) -> None:
         cell = self._cells[where]
         buffers.copy(cell.view[start : start + len(content)], content)
         cell.missing -= len(content)

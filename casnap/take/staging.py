@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
@@ -20,8 +20,10 @@ from casnap.format.region import Region
 from casnap.format.tiling import Tiling
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot, bytes_at, view_at
-from casnap.runtime.threads import Crew, Shared, cores
+from casnap.runtime.threads import Crew, Shared, collector_paused, cores
 from casnap.state.cuda import pin, side_stream
+from casnap.state.tensors import as_copyable
+from casnap.storage.pack import Raw
 
 PIECE_BYTES = 8 << 20
 _BATCH = 256
@@ -58,8 +60,8 @@ class Piece(NamedTuple):
 
     leaf: int
     first: int
-    sizes: list[int]
-    view: memoryview
+    sizes: Sequence[int]
+    view: Raw
     owner: object = None
     ready: Callable[[], None] | None = None
     done: Callable[[], None] | None = None
@@ -79,7 +81,8 @@ def give_back(pieces: Iterable[Piece]) -> None:
     """Give the memory of all pieces back, even if an error is raised for one of them."""
     with ExitStack() as stack:
         for piece in pieces:
-            stack.callback(piece.give_back)
+            if piece.done is not None:
+                stack.callback(piece.give_back)
 
 
 class Source(NamedTuple):
@@ -89,26 +92,21 @@ class Source(NamedTuple):
     content: torch.Tensor | bytes
 
 
-def pieces_of(number: int, source: Source, grid: Grid | Tiling) -> Iterator[Piece]:
-    """Yield the bytes of a whole leaf in runs of about 8 MiB, in order."""
-    content = source.content
+def pieces_of(number: int, content: torch.Tensor | bytes, grid: Grid) -> Iterable[Piece]:
+    """Return the bytes of a whole leaf in runs of about 8 MiB, in order."""
     if isinstance(content, bytes):
-        yield from _runs(number, grid, memoryview(content), content)
-    elif content.is_cpu and content.is_contiguous() and isinstance(grid, Grid):
-        if content.nbytes <= _SMALL_BYTES and grid.count == 1:
-            raw = bytes_at(content.data_ptr(), content.nbytes)
-            yield Piece(number, 0, [len(raw)], memoryview(raw), raw)
-            return
-        view = view_at(content.data_ptr(), content.nbytes)
-        yield from _runs(number, grid, view, content)
-    else:
-        yield from pieces_between(number, source, grid, 0, grid.count)
+        return _runs(number, grid, memoryview(content), content)
+    if content.is_cpu and content.is_contiguous():
+        nbytes = content.nbytes
+        if grid.count > 1 or nbytes > _SMALL_BYTES:
+            return _runs(number, grid, view_at(content.data_ptr(), nbytes), content)
+        # There may be many of these, so not one object more than needed.
+        return (Piece(number, 0, (nbytes,), bytes_at(content.data_ptr(), nbytes)),)
+    source = Source(Region.whole(grid.shape), as_copyable(content))
+    return pieces_between(number, source, grid, 0)
 
 
-def _runs(number: int, grid: Grid | Tiling, view: memoryview, owner: object) -> Iterator[Piece]:
-    if grid.count == 1:
-        yield Piece(number, 0, [len(view)], view, owner)
-        return
+def _runs(number: int, grid: Grid, view: memoryview, owner: object) -> Iterator[Piece]:
     first, start, sizes, total = 0, 0, list[int](), 0
     for size in grid.sizes():
         if sizes and total + size > PIECE_BYTES:
@@ -121,9 +119,10 @@ def _runs(number: int, grid: Grid | Tiling, view: memoryview, owner: object) -> 
 
 
 def pieces_between(
-    number: int, source: Source, grid: Grid | Tiling, first: int, stop: int
+    number: int, source: Source, grid: Grid | Tiling, first: int, stop: int | None = None
 ) -> Iterator[Piece]:
     """Yield the bytes of some cells, which all lie in the source, in runs of about 8 MiB."""
+    stop = grid.count if stop is None else stop
     if isinstance(source.content, bytes):
         start = sum(grid.cell_bytes(i) for i in range(first))
         for i in range(first, stop):
@@ -215,16 +214,21 @@ def _from_cuda(number: int, first: int, sizes: list[int], block: torch.Tensor) -
 
 def batched(pieces: Iterable[Piece], nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
     """Group pieces into batches of about so many bytes, worth the switch to a thread."""
+    rest = iter(pieces)
+    while batch := _batch(rest, nbytes):
+        yield batch
+
+
+@collector_paused()
+def _batch(pieces: Iterator[Piece], nbytes: int) -> list[Piece]:
     batch, total = list[Piece](), 0
     for piece in pieces:
         batch.append(piece)
         total += len(piece.view)
         # A piece in a bounded buffer is handed on at once, or its maker might wait for the buffer.
         if total >= nbytes or len(batch) == _BATCH or piece.done is not None:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
+            break
+    return batch
 
 
 # --- copies for async takes -------------------------------------------------------------------

@@ -13,7 +13,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from casnap.errors import DamagedError, UnsupportedTypeError
-from casnap.format.entries import ContainerEntry, Payload, TensorEntry, ValueEntry
+from casnap.format.entries import (
+    INLINE_BYTES,
+    ContainerEntry,
+    Payload,
+    TensorEntry,
+    ValueEntry,
+)
 from casnap.state.flatten import Leaf, component_of, fill_targets, flatten, inflate
 from tests.support.bitwise import assert_same
 from tests.support.leaves import leaves_of, round_trip
@@ -92,14 +98,19 @@ def test_keys_that_cannot_be_stored(key):
         list(flatten({"deep": {key: 1}}, "m"))
 
 
+def inline(data: bytes) -> Payload:
+    assert len(data) <= INLINE_BYTES
+    return Payload(len(data), data)
+
+
 def test_leaves():
     tensor = torch.ones(2)
     leaves = leaves_of({"t": tensor, "n": 5, "s": "é", "e": {}})
-    assert leaves["m"].entry == ContainerEntry("dict", 4, Payload(len(leaves["m"].content)))
+    assert leaves["m"].entry == ContainerEntry("dict", 4, inline(leaves["m"].content))
     assert leaves["m/t"] == Leaf("m/t", TensorEntry("float32", (2,), Payload(8)), tensor)
     assert leaves["m/t"].content is tensor
-    assert leaves["m/n"] == Leaf("m/n", ValueEntry("int", Payload(1)), b"\5")
-    assert leaves["m/s"] == Leaf("m/s", ValueEntry("str", Payload(2)), "é".encode())
+    assert leaves["m/n"] == Leaf("m/n", ValueEntry("int", inline(b"\5")), b"\5")
+    assert leaves["m/s"] == Leaf("m/s", ValueEntry("str", inline("é".encode())), "é".encode())
     assert inflate("m/s", leaves) == "é"
     assert inflate("m", leaves)["t"] is tensor
 
