@@ -82,8 +82,8 @@ class Grid:
                 yield full
             yield last
 
-    def region(self, index: int) -> Region:
-        """Return the box of one cell."""
+    def region(self, index: int, stop: int | None = None) -> Region:
+        """Return the box of one cell, or of the cells up to ``stop``, which is in its lead."""
         if not self.shape:
             return Region((), ())
         lead, row = divmod(index, self.rows)
@@ -92,9 +92,14 @@ class Grid:
         for i in range(self.axis - 1, -1, -1):
             lead, offsets[i] = divmod(lead, self.shape[i])
             sizes[i] = 1
+        length = self.step * (1 if stop is None else stop - index)
         offsets[self.axis] = row * self.step
-        sizes[self.axis] = min(self.step, self.shape[self.axis] - row * self.step)
+        sizes[self.axis] = min(length, self.shape[self.axis] - row * self.step)
         return Region(tuple(offsets), tuple(sizes))
+
+    def lead_stop(self, index: int) -> int:
+        """Return one past the last cell that lies at the same place of the axes before ``axis``."""
+        return (index // self.rows + 1) * self.rows
 
     def covering(self, region: Region) -> Iterator[int]:
         """Yield, in order, the cells that share an element with ``region``."""

@@ -19,7 +19,6 @@ from casnap.format.entries import (
 )
 from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region
-from casnap.format.tiling import Tiling
 from casnap.runtime.buffers import bytes_at
 from casnap.runtime.torch_modes import plain
 from casnap.state.cuda import synchronize
@@ -27,7 +26,7 @@ from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards
 from casnap.state.tensors import Leaf, as_copyable, itemsize_of
 from casnap.take.staging import (
-    CellPart,
+    JointPart,
     Piece,
     Source,
     piece_of_part,
@@ -61,14 +60,14 @@ class Assignment(NamedTuple):
     Attributes:
         grid: How the whole leaf is cut into cells.
         runs: Runs of whole cells to hash: the first cell, and one past the last.
-        parts: Parts of cells to send: the cell, and the part. The receiver may be this rank.
-        assembled: The cells that this rank puts together from parts and hashes.
+        parts: Parts of cells to send, in the order of cells. The receiver may be this rank.
+        joined: The runs of cells that this rank puts together from parts and hashes.
     """
 
-    grid: Grid | Tiling
+    grid: Grid
     runs: list[tuple[int, int]]
-    parts: list[tuple[int, CellPart]]
-    assembled: list[int]
+    parts: list[JointPart]
+    joined: list[tuple[int, int]]
 
 
 class Capture:
@@ -149,7 +148,8 @@ class Capture:
         cells = (
             a.grid.cell_bytes(cell)
             for a in self.assigned.values()
-            for cell in (*a.assembled, *(c for first, stop in a.runs for c in range(first, stop)))
+            for first, stop in (*a.joined, *a.runs)
+            for cell in range(first, stop)
         )
         return sum(whole) + sum(cells)
 
@@ -165,8 +165,8 @@ class Capture:
                 Ranks that hold equal leaves begin at different ones, and so write different ones.
         """
         for i, assignment in self.assigned.items():
-            for cell, part in assignment.parts:
-                yield piece_of_part(i, self._source(i, part.region), cell, part)
+            for part in assignment.parts:
+                yield piece_of_part(i, self._source(i, part.region), part)
         for i, assignment in self.assigned.items():
             for first, stop in assignment.runs:
                 yield from self._pieces_between(i, first, stop)

@@ -19,7 +19,6 @@ from casnap.format.entries import TensorEntry
 from casnap.format.grid import Grid, grid_of
 from casnap.format.records import encode
 from casnap.format.region import Region
-from casnap.format.tiling import Tiling
 from casnap.ranks.comm import Comm
 from casnap.runtime.torch_modes import plain
 from casnap.state.sharded import Shards, holders_of
@@ -41,10 +40,10 @@ from casnap.take.path_owner import (
     plan_sharded,
     replies,
 )
-from casnap.take.plan import RankPlan, part_region, replicated_runs
+from casnap.take.plan import RankPlan, replicated_runs
 from casnap.take.replica_samples import Sampler
 from casnap.take.scopes import Declarations, Scope, declarations_of, scopes_of
-from casnap.take.staging import CellPart
+from casnap.take.staging import JointPart
 
 _log = logging.getLogger("casnap")
 _GROUP_BYTES = 8
@@ -105,7 +104,7 @@ def divide(
     claims = comm.exchange_messages(
         [_claims(capture, scopes, keys, leaves, samples) for leaves in claimed], Claims
     )
-    owned, plans = plan_sharded(claims, chunk_size)
+    owned, plans = plan_sharded(claims, chunk_size, comm.hosts)
     replicas = compare_replicas(claims)
     own_paths = {keys[i]: capture.leaves[i].path for i in claimed[comm.rank]}
     check_declared(claims, replicas, own_paths, declared)
@@ -117,9 +116,9 @@ def divide(
             comm.operation,
             few_paths([capture.leaves[i].path for i in different]),
         )
-    assigned = {
-        i: _sharded(capture, i, plan, comm.rank, chunk_size) for i, plan in own_plans.items()
-    }
+    # All ranks put cells together in one order: that of paths.
+    in_order = sorted(own_plans, key=lambda i: (capture.leaves[i].path, keys[i]))
+    assigned = {i: _sharded(capture, i, own_plans[i], chunk_size) for i in in_order}
     assigned |= _replicated(capture, scopes, comm, chunk_size)
     return Division(scopes, keys, owned, assigned, any(reply.splits for reply in heard))
 
@@ -223,39 +222,15 @@ def _take_in(
 # --- what this rank hashes --------------------------------------------------------------------
 
 
-def _sharded(capture: Capture, leaf: int, plan: RankPlan, rank: int, chunk_size: int) -> Assignment:
+def _sharded(capture: Capture, leaf: int, plan: RankPlan, chunk_size: int) -> Assignment:
     """Return what this rank does for a sharded leaf, by the plan of its owner."""
     entry = capture.leaves[leaf].entry
     assert isinstance(entry, TensorEntry)
-    itemsize = itemsize_of(entry)
-    if plan.boxes:
-        tiling = _own_tiling(entry.shape, itemsize, plan, chunk_size)
-        return Assignment(tiling, plan.runs, [], [])
-    grid = grid_of(entry.shape, itemsize, chunk_size)
-    sent = [(send.cell, send.to, send.start, send.stop) for send in plan.sends]
-    sent += [
-        (assembly.cell, rank, part.start, part.stop)
-        for assembly in plan.assemblies
-        for part in assembly.parts
-        if part.source == rank
-    ]
+    grid = grid_of(entry.shape, itemsize_of(entry), chunk_size)
     parts = [
-        (cell, CellPart(to, start, part_region(grid, cell, start, stop)))
-        for cell, to, start, stop in sent
+        JointPart(send.first, send.to, Region(send.offsets, send.sizes)) for send in plan.sends
     ]
-    return Assignment(grid, plan.runs, parts, [assembly.cell for assembly in plan.assemblies])
-
-
-def _own_tiling(shape: tuple[int, ...], itemsize: int, plan: RankPlan, chunk_size: int) -> Tiling:
-    """Return the tiling of a tensor, with the boxes that this rank has to know alone."""
-    return Tiling(
-        shape,
-        itemsize,
-        tuple(Region(box.offsets, box.sizes) for box in plan.boxes),
-        tuple(grid_of(box.sizes, itemsize, chunk_size) for box in plan.boxes),
-        tuple(box.first for box in plan.boxes),
-        0,
-    )
+    return Assignment(grid, plan.runs, parts, plan.joined)
 
 
 def _replicated(

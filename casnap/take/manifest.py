@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product
-from math import prod
-from operator import add
 from typing import NamedTuple
 
 import msgspec
@@ -22,11 +19,9 @@ from casnap.format.entries import (
     INLINE_BYTES,
     INLINE_DIGESTS,
     LIST_DIGESTS,
-    BoxedTensorEntry,
     Entry,
     Manifest,
     Payload,
-    TensorEntry,
     payload_of,
     with_payload,
 )
@@ -229,8 +224,6 @@ def _sharded_entries(
         path, nbytes = owned.path, payload_of(owned.entry).nbytes
         payload = _assembled(path, nbytes, owned.cells, cells.get(key, {}), put)
         entry = with_payload(owned.entry, payload)
-        if payload.inline:
-            entry = _row_major(entry)
         if entries.setdefault(path, entry) != entry:
             raise StateError(
                 f"{path} is one tensor on the ranks {first[path]}, and another on the ranks "
@@ -285,23 +278,6 @@ def _payload(nbytes: int, digests: bytes, put: Put) -> Payload:
         lists = [digests[at : at + step] for at in range(0, len(digests), step)]
         digests, depth = b"".join(map(put, lists)), depth + 1
     return Payload(nbytes, b"", digests, depth)
-
-
-def _row_major(entry: Entry) -> Entry:
-    """Return an entry whose inline bytes are in row-major order, not box by box."""
-    if not isinstance(entry, BoxedTensorEntry):
-        return entry
-    itemsize = entry.data.nbytes // prod(entry.shape)
-    content, at = bytearray(entry.data.nbytes), 0
-    for offsets, sizes in entry.boxes:
-        for index in product(*map(range, offsets, map(add, offsets, sizes))):
-            flat = 0
-            for i, size in zip(index, entry.shape, strict=True):
-                flat = flat * size + i
-            content[flat * itemsize : (flat + 1) * itemsize] = entry.data.inline[at : at + itemsize]
-            at += itemsize
-    payload = Payload(len(content), bytes(content))
-    return TensorEntry(entry.dtype, entry.shape, payload, entry.kind, entry.requires_grad)
 
 
 # --- rank 0 -----------------------------------------------------------------------------------

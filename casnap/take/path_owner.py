@@ -18,13 +18,12 @@ import msgspec
 
 from casnap.errors import StateError
 from casnap.format.digest import digest_of
-from casnap.format.entries import BoxedTensorEntry, Boxes, Entry, TensorEntry
+from casnap.format.entries import Boxes, Entry, TensorEntry
 from casnap.format.grid import grid_of
 from casnap.format.names import rank_names
 from casnap.format.region import Region
-from casnap.format.tiling import MAX_BOXES
 from casnap.state.tensors import itemsize_of
-from casnap.take.plan import RankPlan, TensorPlan, plan_tensor
+from casnap.take.plan import RankPlan, plan_tensor
 from casnap.take.scopes import Declarations
 
 KEY_BYTES = 16
@@ -32,6 +31,10 @@ NAMING_ADVICE = (
     "Give different tensors different names; for optimizers, get_optimizer_state_dict() of "
     "torch.distributed.checkpoint.state_dict has the names of the parameters"
 )
+
+
+TensorPlan = dict[int, RankPlan]
+"""The plan of each rank that has something to do for a tensor."""
 
 
 class OwnedTensor(NamedTuple):
@@ -126,13 +129,13 @@ def few_paths(paths: Sequence[str]) -> str:
 
 
 def replies(
-    claims: list[Claims], plans: dict[bytes, TensorPlan], replicas: Mapping[bytes, Replica]
+    claims: list[Claims], plans: Mapping[bytes, TensorPlan], replicas: Mapping[bytes, Replica]
 ) -> list[Reply]:
     """Return the owner's reply to each rank."""
-    splits = any(rank.assemblies for plan in plans.values() for rank in plan.ranks.values())
+    splits = any(rank.joined for plan in plans.values() for rank in plan.values())
     return [
         Reply(
-            [plans[claim.key].ranks.get(rank, RankPlan()) for claim in own.sharded],
+            [plans[claim.key].get(rank, RankPlan()) for claim in own.sharded],
             bytes(replicas[key] for key, _ in own.replicated),
             splits,
         )
@@ -197,9 +200,14 @@ def check_declared(
 
 
 def plan_sharded(
-    claims: list[Claims], chunk_size: int
+    claims: list[Claims], chunk_size: int, hosts: Sequence[int]
 ) -> tuple[dict[bytes, OwnedTensor], dict[bytes, TensorPlan]]:
     """Plan all sharded tensors that this rank owns.
+
+    Args:
+        claims: What each rank claims.
+        chunk_size: The store's, in bytes.
+        hosts: A number for each rank, which ranks of one host have in common.
 
     Raises:
         StateError: Ranks hold pieces of different tensors under one name, replicas that differ, or
@@ -214,12 +222,18 @@ def plan_sharded(
         itemsize = itemsize_of(entry)
         boxes = [(rank, Region(*box)) for rank, claim in held for box in claim.boxes]
         turn = int.from_bytes(key[8:], "big")
-        plan = plan_tensor(
-            entry.shape, itemsize, chunk_size, boxes, name=path, turn=turn, loads=loads
+        plans[key] = plan_tensor(
+            entry.shape,
+            itemsize,
+            chunk_size,
+            boxes,
+            name=path,
+            turn=turn,
+            loads=loads,
+            hosts=hosts,
         )
-        plans[key] = plan
-        stored, cells = _stored_entry(path, entry, itemsize, plan, chunk_size)
-        owned[key] = OwnedTensor(path, stored, cells, [rank for rank, _ in held])
+        cells = grid_of(entry.shape, itemsize, chunk_size).count
+        owned[key] = OwnedTensor(path, entry, cells, [rank for rank, _ in held])
     return owned, plans
 
 
@@ -265,29 +279,6 @@ def _check_shard_replicas(
             f"{path}: its shards overlap without being the same, so it is not determined whose "
             "elements count; make it anew with shards that do not"
         )
-
-
-def _stored_entry(
-    path: str, entry: TensorEntry, itemsize: int, plan: TensorPlan, chunk_size: int
-) -> tuple[TensorEntry, int]:
-    """Return the entry of a tensor as it is stored, without digests, and its number of cells."""
-    if len(plan.boxes) > MAX_BOXES:
-        raise StateError(
-            f"{path} lies in {len(plan.boxes):,} boxes, more than {MAX_BOXES:,}; redistribute it "
-            "to Shard on one dimension first"
-        )
-    if not plan.boxes:
-        return entry, grid_of(entry.shape, itemsize, chunk_size).count
-    boxed = BoxedTensorEntry(
-        entry.dtype,
-        entry.shape,
-        entry.data,
-        entry.kind,
-        entry.requires_grad,
-        entry.quantization,
-        tuple((box.offsets, box.sizes) for box in plan.boxes),
-    )
-    return boxed, sum(grid_of(box.sizes, itemsize, chunk_size).count for box in plan.boxes)
 
 
 def _description(entry: Entry) -> str:

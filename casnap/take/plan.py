@@ -4,9 +4,8 @@ There are two kinds of plans. Tensors that all ranks hold are shared out by byte
 computes its own share (:func:`replicated_runs`). A sharded tensor is planned by one rank, from the
 boxes that each rank holds (:func:`plan_tensor`).
 
-A cell that shard edges cut is put together by one rank. If no edge lies on an axis after that of
-the grid, every box is a few runs of the tensor's bytes, and every part of a cell is one run of the
-cell's bytes. So plans are made in bytes.
+A cell that lies whole in a box is hashed by a rank that holds the box. Cells that shard edges cut
+are put together by one rank, a few at a time: ranks send it the part of them that each box holds.
 """
 
 from __future__ import annotations
@@ -15,84 +14,52 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from math import prod
 from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct, field
 
 from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region
-from casnap.take.boxes import disjoint_boxes, distinct_boxes, missing_box_error
+from casnap.take.boxes import disjoint_boxes, distinct_boxes
 
 CoveredRun: TypeAlias = tuple[int, int, tuple[int, ...]]
-"""A run from one number to another, and the boxes that cover it."""
+"""A run of cells, and the numbers of the boxes that hold some of each."""
+
+# So many bytes of cells that are cut alike are put together at once: fewer messages.
+_JOINT_BYTES = 4 << 20
 
 
 class SentPart(Struct, frozen=True, array_like=True, gc=False):
-    """A part of a cell that goes to another rank: bytes ``start`` to ``stop`` of the cell."""
-
-    cell: int
-    to: int
-    start: int
-    stop: int
-
-
-class PartSource(Struct, frozen=True, array_like=True, gc=False):
-    """The rank that bytes ``start`` to ``stop`` of a cell come from."""
-
-    source: int
-    start: int
-    stop: int
-
-
-class Assembly(Struct, frozen=True, array_like=True):
-    """A cell that a rank puts together from parts, its own included."""
-
-    cell: int
-    parts: tuple[PartSource, ...]
-
-
-class StoredBox(Struct, frozen=True, array_like=True):
-    """A box that is gridded as a tensor of its own.
+    """The part of some cells that one box holds, for the rank that puts these cells together.
 
     Attributes:
-        first: The number of its first cell among all cells of the tensor.
-        offsets: Its offsets in the tensor.
+        first: The first of these cells.
+        stop: One past the last.
+        to: That rank; it may be the one that holds the box.
+        offsets: Where the part lies in the tensor.
         sizes: Its sizes.
     """
 
     first: int
+    stop: int
+    to: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 class RankPlan(Struct, array_like=True):
-    """What one rank does for one tensor. Cells are numbered over the whole tensor.
+    """What one rank does for one tensor.
 
     Attributes:
-        boxes: The boxes that ``runs`` lie in, in order, if the tensor is stored as boxes.
         runs: Whole cells to hash, from one number to another, in order; each run lies in a single
             box that the rank holds.
-        sends: The parts that other ranks need, in the order of cells.
-        assemblies: The cells that it puts together and hashes, in order.
+        sends: The parts that this rank gives, in the order of cells.
+        joined: The runs of cells that it puts together, each as a whole, and hashes, in order.
     """
 
-    boxes: list[StoredBox] = field(default_factory=list)
     runs: list[tuple[int, int]] = field(default_factory=list)
     sends: list[SentPart] = field(default_factory=list)
-    assemblies: list[Assembly] = field(default_factory=list)
-
-
-class TensorPlan(NamedTuple):
-    """How a sharded tensor is stored, and what each rank does for that.
-
-    Attributes:
-        boxes: The boxes that have a grid each, sorted by offsets; none if the tensor has one grid.
-        ranks: The plan of each rank that has something to do.
-    """
-
-    boxes: tuple[Region, ...]
-    ranks: dict[int, RankPlan]
+    joined: list[tuple[int, int]] = field(default_factory=list)
 
 
 def replicated_runs(grids: Sequence[Grid], rank: int, world: int) -> list[tuple[int, int, int]]:
@@ -111,18 +78,6 @@ def replicated_runs(grids: Sequence[Grid], rank: int, world: int) -> list[tuple[
     return _CellRuns([(_CellBytes(grid), 0, grid.count) for grid in grids]).share(rank, world)
 
 
-def part_region(grid: Grid, cell: int, start: int, stop: int) -> Region:
-    """Return the box of bytes ``start`` to ``stop`` of a cell, as plans name parts."""
-    region = grid.region(cell)
-    if not grid.shape:
-        return region
-    axis, nbytes = grid.axis, grid.slice_bytes
-    offsets, sizes = list(region.offsets), list(region.sizes)
-    offsets[axis] += start // nbytes
-    sizes[axis] = (stop - start) // nbytes
-    return Region(tuple(offsets), tuple(sizes))
-
-
 def plan_tensor(
     shape: tuple[int, ...],
     itemsize: int,
@@ -132,7 +87,8 @@ def plan_tensor(
     name: str = "a sharded tensor",
     turn: int = 0,
     loads: defaultdict[int, int] | None = None,
-) -> TensorPlan:
+    hosts: Sequence[int] | None = None,
+) -> dict[int, RankPlan]:
     """Plan which rank hashes which cells of one sharded tensor.
 
     Args:
@@ -147,24 +103,21 @@ def plan_tensor(
         loads: The bytes that each rank has been given to hash by other plans; those of this plan
             are added. A cell goes to its holder with the lowest load; of equal ones, to the holder
             of the largest part.
+        hosts: A number for each rank, which ranks of one host have in common. A part that several
+            ranks hold comes from the host of the rank that needs it, if it can. None for one host.
+
+    Returns:
+        The plan of each rank that has something to do.
 
     Raises:
         StateError: No rank holds some box, or a box lies outside the tensor.
     """
-    loads = defaultdict(int) if loads is None else loads
     grid = grid_of(shape, itemsize, chunk_size)
     if not grid.count:
-        return TensorPlan((), {})
-    held = distinct_boxes(shape, holders, name)
-    behind = range(grid.axis + 1, len(shape))
-    if all(box.sizes[axis] == shape[axis] for box in held for axis in behind):
-        return TensorPlan((), dict(_GridPlan(grid, held, name, turn, loads).ranks))
-    tiles = disjoint_boxes(shape, held, name)
-    if tiles[0][0] == Region.whole(shape):
-        return TensorPlan((), dict(_GridPlan(grid, dict(tiles), name, turn, loads).ranks))
-    return TensorPlan(
-        tuple(box for box, _ in tiles), _planned_boxes(tiles, itemsize, chunk_size, turn)
-    )
+        return {}
+    tiles = disjoint_boxes(shape, distinct_boxes(shape, holders, name), name)
+    loads = defaultdict(int) if loads is None else loads
+    return dict(_TensorPlan(grid, tiles, turn, loads, hosts).ranks)
 
 
 # --- cells and bytes --------------------------------------------------------------------------
@@ -190,11 +143,6 @@ class _CellBytes:
         lead, row = divmod(cell, self.rows)
         start = lead * self.lead + row * self.cell
         return start, min(start + self.cell, (lead + 1) * self.lead)
-
-    def at(self, byte: int) -> int:
-        """Return the cell in which a byte lies."""
-        lead, rest = divmod(byte, self.lead)
-        return lead * self.rows + rest // self.cell
 
     def since(self, byte: int) -> int:
         """Return the first cell that begins at a byte or after it."""
@@ -233,24 +181,7 @@ class _CellRuns:
         return found
 
 
-# --- boxes that are gridded each ---------------------------------------------------------------
-
-
-def _planned_boxes(
-    tiles: list[tuple[Region, list[int]]], itemsize: int, chunk_size: int, turn: int
-) -> dict[int, RankPlan]:
-    """Share out the cells of boxes that have a grid each; each cell lies whole in one box."""
-    plans: defaultdict[int, RankPlan] = defaultdict(RankPlan)
-    first = 0
-    for number, (box, ranks) in enumerate(tiles):
-        grid = grid_of(box.sizes, itemsize, chunk_size)
-        line = _CellRuns([(_CellBytes(grid), 0, grid.count)])
-        for i, rank in enumerate(_rotated(ranks, turn + number)):
-            for _, start, stop in line.share(i, len(ranks)):
-                plans[rank].boxes.append(StoredBox(first, box.offsets, box.sizes))
-                plans[rank].runs.append((first + start, first + stop))
-        first += grid.count
-    return dict(plans)
+# --- one tensor -------------------------------------------------------------------------------
 
 
 def _rotated(ranks: Sequence[int], turn: int) -> list[int]:
@@ -258,11 +189,22 @@ def _rotated(ranks: Sequence[int], turn: int) -> list[int]:
     return [*ranks[shift:], *ranks[:shift]]
 
 
-# --- one grid ---------------------------------------------------------------------------------
+class _Held(NamedTuple):
+    """A part of some cells: where it lies in the tensor, and the ranks that hold it."""
+
+    region: Region
+    ranks: list[int]
 
 
-class _GridPlan:
-    """The plan of a tensor with one grid, all of whose boxes are runs of its bytes.
+class _TensorPlan:
+    """The plan of one tensor.
+
+    Args:
+        grid: Its grid.
+        tiles: Boxes that hold each element once, and the ranks that hold each box.
+        turn: As for :func:`plan_tensor`.
+        loads: The same.
+        hosts: The same.
 
     Attributes:
         ranks: The plan of each rank.
@@ -271,43 +213,33 @@ class _GridPlan:
     def __init__(
         self,
         grid: Grid,
-        held: dict[Region, list[int]],
-        name: str,
+        tiles: list[tuple[Region, list[int]]],
         turn: int,
         loads: defaultdict[int, int],
+        hosts: Sequence[int] | None,
     ) -> None:
         self.ranks: defaultdict[int, RankPlan] = defaultdict(RankPlan)
-        self._cells = cells = _CellBytes(grid)
-        self._count = grid.count
-        self._holders = list(held.values())
+        self._grid, self._cells = grid, _CellBytes(grid)
+        self._tiles = tiles
         self._turn = turn
         self._loads = loads
+        self._hosts = hosts
         self._sent: defaultdict[int, int] = defaultdict(int)
-        runs = sorted(
-            (start, stop, i) for i, box in enumerate(held) for start, stop in _byte_runs(grid, box)
+        spans = _spans(
+            sorted((*run, i) for i, (box, _) in enumerate(tiles) for run in _cell_runs(grid, box))
         )
-        self._spans = _spans(runs)
-        stops = [0, *(stop for _, stop, _ in self._spans)]
-        starts = [*(start for start, _, _ in self._spans), grid.itemsize * prod(grid.shape)]
-        if starts != stops:
-            raise missing_box_error(grid.shape, held, name)
-        inner = ((cells.since(start), cells.at(stop), i) for start, stop, i in runs)
-        whole = _spans(sorted(run for run in inner if run[0] < run[1]))
-        self._share_out(whole)
-        self._plan_assemblies(whole)
+        self._share_out(span for span in spans if len(span[2]) == 1)
+        for span in spans:
+            if len(span[2]) > 1:
+                self._plan_cut_cells(*span)
 
-    def _ranks_of(self, boxes: tuple[int, ...]) -> list[int]:
-        if len(boxes) == 1:
-            return self._holders[boxes[0]]
-        return sorted({rank for i in boxes for rank in self._holders[i]})
-
-    def _share_out(self, whole: list[CoveredRun]) -> None:
+    def _share_out(self, whole: Iterable[CoveredRun]) -> None:
         """Share out the cells that lie whole in a box among the ranks that hold the box."""
-        groups: defaultdict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
-        for first, stop, boxes in whole:
-            groups[boxes].append((first, stop))
-        for number, (boxes, runs) in enumerate(groups.items()):
-            ranks = _rotated(self._ranks_of(boxes), self._turn + number)
+        by_box: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for first, stop, (box,) in whole:
+            by_box[box].append((first, stop))
+        for number, (box, runs) in enumerate(by_box.items()):
+            ranks = _rotated(self._tiles[box][1], self._turn + number)
             if len(ranks) == 1:
                 self.ranks[ranks[0]].runs += runs
                 continue
@@ -317,54 +249,53 @@ class _GridPlan:
                     self.ranks[rank].runs += [run[1:] for run in share]
         for rank, plan in self.ranks.items():
             plan.runs.sort()
-            run = self._cells.run
-            self._loads[rank] += sum(run(stop)[0] - run(first)[0] for first, stop in plan.runs)
+            self._loads[rank] += sum(self._nbytes(*run) for run in plan.runs)
 
-    def _plan_assemblies(self, whole: list[CoveredRun]) -> None:
-        """Plan for each other cell which rank puts it together, from which parts."""
-        spans = self._spans
-        at = behind = 0
-        for first, stop, _ in [*whole, (self._count, self._count, ())]:
-            for cell in range(behind, first):
-                start, end = self._cells.run(cell)
-                while spans[at][1] <= start:
-                    at += 1
-                last = at
-                while spans[last][1] < end:
-                    last += 1
-                self._plan_assembly(
-                    cell,
-                    [
-                        (max(a, start) - start, min(b, end) - start, self._ranks_of(boxes))
-                        for a, b, boxes in spans[at : last + 1]
-                    ],
-                )
-            behind = stop
+    def _nbytes(self, first: int, stop: int) -> int:
+        return self._cells.run(stop)[0] - self._cells.run(first)[0]
 
-    def _plan_assembly(self, cell: int, parts: list[tuple[int, int, list[int]]]) -> None:
+    def _plan_cut_cells(self, first: int, stop: int, boxes: tuple[int, ...]) -> None:
+        """Plan which ranks put cells together that the same boxes cut."""
+        holders = {rank for box in boxes for rank in self._tiles[box][1]}
+        most = min(_JOINT_BYTES // self._cells.cell, -(-(stop - first) // len(holders)))
+        while first < stop:
+            end = min(stop, first + max(1, most), self._grid.lead_stop(first))
+            region = self._grid.region(first, end)
+            parts = ((region.intersect(self._tiles[box][0]), box) for box in boxes)
+            self._plan_joint(
+                first, end, [_Held(part, self._tiles[box][1]) for part, box in parts if part]
+            )
+            first = end
+
+    def _plan_joint(self, first: int, stop: int, parts: list[_Held]) -> None:
+        """Plan which rank puts some cells together, from which parts."""
         held: defaultdict[int, int] = defaultdict(int)
-        for start, stop, ranks in parts:
+        for region, ranks in parts:
             for rank in ranks:
-                held[rank] += stop - start
-        owner = self._assembler(held, parts[-1][1])
-        chosen = []
-        for start, stop, ranks in parts:
+                held[rank] += region.numel
+        owner = self._joiner(held, self._nbytes(first, stop))
+        for region, ranks in parts:
             source = owner
             if owner not in ranks:
-                source = ranks[0]
-                if len(ranks) > 1:
-                    source = min(_rotated(ranks, self._turn), key=self._sent.__getitem__)
-                self._sent[source] += stop - start
-                self.ranks[source].sends.append(SentPart(cell, owner, start, stop))
-            chosen.append(PartSource(source, start, stop))
-        self.ranks[owner].assemblies.append(Assembly(cell, tuple(chosen)))
+                near = self._near(ranks, owner)
+                source = min(_rotated(near, self._turn), key=self._sent.__getitem__)
+                self._sent[source] += region.numel
+            sent = SentPart(first, stop, owner, region.offsets, region.sizes)
+            self.ranks[source].sends.append(sent)
+        self.ranks[owner].joined.append((first, stop))
 
-    def _assembler(self, held: dict[int, int], nbytes: int) -> int:
-        """Choose the rank that puts a cell together.
+    def _near(self, ranks: list[int], owner: int) -> list[int]:
+        """Return those of some ranks that are on the host of another one; all if none are."""
+        if self._hosts is None or len(ranks) == 1:
+            return ranks
+        return [r for r in ranks if self._hosts[r] == self._hosts[owner]] or ranks
+
+    def _joiner(self, held: dict[int, int], nbytes: int) -> int:
+        """Choose the rank that puts some cells together.
 
         Args:
-            held: Rank → how many bytes of the cell it holds.
-            nbytes: The bytes of the cell.
+            held: Rank → how many elements of the cells it holds.
+            nbytes: The bytes of the cells.
         """
         best = min((self._loads[rank], -n) for rank, n in held.items())
         equal = [rank for rank in sorted(held) if (self._loads[rank], -held[rank]) == best]
@@ -373,35 +304,36 @@ class _GridPlan:
         return chosen
 
 
-def _byte_runs(grid: Grid, box: Region) -> Iterator[tuple[int, int]]:
-    """Yield the runs of a tensor's bytes that make up a box, in order."""
-    shape, nbytes = grid.shape, grid.itemsize
-    axis = len(shape) - 1
-    while axis >= 0 and box.sizes[axis] == shape[axis]:
-        nbytes *= shape[axis]
-        axis -= 1
-    if axis < 0:
-        yield 0, nbytes
+def _cell_runs(grid: Grid, box: Region) -> Iterator[tuple[int, int]]:
+    """Yield the runs of cells of which a box holds some elements, in order."""
+    if not grid.shape:
+        yield 0, 1
         return
-    starts, size = [box.offsets[axis] * nbytes], box.sizes[axis] * nbytes
-    for i in range(axis - 1, -1, -1):
-        nbytes *= shape[i + 1]
-        lead = range(box.offsets[i], box.offsets[i] + box.sizes[i])
-        starts = [x * nbytes + start for x in lead for start in starts]
-    for start in starts:
-        yield start, start + size
+    start, axis = box.offsets[grid.axis], grid.axis
+    first, stop = start // grid.step, -(-(start + box.sizes[axis]) // grid.step)
+    leads = [0]
+    for i in range(axis):
+        lengths = range(box.offsets[i], box.offsets[i] + box.sizes[i])
+        leads = [lead * grid.shape[i] + x for lead in leads for x in lengths]
+    begin = end = leads[0] * grid.rows + first
+    for lead in leads:
+        if lead * grid.rows + first != end:
+            yield begin, end
+            begin = lead * grid.rows + first
+        end = lead * grid.rows + stop
+    yield begin, end
 
 
 def _spans(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:
     """Return disjoint runs that cover the same, each with the numbers of the runs that cover it.
 
     Args:
-        runs: Sorted: first byte, one past the last, and number.
+        runs: Sorted: first cell, one past the last, and number.
     """
     if all(a[1] <= b[0] for a, b in pairwise(runs)):
-        return [(start, stop, (i,)) for start, stop, i in runs]
+        return [(first, stop, (i,)) for first, stop, i in runs]
     edges = sorted(
-        [(stop, False, i) for _, stop, i in runs] + [(start, True, i) for start, _, i in runs]
+        [(stop, False, i) for _, stop, i in runs] + [(first, True, i) for first, _, i in runs]
     )
     spans: list[CoveredRun] = []
     covering: set[int] = set()

@@ -180,7 +180,7 @@ class Rounds:
         Raises:
             RankError: Another rank failed, died or hangs.
         """
-        source = Shared(batches(SLOT_BYTES), self._crew)
+        source = Shared(self._without_parts(batches(SLOT_BYTES)), self._crew)
         hashing = self._crew.start(
             lambda: hash_batches(self._with_whole_cells(source), self._choose), self._threads
         )
@@ -198,16 +198,23 @@ class Rounds:
 
     # --- the threads that hash ---
 
+    def _without_parts(self, batches: Iterable[list[Piece]]) -> Iterator[list[Piece]]:
+        """Yield what is hashed here; give away the parts, in their order, before all else.
+
+        So their memory is released on any error.
+        """
+        for batch in batches:
+            for piece in batch:
+                if piece.part is not None:
+                    self._split_cells.add(piece)
+            yield [piece for piece in batch if piece.part is None]
+
     def _with_whole_cells(self, source: Shared[list[Piece]]) -> Iterator[list[Piece]]:
         """Yield what one thread is to hash: batches of this rank, and cells put together."""
         try:
             for batch in source:
                 self._last_progress = time.monotonic()
-                # First of all give away the parts: then their memory is released on any error.
-                for piece in batch:
-                    if piece.part is not None:
-                        self._split_cells.add(piece)
-                yield [piece for piece in batch if piece.part is None]
+                yield batch
                 while whole := self._take_whole_cells(wait_while=self._is_full):
                     yield whole
             with self._changed:

@@ -1,23 +1,31 @@
-"""Cells that shard edges cut: ranks send their parts to one rank, which puts the cell together.
+"""Cells that shard edges cut: ranks send their parts to one rank, which puts the cells together.
 
-So the chunks of a tensor do not depend on its sharding.
+So the chunks of a tensor do not depend on its sharding. A few cells that are cut alike are put
+together at once, as the planner decided; together they are a *joint*.
 
-A rank writes its parts for ranks of its host into memory that they share, and says where; the
-receiver copies them to their places in the cell, and says in the next round that they are free. For
-other ranks the bytes are part of the message. A rank's own parts wait until others open the cell.
+All ranks give their parts in one order of joints. Each rank opens its joints in that order, as it
+has room, and says so; nothing is sent for a joint that is not open. So memory is bounded, and some
+rank can always go on: the first joint that is not whole is open, and each rank that has a part of
+it has given away all parts that come before.
+
+The joints of a rank lie in memory that it shares. Ranks of its host copy their parts there; for
+other ranks the bytes are part of the message.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 import msgspec
+import torch
 
 from casnap.format.decoding import decoder
 from casnap.format.records import encode
+from casnap.format.region import Region
 from casnap.ranks.shared_memory import Ring, Shared
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot
@@ -26,61 +34,83 @@ from casnap.take.capture import Assignment
 from casnap.take.staging import Piece
 
 SHARED_BYTES = 48 << 20
-"""The memory that each rank shares for parts."""
+"""The memory that each rank shares for the cells that it puts together."""
 _WINDOW_BYTES = 64 << 20
 _HEAD = struct.Struct("<I")
-# The cells that are put together, up to so many bytes, lie in memory that is used again.
-_cell_slots = Pool(48 << 20, 1)
-
-Where = tuple[bytes, int]
-"""The key of a leaf, and a cell of it."""
+# Where the cells lie if no rank shares memory with this one.
+_cell_slots = Pool(SHARED_BYTES, 1)
 
 
-class _Part(msgspec.Struct, array_like=True, gc=False):
-    """A part that is sent.
+class _Place(msgspec.Struct, array_like=True, gc=False):
+    """Where a joint is put together.
 
     Attributes:
         key: The key of the leaf.
-        cell: The cell that it is a part of.
-        start: The byte of the cell at which it begins.
-        nbytes: Its length.
-        at: Where it lies in the sender's shared memory; -1 if its bytes follow in the message.
+        first: The first cell.
+        stop: One past the last.
+        at: Where it lies in its rank's shared memory; -1 if not there.
     """
 
     key: bytes
-    cell: int
-    start: int
-    nbytes: int
+    first: int
+    stop: int
     at: int
+
+
+class _Part(msgspec.Struct, array_like=True, gc=False):
+    """A part that is given.
+
+    Attributes:
+        key: The key of the leaf.
+        first: The first cell of the joint.
+        nbytes: The length of the part.
+        region: Where it lies in the tensor, offsets and sizes, if its bytes follow in the message;
+            None if they are in place.
+    """
+
+    key: bytes
+    first: int
+    nbytes: int
+    region: tuple[tuple[int, ...], tuple[int, ...]] | None
 
 
 class _Message(msgspec.Struct, array_like=True):
     """What goes before the bytes of parts.
 
     Attributes:
-        last: Whether the sender will send no more parts.
-        freed: How many parts the sender has taken out of the receiver's shared memory.
+        last: Whether the sender will give no more parts.
+        opened: The joints that the sender takes parts of from now on.
         parts: The parts, in order.
     """
 
     last: bool
-    freed: int
+    opened: list[_Place]
     parts: list[_Part]
 
 
-class _Cell:
-    """A cell that is being put together."""
+class _Joint:
+    """Cells that this rank puts together.
 
-    __slots__ = ("at", "missing", "view")
+    Attributes:
+        leaf: The leaf.
+        place: Where it is put together.
+        sizes: The bytes of each cell.
+        view: The bytes of all cells.
+        missing: How many of them are still to come.
+    """
 
-    def __init__(self, view: memoryview, at: int | None) -> None:
+    __slots__ = ("leaf", "missing", "place", "sizes", "view")
+
+    def __init__(self, leaf: int, place: _Place, sizes: list[int], view: memoryview) -> None:
+        self.leaf = leaf
+        self.place = place
+        self.sizes = sizes
         self.view = view
-        self.at = at
         self.missing = len(view)
 
 
 class SplitCells:
-    """The parts that this rank sends, and the cells that it puts together.
+    """The parts that this rank gives, and the cells that it puts together.
 
     All but :meth:`add` and :meth:`drop` is called by the thread that talks.
 
@@ -88,7 +118,8 @@ class SplitCells:
         rank: This rank.
         shared: The memory that the ranks share.
         keys: The key by which all ranks know each leaf.
-        assigned: Leaf → what this rank hashes of it.
+        assigned: Leaf → what this rank hashes of it. Leaves that several ranks hold pieces of are
+            in the same order on all ranks.
     """
 
     def __init__(
@@ -98,32 +129,37 @@ class SplitCells:
         self._size = len(shared.theirs)
         self._shared = shared
         self._keys = keys
-        self._leaves = {keys[i]: (i, assignment.grid) for i, assignment in assigned.items()}
+        self._assigned = assigned
+        self._grids = {keys[i]: assignment.grid for i, assignment in assigned.items()}
         self._lock = threading.Lock()
         # What threads have added: for each rank the parts that wait, and the bytes of all of them.
         self._outbox: list[deque[Piece]] = [deque() for _ in range(self._size)]
         self._waiting_bytes = 0
         self._last = False
-        # Whether each rank has said that it will send no more.
+        # Of each rank: whether it has said that it will give no more; the joints that it takes
+        # parts of, or took.
         self._lasts = [False] * self._size
-        # The parts that lie in this rank's shared memory, in the order in which readers get them.
-        self._ring = Ring(len(shared.own))
-        self._sent: list[deque[int]] = [deque() for _ in range(self._size)]
-        # Parts in other ranks' memory that are still to be copied, and those that were since the
-        # last message.
-        self._arrived: deque[tuple[int, _Part]] = deque()
-        self._freed = [0] * self._size
-        self._own: defaultdict[Where, list[Piece]] = defaultdict(list)
-        self._cells: dict[Where, _Cell] = {}
+        self._places: list[dict[tuple[bytes, int], _Place]] = [{} for _ in range(self._size)]
+        # This rank's joints: those that are still to be opened; the bytes of the next one; those
+        # that are open; the bytes of these, and of what is whole but not hashed yet.
+        self._to_open = self._joints()
+        self._next = next(self._to_open, None)
+        self._open: dict[tuple[bytes, int], _Joint] = {}
+        self._bytes_in_use = 0
         self._slot: Slot | None = None
-        self._cell_ring = Ring(0)
-        self._whole_bytes = 0
+        self._ring: Ring | None = None
         self._whole: list[Piece] = []
+
+    def _joints(self) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield this rank's joints: the leaf, the first cell, and the bytes of each cell."""
+        for i, assignment in self._assigned.items():
+            for first, stop in assignment.joined:
+                yield i, first, [assignment.grid.cell_bytes(cell) for cell in range(first, stop)]
 
     # --- threads that hash ---
 
     def add(self, piece: Piece) -> None:
-        """Add a part that is to be sent; from any thread."""
+        """Add a part that is to be given; parts come in the order of joints."""
         assert piece.part is not None
         with self._lock:
             self._outbox[piece.part.to_rank].append(piece)
@@ -131,16 +167,15 @@ class SplitCells:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more parts should be added until some have been sent."""
+        """Whether no more parts should be added until some have been given."""
         return self._waiting_bytes > _WINDOW_BYTES
 
     def drop(self) -> None:
-        """Give back the memory of parts that will not be sent any more."""
+        """Give back the memory of parts that will not be given any more."""
         with self._lock:
-            pieces = [piece for box in (*self._outbox, *self._own.values()) for piece in box]
+            pieces = [piece for box in self._outbox for piece in box]
             for box in self._outbox:
                 box.clear()
-            self._own.clear()
             self._waiting_bytes = 0
         for piece in pieces:
             piece.give_back()
@@ -149,59 +184,65 @@ class SplitCells:
         """Note that no more parts will be added."""
         self._last = True
 
-    # --- sending ---
+    # --- giving ---
 
     @property
     def has_news(self) -> bool:
         """Whether other ranks may wait for what the next messages say."""
-        return any(self._outbox) or any(self._freed)
+        with self._lock:
+            return self._may_open or any(self._place(rank) for rank in range(self._size))
+
+    def _place(self, rank: int) -> _Place | None:
+        """Return where the next part for a rank goes, if there is one and the rank takes it."""
+        box = self._outbox[rank]
+        return self._places[rank].get((self._keys[box[0].leaf], box[0].first)) if box else None
 
     def messages(self) -> list[memoryview]:
         """Return what to send to each rank in this round."""
-        last = self._last
-        self._keep_own()
+        last, opened = self._last, self._open_more()
         drawn = [self._draw(rank) for rank in range(self._size)]
         with self._lock:
             last = last and not any(self._outbox)
-        freed, self._freed = self._freed, [0] * self._size
         return [
-            self._message(rank, pieces, _Message(last, freed[rank], []))
+            self._message(rank, pieces, _Message(last, opened, []))
             for rank, pieces in enumerate(drawn)
         ]
 
-    def _draw(self, rank: int) -> list[tuple[Piece, int]]:
-        """Take parts for a rank off its box, with their places in shared memory."""
-        drawn: list[tuple[Piece, int]] = []
+    def _draw(self, rank: int) -> list[tuple[Piece, _Place]]:
+        """Take parts for a rank off its box, with the places of their joints."""
+        drawn: list[tuple[Piece, _Place]] = []
         left = max(1, _WINDOW_BYTES // self._size)
         with self._lock:
-            box = self._outbox[rank]
-            while box and left > 0:
-                nbytes = len(box[0].view)
-                at: int | None = -1
-                if self._shared.readers[rank] and nbytes <= len(self._shared.own) // 2:
-                    at = self._ring.take(nbytes)
-                    if at is None:
-                        break
-                    self._sent[rank].append(at)
-                left -= nbytes
-                self._waiting_bytes -= nbytes
-                drawn.append((box.popleft(), -1 if at is None else at))
+            while left > 0 and (place := self._place(rank)) is not None:
+                piece = self._outbox[rank].popleft()
+                left -= len(piece.view)
+                self._waiting_bytes -= len(piece.view)
+                drawn.append((piece, place))
         return drawn
 
-    def _message(self, rank: int, drawn: list[tuple[Piece, int]], message: _Message) -> memoryview:
+    def _message(
+        self, rank: int, drawn: list[tuple[Piece, _Place]], message: _Message
+    ) -> memoryview:
         inline: list[Raw] = []
+        memory = self._shared.theirs[rank]
         try:
-            for piece, at in drawn:
+            for piece, place in drawn:
                 assert piece.part is not None
+                assert isinstance(piece.view, memoryview)
                 if piece.ready is not None:
                     piece.ready()
-                nbytes = len(piece.view)
-                part = _Part(self._keys[piece.leaf], piece.first, piece.part.start, nbytes, at)
-                message.parts.append(part)
-                if at < 0:
-                    inline.append(piece.view)
+                region, nbytes = piece.part.region, len(piece.view)
+                part = _Part(place.key, place.first, nbytes, None)
+                if rank == self._rank:
+                    self._fill(part, region, piece.view)
+                    continue
+                if memory is not None and place.at >= 0:
+                    outer = self._grids[place.key].region(place.first, place.stop)
+                    _copy(memory[place.at :], outer, region, piece.view)
                 else:
-                    buffers.copy(self._shared.own[at : at + nbytes], piece.view)
+                    part.region = (region.offsets, region.sizes)
+                    inline.append(piece.view)
+                message.parts.append(part)
             encoded = encode(message)
             return memoryview(bytearray().join([_HEAD.pack(len(encoded)), encoded, *inline]))
         finally:
@@ -211,7 +252,7 @@ class SplitCells:
     # --- receiving ---
 
     def receive(self, messages: Sequence[memoryview]) -> tuple[list[Piece], bool]:
-        """Put the parts of all ranks in their cells.
+        """Take in what all ranks gave.
 
         Returns:
             The cells that are whole now, and whether there will be no more.
@@ -221,105 +262,97 @@ class SplitCells:
                 continue  # that rank has all its cells
             start = _HEAD.size + _HEAD.unpack_from(content)[0]
             message = decoder(_Message).decode(content[_HEAD.size : start])
-            for _ in range(message.freed):
-                self._ring.free(self._sent[rank].popleft())
             self._lasts[rank] = message.last
+            self._places[rank] |= {(place.key, place.first): place for place in message.opened}
             for part in message.parts:
-                if part.at >= 0:
-                    self._arrived.append((rank, part))
+                if part.region is None:
+                    self._fill(part)
                 else:
-                    self._put(part, content[start : start + part.nbytes])
+                    self._fill(part, Region(*part.region), content[start : start + part.nbytes])
                     start += part.nbytes
-        self._take_arrived()
         whole, self._whole = self._whole, []
-        return whole, all(self._lasts) and not self._arrived
-
-    def _take_arrived(self) -> None:
-        """Copy parts out of the memory of other ranks, as long as there is room for cells."""
-        while self._arrived and self._may_open:
-            rank, part = self._arrived.popleft()
-            memory = self._shared.theirs[rank]
-            assert memory is not None
-            self._put(part, memory[part.at : part.at + part.nbytes])
-            self._freed[rank] += 1
+        return whole, all(self._lasts)
 
     @property
     def _may_open(self) -> bool:
-        # Where no whole cell waits to be hashed, no room will become free: go on without.
-        return not self._whole_bytes or self._whole_bytes < len(self._room) // 2
+        """Whether there is room for this rank's next joint."""
+        if self._next is None:
+            return False
+        return self._bytes_in_use + sum(self._next[2]) <= len(self._room) or not self._bytes_in_use
+
+    def _open_more(self) -> list[_Place]:
+        """Open this rank's next joints, as far as there is room; return their places."""
+        opened = []
+        while self._next is not None and self._may_open:
+            leaf, first, sizes = self._next
+            nbytes, room = sum(sizes), self._room
+            with self._lock:
+                self._bytes_in_use += nbytes
+                at = self._ring.take(nbytes) if self._ring is not None else None
+            view = memoryview(bytearray(nbytes)) if at is None else room[at : at + nbytes]
+            place = _Place(self._keys[leaf], first, first + len(sizes), -1 if at is None else at)
+            self._open[place.key, first] = _Joint(leaf, place, sizes, view)
+            opened.append(place)
+            self._next = next(self._to_open, None)
+        return opened
 
     @property
     def _room(self) -> memoryview:
-        if self._slot is None:
-            self._slot = _cell_slots.acquire(wait=False) or Slot(buffers.PAGE)
-            self._cell_ring = Ring(len(self._slot.view))
-        return self._slot.view
+        if len(self._shared.own):
+            room = self._shared.own
+        else:
+            if self._slot is None:
+                self._slot = _cell_slots.acquire(wait=False) or Slot(buffers.PAGE)
+            room = self._slot.view
+        if self._ring is None:
+            self._ring = Ring(len(room))
+        return room
 
-    def _keep_own(self) -> None:
-        """Keep parts of this rank's own cells until other ranks' parts open these."""
-        with self._lock:
-            box = self._outbox[self._rank]
-            pieces = list(box)
-            box.clear()
-            places = [(self._keys[piece.leaf], piece.first) for piece in pieces]
-            for where, piece in zip(places, pieces, strict=True):
-                self._own[where].append(piece)
-        for where in places:
-            held = sum(len(piece.view) for piece in self._own.get(where, ()))
-            if where in self._cells or held == self._leaves[where[0]][1].cell_bytes(where[1]):
-                self._open(where)
-        if self.is_full and not self._whole_bytes:
-            # No part of another rank opens them soon; other threads wait for the memory.
-            for where in list(self._own):
-                self._open(where)
+    def _fill(
+        self, part: _Part, region: Region | None = None, content: memoryview | None = None
+    ) -> None:
+        """Note that a part has come, or copy it to its place; whole cells are to be hashed."""
+        joint = self._open[part.key, part.first]
+        place = joint.place
+        if region is not None and content is not None:
+            outer = self._grids[place.key].region(place.first, place.stop)
+            _copy(joint.view, outer, region, content)
+        joint.missing -= part.nbytes
+        if joint.missing:
+            return
+        del self._open[part.key, part.first]
 
-    def _open(self, where: Where) -> None:
-        """Begin to put a cell together, with this rank's own parts of it."""
-        if where not in self._cells:
-            nbytes, room = self._leaves[where[0]][1].cell_bytes(where[1]), self._room
+        def done() -> None:
             with self._lock:
-                at = self._cell_ring.take(nbytes)
-            view = memoryview(bytearray(nbytes)) if at is None else room[at : at + nbytes]
-            self._cells[where] = _Cell(view, at)
-        with self._lock:
-            pieces = self._own.pop(where, [])
-            self._waiting_bytes -= sum(len(piece.view) for piece in pieces)
-        for piece in pieces:
-            assert piece.part is not None
-            try:
-                if piece.ready is not None:
-                    piece.ready()
-                self._fill(where, piece.part.start, piece.view)
-            finally:
-                piece.give_back()
+                self._bytes_in_use -= len(joint.view)
+                if place.at >= 0 and self._ring is not None:
+                    self._ring.free(place.at)
 
-    def _put(self, part: _Part, content: memoryview) -> None:
-        """Copy a part of another rank to its place in its cell."""
-        where = part.key, part.cell
-        if where not in self._cells or where in self._own:
-            self._open(where)
-        self._fill(where, part.start, content)
-
-    def _fill(self, where: Where, start: int, content: Raw) -> None:
-        cell = self._cells[where]
-        buffers.copy(cell.view[start : start + len(content)], content)
-        cell.missing -= len(content)
-        if not cell.missing:
-            del self._cells[where]
-            leaf, nbytes = self._leaves[where[0]][0], len(cell.view)
-            with self._lock:
-                self._whole_bytes += nbytes
-
-            def done() -> None:
-                with self._lock:
-                    self._whole_bytes -= nbytes
-                    if cell.at is not None:
-                        self._cell_ring.free(cell.at)
-
-            self._whole.append(Piece(leaf, where[1], [nbytes], cell.view, cell, done=done))
+        self._whole.append(
+            Piece(joint.leaf, place.first, joint.sizes, joint.view, joint, done=done)
+        )
 
     def close(self) -> None:
         """Give memory back, once no thread hashes any more."""
         slot, self._slot = self._slot, None
         if slot is not None and len(slot.view) == _cell_slots.slot_bytes:
             _cell_slots.release(slot)
+
+
+def _copy(target: memoryview, outer: Region, part: Region, content: memoryview) -> None:
+    """Copy the bytes of a part to its place in a box whose bytes begin with ``target``."""
+    itemsize = len(content) // part.numel
+    start = part.start_in(outer)
+    if start is not None:
+        buffers.copy(target[start * itemsize : start * itemsize + len(content)], content)
+        return
+    # The axes after the last one that is cut are one run of bytes.
+    axis = max(i for i, size in enumerate(part.sizes) if size != outer.sizes[i])
+    run = prod(outer.sizes[axis + 1 :]) * itemsize
+    into = _bytes(target[: outer.numel * itemsize]).view(*outer.sizes[: axis + 1], run)
+    given = _bytes(content).view(*part.sizes[: axis + 1], run)
+    into[part.within(outer)[: axis + 1]].copy_(given)
+
+
+def _bytes(view: memoryview) -> torch.Tensor:
+    return torch.frombuffer(view, dtype=torch.uint8)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,6 @@ import torch
 from casnap.format.grid import Grid
 from casnap.format.records import MAX_CHUNK_SIZE
 from casnap.format.region import Region
-from casnap.format.tiling import Tiling
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot, bytes_at, view_at
 from casnap.runtime.threads import Crew, Shared, collector_paused, cores
@@ -30,22 +30,22 @@ _BATCH = 256
 _SMALL_BYTES = 16 << 10
 
 
-class CellPart(NamedTuple):
-    """A part of a cell that shard edges cut.
+class JointPart(NamedTuple):
+    """A part of cells that shard edges cut, which are put together at once.
 
     Attributes:
-        to_rank: The rank that puts the cell together.
-        start: The byte of the cell at which the part begins.
+        first: The first of these cells.
+        to_rank: The rank that puts them together.
         region: The box of the tensor that the part is.
     """
 
+    first: int
     to_rank: int
-    start: int
     region: Region
 
 
 class Piece(NamedTuple):
-    """The bytes of a run of chunks of one leaf, or of a part of one chunk.
+    """The bytes of a run of chunks of one leaf, or of a part of them.
 
     Attributes:
         leaf: The number of the leaf.
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
         owner: Keeps the memory alive.
         ready: Waits until the bytes are there; None if they are.
         done: Gives the memory back; None if there is nothing to give back.
-        part: The part of the first chunk that this is; None if the chunks are whole.
+        part: Which part of the chunks this is; None if they are whole.
     """
 
     leaf: int
@@ -65,7 +65,7 @@ class Piece(NamedTuple):
     owner: object = None
     ready: Callable[[], None] | None = None
     done: Callable[[], None] | None = None
-    part: CellPart | None = None
+    part: JointPart | None = None
 
     def give_back(self) -> None:
         """Give the memory back, once no copy into it is running."""
@@ -119,7 +119,7 @@ def _runs(number: int, grid: Grid, view: memoryview, owner: object) -> Iterator[
 
 
 def pieces_between(
-    number: int, source: Source, grid: Grid | Tiling, first: int, stop: int | None = None
+    number: int, source: Source, grid: Grid, first: int, stop: int | None = None
 ) -> Iterator[Piece]:
     """Yield the bytes of some cells, which all lie in the source, in runs of about 8 MiB."""
     stop = grid.count if stop is None else stop
@@ -134,13 +134,13 @@ def pieces_between(
         yield _piece(number, begin, sizes, source, region)
 
 
-def piece_of_part(number: int, source: Source, cell: int, part: CellPart) -> Piece:
-    """Return the bytes of a part of a cell."""
+def piece_of_part(number: int, source: Source, part: JointPart) -> Piece:
+    """Return the bytes of a part of some cells."""
     assert isinstance(source.content, torch.Tensor)
-    # Copied at once, also from a GPU: parts are small, and many wait to be sent.
+    # Copied at once, also from a GPU: many parts wait to be sent.
     block = source.content[part.region.within(source.region)].contiguous().cpu()
     view = view_at(block.data_ptr(), block.nbytes)
-    return Piece(number, cell, [block.nbytes], view, block, part=part)
+    return Piece(number, part.first, [block.nbytes], view, block, part=part)
 
 
 def _piece(number: int, first: int, sizes: list[int], source: Source, region: Region) -> Piece:
@@ -153,7 +153,7 @@ def _piece(number: int, first: int, sizes: list[int], source: Source, region: Re
     return Piece(number, first, sizes, view_at(block.data_ptr(), block.nbytes), block)
 
 
-def _blocks(grid: Grid | Tiling, first: int, stop: int) -> Iterator[tuple[int, list[int], Region]]:
+def _blocks(grid: Grid, first: int, stop: int) -> Iterator[tuple[int, list[int], Region]]:
     """Yield runs of cells that form a box: the first cell, the bytes of each, and the box."""
     begin, sizes, box = first, list[int](), Region((), ())
     for i in range(first, stop):
@@ -226,7 +226,9 @@ def _batch(pieces: Iterator[Piece], nbytes: int) -> list[Piece]:
         batch.append(piece)
         total += len(piece.view)
         # A piece in a bounded buffer is handed on at once, or its maker might wait for the buffer.
-        if total >= nbytes or len(batch) == _BATCH or piece.done is not None:
+        # Few parts at a time: those that wait to be sent are bounded.
+        enough = nbytes if piece.part is None else min(nbytes, PIECE_BYTES)
+        if total >= enough or len(batch) == _BATCH or piece.done is not None:
             break
     return batch
 
@@ -265,6 +267,19 @@ class _Block:
             _kept.release(self.slot)
 
 
+class _Copying(NamedTuple):
+    """A copy to be made: of what, to where, and a lock that is held until it is made."""
+
+    piece: Piece
+    target: memoryview
+    under_way: threading.Lock
+
+
+def _wait_for(under_way: threading.Lock) -> None:
+    with under_way:
+        pass
+
+
 class StagedCopies:
     """Copies of pieces in memory that is kept between takes; the originals may change.
 
@@ -291,8 +306,8 @@ class StagedCopies:
         """
         self._when_full = when_full
         try:
-            with Crew(self._threads) as crew:
-                source = Shared(pieces, crew)
+            with closing(self._placed(pieces)) as placed, Crew(self._threads) as crew:
+                source = Shared(placed, crew)
                 crew.run(lambda: self._copy(source), crew.limited(cores()))
         except BaseException as e:
             self._error = e
@@ -302,13 +317,15 @@ class StagedCopies:
                 self._complete = True
                 self._changed.notify_all()
 
-    def _copy(self, source: Shared[Piece]) -> None:
+    def _placed(self, pieces: Iterable[Piece]) -> Generator[_Copying]:
+        """Give each piece a place for its copy, and hand the copies on in the order of the pieces.
+
+        Ranks that put cells together rely on that order.
+        """
         block: _Block | None = None
         try:
-            for piece in source:
+            for piece in pieces:
                 try:
-                    if piece.ready is not None:
-                        piece.ready()
                     target = block.room(len(piece.view)) if block is not None else None
                     if block is None or target is None:
                         full, block = block, None
@@ -317,17 +334,32 @@ class StagedCopies:
                         block = _Block(self._slot())
                         target = block.room(len(piece.view))
                         assert target is not None
-                    buffers.copy(target, piece.view)
-                finally:
+                except BaseException:
                     piece.give_back()
-                copied = piece._replace(view=target, owner=None, ready=None, done=block.done)
+                    raise
+                under_way = threading.Lock()
+                under_way.acquire()
+                wait = partial(_wait_for, under_way)
+                copied = piece._replace(view=target, owner=None, ready=wait, done=block.done)
+                block.share()
                 with self._changed:
-                    block.share()
                     self._copies.append(copied)
                     self._changed.notify()
+                yield _Copying(piece, target, under_way)
         finally:
             if block is not None:
                 block.done()
+
+    def _copy(self, source: Shared[_Copying]) -> None:
+        for piece, target, under_way in source:
+            try:
+                if piece.ready is not None:
+                    piece.ready()
+                buffers.copy(target, piece.view)
+            finally:
+                # If that failed, the take fails at its last piece.
+                under_way.release()
+                piece.give_back()
 
     def _slot(self) -> Slot:
         slot = _kept.acquire(wait=False)

@@ -28,13 +28,12 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import StateError, UnsupportedTypeError
-from casnap.format.entries import BoxedTensorEntry
 from casnap.format.region import Region
 from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards
 from tests.support import spreading
 from tests.support.bitwise import noise, raw
-from tests.support.cli_calls import document, invoke
+from tests.support.cli_calls import document
 from tests.support.ranks import World
 from tests.support.sharded import LAYOUTS, Training, assert_same, expected, full_state, training
 from tests.support.spreading import Way, is_right, spread
@@ -196,12 +195,13 @@ def test_a_sharded_snapshot_is_read_without_ranks(saved: str) -> None:
 def test_the_command_shows_sharded_snapshots(saved: str) -> None:
     names = {row["name"]: row for row in document("ls", saved)["snapshots"]}
     assert names.keys() == set(SOURCES)
-    boxed, plain = f"{saved}/fsdp_tp on 4", f"{saved}/{ALONE}"
-    assert document("show", boxed)["world_size"] == 4
-    shown = document("show", boxed, "train/model/blocks.0.down.weight")
-    assert (shown["shape"], shown["boxes"]) == ([96, 384], 4)
-    assert "boxes" in invoke("show", boxed, "2/train/model/blocks.0.down.weight").stdout
+    columns, plain = f"{saved}/fsdp_tp on 4", f"{saved}/{ALONE}"
+    assert document("show", columns)["world_size"] == 4
+    shown = document("show", columns, "train/model/blocks.0.down.weight")
+    assert shown["shape"] == [96, 384]
+    assert "boxes" not in shown
     assert document("diff", plain, f"{saved}/fsdp2 on 3")["changed"] == 0
+    assert document("diff", plain, columns)["changed"] == 0
     assert document("check", saved, "--data")
 
 
@@ -443,31 +443,10 @@ def test_the_same_weights_are_stored_once_on_all_worlds(world: Worlds, tmp_path:
     store = Store(folder)
     trees, first = set(), 0
     for number, (size, layout) in enumerate(
-        [(1, "plain"), (2, "ddp"), (4, "fsdp2"), (3, "fsdp2"), (1, "plain")]
+        [(1, "plain"), (2, "ddp"), (4, "fsdp_tp"), (4, "fsdp2"), (3, "fsdp2"), (1, "plain")]
     ):
         new, logical = world(size).run(take_again, folder, layout, f"{number}")[0]
         first = first or new
         trees.add(store[f"{number}"].contents.manifest.shared["train"])
         assert new >= logical if number == 0 else new <= 0.005 * first, (size, layout, new)
     assert len(trees) == 1
-
-
-def take_in_boxes(folder: str) -> list[int]:
-    given, store = training("fsdp_tp", 1), Store(folder)
-    return [store.take({"train": given}, name).stats.new_bytes for name in ("tp", "tp again")]
-
-
-def test_columns_of_tensor_parallelism_are_stored_once(world: Worlds, tmp_path: Path) -> None:
-    folder = str(tmp_path / "store")
-    store = Store(folder)
-    world(4).run(take_again, folder, "fsdp2", "fsdp2")
-    first, second = world(4).run(take_in_boxes, folder)[0]
-    assert second < 2000
-    # RowwiseParallel cuts columns: such a tensor lies in boxes of its own, all others are known.
-    entries = store["tp"].get_manifest()
-    boxed = [p for p, e in entries.items() if isinstance(e, BoxedTensorEntry)]
-    assert {p.split("/")[-1] for p in boxed if p.startswith("0/train/model/")} == {
-        f"blocks.0.{name}.weight" for name in ("out", "down")
-    }
-    in_boxes = sum(entries[p].data.nbytes for p in boxed if p.startswith("0/"))
-    assert in_boxes <= first < 1.01 * in_boxes + 20_000

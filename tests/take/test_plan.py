@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from itertools import product
 from math import prod
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from casnap.errors import StateError
 from casnap.format.grid import grid_of
 from casnap.format.region import Region
-from casnap.take.plan import RankPlan, StoredBox, part_region, plan_tensor, replicated_runs
+from casnap.take.plan import RankPlan, plan_tensor, replicated_runs
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
@@ -65,10 +65,6 @@ def held_tensors(draw, *, overlapping=False):
     return shape, draw(st.permutations(holders))
 
 
-def cut(array, region):
-    return array[region.within(Region.whole(array.shape))]
-
-
 def whole_array(shape, itemsize):
     return np.random.default_rng(0).integers(0, 256, (*shape, itemsize), dtype=np.uint8)
 
@@ -84,66 +80,61 @@ class Ranks:
             self.boxes[rank].append(box)
         self.grid = grid_of(shape, itemsize, chunk_size)
 
+    def held(self, region):
+        return self.array[region.within(Region.whole(self.shape))]
+
     def bytes_of(self, rank, region):
         """Return the bytes of a region out of one box that the rank holds."""
         box = next(b for b in self.boxes[rank] if region.numel and b.intersect(region) == region)
-        held = self.array[box.within(Region.whole(self.shape))]
-        return held[region.within(box)].tobytes()
+        return self.held(box)[region.within(box)].tobytes()
 
     def carried_out(self, plan):
-        """Return the cells that each rank hashes, by number, and what was passed between ranks."""
+        """Return the cells that each rank hashes, by number."""
         cells = defaultdict(list)
-        mail = {
-            (send.cell, send.to, rank, send.start, send.stop)
-            for rank, todo in plan.ranks.items()
-            for send in todo.sends
-        }
-        assert len(mail) == sum(len(todo.sends) for todo in plan.ranks.values())
-        for rank, todo in plan.ranks.items():
-            boxes = todo.boxes or [StoredBox(0, (0,) * len(self.shape), self.shape)]
+        parts = defaultdict(list)
+        for rank, todo in plan.items():
+            for sent in todo.sends:
+                region = Region(sent.offsets, sent.sizes)
+                parts[sent.first, sent.stop, sent.to].append(region)
+                assert self.bytes_of(rank, region)
             for first, stop in todo.runs:
-                box = max((b for b in boxes if b.first <= first), key=lambda b: b.first)
-                grid = grid_of(box.sizes, self.itemsize, self.chunk_size)
-                assert stop <= box.first + grid.count
-                regions = [grid.region(i - box.first) for i in range(first, stop)]
-                for i, region in enumerate(regions, first):
-                    offsets = tuple(a + b for a, b in zip(region.offsets, box.offsets, strict=True))
-                    raw = self.bytes_of(rank, Region(offsets, region.sizes))
-                    cells[i].append((rank, raw))
-            for assembly in todo.assemblies:
-                raw = b""
-                for part in assembly.parts:
-                    assert part.start == len(raw)
-                    raw += self.bytes_of(
-                        part.source, part_region(self.grid, assembly.cell, part.start, part.stop)
-                    )
-                    if part.source != rank:
-                        mail.remove((assembly.cell, rank, part.source, part.start, part.stop))
-                cells[assembly.cell].append((rank, raw))
-        assert not mail
+                for i in range(first, stop):
+                    cells[i].append((rank, self.bytes_of(rank, self.grid.region(i))))
+        for rank, todo in plan.items():
+            for first, stop in todo.joined:
+                found = parts.pop((first, stop, rank))
+                whole = self.grid.region(first, stop)
+                assert sum(part.numel for part in found) == whole.numel
+                joined = np.zeros((*whole.sizes, self.itemsize), dtype=np.uint8)
+                for part in found:
+                    joined[part.within(whole)] = self.held(part)
+                raw = joined.tobytes()
+                for i in range(first, stop):
+                    nbytes = self.grid.cell_bytes(i)
+                    cells[i].append((rank, raw[:nbytes]))
+                    raw = raw[nbytes:]
+                assert not raw
+        assert not parts
         return cells
 
-    def stored(self, plan):
-        """Return the bytes of all cells of the tensor or of its boxes, in order."""
-        boxes = plan.boxes or (Region.whole(self.shape),)
-        for box in boxes:
-            grid = grid_of(box.sizes, self.itemsize, self.chunk_size)
-            array = self.array[box.within(Region.whole(self.shape))]
-            for i in range(grid.count):
-                yield array[grid.region(i).within(Region.whole(box.sizes))].tobytes()
+    def stored(self):
+        """Return the bytes of all cells of the tensor, in order."""
+        for i in range(self.grid.count):
+            yield self.held(self.grid.region(i)).tobytes()
 
 
 def assert_right(plan, ranks):
     cells = ranks.carried_out(plan)
-    expected = list(ranks.stored(plan))
+    expected = list(ranks.stored())
     assert sorted(cells) == list(range(len(expected)))
     for i, raw in enumerate(expected):
         assert [r for _, r in cells[i]] == [raw]
     # What is sent to a rank arrives as it was.
-    for todo in plan.ranks.values():
+    for todo in plan.values():
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(todo), type=RankPlan) == todo
-        assert [send.cell for send in todo.sends] == sorted(send.cell for send in todo.sends)
+        assert [send.first for send in todo.sends] == sorted(send.first for send in todo.sends)
         assert todo.runs == sorted(todo.runs)
+        assert todo.joined == sorted(todo.joined)
 
 
 # --- sharded tensors --------------------------------------------------------------------------
@@ -154,10 +145,6 @@ def test_every_cell_is_hashed_once_from_what_its_ranks_hold(tensor, itemsize, ch
     shape, holders = tensor
     plan = plan_tensor(shape, itemsize, chunk_size, holders, turn=turn)
     assert_right(plan, Ranks(shape, itemsize, chunk_size, holders))
-    grid = grid_of(shape, itemsize, chunk_size)
-    boxes = sorted({b for _, b in holders if b.numel}, key=lambda box: box.offsets)
-    behind = any(b.sizes[i] != shape[i] for b in boxes for i in range(grid.axis + 1, len(shape)))
-    assert plan.boxes == (tuple(boxes) if behind else ())
 
 
 @given(held_tensors(overlapping=True), itemsizes, chunk_sizes, turns)
@@ -165,22 +152,23 @@ def test_boxes_may_overlap(tensor, itemsize, chunk_size, turn):
     shape, holders = tensor
     plan = plan_tensor(shape, itemsize, chunk_size, holders, turn=turn)
     assert_right(plan, Ranks(shape, itemsize, chunk_size, holders))
-    assert sum(box.numel for box in plan.boxes) in (0, prod(shape))
 
 
 @given(held_tensors(), itemsizes, chunk_sizes)
 def test_a_holder_of_a_cell_puts_it_together(tensor, itemsize, chunk_size):
     shape, holders = tensor
     grid = grid_of(shape, itemsize, chunk_size)
-    for rank, todo in plan_tensor(shape, itemsize, chunk_size, holders).ranks.items():
-        for assembly in todo.assemblies:
-            held = Counter()
-            for other, box in set(holders):
-                common = box.intersect(grid.region(assembly.cell))
-                held[other] += common.numel if common else 0
-            assert sum(p.source == rank for p in assembly.parts) >= 1
-            own = sum(p.stop - p.start for p in assembly.parts if p.source == rank)
-            assert own == held[rank] * itemsize
+    for rank, todo in plan_tensor(shape, itemsize, chunk_size, holders).items():
+        for first, stop in todo.joined:
+            whole = grid.region(first, stop)
+            held = sum(
+                common.numel
+                for other, box in set(holders)
+                if other == rank and (common := box.intersect(whole))
+            )
+            assert held > 0
+            own = [s for s in todo.sends if (s.first, s.to) == (first, rank)]
+            assert sum(prod(sent.sizes) for sent in own) == held
 
 
 @given(held_tensors(), itemsizes, chunk_sizes)
@@ -221,31 +209,20 @@ def test_replicas_share_evenly(turn):
     shape = (8000, 16)
     holders = [(r, Region((4000 * (r // 5), 0), (4000, 16))) for r in range(10)]
     plan = plan_tensor(shape, 4, 512, holders, turn=turn)
-    assert not any(todo.assemblies or todo.sends for todo in plan.ranks.values())
-    hashed = [sum(b - a for a, b in plan.ranks[r].runs) for r in range(10)]
+    assert not any(todo.joined or todo.sends for todo in plan.values())
+    hashed = [sum(b - a for a, b in plan[r].runs) for r in range(10)]
     assert hashed == [100] * 10
-    assert all(len(todo.runs) == 1 for todo in plan.ranks.values())
+    assert all(len(todo.runs) == 1 for todo in plan.values())
 
 
 def test_turns_spread_what_one_rank_must_do():
     # Of a tensor smaller than a cell, one rank puts all together; not always the same one.
     holders = [(r, Region((r * 4,), (4,))) for r in range(8)]
     owners = [
-        next(
-            r
-            for r, todo in plan_tensor((32,), 4, 4096, holders, turn=t).ranks.items()
-            if todo.assemblies
-        )
+        next(r for r, todo in plan_tensor((32,), 4, 4096, holders, turn=t).items() if todo.joined)
         for t in range(8)
     ]
     assert owners == list(range(8))
-
-
-def test_turns_spread_boxes_of_replicas():
-    # Two boxes of one cell each, held by four ranks each.
-    holders = [(r, Region((0, 4 * (r // 4)), (4, 4))) for r in range(8)]
-    busy = Counter(r for t in range(4) for r in plan_tensor((4, 8), 4, 64, holders, turn=t).ranks)
-    assert busy == dict.fromkeys(range(8), 1)
 
 
 def test_sends_of_replicas_are_spread():
@@ -253,27 +230,62 @@ def test_sends_of_replicas_are_spread():
     holders = [(0, Region((4 * i, 0), (3, 4))) for i in range(30)]
     holders += [(r, Region((4 * i + 3, 0), (1, 4))) for i in range(30) for r in (1, 2, 3)]
     plan = plan_tensor((120, 4), 4, 64, holders)
-    assert sorted(len(plan.ranks[r].assemblies) for r in range(4)) == [7, 7, 8, 8]
-    assert max(len(plan.ranks[r].sends) for r in (1, 2, 3)) <= 3
+    assert sorted(len(plan[r].joined) for r in range(4)) == [7, 7, 8, 8]
+    assert max(sum(s.to != r for s in plan[r].sends) for r in (1, 2, 3)) <= 3
+
+
+def test_parts_come_from_the_same_host_if_they_can():
+    # Two hosts of two ranks each hold a replica; each rank has half of the columns.
+    holders = [(r, Region((0, 4 * (r % 2)), (160, 4))) for r in range(4)]
+    plan = plan_tensor((160, 8), 4, 64, holders, hosts=[7, 7, 9, 9])
+    assert all(todo.joined for todo in plan.values())
+    assert all(sent.to // 2 == r // 2 for r, todo in plan.items() for sent in todo.sends)
 
 
 def test_who_has_much_to_hash_already_gets_no_cells_of_others():
     loads = defaultdict(int, {0: 10_000})
     holders = [(r, Region((25 * r, 0), (25, 4))) for r in range(4)]
     plan = plan_tensor((100, 4), 4, 256, holders, loads=loads)  # 16 rows a cell
-    cells = {r: len(p.assemblies) for r, p in plan.ranks.items()}
+    cells = {r: len(p.joined) for r, p in plan.items()}
     assert cells[0] == 0
     assert sum(cells.values()) == 3
     assert loads[0] == 10_000 + 256
 
 
-def test_the_whole_beside_shards_needs_no_boxes():
+@pytest.mark.parametrize("columns", [4, 3])
+def test_ranks_that_hold_columns_put_as_much_together(columns):
+    # 64 MiB in cells of 1 MiB, of which no rank holds one whole.
+    shape, step = (16384, 1020), 1020 // columns
+    holders = [(r, Region((0, r * step), (16384, step))) for r in range(columns)]
+    loads = defaultdict(int)
+    for _ in range(5):
+        plan = plan_tensor(shape, 4, 1 << 20, holders, loads=loads)
+        joined = [run for todo in plan.values() for run in todo.joined]
+        assert max(stop - first for first, stop in joined) == 4
+        assert len(joined) < 24
+        for r, todo in plan.items():
+            assert len(todo.sends) == len(joined), r
+            assert not todo.runs
+    assert max(loads.values()) < 1.05 * sum(loads.values()) / columns
+
+
+def test_the_whole_beside_shards_is_enough():
     shape = (64, 64)
     holders = [(r, Region((0, 16 * r), (64, 16))) for r in range(4)]
-    assert len(plan_tensor(shape, 4, 4096, holders).boxes) == 4
+    assert set(plan_tensor(shape, 4, 4096, holders)) == {0, 1, 2, 3}
     plan = plan_tensor(shape, 4, 4096, [*holders, (9, Region.whole(shape))])
-    assert plan.boxes == ()
-    assert set(plan.ranks) == {9}
+    assert set(plan) == {9}
+
+
+def test_a_copy_of_many_slices_is_one_run():
+    # Each slice is two cells; a rank that holds all of them is not told of each.
+    plan = plan_tensor((1000, 32, 16), 1, 256, [(0, Region.whole((1000, 32, 16)))])
+    assert plan[0].runs == [(0, 2000)]
+    halves = [(r, Region((0, 0, 8 * r), (1000, 32, 8))) for r in range(2)]
+    joined = [
+        run for todo in plan_tensor((1000, 32, 16), 1, 256, halves).values() for run in todo.joined
+    ]
+    assert sorted(joined) == [(2 * i, 2 * i + 2) for i in range(1000)]
 
 
 # --- declared replicas ------------------------------------------------------------------------

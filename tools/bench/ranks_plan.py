@@ -17,11 +17,13 @@ import msgspec
 from casnap.format.entries import Payload, TensorEntry
 from casnap.format.grid import grid_of
 from casnap.format.records import encode
+from casnap.format.region import Region
 from casnap.restore.shared_reads import Units, schedule_reads, window_for
 from casnap.runtime.buffers import SLOT_BYTES
 from casnap.runtime.threads import collector_paused
 from casnap.take import path_owner, rounds
-from casnap.take.plan import part_region, replicated_runs
+from casnap.take.plan import replicated_runs
+from casnap.take.staging import JointPart
 from tools.bench.measure import PeakMemory
 from tools.bench.settings import GIB, MIB, Settings
 from tools.bench.table import Row, duration
@@ -134,7 +136,7 @@ def _sharded(ranks: int) -> _Cost:
 def _planned(told: list[bytes]) -> list[bytes]:
     """Do what the owner of some tensors does."""
     heard = [msgspec.msgpack.decode(claims, type=path_owner.Claims) for claims in told]
-    _, plans = path_owner.plan_sharded(heard, _CHUNK)
+    _, plans = path_owner.plan_sharded(heard, _CHUNK, range(len(heard)))
     return [encode(verdict) for verdict in path_owner.replies(heard, plans, {})]
 
 
@@ -142,9 +144,9 @@ def _followed(keys: list[bytes], answer: bytes, entries: dict[bytes, TensorEntry
     """Do what a rank does with the answer of an owner, short of touching its tensors."""
     verdict = msgspec.msgpack.decode(answer, type=path_owner.Reply)
     for key, plan in zip(keys, verdict.sharded, strict=True):
-        grid = grid_of(entries[key].shape, 2, _CHUNK)
+        grid_of(entries[key].shape, 2, _CHUNK)
         for send in plan.sends:
-            part_region(grid, send.cell, send.start, send.stop)
+            JointPart(send.first, send.to, Region(send.offsets, send.sizes))
 
 
 def _replicated(ranks: int) -> _Cost:
