@@ -1,8 +1,8 @@
 """How the bytes of a tensor entry are cut into cells: by one grid, or by the grids of boxes.
 
-If a shard has an edge on an axis after the one that the grid cuts (as torch's RowwiseParallel
-makes), it holds only a part of every cell. Such a tensor is cut into the boxes of its shards, and
-each box by the grid of a tensor of its shape.
+Takes cut every tensor by one grid. Takes of older versions cut a tensor into the boxes of its
+shards if these had an edge on an axis after the one that the grid cuts, and each box by the grid of
+a tensor of its shape. The parts of a copy are boxes too (:mod:`casnap.transfer.pinned`).
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ class Comm(ABC):
         timeout: Seconds that one rank waits for another.
         ended: Whether the operation has ended here, well or not.
         neighbours: How many of the ranks are on this host, as far as that is known: at least 1.
+        hosts: A number for each rank, which ranks of one host have in common; 0 if it is not known.
     """
 
     rank: int
@@ -44,6 +45,7 @@ class Comm(ABC):
     timeout = DEFAULT_TIMEOUT
     ended = False
     neighbours = 1
+    hosts: Sequence[int] = (0,)
 
     # --- what each kind of communicator does its own way ---
 

@@ -98,6 +98,11 @@ class Group(Comm):
     def neighbours(self) -> int:  # type: ignore[override]
         return sum(map(self._link.is_near, range(self.size)))
 
+    @property
+    @override
+    def hosts(self) -> Sequence[int]:  # type: ignore[override]
+        return self._link.hosts
+
     @override
     def share(self, nbytes: int) -> Shared:
         shared = self._link.shared

@@ -378,6 +378,11 @@ class Link:
         finally:
             self._turn.release()
 
+    @property
+    def hosts(self) -> list[int]:
+        """A number of each rank's host and container; 0 where that is not known."""
+        return [process.host for process in self._processes] or [0] * self.size
+
     def is_near(self, rank: int) -> bool:
         """Whether another rank, or this one, is a process of this host and container."""
         here = self._processes[self.rank].host if self._processes else 0

@@ -1,4 +1,4 @@
-"""Memory of one rank that other ranks of its host read: bulk bytes need no sockets.
+"""Memory of one rank that other ranks of its host read and write: bulk bytes need no sockets.
 
 The memory has a file descriptor but no name (``memfd_create``), so neither the size of /dev/shm nor
 its absence matters, and nothing is left behind however a process ends. Another process opens it as
@@ -37,7 +37,7 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
 
 
 class OwnMemory:
-    """Memory that this process gives to other processes of its host to read.
+    """Memory that this process gives to other processes of its host to read and to write.
 
     Args:
         nbytes: Its length.
@@ -99,7 +99,7 @@ def mapped(address: Address) -> memoryview | None:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or os.fstat(descriptor).st_size != address.nbytes:
                 return None
-            # Writable, since only then large copies release the GIL; it is only read.
+            # Also to be read, it must be writable: only then large copies release the GIL.
             return memoryview(mmap.mmap(descriptor, address.nbytes))
         finally:
             os.close(descriptor)
@@ -112,9 +112,9 @@ class Shared(NamedTuple):
 
     Attributes:
         nbytes: How much was asked for.
-        own: What this rank may write to, for others to read; empty if none can.
-        theirs: The memory of each rank; None if this rank cannot read it.
-        readers: For each rank whether it can read that of this rank.
+        own: The memory of this rank; empty if no other rank can find it.
+        theirs: The memory of each rank; None if this rank cannot find it.
+        readers: For each rank whether it can find that of this rank.
     """
 
     nbytes: int

@@ -104,7 +104,7 @@ def divide(
     claims = comm.exchange_messages(
         [_claims(capture, scopes, keys, leaves, samples) for leaves in claimed], Claims
     )
-    owned, plans = plan_sharded(claims, chunk_size)
+    owned, plans = plan_sharded(claims, chunk_size, comm.hosts)
     replicas = compare_replicas(claims)
     own_paths = {keys[i]: capture.leaves[i].path for i in claimed[comm.rank]}
     check_declared(claims, replicas, own_paths, declared)

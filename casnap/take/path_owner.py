@@ -200,9 +200,14 @@ def check_declared(
 
 
 def plan_sharded(
-    claims: list[Claims], chunk_size: int
+    claims: list[Claims], chunk_size: int, hosts: Sequence[int]
 ) -> tuple[dict[bytes, OwnedTensor], dict[bytes, TensorPlan]]:
     """Plan all sharded tensors that this rank owns.
+
+    Args:
+        claims: What each rank claims.
+        chunk_size: The store's, in bytes.
+        hosts: A number for each rank, which ranks of one host have in common.
 
     Raises:
         StateError: Ranks hold pieces of different tensors under one name, replicas that differ, or
@@ -218,7 +223,14 @@ def plan_sharded(
         boxes = [(rank, Region(*box)) for rank, claim in held for box in claim.boxes]
         turn = int.from_bytes(key[8:], "big")
         plans[key] = plan_tensor(
-            entry.shape, itemsize, chunk_size, boxes, name=path, turn=turn, loads=loads
+            entry.shape,
+            itemsize,
+            chunk_size,
+            boxes,
+            name=path,
+            turn=turn,
+            loads=loads,
+            hosts=hosts,
         )
         cells = grid_of(entry.shape, itemsize, chunk_size).count
         owned[key] = OwnedTensor(path, entry, cells, [rank for rank, _ in held])

@@ -89,6 +89,7 @@ def plan_tensor(
     name: str = "a sharded tensor",
     turn: int = 0,
     loads: defaultdict[int, int] | None = None,
+    hosts: Sequence[int] | None = None,
 ) -> dict[int, RankPlan]:
     """Plan which rank hashes which cells of one sharded tensor.
 
@@ -104,6 +105,8 @@ def plan_tensor(
         loads: The bytes that each rank has been given to hash by other plans; those of this plan
             are added. A cell goes to its holder with the lowest load; of equal ones, to the holder
             of the largest part.
+        hosts: A number for each rank, which ranks of one host have in common. A part that several
+            ranks hold comes from the host of the rank that needs it, if it can. None for one host.
 
     Returns:
         The plan of each rank that has something to do.
@@ -115,7 +118,8 @@ def plan_tensor(
     if not grid.count:
         return {}
     tiles = disjoint_boxes(shape, distinct_boxes(shape, holders, name), name)
-    return dict(_TensorPlan(grid, tiles, turn, defaultdict(int) if loads is None else loads).ranks)
+    loads = defaultdict(int) if loads is None else loads
+    return dict(_TensorPlan(grid, tiles, turn, loads, hosts).ranks)
 
 
 # --- cells and bytes --------------------------------------------------------------------------
@@ -202,6 +206,7 @@ class _TensorPlan:
         tiles: Boxes that hold each element once, and the ranks that hold each box.
         turn: As for :func:`plan_tensor`.
         loads: The same.
+        hosts: The same.
 
     Attributes:
         ranks: The plan of each rank.
@@ -213,12 +218,14 @@ class _TensorPlan:
         tiles: list[tuple[Region, list[int]]],
         turn: int,
         loads: defaultdict[int, int],
+        hosts: Sequence[int] | None,
     ) -> None:
         self.ranks: defaultdict[int, RankPlan] = defaultdict(RankPlan)
         self._grid, self._cells = grid, _CellBytes(grid)
         self._tiles = tiles
         self._turn = turn
         self._loads = loads
+        self._hosts = hosts
         self._sent: defaultdict[int, int] = defaultdict(int)
         spans = _spans(
             sorted((*run, i) for i, (box, _) in enumerate(tiles) for run in _cell_runs(grid, box))
@@ -273,15 +280,20 @@ class _TensorPlan:
         for region, ranks in parts:
             source = owner
             if owner not in ranks:
-                source = ranks[0]
-                if len(ranks) > 1:
-                    source = min(_rotated(ranks, self._turn), key=self._sent.__getitem__)
+                near = self._near(ranks, owner)
+                source = min(_rotated(near, self._turn), key=self._sent.__getitem__)
                 self._sent[source] += region.numel
             sent = SentPart(first, stop, owner, region.offsets, region.sizes)
             self.ranks[source].sends.append(sent)
             givers.add(source)
         self.ranks[owner].joined.append((first, stop))
         self.ranks[owner].givers.append(sorted(givers))
+
+    def _near(self, ranks: list[int], owner: int) -> list[int]:
+        """Return those of some ranks that are on the host of another one; all if none are."""
+        if self._hosts is None or len(ranks) == 1:
+            return ranks
+        return [r for r in ranks if self._hosts[r] == self._hosts[owner]] or ranks
 
     def _joiner(self, held: dict[int, int], nbytes: int) -> int:
         """Choose the rank that puts some cells together.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -302,8 +302,8 @@ class StagedCopies:
         """
         self._when_full = when_full
         try:
-            with Crew() as crew:
-                source = Shared(self._placed(pieces), crew)
+            with closing(self._placed(pieces)) as placed, Crew() as crew:
+                source = Shared(placed, crew)
                 crew.run(lambda: self._copy(source), cores())
         except BaseException as e:
             self._error = e
@@ -313,7 +313,7 @@ class StagedCopies:
                 self._complete = True
                 self._changed.notify_all()
 
-    def _placed(self, pieces: Iterable[Piece]) -> Iterator[_Copying]:
+    def _placed(self, pieces: Iterable[Piece]) -> Generator[_Copying]:
         """Give each piece a place for its copy, and hand the copies on in the order of the pieces.
 
         Ranks that put cells together rely on that order.

@@ -234,6 +234,14 @@ def test_sends_of_replicas_are_spread():
     assert max(sum(s.to != r for s in plan[r].sends) for r in (1, 2, 3)) <= 3
 
 
+def test_parts_come_from_the_same_host_if_they_can():
+    # Two hosts of two ranks each hold a replica; each rank has half of the columns.
+    holders = [(r, Region((0, 4 * (r % 2)), (160, 4))) for r in range(4)]
+    plan = plan_tensor((160, 8), 4, 64, holders, hosts=[7, 7, 9, 9])
+    assert all(todo.joined for todo in plan.values())
+    assert all(sent.to // 2 == r // 2 for r, todo in plan.items() for sent in todo.sends)
+
+
 def test_who_has_much_to_hash_already_gets_no_cells_of_others():
     loads = defaultdict(int, {0: 10_000})
     holders = [(r, Region((25 * r, 0), (25, 4))) for r in range(4)]

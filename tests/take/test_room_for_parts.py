@@ -1,12 +1,15 @@
-"""Many tensors of one cell each, cut by shard edges: ranks send more than there is room for."""
+"""Many tensors whose cells shard edges cut: ranks give more parts than there is room for."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,39 +18,69 @@ from torch.distributed.tensor import DTensor, Shard
 from casnap import StateDict, Store
 from casnap.ranks import joining
 from casnap.runtime.buffers import Pool
-from casnap.take import rounds, split_cells
+from casnap.take import plan, rounds, split_cells, staging
 from tests.support.ranks import World
 
-CHUNK, TENSORS = 64 << 10, 200
+CHUNK, TENSORS, LONG = 64 << 10, 200, 40
+ROOM = 4 * CHUNK
 
 
-def take(path: str) -> None:
+def tensor(i: int) -> torch.Tensor:
+    """Return one of the tensors; the last one has many cells."""
+    rows = 128 if i < TENSORS else 128 * LONG
+    return torch.arange(rows * 128).view(rows, 128).float().add(i)
+
+
+def take(path: str, axis: int, how: str) -> int:
+    """Take with little room; return the most bytes of cells that lay in memory at once."""
     joining._links.clear()
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     state = StateDict()
-    for i in range(TENSORS):
-        own = torch.arange(128 * 128).view(128, 128).float().add(i).chunk(size)[rank]
-        state[f"w{i}"] = DTensor.from_local(own.contiguous(), mesh, [Shard(0)], run_check=False)
+    for i in range(TENSORS + 1):
+        own = tensor(i).chunk(size, axis)[rank].contiguous()
+        state[f"w{i}"] = DTensor.from_local(own, mesh, [Shard(axis)], run_check=False)
+    most, messages = 0, split_cells.SplitCells.messages
+
+    def watched(self: Any) -> Any:
+        nonlocal most
+        most = max(most, self._bytes_in_use)
+        if how == "one is slow" and rank == 0:
+            time.sleep(0.005)  # parts of the other rank could pile up
+        return messages(self)
+
     little = [
-        (rounds, "SHARED_BYTES", 4 * CHUNK),
+        (rounds, "SHARED_BYTES", ROOM),
         (rounds, "SLOT_BYTES", 16 * CHUNK),
         (split_cells, "_WINDOW_BYTES", 5 * CHUNK),
-        (split_cells, "_cell_slots", Pool(8 * CHUNK, 1)),
+        (split_cells, "_cell_slots", Pool(ROOM, 1)),
+        (split_cells.SplitCells, "messages", watched),
+        (plan, "_JOINT_BYTES", 2 * CHUNK),
+        (staging, "PIECE_BYTES", 4 * CHUNK),
+        (staging, "_BLOCK_BYTES", 8 * CHUNK),
+        (staging, "_kept", Pool(8 * CHUNK, 2)),
     ]
     with ExitStack() as stack:
         for owner, name, value in little:
             stack.enter_context(mock.patch.object(owner, name, value))
-        Store(path, create=False).take({"m": state}, "a")
+        store = Store(path, create=False)
+        if how == "async":
+            store.async_take({"m": state}, "a", max_staging_bytes=1).wait()
+        else:
+            store.take({"m": state}, "a")
     joining._links.clear()
+    return most
 
 
-def test_ranks_that_wait_for_room_hash_what_is_whole(
-    world: Callable[[int], World], tmp_path: Path
+@pytest.mark.parametrize(
+    ("axis", "how"), [(0, "take"), (1, "take"), (1, "one is slow"), (0, "async"), (1, "async")]
+)
+def test_ranks_give_no_more_than_there_is_room_for(
+    world: Callable[[int], World], tmp_path: Path, axis: int, how: str
 ) -> None:
-    """All threads waited for room, which whole cells took that none of them hashed."""
+    """Nor do all threads wait for room, which whole cells take that none of them hashes."""
     Store(tmp_path, chunk_size=CHUNK)
-    world(2).run(take, str(tmp_path), timeout=40)
-    for i in (0, TENSORS - 1):
-        found = Store(tmp_path)["a"].read_object(f"0/m/w{i}")
-        assert torch.equal(found, torch.arange(128 * 128).view(128, 128).float().add(i))
+    most = world(2).run(take, str(tmp_path), axis, how, timeout=40)
+    assert 0 < max(most) <= ROOM
+    for i in (0, TENSORS - 1, TENSORS):
+        assert torch.equal(Store(tmp_path)["a"].read_object(f"0/m/w{i}"), tensor(i))

@@ -136,7 +136,7 @@ def _sharded(ranks: int) -> _Cost:
 def _planned(told: list[bytes]) -> list[bytes]:
     """Do what the owner of some tensors does."""
     heard = [msgspec.msgpack.decode(claims, type=path_owner.Claims) for claims in told]
-    _, plans = path_owner.plan_sharded(heard, _CHUNK)
+    _, plans = path_owner.plan_sharded(heard, _CHUNK, range(len(heard)))
     return [encode(verdict) for verdict in path_owner.replies(heard, plans, {})]
 
 
