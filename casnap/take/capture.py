@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,12 +62,14 @@ class Assignment(NamedTuple):
         runs: Runs of whole cells to hash: the first cell, and one past the last.
         parts: Parts of cells to send, in the order of cells. The receiver may be this rank.
         joined: The runs of cells that this rank puts together from parts and hashes.
+        givers: For each of these runs the ranks that give parts of it.
     """
 
     grid: Grid
     runs: list[tuple[int, int]]
     parts: list[JointPart]
     joined: list[tuple[int, int]]
+    givers: Sequence[Sequence[int]] = ()
 
 
 class Capture:

@@ -230,7 +230,7 @@ def _sharded(capture: Capture, leaf: int, plan: RankPlan, chunk_size: int) -> As
     parts = [
         JointPart(send.first, send.to, Region(send.offsets, send.sizes)) for send in plan.sends
     ]
-    return Assignment(grid, plan.runs, parts, plan.joined)
+    return Assignment(grid, plan.runs, parts, plan.joined, plan.givers)
 
 
 def _replicated(

@@ -55,11 +55,13 @@ class RankPlan(Struct, array_like=True):
             box that the rank holds.
         sends: The parts that this rank gives, in the order of cells.
         joined: The runs of cells that it puts together, each as a whole, and hashes, in order.
+        givers: For each of these runs the ranks that give parts of it.
     """
 
     runs: list[tuple[int, int]] = field(default_factory=list)
     sends: list[SentPart] = field(default_factory=list)
     joined: list[tuple[int, int]] = field(default_factory=list)
+    givers: list[list[int]] = field(default_factory=list)
 
 
 def replicated_runs(grids: Sequence[Grid], rank: int, world: int) -> list[tuple[int, int, int]]:
@@ -274,6 +276,7 @@ class _TensorPlan:
             for rank in ranks:
                 held[rank] += region.numel
         owner = self._joiner(held, self._nbytes(first, stop))
+        givers = set[int]()
         for region, ranks in parts:
             source = owner
             if owner not in ranks:
@@ -282,7 +285,9 @@ class _TensorPlan:
                 self._sent[source] += region.numel
             sent = SentPart(first, stop, owner, region.offsets, region.sizes)
             self.ranks[source].sends.append(sent)
+            givers.add(source)
         self.ranks[owner].joined.append((first, stop))
+        self.ranks[owner].givers.append(sorted(givers))
 
     def _near(self, ranks: list[int], owner: int) -> list[int]:
         """Return those of some ranks that are on the host of another one; all if none are."""

@@ -204,6 +204,8 @@ class Rounds:
         So their memory is released on any error.
         """
         for batch in batches:
+            if batch:
+                self._last_progress = time.monotonic()
             for piece in batch:
                 if piece.part is not None:
                     self._split_cells.add(piece)
@@ -213,7 +215,6 @@ class Rounds:
         """Yield what one thread is to hash: batches of this rank, and cells put together."""
         try:
             for batch in source:
-                self._last_progress = time.monotonic()
                 yield batch
                 while whole := self._take_whole_cells(wait_while=self._is_full):
                     yield whole
@@ -246,9 +247,17 @@ class Rounds:
         No thread waits while there is one: other ranks cannot send more parts before these cells
         are hashed.
         """
-        with self._changed, self._waiting_for_ranks():
-            while not self._whole_cells and wait_while() and not self._crew.failed:
-                self._changed.wait(_LOOK)
+
+        def waits() -> bool:
+            return not self._whole_cells and wait_while() and not self._crew.failed
+
+        with self._changed:
+            if waits():
+                with self._waiting_for_ranks():
+                    while waits():
+                        self._changed.wait(_LOOK)
+            if self._whole_cells:
+                self._last_progress = time.monotonic()
             return [self._whole_cells.popleft() for _ in range(min(len(self._whole_cells), 16))]
 
     def _choose(self, digests: list[Digest], sizes: list[int]) -> list[bool]:

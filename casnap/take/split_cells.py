@@ -4,9 +4,9 @@ So the chunks of a tensor do not depend on its sharding. A few cells that are cu
 together at once, as the planner decided; together they are a *joint*.
 
 All ranks give their parts in one order of joints. Each rank opens its joints in that order, as it
-has room, and says so; nothing is sent for a joint that is not open. So memory is bounded, and some
-rank can always go on: the first joint that is not whole is open, and each rank that has a part of
-it has given away all parts that come before.
+has room, and tells the ranks that have parts of them; nothing is sent for a joint that is not open.
+So memory is bounded, and some rank can always go on: the first joint that is not whole is open, and
+each rank that has a part of it has given away all parts that come before.
 
 The joints of a rank lie in memory that it shares. Ranks of its host copy their parts there; for
 other ranks the bytes are part of the message.
@@ -79,7 +79,8 @@ class _Message(msgspec.Struct, array_like=True):
 
     Attributes:
         last: Whether the sender will give no more parts.
-        opened: The joints that the sender takes parts of from now on.
+        opened: The joints that the sender takes parts of from now on, in order, if the receiver has
+            parts of them.
         parts: The parts, in order.
     """
 
@@ -137,11 +138,11 @@ class SplitCells:
         self._waiting_bytes = 0
         self._last = False
         # Of each rank: whether it has said that it will give no more; the joints that it takes
-        # parts of, or took.
+        # parts of from this rank, in order.
         self._lasts = [False] * self._size
-        self._places: list[dict[tuple[bytes, int], _Place]] = [{} for _ in range(self._size)]
-        # This rank's joints: those that are still to be opened; the bytes of the next one; those
-        # that are open; the bytes of these, and of what is whole but not hashed yet.
+        self._places: list[deque[_Place]] = [deque() for _ in range(self._size)]
+        # This rank's joints: those that are still to be opened; the next one; those that are open;
+        # the bytes of these, and of what is whole but not hashed yet.
         self._to_open = self._joints()
         self._next = next(self._to_open, None)
         self._open: dict[tuple[bytes, int], _Joint] = {}
@@ -150,11 +151,11 @@ class SplitCells:
         self._ring: Ring | None = None
         self._whole: list[Piece] = []
 
-    def _joints(self) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield this rank's joints: the leaf, the first cell, and the bytes of each cell."""
-        for i, assignment in self._assigned.items():
-            for first, stop in assignment.joined:
-                yield i, first, [assignment.grid.cell_bytes(cell) for cell in range(first, stop)]
+    def _joints(self) -> Iterator[tuple[int, int, list[int], Sequence[int]]]:
+        """Yield this rank's joints: leaf, first cell, the bytes of each cell, and the givers."""
+        for i, (grid, _, _, joined, givers) in self._assigned.items():
+            for (first, stop), ranks in zip(joined, givers, strict=True):
+                yield i, first, [grid.cell_bytes(cell) for cell in range(first, stop)], ranks
 
     # --- threads that hash ---
 
@@ -194,8 +195,14 @@ class SplitCells:
 
     def _place(self, rank: int) -> _Place | None:
         """Return where the next part for a rank goes, if there is one and the rank takes it."""
-        box = self._outbox[rank]
-        return self._places[rank].get((self._keys[box[0].leaf], box[0].first)) if box else None
+        box, places = self._outbox[rank], self._places[rank]
+        if not box:
+            return None
+        where = self._keys[box[0].leaf], box[0].first
+        # All parts of the joints before that one have been given.
+        while places and (places[0].key, places[0].first) != where:
+            places.popleft()
+        return places[0] if places else None
 
     def messages(self) -> list[memoryview]:
         """Return what to send to each rank in this round."""
@@ -204,7 +211,7 @@ class SplitCells:
         with self._lock:
             last = last and not any(self._outbox)
         return [
-            self._message(rank, pieces, _Message(last, opened, []))
+            self._message(rank, pieces, _Message(last, opened[rank], []))
             for rank, pieces in enumerate(drawn)
         ]
 
@@ -263,7 +270,7 @@ class SplitCells:
             start = _HEAD.size + _HEAD.unpack_from(content)[0]
             message = decoder(_Message).decode(content[_HEAD.size : start])
             self._lasts[rank] = message.last
-            self._places[rank] |= {(place.key, place.first): place for place in message.opened}
+            self._places[rank] += message.opened
             for part in message.parts:
                 if part.region is None:
                     self._fill(part)
@@ -280,11 +287,11 @@ class SplitCells:
             return False
         return self._bytes_in_use + sum(self._next[2]) <= len(self._room) or not self._bytes_in_use
 
-    def _open_more(self) -> list[_Place]:
-        """Open this rank's next joints, as far as there is room; return their places."""
-        opened = []
+    def _open_more(self) -> list[list[_Place]]:
+        """Open this rank's next joints, as far as there is room; return what to tell each rank."""
+        opened: list[list[_Place]] = [[] for _ in range(self._size)]
         while self._next is not None and self._may_open:
-            leaf, first, sizes = self._next
+            leaf, first, sizes, givers = self._next
             nbytes, room = sum(sizes), self._room
             with self._lock:
                 self._bytes_in_use += nbytes
@@ -292,7 +299,8 @@ class SplitCells:
             view = memoryview(bytearray(nbytes)) if at is None else room[at : at + nbytes]
             place = _Place(self._keys[leaf], first, first + len(sizes), -1 if at is None else at)
             self._open[place.key, first] = _Joint(leaf, place, sizes, view)
-            opened.append(place)
+            for rank in givers:
+                opened[rank].append(place)
             self._next = next(self._to_open, None)
         return opened
 

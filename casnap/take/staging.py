@@ -236,6 +236,8 @@ def _batch(pieces: Iterator[Piece], nbytes: int) -> list[Piece]:
 # --- copies for async takes -------------------------------------------------------------------
 
 _BLOCK_BYTES = 64 << 20
+# Seconds for which a thread waits for a copy before it looks for other work.
+_LOOK = 0.02
 _kept = Pool(_BLOCK_BYTES, None)
 
 
@@ -369,12 +371,16 @@ class StagedCopies:
         return slot
 
     def batches(self, nbytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
-        """Yield all copies as they are made, in batches of about so many bytes."""
+        """Yield all copies as they are made, in batches of about so many bytes.
+
+        A batch is empty if no copy was made for a while: the thread that waits may have to do
+        something else first, so that other copies are done and their memory is free.
+        """
         while True:
             with self._changed:
-                while not self._copies and not self._complete:
-                    self._changed.wait()
-                if not self._copies:
+                if not self._copies and not self._complete:
+                    self._changed.wait(_LOOK)
+                if not self._copies and self._complete:
                     break
                 batch, total = list[Piece](), 0
                 while self._copies and total < nbytes and len(batch) < _BATCH:
