@@ -27,8 +27,6 @@ _IN_PLACE_BYTES = 8 << 20
 _AHEAD = 4
 # So many threads share a buffer, from a remote place: most of them wait.
 _SHARING = 3
-# So many packs are filled at once from a remote place, while others of the pool are written.
-_ROOMS = 4
 # Smaller chunks lie close together, so one read takes many of them.
 _LARGE_BYTES = 64 << 10
 
@@ -212,9 +210,7 @@ def _read_in_place(
     if backend.is_remote:
         # Of up to a whole pack, by several requests.
         share = sum(place.stored for place, _ in direct) // SLOTS
-        most = min(SLOT_BYTES, max(_SMALL_BYTES, share))
-        # The other rooms are written meanwhile.
-        readers = backend.in_flight if how.room is None else _ROOMS
+        most, readers = min(SLOT_BYTES, max(_SMALL_BYTES, share)), backend.in_flight
     else:
         most, readers = _IN_PLACE_BYTES, min(_readers(backend), how.readers)
     # What lies in a gap would be kept, in room for all.
