@@ -29,8 +29,6 @@ _SHARE_BYTES = 4 << 20
 _AHEAD = 4
 # So many threads share a buffer, from a remote place: most of them wait.
 _SHARING = 3
-# So many packs are filled at once from a remote place, while others of the pool are written.
-_ROOMS = 4
 # Smaller chunks lie close together, so one read takes many of them.
 _LARGE_BYTES = 64 << 10
 
@@ -214,9 +212,7 @@ def _read_in_place(
     if backend.is_remote:
         # Of up to a whole pack, by several requests.
         share = sum(place.stored for place, _ in direct) // SLOTS
-        most = min(SLOT_BYTES, max(_SMALL_BYTES, share))
-        # The other rooms are written meanwhile.
-        readers = backend.in_flight if how.room is None else _ROOMS
+        most, readers = min(SLOT_BYTES, max(_SMALL_BYTES, share)), backend.in_flight
     else:
         share = sum(place.stored for place, _ in direct) // _SHARE_BYTES
         most, readers = _IN_PLACE_BYTES, min(_readers(backend), how.readers, share)

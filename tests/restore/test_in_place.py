@@ -200,3 +200,20 @@ def test_a_part_and_an_object_of_ones_own(store):
     assert_same(out, x)
     assert_same(store["a"].read_object("s/x", index=slice(13, 57)), x[13:57])
     assert_same(store["a"].read_object("s/x", memory_budget_bytes=1), x)
+
+
+def test_small_chunks_are_read_beside_large_ones(tmp_path):
+    """From a server, they would take a round trip more after them."""
+    backend = RemoteDouble(str(tmp_path))
+    store = Store(backend, chunk_size=CHUNK)
+    state = {"large": torch.randn(20_000), "small": torch.randn(500)}
+    store.take({"s": StateDict(**state)}, "a")
+    found = StateDict(**{name: torch.zeros_like(tensor) for name, tensor in state.items()})
+    snapshot = store["a"]
+    snapshot.restore({"s": found})
+    backend.reset()
+    backend.latency = 0.05
+    snapshot.restore({"s": found})
+    assert (backend.requests["get"], backend.most_at_once) == (2, 2)
+    for name, tensor in state.items():
+        assert_same(found[name], tensor)
