@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench import (
+    beside,
     blocked,
     copy,
     dcp,
@@ -43,6 +44,7 @@ Measure = Callable[..., list[dict[str, Any]]]
 SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "save": (save.measure, WORKLOADS),
     "async": (blocked.measure, WORKLOADS),
+    "beside": (beside.measure, beside.WORKLOADS),
     "restore": (restore.measure, WORKLOADS),
     "dcp": (dcp.measure, WORKLOADS),
     "read": (read_object.measure, ("read_object of 10 MB from 10 GB, warm",)),
@@ -61,7 +63,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "plan": (ranks_plan.measure, ranks_plan.WORKLOADS),
 }
 # These need not know how the disk is fastest.
-_WITHOUT_DISK = {"s3", "copy", "cache", "mirror"}
+_WITHOUT_DISK = {"beside", "s3", "copy", "cache", "mirror"}
 _QUICK_NAMES = {"10 GB": "1 GB", "50,000": "5,000"}
 
 
