@@ -130,11 +130,14 @@ def assert_right(plan, ranks):
     for i, raw in enumerate(expected):
         assert [r for _, r in cells[i]] == [raw]
     # What is sent to a rank arrives as it was.
-    for todo in plan.values():
+    for rank, todo in plan.items():
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(todo), type=RankPlan) == todo
         assert [send.first for send in todo.sends] == sorted(send.first for send in todo.sends)
         assert todo.runs == sorted(todo.runs)
         assert todo.joined == sorted(todo.joined)
+        for (first, _), givers in zip(todo.joined, todo.givers, strict=True):
+            sent = {(s.first, s.to, giver) for giver in plan for s in plan[giver].sends}
+            assert givers == [r for r in sorted(plan) if (first, rank, r) in sent]
 
 
 # --- sharded tensors --------------------------------------------------------------------------
