@@ -152,6 +152,9 @@ class RemoteBackend(Backend):
     @override
     def filled(self, key: str, targets: Sequence[Target], use: Callable[[int], None]) -> None:
         full: SimpleQueue[int | None] = SimpleQueue()
+        for number, (_, target) in enumerate(targets):
+            if not len(target):
+                full.put(number)
         sinks = runs(targets, full.put)
 
         async def read() -> None:
