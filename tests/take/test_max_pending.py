@@ -202,8 +202,13 @@ def test_what_is_no_number_of_takes(store, most):
 
 def overlapping(uri: str) -> list[int]:
     store, rank = Store(uri), dist.get_rank()
+    before = store.take({"s": StateDict(x=numbers(rank))}, "before")
     go = gated(store)
     pending = [begin(store, numbers(10 * i + rank), f"step_{i}") for i in range(2)]
+    # A restore that all ranks make together does not wait for the takes, nor they for it.
+    target = StateDict(x=numbers(7))
+    before.restore({"s": target}, read_once=True)
+    assert_same(target["x"], numbers(rank))
     assert not any(p.done() for p in pending)
     go.set()
     pending.append(begin(store, numbers(20 + rank), "step_2"))
