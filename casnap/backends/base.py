@@ -148,9 +148,13 @@ class Backend(ABC):
             use: Called in this thread with the number of each target that is full, in any order;
                 not with those that are cut off. Nothing writes to that buffer any more.
         """
-        for number, n in enumerate(self.read_into(key, targets)):
+        for number, n in enumerate(self._read_each(key, targets)):
             if n == len(targets[number][1]):
                 use(number)
+
+    def _read_each(self, key: str, targets: Sequence[Target]) -> Iterable[int]:
+        """Do as :meth:`read_into`; a backend may read each buffer when its length is asked for."""
+        return self.read_into(key, targets)
 
     def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - a hint
         """Note that runs of an object are read soon, where that helps. Errors are for the read.

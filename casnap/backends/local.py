@@ -8,7 +8,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -217,11 +217,6 @@ class LocalBackend(Backend):
         return list(self._read_each(key, targets))
 
     @override
-    def filled(self, key: str, targets: Sequence[Target], use: Callable[[int], None]) -> None:
-        for number, n in enumerate(self._read_each(key, targets)):
-            if n == len(targets[number][1]):
-                use(number)
-
     def _read_each(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
         # To make a Path takes as long as to read a small chunk; so in will_read.
         path = f"{self.uri}/{key}"

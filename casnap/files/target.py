@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from casnap.backends import Backend, LocalBackend
+from casnap.backends import Backend
 from casnap.errors import FileFormatError, TargetExistsError
 
 # A Path has one slash where a URI has two.
@@ -115,7 +115,7 @@ def check_place(out: Path, backend: Backend) -> None:
     if not out.parent.is_dir():
         raise FileNotFoundError(2, "No such folder", str(out.parent))
     real = out.resolve()
-    if isinstance(backend, LocalBackend) and backend.folder.resolve() in real.parents:
+    if backend.folder is not None and backend.folder.resolve() in real.parents:
         raise FileFormatError(
             f"{real} is inside of the store {backend.uri}, where only casnap writes; export to a "
             "folder beside it"

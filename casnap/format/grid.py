@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from math import prod
 from typing import Protocol
 
@@ -103,20 +104,31 @@ class Grid:
 
     def covering(self, region: Region) -> Iterator[int]:
         """Yield, in order, the cells that share an element with ``region``."""
+        return chain.from_iterable(range(*run) for run in self.runs_covering(region))
+
+    def runs_covering(self, region: Region) -> Iterator[tuple[int, int]]:
+        """Yield, in order, the runs of cells that share an element with ``region``.
+
+        Each is the first cell of the run, and one past the last.
+        """
         if self.count == 0 or region.numel == 0:
             return
         if not self.shape:
-            yield 0
+            yield 0, 1
             return
         start = region.offsets[self.axis]
-        first, last = start // self.step, (start + region.sizes[self.axis] - 1) // self.step
+        first, stop = start // self.step, -(-(start + region.sizes[self.axis]) // self.step)
         leads = [0]
         for i in range(self.axis):
             axis = range(region.offsets[i], region.offsets[i] + region.sizes[i])
             leads = [lead * self.shape[i] + x for lead in leads for x in axis]
+        begin = end = leads[0] * self.rows + first
         for lead in leads:
-            for row in range(first, last + 1):
-                yield lead * self.rows + row
+            if lead * self.rows + first != end:
+                yield begin, end
+                begin = lead * self.rows + first
+            end = lead * self.rows + stop
+        yield begin, end
 
 
 @lru_cache(4096)

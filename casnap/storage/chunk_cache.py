@@ -15,8 +15,8 @@ import stat
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,22 +74,11 @@ class _Files(LocalBackend):
     """The files, read as those of a store on this host. Each failure is a miss."""
 
     @override
-    def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
-        with _misses():
-            return super().read_into(key, targets)
-
-    @override
-    def filled(self, key: str, targets: Sequence[Target], use: Callable[[int], None]) -> None:
-        with _misses():
-            super().filled(key, targets, use)
-
-
-@contextmanager
-def _misses() -> Iterator[None]:
-    try:
-        yield
-    except UnavailableError as e:
-        raise BackendError(str(e)) from e
+    def _read_each(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
+        try:
+            yield from super()._read_each(key, targets)
+        except UnavailableError as e:
+            raise BackendError(str(e)) from e
 
 
 class ChunkCache:

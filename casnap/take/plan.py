@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -34,14 +34,12 @@ class SentPart(Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         first: The first of these cells.
-        stop: One past the last.
         to: That rank; it may be the one that holds the box.
         offsets: Where the part lies in the tensor.
         sizes: Its sizes.
     """
 
     first: int
-    stop: int
     to: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -228,7 +226,7 @@ class _TensorPlan:
         self._hosts = hosts
         self._sent: defaultdict[int, int] = defaultdict(int)
         spans = _spans(
-            sorted((*run, i) for i, (box, _) in enumerate(tiles) for run in _cell_runs(grid, box))
+            sorted((*run, i) for i, (box, _) in enumerate(tiles) for run in grid.runs_covering(box))
         )
         self._share_out(span for span in spans if len(span[2]) == 1)
         for span in spans:
@@ -283,7 +281,7 @@ class _TensorPlan:
                 near = self._near(ranks, owner)
                 source = min(_rotated(near, self._turn), key=self._sent.__getitem__)
                 self._sent[source] += region.numel
-            sent = SentPart(first, stop, owner, region.offsets, region.sizes)
+            sent = SentPart(first, owner, region.offsets, region.sizes)
             self.ranks[source].sends.append(sent)
             givers.add(source)
         self.ranks[owner].joined.append((first, stop))
@@ -307,26 +305,6 @@ class _TensorPlan:
         chosen = _rotated(equal, self._turn)[0]
         self._loads[chosen] += nbytes
         return chosen
-
-
-def _cell_runs(grid: Grid, box: Region) -> Iterator[tuple[int, int]]:
-    """Yield the runs of cells of which a box holds some elements, in order."""
-    if not grid.shape:
-        yield 0, 1
-        return
-    start, axis = box.offsets[grid.axis], grid.axis
-    first, stop = start // grid.step, -(-(start + box.sizes[axis]) // grid.step)
-    leads = [0]
-    for i in range(axis):
-        lengths = range(box.offsets[i], box.offsets[i] + box.sizes[i])
-        leads = [lead * grid.shape[i] + x for lead in leads for x in lengths]
-    begin = end = leads[0] * grid.rows + first
-    for lead in leads:
-        if lead * grid.rows + first != end:
-            yield begin, end
-            begin = lead * grid.rows + first
-        end = lead * grid.rows + stop
-    yield begin, end
 
 
 def _spans(runs: list[tuple[int, int, int]]) -> list[CoveredRun]:

@@ -95,14 +95,14 @@ class Ranks:
         for rank, todo in plan.items():
             for sent in todo.sends:
                 region = Region(sent.offsets, sent.sizes)
-                parts[sent.first, sent.stop, sent.to].append(region)
+                parts[sent.first, sent.to].append(region)
                 assert self.bytes_of(rank, region)
             for first, stop in todo.runs:
                 for i in range(first, stop):
                     cells[i].append((rank, self.bytes_of(rank, self.grid.region(i))))
         for rank, todo in plan.items():
             for first, stop in todo.joined:
-                found = parts.pop((first, stop, rank))
+                found = parts.pop((first, rank))
                 whole = self.grid.region(first, stop)
                 assert sum(part.numel for part in found) == whole.numel
                 joined = np.zeros((*whole.sizes, self.itemsize), dtype=np.uint8)
