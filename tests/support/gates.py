@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
-
-import pytest
 
 from casnap import Store
 
 
 class Gate:
-    """Holds a store's writes back until it is opened, or makes them fail."""
+    """Holds a store's writes back until it is opened; then some of them may fail.
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, store: Store, error: Exception | None = None
-    ) -> None:
-        self.open = threading.Event()
+    Attributes:
+        open: Is set to let writes go on.
+        errors: What the next writes fail with, one by one.
+    """
+
+    def __init__(self, store: Store, errors: Iterable[Exception] = ()) -> None:
+        self.open, self.errors = threading.Event(), iter(errors)
         backend = store.objects.backend
         through = backend.write
 
         def write(key: str, content: Any) -> Any:
             assert self.open.wait(60)
-            if error is not None:
+            for error in self.errors:
                 raise error
             return through(key, content)
 
-        monkeypatch.setattr(backend, "write", write)
+        backend.write = write  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -75,10 +76,10 @@ def check(snapshot, expected):
 
 
 @pytest.mark.parametrize("max_staging_bytes", [None, 1, 1 << 30])
-def test_later_changes_do_not_show(store, monkeypatch, max_staging_bytes):
+def test_later_changes_do_not_show(store, max_staging_bytes):
     live = state()
     expected = content(live)
-    gate = Gate(monkeypatch, store)
+    gate = Gate(store)
     if max_staging_bytes == 1:
         gate.open.set()
     pending = store.async_take(live, "step", max_staging_bytes=max_staging_bytes)
@@ -197,16 +198,16 @@ def test_a_name_that_a_pending_take_has_raises_at_the_call(store):
 # --- errors -----------------------------------------------------------------------------------
 
 
-def test_an_error_surfaces_in_wait(store, monkeypatch):
+def test_an_error_surfaces_in_wait(store):
     before = store.take({"s": StateDict(x=torch.ones(50_000))}, "before")
-    with monkeypatch.context() as patch:
-        gate = Gate(patch, store, BackendError("on purpose"))
-        pending = store.async_take({"s": StateDict(x=torch.randn(500_000))}, "step")
-        gate.open.set()
-        for _ in range(2):
-            with pytest.raises(BackendError, match="on purpose"):
-                pending.wait()
-        assert pending.done()
+    gate = Gate(store, repeat(BackendError("on purpose")))
+    pending = store.async_take({"s": StateDict(x=torch.randn(500_000))}, "step")
+    gate.open.set()
+    for _ in range(2):
+        with pytest.raises(BackendError, match="on purpose"):
+            pending.wait()
+    assert pending.done()
+    gate.errors = iter(())
     assert [s.name for s in store.snapshots()] == ["before"]
     assert_same(before.read_object("s/x"), torch.ones(50_000))
     # Neither the name nor the memory is lost.
@@ -227,8 +228,8 @@ def test_an_error_while_the_state_is_copied(store):
 
 
 @pytest.mark.parametrize("max_staging_bytes", [None, 1])
-def test_an_error_does_not_keep_the_next_take_from_its_turn(store, monkeypatch, max_staging_bytes):
-    gate = Gate(monkeypatch, store, BackendError("on purpose"))
+def test_an_error_does_not_keep_the_next_take_from_its_turn(store, max_staging_bytes):
+    gate = Gate(store, repeat(BackendError("on purpose")))
     gate.open.set()
     first = store.async_take(
         {"s": StateDict(x=torch.randn(500_000))}, "a", max_staging_bytes=max_staging_bytes
@@ -333,13 +334,13 @@ def kept():
     return sum(pool._made * pool.slot_bytes for pool in _all_pools)
 
 
-def test_memory_can_be_given_back(coarse_store, monkeypatch):
+def test_memory_can_be_given_back(coarse_store):
     coarse_store.async_take({"s": StateDict(x=torch.randn(20 << 20))}, "step").wait()
     before = kept()
     assert release_memory() == before > 64 << 20
     assert kept() == release_memory() == 0
     # What a pending take has in use stays, and its bytes with it.
-    gate = Gate(monkeypatch, coarse_store)
+    gate = Gate(coarse_store)
     x = torch.randn(20 << 20)
     expected = x.clone()
     pending = coarse_store.async_take({"s": StateDict(x=x)}, "later")

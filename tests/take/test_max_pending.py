@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,23 +41,8 @@ def numbers(first=0):
     return torch.arange(first, first + SIZE)
 
 
-def gated(store: Store, error: Exception | None = None) -> threading.Event:
-    """Have the store write nothing before an event; then fail once, if there is an error."""
-    backend, go, errors = store.objects.backend, threading.Event(), [error] if error else []
-    through = backend.write
-
-    def write(key: str, content: Any) -> Any:
-        assert go.wait(60)
-        if errors:
-            raise errors.pop()
-        return through(key, content)
-
-    backend.write = write  # type: ignore[method-assign]
-    return go
-
-
-def test_a_second_take_begins_while_the_first_is_pending(store, monkeypatch):
-    gate = Gate(monkeypatch, store)
+def test_a_second_take_begins_while_the_first_is_pending(store):
+    gate = Gate(store)
     pending = [begin(store, numbers(i), f"step_{i}") for i in range(2)]
     assert not any(p.done() for p in pending)
     third = threading.Thread(target=lambda: pending.append(begin(store, numbers(2), "step_2")))
@@ -71,8 +58,8 @@ def test_a_second_take_begins_while_the_first_is_pending(store, monkeypatch):
         assert_same(snapshot.read_object("0/s/x"), numbers(i))
 
 
-def test_what_the_first_has_stored_is_not_stored_again(store, monkeypatch):
-    gate = Gate(monkeypatch, store)
+def test_what_the_first_has_stored_is_not_stored_again(store):
+    gate = Gate(store)
     first, second = [begin(store, numbers(), name) for name in ("a", "b")]
     gate.open.set()
     assert first.wait().stats.new_bytes > 8 * SIZE
@@ -81,17 +68,17 @@ def test_what_the_first_has_stored_is_not_stored_again(store, monkeypatch):
 
 def test_each_counts_its_own_requests(tmp_path):
     store = Store(RemoteDouble(str(tmp_path)), chunk_size=64 << 10)
-    go = gated(store)
+    gate = Gate(store)
     pending = [begin(store, numbers(i), f"step_{i}") for i in range(2)]
-    go.set()
+    gate.open.set()
     counts = [sum(p.wait().requests.values()) for p in pending]
     alone = sum(begin(store, numbers(2), "alone").wait().requests.values())
     assert abs(counts[1] - alone) <= 2, (counts, alone)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_both_have_one_name(store, monkeypatch, overwrite):
-    gate = Gate(monkeypatch, store)
+def test_both_have_one_name(store, overwrite):
+    gate = Gate(store)
     first, second = [begin(store, numbers(i), "a", overwrite=overwrite) for i in range(2)]
     gate.open.set()
     first.wait()
@@ -104,18 +91,18 @@ def test_both_have_one_name(store, monkeypatch, overwrite):
 
 
 def test_the_second_goes_on_if_the_first_fails(store):
-    go = gated(store, BackendError("on purpose"))
+    gate = Gate(store, [BackendError("on purpose")])
     first, second = [begin(store, numbers(i), name) for i, name in enumerate("ab")]
-    go.set()
+    gate.open.set()
     assert_same(second.wait().read_object("0/s/x"), numbers(1))
     with pytest.raises(BackendError, match="on purpose"):
         first.wait()
     assert [s.name for s in store.snapshots()] == ["b"]
 
 
-def test_takes_and_preemption_wait_for_all(store, monkeypatch, tmp_path):
+def test_takes_and_preemption_wait_for_all(store, tmp_path):
     mirrored = Store(store.uri, mirror=tmp_path / "mirror")
-    gate = Gate(monkeypatch, mirrored)
+    gate = Gate(mirrored)
     with on_preemption(mirrored, {"s": StateDict(x=1)}, within=60) as preemption:
         for i in range(2):
             begin(mirrored, numbers(i), f"step_{i}")
@@ -203,14 +190,14 @@ def test_what_is_no_number_of_takes(store, most):
 def overlapping(uri: str) -> list[int]:
     store, rank = Store(uri), dist.get_rank()
     before = store.take({"s": StateDict(x=numbers(rank))}, "before")
-    go = gated(store)
+    gate = Gate(store)
     pending = [begin(store, numbers(10 * i + rank), f"step_{i}") for i in range(2)]
     # A restore that all ranks make together does not wait for the takes, nor they for it.
     target = StateDict(x=numbers(7))
     before.restore({"s": target}, read_once=True)
     assert_same(target["x"], numbers(rank))
     assert not any(p.done() for p in pending)
-    go.set()
+    gate.open.set()
     pending.append(begin(store, numbers(20 + rank), "step_2"))
     pending.append(begin(store, numbers(30 + rank), "alone", max_pending=1))
     return [p.wait().seq for p in pending]
@@ -219,9 +206,9 @@ def overlapping(uri: str) -> list[int]:
 def failing(uri: str) -> list[str]:
     """Return what becomes of four takes: of the first on rank 1, and of two more."""
     store, rank = Store(uri), dist.get_rank()
-    go = gated(store, BackendError("on purpose") if rank == 1 else None)
+    gate = Gate(store, [BackendError("on purpose")] if rank == 1 else [])
     pending = [begin(store, numbers(rank), "a"), begin(store, numbers(10 + rank), "b")]
-    go.set()
+    gate.open.set()
     ends = []
     for take in pending:
         try:
@@ -253,12 +240,15 @@ def failing(uri: str) -> list[str]:
 
 def dying(uri: str) -> list[str]:
     """Return how two takes end on rank 0, if rank 1 dies while both are pending."""
-    store = Store(uri)
-    go = gated(store)
+    store, both = Store(uri), Path(uri, "tmp", "both pending")
+    gate = Gate(store)
     pending = [begin(store, numbers(i), f"step_{i}") for i in range(2)]
     if dist.get_rank():
+        while not both.exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
-    go.set()
+    both.touch()
+    gate.open.set()
     ends = []
     for take in pending:
         with pytest.raises(RankError) as e:
