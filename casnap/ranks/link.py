@@ -129,6 +129,8 @@ class Link:
         """Return another link of the same ranks, for what goes on in the background."""
         if self._behind is None:
             self._behind = Link(self.home, self._store, self.ranks, self.rank, "-behind")
+            # So a death before all have met there is seen at once.
+            self._behind._processes = self._processes
         return self._behind
 
     def acquire(self, holder: int) -> None:

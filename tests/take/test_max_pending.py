@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from casnap import StateDict, Store, on_preemption
 from casnap.errors import BackendError, RankError, SnapshotExistsError, StateError
+from casnap.ranks.group import Group
 from casnap.runtime.buffers import Pool
 from casnap.take import staging
 from tests.support.bitwise import assert_same
@@ -238,11 +239,19 @@ def failing(uri: str) -> list[str]:
     return [*ends, *(take.wait().name for take in pending)]
 
 
-def dying(uri: str) -> list[str]:
-    """Return how two takes end on rank 0, if rank 1 dies while both are pending."""
+def dying(uri: str, takes: int, early: bool) -> list[str]:
+    """Return how takes end on rank 0, if rank 1 dies while they are pending.
+
+    Args:
+        uri: The store.
+        takes: How many there are.
+        early: Whether it dies before the ranks have met in the background.
+    """
     store, both = Store(uri), Path(uri, "tmp", "both pending")
     gate = Gate(store)
-    pending = [begin(store, numbers(i), f"step_{i}") for i in range(2)]
+    if dist.get_rank() and early:
+        Group.behind = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign,return-value]
+    pending = [begin(store, numbers(i), f"step_{i}") for i in range(takes)]
     if dist.get_rank():
         while not both.exists():
             time.sleep(0.01)
@@ -272,7 +281,8 @@ def test_ranks_stay_in_step_after_failures(world, store):
     assert [s.name for s in store.snapshots()] == ["b", "c", "g"]
 
 
-def test_a_rank_that_dies_ends_both_takes(world, store):
-    (told, _) = world(2).run(dying, store.uri, expect_errors=True)
+@pytest.mark.parametrize(("takes", "early"), [(2, False), (1, True)])
+def test_a_rank_that_dies_ends_what_is_pending(world, store, takes, early):
+    (told, _) = world(2).run(dying, store.uri, takes, early, expect_errors=True)
     assert all("rank 1 died" in text for text in told), told
     assert store.snapshots() == []
