@@ -118,6 +118,7 @@ class Capture:
                     f"keys are names, of at most {MAX_PATH_CHARS:,} characters in all"
                 )
             payload, grid = payload_of(entry), None
+            # The entry of a small value is what is stored, and there may be a million of them.
             if payload.inline:
                 self.inline[i] = entry
                 continue

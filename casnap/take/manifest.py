@@ -165,7 +165,7 @@ class _Builder:
                     entries_of_key = shared
                 else:
                     continue
-                # Most entries of a state of many are inline; a call for each takes long.
+                # In a state of many entries most are inline, and a call for each takes long.
                 entry = inline[i] if i in inline else self._entry(i, self._put)
                 entries_of_key[leaves[i].path[prefix:]] = entry
             if own:
