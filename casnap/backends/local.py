@@ -30,10 +30,10 @@ _ATTEMPTS = 3
 class LocalBackend(Backend):
     """A folder of a local file system.
 
-    Large aligned writes and cold reads go around the page cache if the file system allows it: that
-    is faster, and leaves the cache to the training data. Modes and group of files follow the
-    folder, so that a shared store stays shared. If only its owner may write to the folder, the
-    umask applies as well.
+    Large aligned writes go around the page cache if the file system allows it: that is faster, and
+    leaves the cache to the training data. Reads go through it, for the next reader. Modes and group
+    of files follow the folder, so that a shared store stays shared. If only its owner may write to
+    the folder, the umask applies as well.
     """
 
     keeps_copies = True

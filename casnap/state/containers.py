@@ -98,7 +98,17 @@ def key_of(component: str) -> str:
     return _ESCAPES.sub(lambda m: chr(int(m[0].lstrip("%u"), 16)), component)
 
 
-def _components(path: str, keys: Sequence[object]) -> list[str]:
+def _are_components(keys: Sequence[Any]) -> bool:
+    """Whether all keys are ASCII texts that are their own components: no call for each then."""
+    if set(map(type, keys)) != {str}:
+        return False
+    joined = "".join(keys)
+    return joined.isascii() and "%" not in joined and "/" not in joined
+
+
+def _components(path: str, keys: Sequence[Any]) -> list[str]:
+    if _are_components(keys):
+        return list(keys)
     try:
         components = [component_of(key) for key in keys]
     except ValueError as e:
@@ -234,6 +244,8 @@ _OPENERS: dict[type, _Opener] = {
 
 
 def _encode_keys(path: str, keys: list[Any]) -> list[Key]:
+    if _are_components(keys):
+        return keys
     encoded = []
     for key in keys:
         try:

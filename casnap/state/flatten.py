@@ -34,7 +34,13 @@ from casnap.state.containers import (
 from casnap.state.overlap import overlaps_itself
 from casnap.state.sharded import Shards, shards_of
 from casnap.state.tensors import Leaf, NoValuesError, assemble, describe, is_fillable
-from casnap.state.values import DECODE_ERRORS, PLAIN_TYPES, decode_value, encode_value
+from casnap.state.values import (
+    DECODE_ERRORS,
+    PLAIN_BY_TYPE,
+    PLAIN_TYPES,
+    decode_value,
+    encode_value,
+)
 
 __all__ = ["Leaf", "component_of", "containers_of", "fill_targets", "flatten", "inflate"]
 
@@ -99,9 +105,13 @@ def flatten(value: Any, path: str, *, allow_pickle: bool = False) -> Iterator[Le
         for where, child, node in _walk(value, path, sparse=True):
             if node is not None:
                 yield _container_leaf(where, node)
+            elif (codec := PLAIN_BY_TYPE.get(type(child))) is not None:
+                data = codec.encode(child)
+                assert data is not None, "what is plain loses nothing"
+                yield _leaf_of(where, codec.kind, data)
             elif type(child) in _TENSORS:
                 yield describe(where, child)
-            elif type(child) not in PLAIN_TYPES and isinstance(child, arrays):
+            elif isinstance(child, arrays):
                 yield _array_leaf(where, child, allow_pickle)
             else:
                 yield _value_leaf(where, child, allow_pickle)
@@ -124,7 +134,10 @@ def _container_leaf(path: str, node: Opened) -> Leaf:
 
 
 def _value_leaf(path: str, value: object, allow_pickle: bool) -> Leaf:
-    kind, data = encode_value(path, value, allow_pickle=allow_pickle)
+    return _leaf_of(path, *encode_value(path, value, allow_pickle=allow_pickle))
+
+
+def _leaf_of(path: str, kind: str, data: bytes) -> Leaf:
     return Leaf(path, ValueEntry(kind, _payload(data)), data)
 
 

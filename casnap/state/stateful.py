@@ -38,6 +38,14 @@ class StateDict(UserDict[str, Any]):
         100
     """
 
+    def __init__(self, values: Any = None, /, **more: Any) -> None:
+        """Take the values of a mapping or of pairs, and those given by name."""
+        if type(self) is StateDict:
+            # UserDict sets each by a call, which takes long for a million of them.
+            self.data = dict(() if values is None else values, **more)
+        else:
+            super().__init__(values, **more)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the content itself, not a copy."""
         return self.data

@@ -42,6 +42,7 @@ DECODE_ERRORS = (
 
 PLAIN_TYPES = {bool, int, float, str, bytes, type(None)}
 """Values of these types are never containers."""
+PLAIN_BY_TYPE = {codec.type: codec for codec in PLAIN_CODECS}
 
 
 # --- keys -------------------------------------------------------------------------------------

@@ -75,15 +75,6 @@ class Shape:
         """The most items below a node that is listed."""
         return self.most_items if self.list_mask is None else 1 << 32
 
-    def ends_leaf(self, run: list[tuple[str, Any]], key_chars: int) -> bool:
-        """Whether a leaf ends after these items."""
-        key = run[-1][0]
-        return (
-            len(run) == self.most_items
-            or key_chars >= _MOST_KEY_CHARS
-            or not _hash(key)[0] & self.leaf_mask
-        )
-
     def ends_list(self, run: list[Child], level: int) -> bool:
         """Whether a list ends after these children."""
         if self.list_mask is None or level >= self.levels:
@@ -103,7 +94,8 @@ def table_shape(root: Root) -> Shape:
 
 
 def _hash(key: str) -> bytes:
-    return digest_of(key.encode("utf-8", "surrogatepass"))
+    # Each key of a tree comes here, and to name a way to treat errors takes time.
+    return digest_of(key.encode() if key.isascii() else key.encode("utf-8", "surrogatepass"))
 
 
 @cache
@@ -131,7 +123,7 @@ _Change = tuple[str, V | None]
 def build(items: Mapping[str, V], put: Put, shape: Shape = FLAT) -> Digest:
     """Store a tree of these items and return the digest of its top."""
     levels: _Levels[V] = _Levels(shape, put)
-    levels.add_items(sorted(items.items()))
+    levels.add_items(sorted(items.items(), key=_first))
     top = levels.top()
     return Digest(top[1]) if top else put(encode(Leaf([])))
 
@@ -151,15 +143,19 @@ class _Levels(Generic[V]):
 
     def add_items(self, items: Iterable[tuple[str, V]]) -> None:
         """Add the next items."""
-        run, is_full = self._runs[0], self._full[0]
+        run, is_full, key_chars = self._runs[0], self._full[0], self._key_chars
+        mask, most_items = self._shape.leaf_mask, self._shape.most_items
         for item in items:
             if is_full:
                 self._close(0)
-                run = self._runs[0]
+                run, key_chars = self._runs[0], 0
             run.append(item)
-            self._key_chars += len(item[0])
-            is_full = self._shape.ends_leaf(run, self._key_chars)
-        self._full[0] = is_full
+            key = item[0]
+            key_chars += len(key)
+            is_full = (
+                not _hash(key)[0] & mask or len(run) == most_items or key_chars >= _MOST_KEY_CHARS
+            )
+        self._full[0], self._key_chars = is_full, key_chars
 
     def add_node(self, child: Child, level: int) -> None:
         """Add a stored node of some level (0 for a leaf). The levels up to it must be closed."""

@@ -96,7 +96,7 @@ class Capture:
     def __init__(self, leaves: list[Leaf], spans: list[KeySpan], chunk_size: int) -> None:
         self.leaves = leaves
         self.spans = spans
-        self.grids: list[Grid | None] = []
+        self.grids: list[Grid | None] = [None] * len(leaves)
         self.assigned: dict[int, Assignment] = {}
         self.inline: dict[int, Entry] = {}
         self.same_as: dict[int, int] = {}
@@ -117,15 +117,18 @@ class Capture:
                     f"{path[:80]}…: a path of {len(path):,} characters is too long; "
                     f"keys are names, of at most {MAX_PATH_CHARS:,} characters in all"
                 )
-            grid = None
+            payload, grid = payload_of(entry), None
+            # The entry of a small value is what is stored, and there may be a million of them.
+            if payload.inline:
+                self.inline[i] = entry
+                continue
             if isinstance(content, Shards):
                 self.sharded = True
                 elsewhere += content.tensors
-            elif payload_of(entry).nbytes <= INLINE_BYTES:
+            elif payload.nbytes <= INLINE_BYTES:
                 self.inline[i] = _with_bytes(entry, content)
             else:
-                grid = grid_of_leaf(leaf, chunk_size)
-            self.grids.append(grid)
+                self.grids[i] = grid = grid_of_leaf(leaf, chunk_size)
             if isinstance(content, bytes | Shards):
                 continue
             if not content.is_cpu:
@@ -259,8 +262,7 @@ def _same_memory(a: torch.Tensor, b: object) -> bool:
 
 def _with_bytes(entry: Entry, content: torch.Tensor | bytes) -> Entry:
     """Return the entry of a small leaf with its bytes, as it is stored."""
-    payload = payload_of(entry)
-    if payload.inline or payload.nbytes == 0:
+    if payload_of(entry).nbytes == 0:
         return entry
     if not isinstance(content, bytes):
         host = as_copyable(content).cpu().contiguous()

@@ -116,8 +116,9 @@ class _Builder:
         """Bring the digests of each path to its owner, and learn which leaves are equal."""
         comm, scopes, keys = self._comm, self._scopes, self._division.keys
         undecided: list[list[int]] = [[] for _ in range(comm.size)]
+        to_decide = Scope.UNDECIDED
         for i, scope in enumerate(scopes):
-            if scope is Scope.UNDECIDED:
+            if scope is to_decide:
                 undecided[owner_of(keys[i], comm.size)].append(i)
         reports = comm.exchange_messages(self._reports(undecided), _Report)
         self._cells = _cells_by_key(reports)
@@ -152,15 +153,21 @@ class _Builder:
             key, slash, below = path.partition("/")
             entries.setdefault(key, {})[slash + below] = entry
         contributes, per_rank = self._contributes(), Scope.PER_RANK
+        leaves, inline = capture.leaves, capture.inline
         for span in capture.spans:
             own: dict[str, Entry] = {}
             shared = entries.setdefault(span.component, {})
             prefix = len(span.component)
             for i in range(span.start, span.stop):
                 if scopes[i] is per_rank:
-                    own[capture.leaves[i].path[prefix:]] = self._entry(i, self._put)
+                    entries_of_key = own
                 elif contributes[i]:
-                    shared[capture.leaves[i].path[prefix:]] = self._entry(i, self._put)
+                    entries_of_key = shared
+                else:
+                    continue
+                # In a state of many entries most are inline, and a call for each takes long.
+                entry = inline[i] if i in inline else self._entry(i, self._put)
+                entries_of_key[leaves[i].path[prefix:]] = entry
             if own:
                 contribution.subtrees[span.component] = build(own, self._put)
                 contribution.logical_bytes += _nbytes(own)
@@ -182,9 +189,8 @@ class _Builder:
     def _entry(self, leaf: int, put: Put) -> Entry:
         """Return the entry of a leaf that is not sharded."""
         capture = self._capture
-        small = capture.inline.get(leaf)
-        if small is not None:
-            return small
+        if leaf in capture.inline:
+            return capture.inline[leaf]
         path, entry, _ = capture.leaves[leaf]
         nbytes = payload_of(entry).nbytes
         if leaf in capture.assigned:

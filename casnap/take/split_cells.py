@@ -31,7 +31,7 @@ from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot
 from casnap.storage.pack import Raw
 from casnap.take.capture import Assignment
-from casnap.take.staging import Piece
+from casnap.take.staging import Piece, give_back
 
 SHARED_BYTES = 48 << 20
 """The memory that each rank shares for the cells that it puts together."""
@@ -178,8 +178,7 @@ class SplitCells:
             for box in self._outbox:
                 box.clear()
             self._waiting_bytes = 0
-        for piece in pieces:
-            piece.give_back()
+        give_back(pieces)
 
     def finish(self) -> None:
         """Note that no more parts will be added."""
@@ -208,12 +207,16 @@ class SplitCells:
         """Return what to send to each rank in this round."""
         last, opened = self._last, self._open_more()
         drawn = [self._draw(rank) for rank in range(self._size)]
-        with self._lock:
-            last = last and not any(self._outbox)
-        return [
-            self._message(rank, pieces, _Message(last, opened[rank], []))
-            for rank, pieces in enumerate(drawn)
-        ]
+        try:
+            with self._lock:
+                last = last and not any(self._outbox)
+            return [
+                self._message(rank, pieces, _Message(last, opened[rank], []))
+                for rank, pieces in enumerate(drawn)
+            ]
+        finally:
+            # After an error as well: no box has them any more.
+            give_back(piece for pieces in drawn for piece, _ in pieces)
 
     def _draw(self, rank: int) -> list[tuple[Piece, _Place]]:
         """Take parts for a rank off its box, with the places of their joints."""
@@ -232,29 +235,25 @@ class SplitCells:
     ) -> memoryview:
         inline: list[Raw] = []
         memory = self._shared.theirs[rank]
-        try:
-            for piece, place in drawn:
-                assert piece.part is not None
-                assert isinstance(piece.view, memoryview)
-                if piece.ready is not None:
-                    piece.ready()
-                region, nbytes = piece.part.region, len(piece.view)
-                part = _Part(place.key, place.first, nbytes, None)
-                if rank == self._rank:
-                    self._fill(part, region, piece.view)
-                    continue
-                if memory is not None and place.at >= 0:
-                    outer = self._grids[place.key].region(place.first, place.stop)
-                    _copy(memory[place.at :], outer, region, piece.view)
-                else:
-                    part.region = (region.offsets, region.sizes)
-                    inline.append(piece.view)
-                message.parts.append(part)
-            encoded = encode(message)
-            return memoryview(bytearray().join([_HEAD.pack(len(encoded)), encoded, *inline]))
-        finally:
-            for piece, _ in drawn:
-                piece.give_back()
+        for piece, place in drawn:
+            assert piece.part is not None
+            assert isinstance(piece.view, memoryview)
+            if piece.ready is not None:
+                piece.ready()
+            region, nbytes = piece.part.region, len(piece.view)
+            part = _Part(place.key, place.first, nbytes, None)
+            if rank == self._rank:
+                self._fill(part, region, piece.view)
+                continue
+            if memory is not None and place.at >= 0:
+                outer = self._grids[place.key].region(place.first, place.stop)
+                _copy(memory[place.at :], outer, region, piece.view)
+            else:
+                part.region = (region.offsets, region.sizes)
+                inline.append(piece.view)
+            message.parts.append(part)
+        encoded = encode(message)
+        return memoryview(bytearray().join([_HEAD.pack(len(encoded)), encoded, *inline]))
 
     # --- receiving ---
 

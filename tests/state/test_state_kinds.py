@@ -422,3 +422,18 @@ def test_what_has_no_safe_encoding_needs_two_permissions(store):
 class Plain:
     def __init__(self, value):
         self.value = value
+
+
+class _Loud(StateDict):
+    def __setitem__(self, key: str, value: object) -> None:
+        super().__setitem__(key.upper(), value)
+
+
+def test_a_state_dict_is_made_as_a_dict_is() -> None:
+    source = {"a": 1}
+    made = StateDict(source, b=2)
+    assert made.state_dict() == {"a": 1, "b": 2}
+    assert source == {"a": 1}
+    assert StateDict([("a", 1)]).state_dict() == StateDict(StateDict(a=1)).state_dict() == source
+    assert StateDict().state_dict() == {}
+    assert _Loud({"a": 1}, b=2).state_dict() == {"A": 1, "B": 2}

@@ -49,7 +49,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "dcp": (dcp.measure, WORKLOADS),
     "read": (read_object.measure, ("read_object of 10 MB from 10 GB, warm",)),
     "scattered": (read_object.measure_scattered, read_object.SCATTERED),
-    "many": (many.measure, ("50,000 entries",)),
+    "many": (many.measure, many.WORKLOADS),
     "memory": (memory.measure, ("extra memory",)),
     "ranks": (ranks.measure, ranks.WORLDS),
     "gc": (gc.measure, ("garbage", "take meanwhile")),
@@ -64,7 +64,7 @@ SECTIONS: dict[str, tuple[Measure, tuple[str, ...]]] = {
 }
 # These need not know how the disk is fastest.
 _WITHOUT_DISK = {"beside", "s3", "copy", "cache", "mirror"}
-_QUICK_NAMES = {"10 GB": "1 GB", "50,000": "5,000"}
+_QUICK_NAMES = {"10 GB": "1 GB", "50,000": "5,000", "1,000,000": "100,000"}
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Restores in place, verified, from a warm page cache and from the disk."""
+"""Restores in place, verified: from a warm page cache, from the disk, and right after a take."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from typing import Any
 
 from tools.bench import peers, states
 from tools.bench.limits import RawDisk
-from tools.bench.measure import Times, drop, remove, rotated, seconds, settle, warm
+from tools.bench.measure import Times, drop, drop_all, remove, rotated, seconds, settle, warm
 from tools.bench.settings import MIB, Settings
 from tools.bench.table import Row, timed
 
 _PAIRS = 2
 DIRECT = "limit: O_DIRECT read"
 BUFFERED = "limit: read through the page cache"
+BETTER = "limit: the better of these two"
+_LIMITS = {DIRECT: False, BUFFERED: True}
+_AGAINST_DCP = {states.FP32: 1.5, states.TRANSFORMER: 2.3}
+_TIMES_SAFETENSORS = 2.2
+_NO_SLOWER = 1.1
 
 
 class Restores:
@@ -27,14 +32,17 @@ class Restores:
         """Save the state by every contender, and see that each brings it back bit for bit."""
         self.settings = settings
         self.workload = workload
-        state = states.build(workload, settings.nbytes)
+        self.state = state = states.build(workload, settings.nbytes)
         self.nbytes = states.nbytes_of(state.values())
+        self.size = f"{workload}, {self.nbytes / MIB:.0f} MiB"
         self.target = states.like(state)
         self.loads: dict[str, Callable[[], object]] = {}
         self.paths: dict[str, Path] = {}
         self.warm: Times = defaultdict(list)
         self.cold: Times = defaultdict(list)
         self.ratios: Times = defaultdict(list)
+        self.after: Times = defaultdict(list)
+        self.second: Times = defaultdict(list)
         contenders = peers.loaders()
         contenders[peers.CASNAP] = (peers.casnap_take, peers.casnap_restore)
         for number, (name, (save, load)) in enumerate(contenders.items()):
@@ -43,6 +51,7 @@ class Restores:
             self.paths[name] = path.parent
             self.loads[name] = partial(load, self.target, path)
             self._check(name, state)
+        self.both = {name: contenders[name] for name in (peers.CASNAP, peers.DCP)}
         self.disk = RawDisk(settings, self.nbytes)
         self.disk.prepare_reads()
 
@@ -62,20 +71,34 @@ class Restores:
 
     def cold_repetition(self, turn: int) -> None:
         """Load by every contender from the disk, casnap between raw reads, more than once."""
-        limits = {DIRECT: False, BUFFERED: True}
-        before = {name: self._raw(name, buffered=buffered) for name, buffered in limits.items()}
+        before = self._raw_reads()
         for _ in range(_PAIRS):
             took = self._cold(peers.CASNAP)
-            after = {name: self._raw(name, buffered=buffered) for name, buffered in limits.items()}
-            for name in limits:
-                self.ratios[name].append((before[name] + after[name]) / 2 / took)
+            after = self._raw_reads()
+            beside = {name: (before[name] + after[name]) / 2 for name in _LIMITS}
+            beside[BETTER] = min(beside.values())
+            self.cold[BETTER].append(beside[BETTER])
+            for name, limit in beside.items():
+                self.ratios[name].append(limit / took)
             before = after
         for name in rotated([name for name in self.loads if name != peers.CASNAP], turn):
             self._cold(name)
 
-    def _raw(self, name: str, *, buffered: bool) -> float:
-        took = self.disk.read(buffered=buffered)
-        self.cold[name].append(took)
+    def after_save(self, turn: int) -> None:
+        """Save anew, load at once, and load again."""
+        for name in rotated(list(self.both), turn):
+            save, load = self.both[name]
+            path = self.settings.path("restore", "after", "saved")
+            drop_all()
+            save(self.state, path)
+            self.after[name].append(seconds(load, self.target, path))
+            self.second[name].append(seconds(load, self.target, path))
+            remove(path.parent)
+
+    def _raw_reads(self) -> dict[str, float]:
+        took = {name: self.disk.read(buffered=buffered) for name, buffered in _LIMITS.items()}
+        for name, each in took.items():
+            self.cold[name].append(each)
         return took
 
     def _cold(self, name: str) -> float:
@@ -92,39 +115,65 @@ def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
         restores.warm_repetition(turn)
     for turn in range(settings.repeat):
         restores.cold_repetition(turn)
+    for turn in range(settings.repeat):
+        restores.after_save(turn)
     restores.disk.close()
     remove(settings.path("restore"))
-    return [row.to_json() for row in _rows(restores)]
+    rows = [*_warm_rows(restores), *_cold_rows(restores), *_after_rows(restores)]
+    return [row.to_json() for row in rows]
 
 
-def _rows(restores: Restores) -> list[Row]:
+def _warm_rows(restores: Restores) -> list[Row]:
     nbytes = restores.nbytes
-    size = f"{restores.workload}, {nbytes / MIB:.0f} MiB"
-    warm_work = f"restore in place, verified, warm: {size}"
-    cold_work = f"restore in place, verified, cold: {size}"
+    work = f"restore in place, verified, warm: {restores.size}"
     ours = restores.warm[peers.CASNAP]
-    rows = [timed(warm_work, peers.CASNAP, ours, nbytes)]
+    rows = [timed(work, peers.CASNAP, ours, nbytes)]
     for name in restores.loads:
-        if name != peers.CASNAP:
-            row = timed(warm_work, peers.loaded_by(name), restores.warm[name], nbytes)
-            ratios = [b / a for a, b in zip(ours, restores.warm[name], strict=True)]
-            rows.append(row.at_least(ratios, "× as fast", 1.5 if name == peers.DCP else None))
+        if name == peers.CASNAP:
+            continue
+        theirs = restores.warm[name]
+        row = timed(work, peers.loaded_by(name), theirs, nbytes)
+        if name == peers.SAFETENSORS:
+            ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+            rows.append(row.at_most(ratios, "× its time", _TIMES_SAFETENSORS))
+        else:
+            bound = _AGAINST_DCP[restores.workload] if name == peers.DCP else None
+            ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+            rows.append(row.at_least(ratios, "× as fast", bound))
+    return rows
+
+
+def _cold_rows(restores: Restores) -> list[Row]:
+    nbytes = restores.nbytes
+    work = f"restore in place, verified, cold: {restores.size}"
     ours = restores.cold[peers.CASNAP]
-    rows += [
-        timed(cold_work, peers.CASNAP, ours, nbytes),
-        *(
-            timed(cold_work, name, restores.cold[name], nbytes).at_least(
-                ratios, " of the limit", 0.95
-            )
-            for name, ratios in restores.ratios.items()
-        ),
-    ]
+    rows = [timed(work, peers.CASNAP, ours, nbytes)]
+    for name, ratios in restores.ratios.items():
+        row = timed(work, name, restores.cold[name], nbytes)
+        rows.append(row.at_least(ratios, " of the limit", 0.95 if name == BETTER else None))
     for name in restores.loads:
         if name != peers.CASNAP:
-            row = timed(cold_work, peers.loaded_by(name), restores.cold[name], nbytes)
+            row = timed(work, peers.loaded_by(name), restores.cold[name], nbytes)
             ratios = [
                 other / statistics.mean(ours[turn * _PAIRS : (turn + 1) * _PAIRS])
                 for turn, other in enumerate(restores.cold[name])
             ]
-            rows.append(row.at_least(ratios, "× as fast"))
+            rows.append(row.at_least(ratios, "× as fast", 1))
+    return rows
+
+
+def _after_rows(restores: Restores) -> list[Row]:
+    after = f"restore in place, verified, right after a take: {restores.size}"
+    second = f"the restore after that one: {restores.size}"
+    warm = statistics.median(restores.warm[peers.CASNAP])
+    rows = []
+    for work, times in ((after, restores.after), (second, restores.second)):
+        ours, theirs = times[peers.CASNAP], times[peers.DCP]
+        row = timed(work, peers.CASNAP, ours, restores.nbytes)
+        if work == second:
+            row = row.at_most([a / warm for a in ours], "× a warm one", _NO_SLOWER)
+        ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+        bound = 1 if work == after else None
+        row_of_dcp = timed(work, "dcp.load, after its own save", theirs, restores.nbytes)
+        rows += [row, row_of_dcp.at_least(ratios, "× as fast", bound)]
     return rows
