@@ -46,6 +46,24 @@ def check_name(name: str) -> str:
     return clean
 
 
+def check_new_name(name: str) -> None:
+    """Check that a name may be given to a snapshot where there is none of that name yet.
+
+    Some file systems and gateways take ``Roots`` for ``roots``. There a marker of ``Roots/0/5``
+    would lie where the store puts its next root.
+
+    Raises:
+        InvalidNameError: But for upper and lower case, it is a name that the store uses itself.
+    """
+    parts = name.lower().split("/")
+    own = parts[0] if parts[0] in RESERVED else MARKER if MARKER in parts else None
+    if own is not None:
+        raise InvalidNameError(
+            f"the snapshot name {name!r:.200} has {own!r} in other letters, which the store uses "
+            "itself, and which some places do not tell apart; choose another, like 'run1/step_100'"
+        )
+
+
 def rank_names(ranks: Sequence[int]) -> str:
     """Return ranks in words: ``rank 1``, ``ranks 0, 1 and 2``; of many, the first eight."""
     if len(ranks) > 8:

@@ -150,27 +150,27 @@ class ChunkCache:
 
     # --- writing ---
 
-    def keep(self, pack: bytes, start: int, content: memoryview) -> None:
-        """Cache a run of a pack, as far as there is room. Never raises an error of the disk.
+    def keep(self, pack: bytes, runs: Sequence[Target]) -> None:
+        """Cache runs of a pack, as far as there is room. Never raises an error of the disk.
 
         Args:
             pack: The pack.
-            start: Where the run begins, on a page.
-            content: The bytes, which were verified.
+            runs: Where each begins, on a page, and its bytes, which were verified.
         """
-        content = content[: self.nbytes // PAGE * PAGE]
-        if self._stopped or not content or time.monotonic() < self._pause_until:
+        if self._stopped or time.monotonic() < self._pause_until:
             return
+        wanted = sum(_in_pages(content) for _, content in runs)
         try:
             path = self._path(pack)
             self._make_folders(path.parent)
             # One after the other on this host, so that files can be counted at any time. A disk
             # writes no faster by several at once, for they are large.
             with locked(self._all / "used", _PATIENCE):
-                if self._has_room(len(content)):
-                    _write(path, start, content)
-                else:
-                    self._pause_until = time.monotonic() + _FULL
+                room = self._room_for(wanted)
+                if room:
+                    _write(path, runs, room)
+            if room < wanted:
+                self._pause_until = time.monotonic() + _FULL
         except BusyError as e:
             _log.debug("not cached: %s", e)
             self._pause_until = time.monotonic() + _BUSY
@@ -201,18 +201,19 @@ class ChunkCache:
             made.mkdir(mode=0o700, parents=made == top, exist_ok=True)
         (self._folder / URI).write_text(self._uri, "utf-8", "surrogateescape")
 
-    def _has_room(self, nbytes: int) -> bool:
-        """Whether there is room for so many bytes, which are then counted; make it if need be."""
+    def _room_for(self, nbytes: int) -> int:
+        """Return for how many of these bytes there is room, and count them; make it if need be."""
+        nbytes = min(nbytes, self.nbytes // PAGE * PAGE)
         count = self._all / "used"
         known = count.read_bytes()
         total = int.from_bytes(known, "little")
         if len(known) != _COUNT_BYTES or not self._counted or total + nbytes > self.nbytes:
             total = self._make_room(nbytes)
             self._counted = True
-        fits = total + nbytes <= self.nbytes
+        room = max(0, min(nbytes, (self.nbytes - total) // PAGE * PAGE))
         # Before the write: if this process is killed, too many are counted, until the next time.
-        count.write_bytes((total + nbytes * fits).to_bytes(_COUNT_BYTES, "little"))
-        return fits
+        count.write_bytes((total + room).to_bytes(_COUNT_BYTES, "little"))
+        return room
 
     def _make_room(self, nbytes: int) -> int:
         """Delete the packs that were used least recently; return how many bytes are left.
@@ -234,10 +235,19 @@ class ChunkCache:
         return total
 
 
-def _write(path: Path, start: int, content: memoryview) -> None:
+def _in_pages(content: memoryview) -> int:
+    return -(-len(content) // PAGE) * PAGE
+
+
+def _write(path: Path, runs: Sequence[Target], room: int) -> None:
+    """Write runs into a file, as many pages as there is room for."""
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | _SAFE, 0o600)
     try:
-        write_at(fd, content, start)
+        for start, content in runs:
+            write_at(fd, content[:room], start)
+            room -= _in_pages(content)
+            if room <= 0:
+                break
     finally:
         os.close(fd)
 

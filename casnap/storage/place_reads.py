@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from casnap.backends.base import Backend
+from casnap.backends.base import Backend, Target
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.codec import Codec, decompress
 from casnap.format.digest import Digest, digest_of
@@ -66,8 +66,7 @@ class ReadOptions(NamedTuple):
         prepare: Called with each buffer from the pool before it is used.
         readers: The most threads, each with a buffer of the pool. Lower it if the sinks take
             buffers too. 0: the calling thread reads, into a buffer of its own.
-        keep: Called with each run of a pack whose chunks were all whole: the pack, where the run
-            begins, and its bytes.
+        keep: Called with what was whole: the pack, and runs of it, each with where it begins.
         room: Returns room for a run of so many bytes and chunks; None for none. Large raw chunks
             are read and kept there as they are, and then handed to their sinks; nodes are not.
     """
@@ -75,7 +74,7 @@ class ReadOptions(NamedTuple):
     budget: int | None = None
     prepare: Callable[[Slot], None] | None = None
     readers: int = SLOTS
-    keep: Callable[[bytes, int, memoryview], None] | None = None
+    keep: Callable[[bytes, Sequence[Target]], None] | None = None
     room: Callable[[int, int], Room | None] | None = None
 
 
@@ -189,8 +188,6 @@ def _divided(
 ) -> tuple[list[tuple[Place, list[Want]]], list[tuple[Place, list[Want]]]]:
     """Return the chunks that are read straight into the memory that wants them, and the others."""
     direct: list[tuple[Place, list[Want]]] = []
-    if backend.is_remote and how.keep is not None:
-        return direct, found
     rest: list[tuple[Place, list[Want]]] = []
     for place, wants in found:
         large = place.codec == Codec.RAW and place.raw >= _LARGE_BYTES
@@ -255,15 +252,18 @@ def _fill(
             return run.chunks
     chunks, failed = _laid_out(run, room)
     whole: dict[int, _Laid] = {}
+    keeping = _Keeping(run.pack, how)
 
     def prove(number: int) -> None:
         place, wants, target = chunks[number]
         if place.raw == len(target) and digest_of(target) == wants[0].digest:
             whole[number] = chunks[number]
+            keeping.add(place.offset, target)
 
     try:
         # Hashed at once: while the core has it in its cache, or a server sends the others.
         backend.filled(pack_key(run.pack), [(p.offset, t) for p, _, t in chunks], prove)
+        keeping.keep()
     except UnavailableError:
         raise
     except (FileNotFoundError, BackendError):
@@ -276,6 +276,27 @@ def _fill(
         for want in wants:
             want.sink(target)
     return failed + [chunk[:2] for number, chunk in enumerate(chunks) if number not in whole]
+
+
+class _Keeping:
+    """Has whole chunks of a pack kept, several at a time, while others are on their way."""
+
+    def __init__(self, pack: bytes, how: ReadOptions) -> None:
+        self._pack = pack
+        self._how = how
+        self._chunks: list[Target] = []
+        self._nbytes = 0
+
+    def add(self, offset: int, chunk: memoryview) -> None:
+        self._chunks.append((offset, chunk))
+        self._nbytes += len(chunk)
+        if self._nbytes >= _READ_BYTES:
+            self.keep()
+
+    def keep(self) -> None:
+        if self._how.keep is not None and self._chunks:
+            self._how.keep(self._pack, self._chunks)
+        self._chunks, self._nbytes = [], 0
 
 
 def _laid_out(
@@ -343,7 +364,7 @@ def _read_run(
         for want in wants:
             want.sink(raw)
     if how.keep is not None and not failed:
-        how.keep(read.pack, read.start, target[:n])
+        how.keep(read.pack, [(read.start, target[:n])])
     return failed
 
 

@@ -17,7 +17,7 @@ from casnap.errors import (
     SnapshotNotFoundError,
     StateError,
 )
-from casnap.format.names import MARKER, UNFINISHED, check_name
+from casnap.format.names import MARKER, UNFINISHED, check_name, check_new_name
 from casnap.format.records import DEEP_TABLE, INTERNAL, MAX_METADATA_BYTES, Root, Row
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import publish
@@ -66,8 +66,12 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
     Raises:
         SnapshotExistsError: The name is taken (and tagged, or not to be overwritten), or it is a
             folder of another name, or lies below one.
+        InvalidNameError: It is too much like a name that the store uses itself.
     """
     row = table.get(name)
+    if row is None:
+        # Earlier versions allowed such names, and what has one is read.
+        check_new_name(name)
     if row is not None and not overwrite:
         raise SnapshotExistsError(
             f"{uri} holds a snapshot {name!r} already; choose another name, or delete it; a "

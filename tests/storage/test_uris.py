@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from casnap import Snapshot, StateDict, Store
+from casnap.backends import LocalBackend
 from casnap.errors import BackendError, CasnapError, InvalidNameError, NotAStoreError
 from casnap.storage.uris import snapshot_uri, store_uri
+from tests.support.remote import RemoteDouble
+
+TINY = {"s": StateDict(x=1)}
 
 
 @pytest.mark.parametrize(
@@ -115,3 +121,23 @@ def test_a_wrong_option_is_no_damage() -> None:
     for _ in range(4):
         with pytest.raises(BackendError, match=r"wrong storage_options.*no_such_option"):
             Store("s3://bucket/run", storage_options=options)
+
+
+@pytest.mark.parametrize("name", ["Roots/0/5", "PACKS", "Casnap.json/a", "a/Casnap-Snapshot.JSON"])
+def test_names_that_some_places_do_not_tell_apart(tmp_path: Path, name: str) -> None:
+    """Where letter case does not count, a marker would lie among the objects of the store."""
+    source = Store(tmp_path / "source")
+    source.take(TINY, "step")
+    for backend in (LocalBackend(tmp_path / "near"), RemoteDouble(str(tmp_path / "far"))):
+        store = Store(backend)
+        uses: list[Callable[[], object]] = [
+            partial(store.take, TINY, name),
+            partial(store.async_take, TINY, name),
+            partial(source.copy, "step", to=store, rename=name),
+        ]
+        before = backend.sizes("")
+        for use in uses:
+            with pytest.raises(InvalidNameError, match="in other letters"):
+                use()
+        assert backend.sizes("") == before
+        store.take(TINY, f"run/{name.partition('/')[0]}")
