@@ -7,7 +7,9 @@ matter whether the elements are aligned in the file.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -19,10 +21,15 @@ from casnap.format.region import Region
 from casnap.format.tiling import tiles
 from casnap.runtime.buffers import address_of, view_at
 from casnap.state.sharded import Shards
-from casnap.state.tensors import TENSOR_DTYPES, Leaf
+from casnap.state.tensors import TENSOR_DTYPES, FileContent, Leaf
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python has no name for
 _MOST_AXES = 64
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
 
 
 def check_regular(path: Path) -> None:
@@ -67,6 +74,7 @@ class MappedFile:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         with path.open("rb") as stream:
             nbytes = stream.seek(0, 2)
+            self._found = _identity(stream.fileno())
             if nbytes:
                 # torch.from_file would reserve memory for all of the file, which may be more than
                 # there is.
@@ -91,7 +99,32 @@ class MappedFile:
         if strides is None:
             strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
         steps = (*(n * itemsize for n in strides), 1)
-        return self.bytes.as_strided((*shape, itemsize), steps, start)
+        elements = self.bytes.as_strided((*shape, itemsize), steps, start)
+        if not elements.is_contiguous():
+            return elements
+        content = elements.as_subclass(FileContent)
+        content.read_into = partial(self._read_into, start)
+        return content
+
+    def _read_into(self, start: int, offset: int, target: memoryview) -> None:
+        """Fill memory with bytes of the file, opened anew: there may be thousands of files.
+
+        Raises:
+            FileFormatError: It was cut off since it was mapped, or another one is there by now.
+        """
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < len(target):
+                n = os.preadv(fd, [target[done:]], start + offset + done)
+                if n == 0 or _identity(fd) != self._found:
+                    raise FileFormatError(
+                        f"{self.path} was cut off or replaced while it was imported; nothing was "
+                        "stored. Import it when nothing writes to it any more"
+                    )
+                done += n
+        finally:
+            os.close(fd)
 
     def offset_of(self, part: memoryview) -> int:
         """Return where a part of the view begins in the file."""

@@ -157,6 +157,32 @@ def test_a_file_larger_than_memory_is_mapped(store: Store, tmp_path: Path) -> No
     assert store.import_file(file, "m", dry_run=True).logical_bytes >= nbytes
 
 
+@pytest.mark.parametrize("how", ["cut off", "replaced"])
+def test_a_file_that_changes_while_it_is_imported(store: Store, tmp_path: Path, how: str) -> None:
+    """It is one error that names the file: not the end of the process, and no other tensors."""
+    file = tmp_path / "m.safetensors"
+    save_file({f"t{i}": torch.rand(1 << 20) for i in range(16)}, file)
+
+    def change(*_: object) -> None:
+        if how == "cut off":
+            os.truncate(file, 1 << 20)
+        else:
+            file.with_name("other").write_bytes(bytes(file.stat().st_size))
+            file.with_name("other").replace(file)
+
+    message = refused(store, file, progress=change)
+    assert message.startswith(f"{file} was cut off or replaced while it was imported")
+
+
+def test_a_checkpoint_of_dcp_that_is_cut_off_meanwhile(store: Store, tmp_path: Path) -> None:
+    folder = tmp_path / "dcp"
+    state: dict[str, Any] = {f"t{i}": torch.rand(1 << 20) for i in range(16)}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    [file] = folder.glob("*.distcp")
+    message = refused(store, folder, progress=lambda *_: os.truncate(file, 1 << 20))
+    assert message.startswith(f"{file} was cut off")
+
+
 def test_files_of_no_known_format(store: Store, tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF and more")
     assert "is neither a safetensors file" in refused(store, tmp_path / "x.gguf")
