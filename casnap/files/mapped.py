@@ -1,5 +1,6 @@
-"""Tensors in files, as leaves of a take: over a mapping of the file, so that nothing is copied.
+"""Tensors in files, as leaves of a take: over a mapping of the file, which takes no memory.
 
+What is contiguous is read instead, since a mapping of a file that is cut off kills the process.
 Their content is bytes, with one more axis than the tensor: the bytes of an element. So it does not
 matter whether the elements are aligned in the file.
 """
@@ -19,7 +20,7 @@ from casnap.errors import FileFormatError
 from casnap.format.entries import Payload, TensorEntry
 from casnap.format.region import Region
 from casnap.format.tiling import tiles
-from casnap.runtime.buffers import address_of, view_at
+from casnap.runtime.buffers import address_of, copy, view_at
 from casnap.state.sharded import Shards
 from casnap.state.tensors import TENSOR_DTYPES, FileContent, Leaf
 
@@ -54,7 +55,7 @@ def check_shape(shape: Sequence[int], what: str = "") -> None:
 
 
 class MappedFile:
-    """A file in memory. Its pages belong to the page cache; no file descriptor stays open.
+    """A file in memory. Its pages belong to the page cache.
 
     Args:
         path: The file.
@@ -107,24 +108,41 @@ class MappedFile:
         return content
 
     def _read_into(self, start: int, offset: int, target: memoryview) -> None:
-        """Fill memory with bytes of the file, opened anew: there may be thousands of files.
+        """Fill memory with bytes of the file.
 
         Raises:
-            FileFormatError: It was cut off since it was mapped, or another one is there by now.
+            FileFormatError: It was cut off since it was mapped.
         """
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        done, at = 0, start + offset
+        fd = self._opened()
+        if fd is None:
+            copy(target, self.view[at : at + len(target)])
+            return
         try:
-            done = 0
             while done < len(target):
-                n = os.preadv(fd, [target[done:]], start + offset + done)
-                if n == 0 or _identity(fd) != self._found:
+                n = os.preadv(fd, [target[done:]], at + done)
+                if n == 0:
                     raise FileFormatError(
-                        f"{self.path} was cut off or replaced while it was imported; nothing was "
-                        "stored. Import it when nothing writes to it any more"
+                        f"{self.path} was cut off while it was imported; nothing was committed. "
+                        "Import it when nothing writes to it any more"
                     )
                 done += n
         finally:
             os.close(fd)
+
+    def _opened(self) -> int | None:
+        """Open the file anew; return None if it was replaced, or deleted: then nobody cuts it off.
+
+        A descriptor for each file would be too many for some checkpoints.
+        """
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        if _identity(fd) == self._found:
+            return fd
+        os.close(fd)
+        return None
 
     def offset_of(self, part: memoryview) -> int:
         """Return where a part of the view begins in the file."""

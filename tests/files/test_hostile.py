@@ -157,21 +157,30 @@ def test_a_file_larger_than_memory_is_mapped(store: Store, tmp_path: Path) -> No
     assert store.import_file(file, "m", dry_run=True).logical_bytes >= nbytes
 
 
-@pytest.mark.parametrize("how", ["cut off", "replaced"])
-def test_a_file_that_changes_while_it_is_imported(store: Store, tmp_path: Path, how: str) -> None:
-    """It is one error that names the file: not the end of the process, and no other tensors."""
+def test_a_file_that_is_cut_off_while_it_is_imported(store: Store, tmp_path: Path) -> None:
+    """It is one error that names the file, not the end of the process."""
     file = tmp_path / "m.safetensors"
     save_file({f"t{i}": torch.rand(1 << 20) for i in range(16)}, file)
+    message = refused(store, file, progress=lambda *_: os.truncate(file, 1 << 20))
+    assert message.startswith(f"{file} was cut off while it was imported")
+
+
+@pytest.mark.parametrize("how", ["replaced", "deleted"])
+def test_a_file_that_goes_while_it_is_imported(store: Store, tmp_path: Path, how: str) -> None:
+    """What was begun is imported, not what is there by then."""
+    file, other = tmp_path / "m.safetensors", tmp_path / "other"
+    state = {f"t{i}": torch.rand(1 << 20) for i in range(16)}
+    save_file(state, file)
 
     def change(*_: object) -> None:
-        if how == "cut off":
-            os.truncate(file, 1 << 20)
+        if how == "replaced":
+            other.write_bytes(bytes(1 << 10))
+            other.replace(file)
         else:
-            file.with_name("other").write_bytes(bytes(file.stat().st_size))
-            file.with_name("other").replace(file)
+            file.unlink(missing_ok=True)
 
-    message = refused(store, file, progress=change)
-    assert message.startswith(f"{file} was cut off or replaced while it was imported")
+    store.import_file(file, "a", progress=change)
+    assert all(torch.equal(store["a"].read_object(f"model/{name}"), t) for name, t in state.items())
 
 
 def test_a_checkpoint_of_dcp_that_is_cut_off_meanwhile(store: Store, tmp_path: Path) -> None:
