@@ -95,22 +95,20 @@ class Source(NamedTuple):
 def pieces_of(number: int, content: torch.Tensor | bytes, grid: Grid) -> Iterable[Piece]:
     """Return the bytes of a whole leaf in runs of about 8 MiB, in order."""
     if isinstance(content, bytes):
-        return _runs(number, grid, memoryview(content), content)
+        return _runs(number, grid, memoryview(content), content, PIECE_BYTES)
     if isinstance(content, FileContent):
         return _read_runs(number, grid, content)
     if content.is_cpu and content.is_contiguous():
         nbytes = content.nbytes
         if grid.count > 1 or nbytes > _SMALL_BYTES:
-            return _runs(number, grid, view_at(content.data_ptr(), nbytes), content)
+            return _runs(number, grid, view_at(content.data_ptr(), nbytes), content, PIECE_BYTES)
         # There may be many of these, so not one object more than needed.
         return (Piece(number, 0, (nbytes,), bytes_at(content.data_ptr(), nbytes)),)
     source = Source(Region.whole(grid.shape), as_copyable(content))
     return pieces_between(number, source, grid, 0)
 
 
-def _runs(
-    number: int, grid: Grid, view: memoryview, owner: object, most: int = PIECE_BYTES
-) -> Iterator[Piece]:
+def _runs(number: int, grid: Grid, view: memoryview, owner: object, most: int) -> Iterator[Piece]:
     first, start, sizes, total = 0, 0, list[int](), 0
     for size in grid.sizes():
         if sizes and total + size > most:
