@@ -17,7 +17,10 @@ from pathlib import Path
 
 from casnap.backends.base import translated
 from casnap.errors import BackendError
+from casnap.runtime.threads import mapped
 
+# How many folders are synced at once.
+_AT_ONCE = 4
 # How often a sync of each folder has failed in this process.
 _failures: Counter[Path] = Counter()
 _failing = threading.Lock()
@@ -58,18 +61,21 @@ class NewNames:
         with self._syncing:
             with self._lock:
                 pending, self._pending = self._pending, {}
+            noted = {
+                folder: {path: pending[path] for path in paths}
+                for folder, paths in groupby(sorted(pending, key=_by_folder), _folder)
+            }
             try:
-                for folder, paths in groupby(sorted(pending, key=_by_folder), _folder):
-                    noted = {path: pending[path] for path in paths}
-                    self._sync_folder(folder, noted)
-                    for path in noted:
-                        del pending[path]
+                # Several at once take hardly longer than one: the disk is flushed once for all.
+                for _ in mapped(self._sync_folder, noted.items(), min(len(noted), _AT_ONCE)):
+                    pass
             except BaseException:
                 for path, failures in pending.items():
                     self.add(path, failures)
                 raise
 
-    def _sync_folder(self, folder: Path, noted: dict[Path, int]) -> None:
+    def _sync_folder(self, names: tuple[Path, dict[Path, int]]) -> None:
+        folder, noted = names
         with translated(str(folder)):
             before = _failures_of(folder)
             doubtful = [path for path, failures in noted.items() if failures < before]

@@ -25,6 +25,9 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 # Below this, going through the page cache costs less than going around it.
 _DIRECT_WRITE_BYTES = 1 << 20
 _ATTEMPTS = 3
+# Folders that this process has made durable: the identity of the store, and the folder. Who opens
+# a store anew for each take would else sync them each time, as they may be another process's.
+_durable: set[tuple[str, Path]] = set()
 
 
 class LocalBackend(Backend):
@@ -43,7 +46,8 @@ class LocalBackend(Backend):
         self.folder = folder
         self.uri = str(folder)
         self._new = NewNames(self._put_anew)
-        self._entered: set[Path] = set()
+        # Folder → the identity of the store when this first wrote there; empty if not known.
+        self._entered: dict[Path, str] = {}
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -146,11 +150,24 @@ class LocalBackend(Backend):
         self._new.add(target, failures)
         with self._lock:
             if folder not in self._entered:
-                self._entered.add(folder)
-                while folder != self.folder:
-                    self._new.add(folder)
-                    folder = folder.parent
+                store = self._entered[folder] = self._identity_if_whole()
+                for above in self._up_to_store(folder):
+                    if (store, above) not in _durable:
+                        self._new.add(above)
         return failures
+
+    def _up_to_store(self, folder: Path) -> Iterator[Path]:
+        """Yield a folder, and those above it, below the folder of the store."""
+        while folder != self.folder:
+            yield folder
+            folder = folder.parent
+
+    def _identity_if_whole(self) -> str:
+        """Return the identity; nothing while the store is being made."""
+        try:
+            return self.identity
+        except BackendError:
+            return ""
 
     def _put_anew(self, path: Path) -> None:
         self._make_folder(self.folder / "tmp")
@@ -205,7 +222,11 @@ class LocalBackend(Backend):
         """Make the names of new files durable. Their bytes were synced before they got names."""
         for key in keys:
             self._new.add(self.folder / key)
+        with self._lock:
+            entered = [(folder, store) for folder, store in self._entered.items() if store]
         self._new.sync()
+        for folder, store in entered:
+            _durable.update((store, above) for above in self._up_to_store(folder))
 
     @override
     def read(self, key: str) -> bytes:

@@ -1,5 +1,6 @@
-"""Tensors in files, as leaves of a take: over a mapping of the file, so that nothing is copied.
+"""Tensors in files, as leaves of a take: over a mapping of the file, which takes no memory.
 
+What is contiguous is read instead, since a mapping of a file that is cut off kills the process.
 Their content is bytes, with one more axis than the tensor: the bytes of an element. So it does not
 matter whether the elements are aligned in the file.
 """
@@ -7,7 +8,9 @@ matter whether the elements are aligned in the file.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -17,12 +20,17 @@ from casnap.errors import FileFormatError
 from casnap.format.entries import Payload, TensorEntry
 from casnap.format.region import Region
 from casnap.format.tiling import tiles
-from casnap.runtime.buffers import address_of, view_at
+from casnap.runtime.buffers import address_of, copy, view_at
 from casnap.state.sharded import Shards
-from casnap.state.tensors import TENSOR_DTYPES, Leaf
+from casnap.state.tensors import TENSOR_DTYPES, FileContent, Leaf
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python has no name for
 _MOST_AXES = 64
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
 
 
 def check_regular(path: Path) -> None:
@@ -47,7 +55,7 @@ def check_shape(shape: Sequence[int], what: str = "") -> None:
 
 
 class MappedFile:
-    """A file in memory. Its pages belong to the page cache; no file descriptor stays open.
+    """A file in memory. Its pages belong to the page cache.
 
     Args:
         path: The file.
@@ -67,6 +75,7 @@ class MappedFile:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         with path.open("rb") as stream:
             nbytes = stream.seek(0, 2)
+            self._found = _identity(stream.fileno())
             if nbytes:
                 # torch.from_file would reserve memory for all of the file, which may be more than
                 # there is.
@@ -91,7 +100,49 @@ class MappedFile:
         if strides is None:
             strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
         steps = (*(n * itemsize for n in strides), 1)
-        return self.bytes.as_strided((*shape, itemsize), steps, start)
+        elements = self.bytes.as_strided((*shape, itemsize), steps, start)
+        if not elements.is_contiguous():
+            return elements
+        content = elements.as_subclass(FileContent)
+        content.read_into = partial(self._read_into, start)
+        return content
+
+    def _read_into(self, start: int, offset: int, target: memoryview) -> None:
+        """Fill memory with bytes of the file.
+
+        Raises:
+            FileFormatError: It was cut off since it was mapped.
+        """
+        done, at = 0, start + offset
+        fd = self._opened()
+        if fd is None:
+            copy(target, self.view[at : at + len(target)])
+            return
+        try:
+            while done < len(target):
+                n = os.preadv(fd, [target[done:]], at + done)
+                if n == 0:
+                    raise FileFormatError(
+                        f"{self.path} was cut off while it was imported; nothing was committed. "
+                        "Import it when nothing writes to it any more"
+                    )
+                done += n
+        finally:
+            os.close(fd)
+
+    def _opened(self) -> int | None:
+        """Open the file anew; return None if it was replaced, or deleted: then nobody cuts it off.
+
+        A descriptor for each file would be too many for some checkpoints.
+        """
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        if _identity(fd) == self._found:
+            return fd
+        os.close(fd)
+        return None
 
     def offset_of(self, part: memoryview) -> int:
         """Return where a part of the view begins in the file."""

@@ -173,9 +173,8 @@ def _parts(segment: Segment) -> list[Segment]:
 
 
 def _put(objects: Objects, content: bytes, base: int) -> SegmentId:
-    """Make all packs durable, then write a segment and make it durable."""
+    """Write a segment; make it and all packs durable."""
     ident = SegmentId(new_id(base))
-    objects.backend.sync()
     objects.backend.write(segment_key(ident), content)
     objects.backend.sync()
     if objects.backend.is_remote:

@@ -24,7 +24,7 @@ from casnap.runtime.torch_modes import plain
 from casnap.state.cuda import synchronize
 from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards
-from casnap.state.tensors import Leaf, as_copyable, itemsize_of
+from casnap.state.tensors import FileContent, Leaf, as_copyable, itemsize_of
 from casnap.take.staging import (
     JointPart,
     Piece,
@@ -264,6 +264,10 @@ def _with_bytes(entry: Entry, content: torch.Tensor | bytes) -> Entry:
     """Return the entry of a small leaf with its bytes, as it is stored."""
     if payload_of(entry).nbytes == 0:
         return entry
+    if isinstance(content, FileContent):
+        data = bytearray(payload.nbytes)
+        content.read_into(0, memoryview(data))
+        content = bytes(data)
     if not isinstance(content, bytes):
         host = as_copyable(content).cpu().contiguous()
         content = bytes_at(host.data_ptr(), host.nbytes)

@@ -18,7 +18,7 @@ import pytest
 from casnap import Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError
-from tests.support.faults import CHUNK, assert_store, take
+from tests.support.faults import CHUNK, assert_store, in_child, system_faults, take
 
 
 class Disk:
@@ -130,6 +130,28 @@ def test_each_sync_of_a_new_store_fails_once(tmp_path: Path) -> None:
         if not disk.struck:
             break
     assert k > 4
+
+
+def test_folders_that_this_process_has_synced_are_not_synced_again(tmp_path: Path) -> None:
+    """Also where each take opens the store anew; folders that it has not entered yet are."""
+    for step in range(3):
+        take(tmp_path / "store", step)
+    with system_faults(names=["fsync"]) as syncs:
+        take(tmp_path / "store", 0, overwrite=True)
+    # Three files: a pack, the segment, the root. Their folders, and the one of a new pack folder.
+    assert 6 <= syncs.count <= 7
+
+
+def test_folders_that_another_process_has_made_anew_are_synced(tmp_path: Path) -> None:
+    """It may have died before it did so: the store at a path is another one by then."""
+    folder = tmp_path / "store"
+    take(folder, 0)
+    for child in folder.iterdir():
+        shutil.rmtree(child) if child.is_dir() else child.unlink()
+    with Disk(folder).used() as disk:
+        assert in_child(lambda: Store(folder, chunk_size=CHUNK)) == 0
+        take(folder, 1)
+        assert_store(disk.after_a_crash(tmp_path / "crashed"), {1})
 
 
 def test_a_collector_does_not_believe_in_a_root_that_may_be_lost(tmp_path: Path) -> None:

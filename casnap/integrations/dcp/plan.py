@@ -25,9 +25,11 @@ from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
 from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards, shards_of, without_torch_function
-from casnap.state.tensors import Leaf, describe_shards
+from casnap.state.tensors import Leaf, describe, describe_shards
 from casnap.state.values import decode_value, encode_object
 from casnap.take.capturable import GivenLeaves
+
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Paths(msgspec.Struct, array_like=True):
@@ -103,9 +105,17 @@ class _PlanReader:
             and kind.resolve_data is DefaultSavePlanner.resolve_data
             and kind.transform_object is DefaultSavePlanner.transform_object
         )
+        # The values that the planner gives as they are.
+        self._values: Mapping[str, Any] = {}
+        if self._gives_objects and kind.lookup_object is DefaultSavePlanner.lookup_object:
+            self._values = getattr(planner, "state_dict", {})
 
     def leaves(self, path: str, items: list[WriteItem]) -> Iterator[Leaf]:
         """Yield the leaves of one value of this rank."""
+        tensor = self._whole_tensor(items)
+        if tensor is not None:
+            yield describe(path, tensor)
+            return
         if items[0].type is WriteItemType.BYTE_IO:
             yield from self._leaves_of_object(path, items[0])
             return
@@ -124,6 +134,17 @@ class _PlanReader:
         if held:
             boxes, tensors = zip(*((part.box, part.tensor) for part in held), strict=True)
             yield describe_shards(path, Shards(shape, boxes, tensors, tensors[0]))
+
+    def _whole_tensor(self, items: list[WriteItem]) -> torch.Tensor | None:
+        """Return an ordinary tensor that the plan has as one item, as most values are."""
+        value, data = self._values.get(items[0].index.fqn), items[0].tensor_data
+        if type(value) not in _ORDINARY or data is None or len(items) > 1:
+            return None
+        assert isinstance(value, torch.Tensor)
+        if value.layout is not torch.strided or 0 in value.shape:
+            return None
+        whole = value.shape == data.size and value.shape == data.chunk.sizes
+        return value.detach() if whole else None
 
     def _part(self, path: str, item: WriteItem) -> _Part:
         assert item.tensor_data is not None

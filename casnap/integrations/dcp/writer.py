@@ -148,8 +148,8 @@ class CasnapWriter(KeptStager, StorageWriter):
         finally:
             self._give_back(getattr(planner, "state_dict", {}).values())
         done: Future[list[WriteResult]] = Future()
-        sizes = ((item, item.tensor_storage_size() or 0) for item in plan.items)
-        done.set_result([WriteResult(item.index, size, None) for item, size in sizes])
+        # DCP would gather results of all ranks, only to give them to finish().
+        done.set_result([])
         return done
 
     @calls.named("dcp.save()", is_take=True)
