@@ -265,7 +265,7 @@ def _with_bytes(entry: Entry, content: torch.Tensor | bytes) -> Entry:
     if payload_of(entry).nbytes == 0:
         return entry
     if isinstance(content, FileContent):
-        data = bytearray(payload.nbytes)
+        data = bytearray(payload_of(entry).nbytes)
         content.read_into(0, memoryview(data))
         content = bytes(data)
     if not isinstance(content, bytes):

@@ -15,15 +15,24 @@ from __future__ import annotations
 
 import doctest
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from sybil import Example, Sybil
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
 
+from tests.support.warm import run_python
+
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+# These commands, without anything of bash, are forked from a process that has imported torch.
+_IMPORTS_TORCH = re.compile(r"casnap (import|export) [\w./ -]+")
+_COMMAND = "import sys; from casnap.cli import run; sys.exit(run(sys.argv[1:]))"
 
 
 def commands_of(block: str) -> list[tuple[str, str]]:
@@ -51,20 +60,26 @@ def run_console(example: Example) -> str | None:
         "NO_COLOR": "1",
     }
     for command, want in commands_of(str(example.parsed)):
-        done = subprocess.run(
-            ["bash", "-c", command],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
+        with mock.patch.dict(os.environ, environment):
+            done = _done(command)
         if done.returncode:
-            return f"$ {command}\nexited with {done.returncode}:\n{done.stdout}"
+            return f"$ {command}\nexited with {done.returncode}:\n{done.stdout}{done.stderr or ''}"
         if want.strip() and not doctest.OutputChecker().check_output(want, done.stdout, FLAGS):
             return f"$ {command}\nwas to print:\n{want}\nand printed:\n{done.stdout}"
     return None
+
+
+def _done(command: str) -> subprocess.CompletedProcess[str]:
+    if _IMPORTS_TORCH.fullmatch(command):
+        return run_python(_COMMAND, *shlex.split(command)[1:])
+    return subprocess.run(
+        ["bash", "-c", command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
 
 
 SYBIL = Sybil(
