@@ -7,8 +7,10 @@ matter whether the elements are aligned in the file.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 from functools import partial
 from math import prod
@@ -26,6 +28,18 @@ from casnap.state.tensors import TENSOR_DTYPES, FileContent, Leaf
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python has no name for
 _MOST_AXES = 64
+
+
+def _mapping(fd: int, nbytes: int, path: Path) -> mmap.mmap:
+    # Before Python 3.13 a mapping keeps a descriptor of its own for as long as it is there.
+    untracked = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    try:
+        return mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE | _NO_RESERVE, **untracked)
+    except OSError as e:
+        if e.errno != errno.EMFILE:
+            raise
+        what = "too many open files; each file of an import needs one: raise the limit (ulimit -n)"
+        raise OSError(e.errno, what, str(path)) from e
 
 
 def _identity(fd: int) -> tuple[int, int]:
@@ -79,7 +93,7 @@ class MappedFile:
             if nbytes:
                 # torch.from_file would reserve memory for all of the file, which may be more than
                 # there is.
-                held = mmap.mmap(stream.fileno(), nbytes, mmap.MAP_PRIVATE | _NO_RESERVE)
+                held = _mapping(stream.fileno(), nbytes, path)
                 self.bytes = torch.frombuffer(held, dtype=torch.uint8)
         self.view = view_at(self.bytes.data_ptr(), nbytes) if nbytes else memoryview(b"")
 
@@ -133,7 +147,7 @@ class MappedFile:
     def _opened(self) -> int | None:
         """Open the file anew; return None if it was replaced, or deleted: then nobody cuts it off.
 
-        A descriptor for each file would be too many for some checkpoints.
+        To keep a descriptor for each file would be too many for some checkpoints.
         """
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)

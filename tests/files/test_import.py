@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from casnap import StateDict, Store
 from casnap.errors import FileFormatError
 from tests.support.bitwise import assert_same, noise
 from tests.support.torchsnapshots import tensor_at, torchsnapshot
+from tests.support.warm import run_python
 
 CHUNK = 64 << 10
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -49,6 +51,24 @@ def state_of_training() -> dict[str, Any]:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store", chunk_size=CHUNK)
+
+
+def test_more_files_than_descriptors(store: Store, tmp_path: Path) -> None:
+    of = {f"w{i}": f"model-{i}.safetensors" for i in range(100)}
+    for name, file in of.items():
+        save_file({name: torch.full((9,), 1.0)}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of}))
+    done = run_python(
+        "import resource, sys; from casnap.cli import run;"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80)); sys.exit(run(sys.argv[1:]))",
+        *("import", tmp_path, f"{store.uri}/m"),
+    )
+    if sys.version_info >= (3, 13):
+        assert done.returncode == 0, done.stderr
+    else:
+        assert (done.returncode, list(store.snapshots())) == (1, [])
+        assert "raise the limit (ulimit -n)" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_a_safetensors_file(store: Store, tmp_path: Path) -> None:
