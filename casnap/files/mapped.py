@@ -28,6 +28,8 @@ from casnap.state.tensors import TENSOR_DTYPES, FileContent, Leaf
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python has no name for
 _MOST_AXES = 64
+# What opening fails with if a file or a folder of its path was deleted, or a socket replaced it.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ENXIO)
 
 
 def _mapping(fd: int, nbytes: int, path: Path) -> mmap.mmap:
@@ -150,9 +152,12 @@ class MappedFile:
         To keep a descriptor for each file would be too many for some checkpoints.
         """
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
+            # A pipe in its place would be waited for.
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as e:
+            if e.errno in _GONE:
+                return None
+            raise
         if _identity(fd) == self._found:
             return fd
         os.close(fd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -165,19 +166,28 @@ def test_a_file_that_is_cut_off_while_it_is_imported(store: Store, tmp_path: Pat
     assert message.startswith(f"{file} was cut off while it was imported")
 
 
-@pytest.mark.parametrize("how", ["replaced", "deleted"])
+@pytest.mark.parametrize("how", ["replaced", "deleted", "a pipe", "a socket", "its folder"])
 def test_a_file_that_goes_while_it_is_imported(store: Store, tmp_path: Path, how: str) -> None:
     """What was begun is imported, not what is there by then."""
-    file, other = tmp_path / "m.safetensors", tmp_path / "other"
+    file, other = tmp_path / "in" / "m.safetensors", tmp_path / "other"
+    file.parent.mkdir()
     state = {f"t{i}": torch.rand(1 << 20) for i in range(16)}
     save_file(state, file)
 
     def change(*_: object) -> None:
+        if not file.is_file():
+            return
+        file.unlink()
         if how == "replaced":
             other.write_bytes(bytes(1 << 10))
             other.replace(file)
-        else:
-            file.unlink(missing_ok=True)
+        elif how == "a pipe":
+            os.mkfifo(file)
+        elif how == "a socket":
+            os.mknod(file, stat.S_IFSOCK | 0o600)
+        elif how == "its folder":
+            file.parent.rmdir()
+            file.parent.touch()
 
     store.import_file(file, "a", progress=change)
     assert all(torch.equal(store["a"].read_object(f"model/{name}"), t) for name, t in state.items())
