@@ -98,7 +98,7 @@ def test_a_last_take_that_outlasts_the_time_goes_on(
     ):
         terminate()
         assert preemption.step(1)
-        assert gate.reached.is_set()
+        assert gate.reached.wait(60)
         assert preemption.snapshot is None
         assert "goes on in the background" in caplog.text
         assert store.snapshots() == []
