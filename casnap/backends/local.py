@@ -46,8 +46,9 @@ class LocalBackend(Backend):
         self.folder = folder
         self.uri = str(folder)
         self._new = NewNames(self._put_anew)
-        # Folder → the identity of the store when this first wrote there; empty if not known.
-        self._entered: dict[Path, str] = {}
+        self._entered: set[Path] = set()
+        # What goes into _durable with the next sync.
+        self._noted: set[tuple[str, Path]] = set()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -150,10 +151,13 @@ class LocalBackend(Backend):
         self._new.add(target, failures)
         with self._lock:
             if folder not in self._entered:
-                store = self._entered[folder] = self._identity_if_whole()
+                self._entered.add(folder)
+                store = self._identity_if_whole()
                 for above in self._up_to_store(folder):
                     if (store, above) not in _durable:
                         self._new.add(above)
+                        if store:
+                            self._noted.add((store, above))
         return failures
 
     def _up_to_store(self, folder: Path) -> Iterator[Path]:
@@ -223,10 +227,11 @@ class LocalBackend(Backend):
         for key in keys:
             self._new.add(self.folder / key)
         with self._lock:
-            entered = [(folder, store) for folder, store in self._entered.items() if store]
+            noted = self._noted.copy()
         self._new.sync()
-        for folder, store in entered:
-            _durable.update((store, above) for above in self._up_to_store(folder))
+        _durable.update(noted)
+        with self._lock:
+            self._noted -= noted
 
     @override
     def read(self, key: str) -> bytes:
@@ -338,9 +343,7 @@ class LocalBackend(Backend):
                     file.write(content)
                 return
             path.unlink(missing_ok=True)
-            for folder in path.parents:
-                if folder == self.folder:
-                    break
+            for folder in self._up_to_store(path.parent):
                 try:
                     folder.rmdir()
                 except OSError:

@@ -33,7 +33,14 @@ from casnap.state.containers import (
 )
 from casnap.state.overlap import overlaps_itself
 from casnap.state.sharded import Shards, shards_of
-from casnap.state.tensors import Leaf, NoValuesError, assemble, describe, is_fillable
+from casnap.state.tensors import (
+    ORDINARY_TYPES,
+    Leaf,
+    NoValuesError,
+    assemble,
+    describe,
+    is_fillable,
+)
 from casnap.state.values import (
     DECODE_ERRORS,
     PLAIN_BY_TYPE,
@@ -46,8 +53,6 @@ __all__ = ["Leaf", "component_of", "containers_of", "fill_targets", "flatten", "
 
 MAX_NESTING = 1000
 
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
-
 
 def _walk(value: Any, path: str, *, sparse: bool) -> Iterator[tuple[str, Any, Opened | None]]:
     """Yield everything in a state in preorder; containers opened."""
@@ -58,7 +63,7 @@ def _walk(value: Any, path: str, *, sparse: bool) -> Iterator[tuple[str, Any, Op
         ident, items = stack[-1]
         for where, child in items:
             kind, node = type(child), None
-            if kind in _TENSORS:
+            if kind in ORDINARY_TYPES:
                 if sparse and child.layout is not strided:
                     node = open_sparse(where, child)
             elif kind not in PLAIN_TYPES:
@@ -109,7 +114,7 @@ def flatten(value: Any, path: str, *, allow_pickle: bool = False) -> Iterator[Le
                 data = codec.encode(child)
                 assert data is not None, "what is plain loses nothing"
                 yield _leaf_of(where, codec.kind, data)
-            elif type(child) in _TENSORS:
+            elif type(child) in ORDINARY_TYPES:
                 yield describe(where, child)
             elif isinstance(child, arrays):
                 yield _array_leaf(where, child, allow_pickle)
@@ -170,7 +175,7 @@ def fill_targets(value: Any, path: str) -> dict[str, Shards]:
     for where, child, node in _walk(value, path, sparse=False):
         if node is not None or not isinstance(child, torch.Tensor):
             continue
-        if type(child) in _TENSORS:
+        if type(child) in ORDINARY_TYPES:
             if is_fillable(child):
                 shape = tuple(child.shape)
                 targets[where] = Shards(shape, (Region.whole(shape),), (child,), child)

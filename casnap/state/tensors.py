@@ -23,6 +23,9 @@ from casnap.state.numpy_values import assemble_numpy, describe_numpy, is_numpy, 
 from casnap.state.quantized import quantization_of, quantized
 from casnap.state.sharded import Shards, shards_of, without_torch_function
 
+ORDINARY_TYPES = (torch.Tensor, torch.nn.Parameter)
+"""The types of tensors that are no subclass of either."""
+
 
 class Leaf(NamedTuple):
     """One entry of a state with its content.

@@ -288,6 +288,8 @@ class _Keeping:
         self._nbytes = 0
 
     def add(self, offset: int, chunk: memoryview) -> None:
+        if self._how.keep is None:
+            return
         self._chunks.append((offset, chunk))
         self._nbytes += len(chunk)
         if self._nbytes >= _READ_BYTES:

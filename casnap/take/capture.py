@@ -262,10 +262,11 @@ def _same_memory(a: torch.Tensor, b: object) -> bool:
 
 def _with_bytes(entry: Entry, content: torch.Tensor | bytes) -> Entry:
     """Return the entry of a small leaf with its bytes, as it is stored."""
-    if payload_of(entry).nbytes == 0:
+    nbytes = payload_of(entry).nbytes
+    if nbytes == 0:
         return entry
     if isinstance(content, FileContent):
-        data = bytearray(payload_of(entry).nbytes)
+        data = bytearray(nbytes)
         content.read_into(0, memoryview(data))
         content = bytes(data)
     if not isinstance(content, bytes):

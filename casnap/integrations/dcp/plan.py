@@ -25,11 +25,9 @@ from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
 from casnap.state.flatten import flatten
 from casnap.state.sharded import Shards, shards_of, without_torch_function
-from casnap.state.tensors import Leaf, describe, describe_shards
+from casnap.state.tensors import ORDINARY_TYPES, Leaf, describe, describe_shards
 from casnap.state.values import decode_value, encode_object
 from casnap.take.capturable import GivenLeaves
-
-_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Paths(msgspec.Struct, array_like=True):
@@ -138,7 +136,7 @@ class _PlanReader:
     def _whole_tensor(self, items: list[WriteItem]) -> torch.Tensor | None:
         """Return an ordinary tensor that the plan has as one item, as most values are."""
         value, data = self._values.get(items[0].index.fqn), items[0].tensor_data
-        if type(value) not in _ORDINARY or data is None or len(items) > 1:
+        if type(value) not in ORDINARY_TYPES or data is None or len(items) > 1:
             return None
         assert isinstance(value, torch.Tensor)
         if value.layout is not torch.strided or 0 in value.shape:
