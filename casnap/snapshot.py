@@ -60,7 +60,7 @@ class SnapshotMetadata:
 
 
 class TakeStats(Stats, frozen=True, array_like=True):
-    """What a take did.
+    """Figures of a take.
 
     Attributes:
         requests: How many requests it made, by kind, on all ranks. Only the take itself tells: this
@@ -158,8 +158,7 @@ class Snapshot(Reading):
             overwrite: Replace a snapshot of this name, unless it has a tag.
             allow_pickle: Store values that have no safe encoding by pickle. To restore them,
                 ``allow_pickle=True`` is needed again.
-            progress: Called now and then, from any thread: what is being done, how many bytes are
-                done, how many there are.
+            progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
             retention: After the commit, forget the snapshots of the same folder that these rules
                 do not keep, but never this one. If that fails, a warning is logged.
             per_rank: Globs of paths whose values belong to their rank even if they are equal: the
@@ -275,11 +274,11 @@ class Snapshot(Reading):
                 restore what fits.
             allow_pickle: Unpickle values that were taken with ``allow_pickle=True``. Use this only
                 for a store that you trust as you trust code.
-            progress: Called now and then, from any thread: what is being done, how many bytes are
-                done, how many there are.
+            progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
             read_once: Read each stored byte on one rank, which passes it on to the others (True),
-                or have each rank read for itself (False). By default, ranks read for themselves
-                where they all see the store through one page cache, as on one host.
+                or have each rank read for itself (False). By default, ranks that all see the store
+                through one page cache do this if they can share memory and it saves 96 MiB of
+                reading or more; otherwise each reads for itself. All other ranks read once.
             timeout: Seconds that a rank waits for another before all ranks raise; 600 by default.
 
         Returns:
@@ -294,7 +293,12 @@ class Snapshot(Reading):
         from casnap.ranks.joining import join
         from casnap.restore.restore import RestoreOptions, restore
 
-        options = RestoreOptions(strict, allow_pickle, told_what(progress), read_once)
+        options = RestoreOptions(
+            strict=strict,
+            allow_pickle=allow_pickle,
+            progress=told_what(progress),
+            read_once=read_once,
+        )
         comm = join(self.pg, timeout, f"the restore of {self.name!r}")
         with comm, self.contents.reading():
             return restore(self.contents, app_state, options, comm)
@@ -324,7 +328,7 @@ class Snapshot(Reading):
                 module, if ``path`` is where its state is: each of its parameters is stored once,
                 under its first name.
             dry_run: Only report what would be written.
-            progress: Called now and then: what is being done, the bytes done, and those in all.
+            progress: Called as ``progress(phase, done, total)``, in bytes.
 
         Raises:
             TargetExistsError: There is something at ``out``.
@@ -336,7 +340,14 @@ class Snapshot(Reading):
         from casnap.files.report import ExportOptions, tied_names
 
         names = tied_names(tied)
-        how = ExportOptions(path, format, max_shard_size, tensors_only, names, dry_run)
+        how = ExportOptions(
+            path=path,
+            format=format,
+            max_shard_size=max_shard_size,
+            tensors_only=tensors_only,
+            tied=names,
+            dry_run=dry_run,
+        )
         with self.contents.reading():
             return export(self.contents, Path(out), how, progress)
 

@@ -17,12 +17,13 @@ from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
 from casnap.opened import (
     Found,
     OpenStore,
+    StoreOptions,
     located,
-    open_mirror,
     open_or_make,
     open_store,
 )
 from casnap.runtime import calls
+from casnap.runtime.environment import threads_asked
 from casnap.runtime.progress import Progress, told_what
 from casnap.runtime.threads import check_count
 from casnap.snapshot import PendingSnapshot, Snapshot
@@ -83,8 +84,8 @@ class Store(Upkeep):
             cache is another user's, or on a network file system; or ``follow_folders`` is not for
             this place.
         ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine,
-            or options of a mirror without ``mirror``, or ``follow_folders`` without markers; there
-            is no such codec.
+            or options of a mirror without ``mirror``, or ``follow_folders`` without markers; or
+            the codec is unknown.
         MirrorError: The mirror is the wrong store, or the store has another one.
     """
 
@@ -116,6 +117,13 @@ class Store(Upkeep):
             place = located(uri, storage_options)
             if follow_folders:
                 check_followed(place.backend, markers=markers)
+            options = StoreOptions(
+                codec=pinned,
+                markers=markers,
+                follow_folders=follow_folders,
+                threads=threads or threads_asked(),
+                mirror=how,
+            )
             uri = open_store(
                 place,
                 create=create,
@@ -123,13 +131,9 @@ class Store(Upkeep):
                 codec=chosen or Codec.RAW,
                 exclusive=exclusive,
                 cache_bytes=cache_bytes,
+                options=options,
             )
-            uri.codec = None if uri.is_new else pinned
-            uri.objects.marks = markers
-            uri.follow_folders = follow_folders
-            uri.threads = threads or uri.threads
-            if how is not None:
-                uri.mirror = open_mirror(uri, how)
+            if uri.mirror is not None:
                 uri.mirror.start()
         self.opened = uri
         uri.note_store(self)
@@ -325,7 +329,7 @@ class Store(Upkeep):
     def wait_mirrored(self, timeout: float | None = None) -> None:
         """Wait until the mirror holds all snapshots that were committed, or are being stored.
 
-        Any process that has the store open can wait, whichever copies.
+        Any process that has the store open can wait, not only the one that copies.
 
         Args:
             timeout: How many seconds to wait at most; None for as long as it takes.
@@ -404,8 +408,8 @@ class Store(Upkeep):
         """Copy snapshots into another store. Only chunks that it lacks are sent.
 
         Snapshots keep their metadata, tags, times and commit ids; one of the same name and commit
-        id that is there already is not copied again. After an interruption, a repeat goes on where
-        this stopped. Both stores may be used, and collected, meanwhile.
+        id that is there already is not copied again. After an interruption, a repeat resumes the
+        copy. Both stores may be used, and collected, meanwhile.
 
         Args:
             name: A snapshot, or a folder of them; None for all snapshots of this store or view.
@@ -416,7 +420,7 @@ class Store(Upkeep):
             dry_run: Only report what would be sent.
             storage_options: How to reach ``to``, if that is the URI of a remote store.
             exclusive: You make sure that no other process writes to that store.
-            progress: Called now and then: what is being done, the bytes done, and those in all.
+            progress: Called as ``progress(phase, done, total)``, in bytes.
 
         Returns:
             Which snapshots were copied, and how much was sent and was there already.
@@ -444,7 +448,7 @@ class Store(Upkeep):
             check_pair(self.objects, there.objects)
             chosen = [c._replace(target=there.full_name(c.target)) for c in chosen]
         objects, on_commit = (there.objects, there.on_commit) if there is not None else (None, None)
-        options = CopyOptions(dry_run, skip_gone=len(chosen) > 1, on_commit=on_commit)
+        options = CopyOptions(dry_run=dry_run, skip_gone=len(chosen) > 1, on_commit=on_commit)
         return copy_snapshots(self.objects, objects, chosen, options, progress)
 
 
@@ -453,7 +457,7 @@ def _how_to_mirror(
     options: Mapping[str, Any] | None,
     retention: Retention | None,
 ) -> HowToMirror | None:
-    """Return what the user said of the mirror; None if there is to be none."""
+    """Return the user's options for the mirror; None without a mirror."""
     if mirror is None:
         if options is not None or retention is not None:
             raise ValueError("mirror_options= and mirror_retention= need mirror=, the other store")

@@ -1,4 +1,4 @@
-"""What is done to a whole store, compares its snapshots, or is brought into it from files."""
+"""The maintenance of a store: imports, pruning, collection, checks, comparisons."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class Upkeep(ABC):
             source: A safetensors file, the index or the folder of its shards, a file of
                 ``torch.save``, or a folder of ``torch.distributed.checkpoint`` or TorchSnapshot.
             name: The snapshot's name.
-            key: The key of the snapshot to put all below. By default ``model``; but a dict of
+            key: The key of the snapshot to import under. By default ``model``; but a dict of
                 ``torch.save`` that holds more than tensors, and folders, keep keys of their own.
-            rank: Of a TorchSnapshot folder of many ranks: whose view to import.
+            rank: For a TorchSnapshot folder of many ranks: the rank whose state to import.
             metadata: Kept with the snapshot, beside the ``__metadata__`` of safetensors.
             overwrite: Replace a snapshot of this name, unless it has a tag.
             dry_run: Only report what would be imported.
-            progress: Called now and then: what is being done, the bytes done, and those in all.
+            progress: Called as ``progress(phase, done, total)``, in bytes.
 
         Returns:
             What was found, and how much of it was new.
@@ -92,7 +92,9 @@ class Upkeep(ABC):
         full = self.opened.full_name(name)
         where = (lambda: (self.opened, name)) if not dry_run else None
         how = {"overwrite": overwrite, "progress": progress}
-        return imported(source, full, where, how, key=key, rank=rank, metadata=dict(metadata or {}))
+        return import_snapshot(
+            source, full, where, how, key=key, rank=rank, metadata=dict(metadata or {})
+        )
 
     @calls.named("prune()")
     def prune(
@@ -101,8 +103,8 @@ class Upkeep(ABC):
         """Forget the snapshots that no rule keeps, all in one commit.
 
         The rules are applied to each run, that is each folder of snapshots, on its own. They are
-        applied to the table that the commit changes, so they see what other processes have tagged,
-        taken or replaced in the meantime. Garbage collection frees the bytes.
+        applied to the table that the commit changes, so they see the tags, takes and overwrites of
+        other processes in the meantime. Garbage collection frees the bytes.
 
         Args:
             retention: The rules.
@@ -206,7 +208,7 @@ class Upkeep(ABC):
     ) -> GcReport:
         """Collect garbage: delete the data that no snapshot needs.
 
-        Takes, deletes and other collectors may run at the same time, whatever their clocks say. The
+        Takes, deletes and other collectors may run at the same time, even with wrong clocks. The
         collector always works on the whole store, not only on this view.
 
         Args:
@@ -217,7 +219,7 @@ class Upkeep(ABC):
             dry_run: Only report what would be done.
             exclusive: You make sure that no other process writes to this store. This is asked
                 only where the store's backend cannot keep two writers apart.
-            progress: Called now and then: what is being done, how much is done, how much there is.
+            progress: Called as ``progress(phase, done, total)``.
 
         Raises:
             StoreError: The store cannot be written to, or not safely.
@@ -227,7 +229,8 @@ class Upkeep(ABC):
         from casnap.maintenance.gc import GcOptions, collect
 
         seconds = grace.total_seconds() if isinstance(grace, timedelta) else grace
-        return collect(self.objects, GcOptions(seconds, repack, dry_run, exclusive), progress)
+        options = GcOptions(grace=seconds, repack=repack, dry_run=dry_run, exclusive=exclusive)
+        return collect(self.objects, options, progress)
 
     @calls.named("diff()")
     def diff(self, a: str, b: str) -> Diff:
@@ -260,7 +263,7 @@ class Upkeep(ABC):
             data: Read and verify every chunk, at each of its places.
             sample: Read and verify a random share of the chunks, up to 1.
             seed: Chooses the share. By default it is another share each time.
-            progress: Called now and then: what is being done, how much is done, how much there is.
+            progress: Called as ``progress(phase, done, total)``.
 
         Returns:
             All damages, and the parts of snapshots that each one hurts.
@@ -287,7 +290,7 @@ class Upkeep(ABC):
         Args:
             sources: Other casnap stores (open, or a path or URI), and files or folders of tensors:
                 ``.safetensors``, ``.npy``, and files of ``torch.save``.
-            progress: Called now and then: what is being done, how much is done, how much there is.
+            progress: Called as ``progress(phase, done, total)``.
             dry_run: Change nothing; only report what would be done.
 
         Raises:
@@ -301,7 +304,7 @@ class Upkeep(ABC):
         return repair(self.objects, sources=places, progress=progress, dry_run=dry_run)
 
 
-def imported(
+def import_snapshot(
     source: str | os.PathLike[str],
     name: str,
     where: Callable[[], tuple[OpenStore, str]] | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -113,6 +114,23 @@ def test_folders_import_in_no_circle_and_few_levels() -> None:
     for name, below in edges.items():
         below.discard(name)
     assert max(levels(edges).values()) <= MOST_LEVELS
+
+
+def test_each_folder_says_what_it_may_import_and_where_to_begin() -> None:
+    for path in SOURCES:
+        if path.is_relative_to(ROOT / "casnap") and path.name == "__init__.py":
+            if path.parent == ROOT / "casnap":
+                continue
+            said = ast.get_docstring(tree_of(path)) or ""
+            assert re.search(r"[Ii]mport", said), path
+            assert re.search(r"[Bb]egin with", said), path
+
+
+def test_the_architecture_is_drawn_as_the_layers_are() -> None:
+    drawing = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+    layers = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    assert layers is not None
+    assert re.findall(r"(\w+)(?:/|\.py)", drawing) == re.findall(r"\w+", layers[1])
 
 
 def test_no_test_imports_from_another() -> None:

@@ -2,7 +2,7 @@
 
     python -m tools.make_fixture [FOLDER]
 
-It is made once for a format and then read for ever, so whatever can be stored stands in it once.
+It is made once for a format and then read for ever, so it holds everything that can be stored.
 All content comes from integer arithmetic: it is the same under every version of everything.
 """
 
@@ -55,7 +55,7 @@ Point = namedtuple("Point", "x y")
 
 
 class Settings:
-    """Stored by ``torch.save``; whoever reads it has to call :func:`allow_settings` first."""
+    """Stored by ``torch.save``; a reader has to call :func:`allow_settings` first."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content

@@ -1,23 +1,25 @@
-"""Any other URI of fsspec, by what all of its file systems have.
+"""Any other URI of fsspec, through the methods that all of its file systems have.
 
-None of them is asked to put an object only if it is absent, so one process at a time may write.
+None of them can put an object only if it is absent, so one process at a time may write.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from casnap.backends.client import (
     Client,
-    Found,
+    ObjectStat,
     Page,
     Sink,
     Source,
@@ -28,9 +30,13 @@ from casnap.backends.client import (
 )
 from casnap.errors import AccessDeniedError, BackendError
 from casnap.format.digest import digest_of
+from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
 
 T = TypeVar("T")
+
+# What is in memory is one dictionary, which a thread may not change while another one lists it.
+_memory = PerProcess(threading.Lock)
 
 
 class FsspecClient(Client):
@@ -58,7 +64,7 @@ class FsspecClient(Client):
     async def _do(self, key: str, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
         what = f"{self._uri}/{key}"
         try:
-            return await asyncio.to_thread(partial(call, *arguments, **named))
+            return await asyncio.to_thread(self._alone, partial(call, *arguments, **named))
         except (FileNotFoundError, NotADirectoryError) as e:
             raise FileNotFoundError(what) from e
         except PermissionError as e:
@@ -69,6 +75,11 @@ class FsspecClient(Client):
             raise TransientError(f"{type(e).__name__}: {without_secrets(str(e))}") from e
         except Exception as e:  # what a library of a file system raises
             raise BackendError(f"{what}: {type(e).__name__}: {without_secrets(str(e))}") from e
+
+    def _alone(self, call: Callable[[], T]) -> T:
+        in_memory = isinstance(self._fs, MemoryFileSystem)
+        with _memory.value if in_memory else nullcontext():
+            return call()
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
@@ -101,25 +112,25 @@ class FsspecClient(Client):
             raise
 
     @override
-    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> Found:
+    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> ObjectStat:
         if run is None:
             content = await self._do(key, self._fs.cat_file, self._path(key))
             sink.take(content)
-            return Found(len(content))
+            return ObjectStat(len(content))
         start, stop = run
         content = await self._do(key, self._fs.cat_file, self._path(key), start=start, end=stop)
         if len(content) > stop - start:
             raise BackendError(f"{self._uri}/{key}: this file system cannot read a part of a file")
         sink.take(content)
         # Only a run that is cut off tells how long the object is.
-        return Found(start + len(content) if len(content) < stop - start else None)
+        return ObjectStat(start + len(content) if len(content) < stop - start else None)
 
     @override
-    async def look(self, key: str) -> Found:
+    async def look(self, key: str) -> ObjectStat:
         info = await self._do(key, self._fs.info, self._path(key))
         if info["type"] != "file":
             raise FileNotFoundError(f"{self._uri}/{key}")
-        return Found(int(info["size"]))
+        return ObjectStat(int(info["size"]))
 
     @override
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
@@ -144,9 +155,9 @@ class FsspecClient(Client):
         return Page(sizes, folders, None)
 
     @override
-    async def copy(self, key: str, to: str, found: Found) -> Found:
+    async def copy(self, key: str, to: str, found: ObjectStat) -> ObjectStat:
         await self._do(key, self._copy, self._path(key), self._path(to))
-        return Found(None)
+        return ObjectStat(None)
 
     def _copy(self, path: str, to: str) -> None:
         if self._renames:

@@ -17,12 +17,13 @@ from casnap.errors import (
     StorageFullError,
     UnavailableError,
 )
+from casnap.runtime.handlers import pass_on
 
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 """Errors that say that this host has run out of something, and nothing about the object."""
 
 TEMPORARY = re.compile("[0-9a-f]{24}")
-"""What casnap calls its own files in ``tmp/``. Others there are not casnap's."""
+"""The names of casnap's own files in ``tmp/``. Other files there are not casnap's."""
 Target: TypeAlias = tuple[int, memoryview]
 """Where a run of an object begins, and the buffer that it is read into."""
 
@@ -39,7 +40,7 @@ class Backend(ABC):
       raises an :class:`UnavailableError`; all else raises a :class:`BackendError`.
 
     Attributes:
-        uri: Where this is, as the user would write it.
+        uri: The URI of this place, as the user would write it.
         is_remote: Whether each call is a request to another machine. Then callers list a folder
             rather than look at each object.
         in_flight: How many calls at once are worth it.
@@ -77,7 +78,7 @@ class Backend(ABC):
         return True
 
     def is_object(self) -> bool:
-        """Whether this place is itself an object, so that it can hold none."""
+        """Whether this place is itself an object, and so cannot hold others."""
         return False
 
     def bucket_warnings(self) -> list[str]:
@@ -110,7 +111,7 @@ class Backend(ABC):
         """Create an object unless the key is taken; return whether it was created.
 
         A remote backend also says so of an object with these very bytes: the answer to an earlier
-        attempt may have been lost. So where it matters who won, the bytes must differ.
+        attempt may have been lost. So if it matters which writer won, the bytes must differ.
         """
 
     @abstractmethod
@@ -243,6 +244,7 @@ def translated(what: str) -> Iterator[None]:
     except (FileNotFoundError, CasnapError):
         raise
     except OSError as e:
+        pass_on(e)
         if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StorageFullError(
                 f"no space left to write {what}; earlier snapshots are whole. "

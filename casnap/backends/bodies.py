@@ -1,4 +1,4 @@
-"""Bodies of requests and answers, without a second copy of them."""
+"""The bodies of requests and answers, received and sent without another copy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Body(aiohttp.Payload):
 
     @override
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        raise TypeError("a body is no text")
+        raise TypeError("a body is not text")
 
     @override
     async def write(self, writer: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the rules of a bucket do to a store in it, in words.
+"""Warnings about rules of a bucket that would hurt a store in it.
 
 A root that expires frees its number, and then two commits can have the same one: see I3 in
 ``docs/commit-protocol.md``. So no rule may delete an object that is current. Rules that delete
@@ -21,10 +21,10 @@ _MOVES = (
     "cost more to read"
 )
 _KEPT = (
-    "the bucket keeps old versions, and no rule deletes them below packs/: what gc deletes still "
-    "takes up space. Add a rule that deletes noncurrent versions"
+    "the bucket keeps old versions, and no rule deletes them below packs/: packs that gc deletes "
+    "still take up space. Add a rule that deletes noncurrent versions"
 )
-_LOCKED = "the bucket keeps deleted objects for {days}: what gc deletes takes up space so long"
+_LOCKED = "the bucket keeps deleted objects for {days}: deleted packs take up space until then"
 
 
 def s3_warnings(

@@ -31,6 +31,10 @@ class TakenError(Exception):
     """The server says that an object is there already."""
 
 
+class BehindItsEndError(Exception):
+    """A run begins behind the end of its object."""
+
+
 class ExpiredError(CredentialsError):
     """Credentials have expired. New ones may be there for a new client."""
 
@@ -72,12 +76,12 @@ class Sink(Transfer):
         return None
 
     def received(self, nbytes: int) -> None:
-        """Note that so many bytes were received in :meth:`room`. They are not taken."""
+        """Note how many bytes were received in :meth:`room`. They are not taken."""
         self.nbytes += nbytes
 
 
 @dataclass(frozen=True)
-class Found:
+class ObjectStat:
     """What an answer tells of an object.
 
     Attributes:
@@ -150,7 +154,7 @@ class Client(ABC):
     puts_if_absent: bool = True
 
     async def connect(self) -> None:  # noqa: B027 - nothing by default
-        """Do what takes long before the first request, and is no request."""
+        """Do the slow work before the first request."""
 
     @abstractmethod
     async def endpoint(self) -> str:
@@ -165,7 +169,7 @@ class Client(ABC):
         """
 
     @abstractmethod
-    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> Found:
+    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> ObjectStat:
         """Get an object, or a run of it: where that begins and ends.
 
         A run may end, or even begin, behind the object. If it begins there, ``size`` is where it
@@ -173,7 +177,7 @@ class Client(ABC):
         """
 
     @abstractmethod
-    async def look(self, key: str) -> Found:
+    async def look(self, key: str) -> ObjectStat:
         """Look at an object."""
 
     @abstractmethod
@@ -181,7 +185,7 @@ class Client(ABC):
         """List a page of the objects whose keys begin so; if not deep, one level of them."""
 
     @abstractmethod
-    async def copy(self, key: str, to: str, found: Found) -> Found:
+    async def copy(self, key: str, to: str, found: ObjectStat) -> ObjectStat:
         """Copy an object on the server, stored as it is."""
 
     @abstractmethod
@@ -199,7 +203,7 @@ class Client(ABC):
     """The rules of the bucket that can be looked at, one request each."""
 
     async def rules(self, kind: str) -> Mapping[str, Any]:
-        """Return the rules of one kind; nothing if there are none, or none can be."""
+        """Return the rules of one kind; nothing if the bucket has none, or cannot have any."""
         return {}
 
     def warnings(self, rules: Sequence[Mapping[str, Any]]) -> Sequence[str]:

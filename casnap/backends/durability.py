@@ -1,7 +1,7 @@
 """Making the names of files durable, even after a failed sync of their folder.
 
-After a failed sync the system may drop what it could not write. The next sync then succeeds, and
-proves nothing. So what a failed sync was to make durable is written anew before the next one.
+After a failed sync the system may drop data that it could not write. The next sync then succeeds,
+and proves nothing. So the data of a failed sync are written anew before the next one.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class EventLoop:
             loop.call_soon_threadsafe(lambda: tasks[0].cancel())
             while not ended.is_set():
                 # Nor does a second interrupt leave earlier.
-                with suppress(KeyboardInterrupt):
+                with suppress(BaseException):
                     _wait(ended)
             if not tasks[0].cancelled():
                 tasks[0].exception()
@@ -150,7 +150,7 @@ class _Threads(ThreadPoolExecutor):
                 return
             try:
                 future.set_result(fn(*args, **kwargs))
-            except BaseException as e:  # noqa: BLE001 - raised to who waits
+            except BaseException as e:  # noqa: BLE001 - raised to the caller
                 future.set_exception(e)
 
         try:

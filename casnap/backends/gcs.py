@@ -24,8 +24,9 @@ from google.auth.exceptions import GoogleAuthError, TransportError
 from casnap.backends.bodies import Body, receive
 from casnap.backends.bucket_rules import gcs_warnings
 from casnap.backends.client import (
+    BehindItsEndError,
     Client,
-    Found,
+    ObjectStat,
     Page,
     Sink,
     Source,
@@ -35,7 +36,7 @@ from casnap.backends.client import (
     without_secrets,
 )
 from casnap.backends.gcs_credentials import none_found_error, token_to_use
-from casnap.backends.gcs_errors import BehindItsEndError, RefusedError, typed
+from casnap.backends.gcs_errors import StatusError, typed
 from casnap.backends.retries import Retries
 from casnap.errors import BackendError, CredentialsError, NoBucketError, UnreachableError
 from casnap.runtime.typing import override
@@ -126,7 +127,7 @@ class GcsClient(Client):
                 if answer.content_type == "multipart/mixed":
                     return content.decode(errors="replace")
                 return json.loads(content) if content else {}
-        except RefusedError as refusal:
+        except StatusError as refusal:
             raise await self._meant(refusal, path, what) from refusal
         except aiohttp.InvalidURL as e:
             raise BackendError(f"{self._uri}: wrong address: {without_secrets(str(e))}") from e
@@ -167,7 +168,7 @@ class GcsClient(Client):
             return {}
         return {"userProject": payer if isinstance(payer, str) else self._fs.project}
 
-    async def _meant(self, refusal: RefusedError, path: str, what: str) -> Exception:
+    async def _meant(self, refusal: StatusError, path: str, what: str) -> Exception:
         """Return the error that an answer means. A 404 may not tell what is missing."""
         if refusal.status == 401 and self._fs.credentials.credentials is None:
             return none_found_error(self._uri, refusal)
@@ -207,7 +208,7 @@ class GcsClient(Client):
             raise TransientError("the answer to a put tells another length, or none")
 
     @override
-    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> Found:
+    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> ObjectStat:
         asked = {} if run is None else {"Range": f"bytes={run[0]}-{run[1] - 1}"}
         try:
             size = await self._ask(
@@ -221,16 +222,16 @@ class GcsClient(Client):
             )
         except BehindItsEndError:
             assert run is not None
-            return Found(run[0])
-        return Found(size)
+            return ObjectStat(run[0])
+        return ObjectStat(size)
 
     @override
-    async def look(self, key: str) -> Found:
+    async def look(self, key: str) -> ObjectStat:
         fields = ",".join(("size", "md5Hash", *_KEPT))
         told = await self._ask(
             "GET", self._object(key), f"{self._uri}/{key}", parameters={"fields": fields}
         )
-        return Found(int(told["size"]), told.get("md5Hash") or "", kept_of(told, _KEPT))
+        return ObjectStat(int(told["size"]), told.get("md5Hash") or "", kept_of(told, _KEPT))
 
     @override
     async def list(self, prefix: str, *, deep: bool, after: str | None) -> Page:
@@ -249,7 +250,7 @@ class GcsClient(Client):
         return Page.of(objects, told.get("prefixes", ()), after, self._prefix)
 
     @override
-    async def copy(self, key: str, to: str, found: Found) -> Found:
+    async def copy(self, key: str, to: str, found: ObjectStat) -> ObjectStat:
         kept = dict(found.kept)
         # Without the version of the key, which is the newest in a copy.
         kms = kept.pop("kmsKeyName", "").partition("/cryptoKeyVersions/")[0]
@@ -266,7 +267,7 @@ class GcsClient(Client):
             )
             if told["done"]:
                 made = told["resource"]
-                return Found(int(made["size"]), made.get("md5Hash") or "")
+                return ObjectStat(int(made["size"]), made.get("md5Hash") or "")
             # Between some classes it takes several requests.
             parameters = {**parameters, "rewriteToken": told["rewriteToken"]}
 
@@ -309,7 +310,7 @@ class GcsClient(Client):
             named = re.search(r"response-<?(\d+)", part)
             key = keys[int(named[1]) if named else i]
             del errors[key]
-            refusal = RefusedError(int(status[1]), part[status.end() :])
+            refusal = StatusError(int(status[1]), part[status.end() :])
             if refusal.status < 300:
                 continue
             # A missing object is gone; a missing bucket says nothing of it.
@@ -349,7 +350,7 @@ class GcsClient(Client):
 
 async def _raise_refusal(answer: aiohttp.ClientResponse) -> None:
     if answer.status >= 300:
-        raise RefusedError(answer.status, (await answer.read()).decode(errors="replace"))
+        raise StatusError(answer.status, (await answer.read()).decode(errors="replace"))
 
 
 def _moment(told: str | None) -> datetime | None:

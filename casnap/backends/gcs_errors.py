@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 
-from casnap.backends.client import ExpiredError, TakenError, TransientError
+from casnap.backends.client import BehindItsEndError, ExpiredError, TakenError, TransientError
 from casnap.errors import AccessDeniedError, BackendError, NoBucketError
 
 _MAY_PASS = (408, 409, 500, 502, 504)
 _BUSY = (429, 503)
 
 
-class BehindItsEndError(Exception):
-    """A run begins behind the end of its object."""
-
-
-class RefusedError(Exception):
+class StatusError(Exception):
     """An answer that is an error.
 
     Attributes:
@@ -29,8 +25,8 @@ class RefusedError(Exception):
         self.text = text
 
 
-def typed(refusal: RefusedError, what: str, uri: str) -> Exception | None:
-    """Return the error of ours that an answer means; None for a 404 that does not say of what.
+def typed(refusal: StatusError, what: str, uri: str) -> Exception | None:
+    """Return casnap's error for an answer; None for a 404 that does not name what is missing.
 
     Args:
         refusal: The answer.

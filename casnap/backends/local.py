@@ -19,6 +19,7 @@ from casnap.errors import BackendError
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.buffers import PAGE, address_of
 from casnap.runtime.environment import boot_id
+from casnap.runtime.handlers import pass_on, system_errors_ignored
 from casnap.runtime.typing import override
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -77,9 +78,9 @@ class LocalBackend(Backend):
         Inodes are used again, so the time of the record's last change is part of it: no user can
         choose that.
         """
-        real = os.path.realpath(self.folder)
         with translated(self.uri):
             try:
+                real = os.path.realpath(self.folder, strict=True)
                 folder, record = os.stat(real), os.stat(f"{real}/{CONFIG_KEY}")  # noqa: PTH116
             except FileNotFoundError as e:
                 raise BackendError(f"{self.uri} is gone, or was moved; open it anew") from e
@@ -260,7 +261,7 @@ class LocalBackend(Backend):
     def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:
         if not hasattr(os, "posix_fadvise"):
             return
-        with suppress(OSError):
+        with system_errors_ignored():
             fd = os.open(f"{self.uri}/{key}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 for offset, nbytes in runs:
@@ -435,7 +436,8 @@ def _is_cached(fd: int, offset: int) -> bool:
     """Whether a byte can be read without the disk, as far as the system says."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, getattr(os, "RWF_NOWAIT", 0)) == 1
-    except OSError:
+    except OSError as e:
+        pass_on(e)
         return False
 
 

@@ -1,4 +1,4 @@
-"""Objects on another machine, by single requests that are counted and tried again here."""
+"""Objects on another machine. Requests are counted and retried here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from casnap.backends.base import TEMPORARY, Backend, Target
 from casnap.backends.client import (
     Client,
     ExpiredError,
-    Found,
+    ObjectStat,
     Page,
     Source,
     TakenError,
@@ -26,7 +26,7 @@ from casnap.backends.client import (
     TransientError,
 )
 from casnap.backends.event_loop import event_loop
-from casnap.backends.retries import Operation, Retries, ended
+from casnap.backends.retries import Operation, Retries, cancel_and_wait
 from casnap.backends.scatter import Scatter, Whole, runs
 from casnap.errors import AccessDeniedError, BackendError, UnavailableError, UnreachableError
 from casnap.runtime.fork import PerProcess
@@ -333,10 +333,10 @@ class RemoteBackend(Backend):
                 return result
         raise AssertionError
 
-    async def _get(self, key: str, sink: Scatter) -> Found:
+    async def _get(self, key: str, sink: Scatter) -> ObjectStat:
         return await self._request("get", f"read {key}", partial(_rest, key=key, sink=sink), sink)
 
-    async def _look(self, key: str) -> Found:
+    async def _look(self, key: str) -> ObjectStat:
         return await self._request("get", f"look at {key}", lambda client: client.look(key))
 
     async def _read(self, key: str) -> bytes:
@@ -472,10 +472,10 @@ class _Connected:
     slots: asyncio.Semaphore
 
 
-async def _rest(client: Client, key: str, sink: Scatter) -> Found:
+async def _rest(client: Client, key: str, sink: Scatter) -> ObjectStat:
     """Get what an attempt before has left of a range."""
     if sink.start == sink.stop:
-        return Found(None)
+        return ObjectStat(None)
     return await client.get(key, (sink.start, sink.stop), sink)
 
 
@@ -495,4 +495,4 @@ async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        await ended(*tasks)
+        await cancel_and_wait(*tasks)

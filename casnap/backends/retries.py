@@ -1,4 +1,4 @@
-"""When a request is tried again, and for how long: here, and nowhere else."""
+"""Retries of requests: when, and for how long. No other module retries."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Operation:
             _log.warning("still trying to %s: %s", self._what, error)
 
     def _limit(self) -> float:
-        """Return until when to go on; not for long while nothing was heard of the server."""
+        """Return until when to go on; not long if the server has never answered."""
         if self._reached:
             return self._until
         return min(self._until, self._began + self._retries.first_contact)
@@ -137,14 +137,14 @@ class Operation:
                     answered = "there was no more time" if self._reached else "no answer"
                     raise TransientError(answered, reached=self._reached)
         finally:
-            await ended(task)
+            await cancel_and_wait(task)
 
 
-async def ended(*tasks: asyncio.Future[Any]) -> None:
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks that still run, and wait until all have ended.
 
-    That this is cancelled meanwhile ends no wait: they may write into buffers that the caller of
-    all this hands on then.
+    This waits even if it is cancelled meanwhile: the tasks may still write into buffers that are
+    used for something else afterwards.
     """
     for task in tasks:
         task.cancel()

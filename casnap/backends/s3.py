@@ -1,4 +1,4 @@
-"""``s3://``: requests to S3 and what speaks like it, by s3fs."""
+"""``s3://``: requests to S3 and compatible servers, by s3fs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from s3fs import S3FileSystem
 from casnap.backends.bodies import Body, receive
 from casnap.backends.bucket_rules import s3_warnings
 from casnap.backends.client import (
+    BehindItsEndError,
     Client,
-    Found,
+    ObjectStat,
     Page,
     Sink,
     Source,
@@ -33,7 +34,7 @@ from casnap.backends.client import (
     without_secrets,
 )
 from casnap.backends.retries import Retries
-from casnap.backends.s3_errors import BehindItsEndError, delete_error, typed
+from casnap.backends.s3_errors import delete_error, typed
 from casnap.errors import AccessDeniedError, BackendError, CredentialsError, UnavailableError
 from casnap.runtime.environment import aws_files, variables
 from casnap.runtime.fork import PerProcess
@@ -149,14 +150,14 @@ class S3Client(Client):
         self._knows_crc = bool(answer.get("ChecksumCRC32"))
 
     @override
-    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> Found:
+    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> ObjectStat:
         what = f"{self._uri}/{key}"
         asked = {} if run is None else {"Range": f"bytes={run[0]}-{run[1] - 1}"}
         try:
             answer = await self._call("get_object", what, Key=self._prefix + key, **asked)
         except BehindItsEndError:
             assert run is not None
-            return Found(run[0])
+            return ObjectStat(run[0])
         body = answer["Body"]
         try:
             size = await receive(body.raw_stream, body.read, run, sink)
@@ -165,10 +166,10 @@ class S3Client(Client):
         finally:
             # Nothing is done if the body was read to its end; else this ends the connection.
             body.close()
-        return Found(size, answer.get("ETag", "").strip('"'), kept_of(answer, _KEPT))
+        return ObjectStat(size, answer.get("ETag", "").strip('"'), kept_of(answer, _KEPT))
 
     @override
-    async def look(self, key: str) -> Found:
+    async def look(self, key: str) -> ObjectStat:
         # A HEAD would be no answer: it does not tell why there is no object.
         return await self.get(key, (0, 1), Sink())
 
@@ -186,7 +187,7 @@ class S3Client(Client):
         return Page.of(objects, folders, _continuation(answer, what), self._prefix)
 
     @override
-    async def copy(self, key: str, to: str, found: Found) -> Found:
+    async def copy(self, key: str, to: str, found: ObjectStat) -> ObjectStat:
         answer = await self._call(
             "copy_object",
             f"{self._uri}/{key}",
@@ -194,7 +195,7 @@ class S3Client(Client):
             CopySource={"Bucket": self._bucket, "Key": self._prefix + key},
             **found.kept,
         )
-        return Found(None, answer.get("CopyObjectResult", {}).get("ETag", "").strip('"'))
+        return ObjectStat(None, answer.get("CopyObjectResult", {}).get("ETag", "").strip('"'))
 
     @override
     async def delete(self, keys: Sequence[str]) -> Mapping[str, TransientError | BackendError]:
@@ -284,7 +285,7 @@ def _is_plain(value: object) -> bool:
 def _continuation(answer: Mapping[str, Any], what: str) -> str | None:
     token: str | None = answer.get("NextContinuationToken")
     if "IsTruncated" not in answer:
-        raise TransientError(f"the answer is no listing of {what}")
+        raise TransientError(f"the answer is not a listing of {what}")
     if token is None and answer["IsTruncated"]:
         raise TransientError(f"the listing of {what} was cut off")
     return token

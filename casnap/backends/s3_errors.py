@@ -11,7 +11,13 @@ import botocore.exceptions as boto
 from botocore.parsers import ResponseParserError
 
 from casnap.backends.base import EXHAUSTED
-from casnap.backends.client import ExpiredError, TakenError, TransientError, without_secrets
+from casnap.backends.client import (
+    BehindItsEndError,
+    ExpiredError,
+    TakenError,
+    TransientError,
+    without_secrets,
+)
 from casnap.errors import (
     AccessDeniedError,
     ArchivedError,
@@ -95,10 +101,6 @@ _NO_CREDENTIALS = (
     boto.TokenRetrievalError,
     boto.ProfileNotFound,
 )
-
-
-class BehindItsEndError(Exception):
-    """A run begins behind the end of its object."""
 
 
 def typed(error: Exception, what: str, uri: str) -> Exception:

@@ -1,4 +1,4 @@
-"""Which ranges of an object are asked for, and how their bytes get into the callers' buffers."""
+"""Reading ranges of an object into the buffers of several callers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONG = 64 << 10
 
 
 class Scatter(Sink):
-    """A range of an object, of which each byte goes to where it is wanted.
+    """A range of an object. Each of its bytes goes to the callers that want it.
 
     Args:
         start: Where the range begins.

@@ -1,4 +1,4 @@
-"""Which remote backend a URI means, and what has to be installed for it."""
+"""Choosing the remote backend of a URI, and the packages that it needs."""
 
 from __future__ import annotations
 

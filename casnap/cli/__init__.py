@@ -1,6 +1,9 @@
-"""The command ``casnap``: lists, checks and cleans stores. Never imports torch.
+"""The command ``casnap``: lists, checks and cleans stores.
 
-Each subcommand is a module that is imported when it is called.
+Each subcommand is a module that is imported when it is called. Only ``import``, ``export``,
+``repair --from`` and the processes of ``demo`` import torch.
+
+The command may import all of casnap. Begin with ``output.py``, then with any subcommand.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ try:
     import click
 
     import casnap
-    from casnap.cli.output import Failure, quoted, safe
+    from casnap.cli.output import CommandError, quoted, safe
     from casnap.errors import CasnapError
 except KeyboardInterrupt:
     # These imports take most of a short command's time, and main() cannot catch it yet.
@@ -96,12 +99,12 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except CasnapError as e:
-            raise Failure(str(e)) from e
+            raise CommandError(str(e)) from e
         except OSError as e:
             if e.errno == errno.EPIPE:
                 raise
             where = f"{quoted(os.fsdecode(e.filename))}: " if e.filename else ""
-            raise Failure(f"{where}{e.strerror or e}") from e
+            raise CommandError(f"{where}{e.strerror or e}") from e
 
 
 @click.group("casnap", cls=Commands, epilog=EXAMPLES, context_settings={"max_content_width": 100})

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from casnap.cli.output import Failure, counted, kinds, quoted
+from casnap.cli.output import CommandError, counted, kinds, quoted
 from casnap.errors import (
     CasnapError,
     DamagedError,
@@ -17,7 +17,11 @@ from casnap.errors import (
     SnapshotNotFoundError,
     nearest,
 )
+from casnap.format.names import check_name
+from casnap.opened import Found, OpenStore
+from casnap.opened import open_store as open_at
 from casnap.snapshot import Snapshot
+from casnap.storage.location import locate_snapshot
 from casnap.storage.mirrored import is_unmirrored
 from casnap.storage.uris import store_uri
 from casnap.store import Store
@@ -88,10 +92,20 @@ def open_snapshot(path: str) -> Snapshot:
     Raises:
         CasnapError: There is no such snapshot, or its store cannot be used.
     """
-    snapshot = Snapshot(path, storage_options=options_for(path))
-    if is_exclusive():
-        snapshot.store.objects.backend.exclusive = True
-    return snapshot
+    opened, name = store_above(path, create=False)
+    return Snapshot(Found(opened, check_name(name), opened.row(name)))
+
+
+def store_above(path: str, *, create: bool) -> tuple[OpenStore, str]:
+    """Return the store that the path of a snapshot is in, and the name there.
+
+    Raises:
+        StoreError: There is no store, or it cannot be used.
+    """
+    found = locate_snapshot(path, options_for(path))
+    whole, exclusive = found._replace(name=""), is_exclusive()
+    opened = open_at(whole, create=create, asked=False, exclusive=exclusive, ahead=True)
+    return opened, found.name
 
 
 def open_part(path: str) -> tuple[Snapshot, str | None]:
@@ -118,7 +132,7 @@ def open_part(path: str) -> tuple[Snapshot, str | None]:
         if name in whole:
             return whole[name], "/".join(parts[count:]) or None
     if not parts:
-        raise Failure(f"{whole.uri} is a store; name a snapshot in it")
+        raise CommandError(f"{whole.uri} is a store; name a snapshot in it")
     return whole["/".join(parts)], None
 
 
@@ -127,14 +141,16 @@ def open_whole_store(store: str | None) -> Store:
 
     Raises:
         StoreError: There is no store, or it cannot be used.
-        Failure: The folder was named, but does not exist.
+        CommandError: The folder was named, but does not exist.
     """
     place = open_store(store)
     backend = place.objects.backend
     is_local_path = store and place.prefix and not backend.is_remote
     if is_local_path and not Path(str(store).removeprefix("file://")).exists():
         uri = backend.uri
-        raise Failure(f"{store} does not exist; if you mean the whole store above it, name {uri}")
+        raise CommandError(
+            f"{store} does not exist; if you mean the whole store above it, name {uri}"
+        )
     return place
 
 
@@ -142,7 +158,7 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
     """Return the snapshots below a prefix, or the one of that name, in the order of commits.
 
     Raises:
-        Failure: The store has snapshots, but none of them matches.
+        CommandError: The store has snapshots, but none of them matches.
     """
     found = store.snapshots(prefix)
     outer = "/".join(part for part in (store.prefix, (prefix or "").strip("/")) if part)
@@ -155,7 +171,7 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
         return named
     folders = {name.rpartition("/")[0] for name in (s.name for s in every)} - {""}
     hint = nearest(outer, [*folders, *(s.name for s in every)])
-    raise Failure(f"{whole.uri} holds no snapshot below {quoted(outer)}{hint}")
+    raise CommandError(f"{whole.uri} holds no snapshot below {quoted(outer)}{hint}")
 
 
 def second_snapshot(path: str, first: Snapshot) -> Snapshot:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from casnap.cli.output import Failure, emit, json_option, moment, quoted, safe, size, table
+from casnap.cli.output import CommandError, emit, json_option, moment, quoted, safe, size, table
 from casnap.errors import nearest
 from casnap.runtime.environment import cache_folder, why_refused
 from casnap.storage.chunk_cache import FOLDER, URI, CachedPack, cached_packs
@@ -22,15 +22,15 @@ from casnap.storage.chunk_cache import FOLDER, URI, CachedPack, cached_packs
 def cache(store: str | None, clear: bool, as_json: bool) -> None:
     """Show, or clear, the chunks of remote stores that this host keeps.
 
-    Without STORE, lists all stores. STORE is a URI or an id of the list. Chunks are kept where
-    cache_bytes= or CASNAP_CACHE_BYTES asks for it. Processes that read the chunks meanwhile read
-    them from the store again.
+    Without STORE, lists all stores. STORE is a URI, or an id from the list. A host keeps chunks if
+    cache_bytes= or CASNAP_CACHE_BYTES is set. Clearing is safe: processes that need the chunks
+    read them from the store again.
     """
     base = cache_folder()
     folder = None if base is None else base / FOLDER
     why = None if folder is None or not folder.exists() else why_refused(folder)
     if why is not None:
-        raise Failure(f"{quoted(str(folder))} {why}, so casnap does not use it")
+        raise CommandError(f"{quoted(str(folder))} {why}, so casnap does not use it")
     packs = [] if folder is None else sorted(cached_packs(folder), key=attrgetter("store_id"))
     stores = [_fields(list(group)) for _, group in groupby(packs, key=attrgetter("store_id"))]
     if store is not None:
@@ -77,5 +77,5 @@ def _named(store: str, stores: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = [fields for fields in stores if store.rstrip("/") in (fields["store"], fields["id"])]
     if not found:
         hint = nearest(store, [fields["store"] for fields in stores])
-        raise Failure(f"nothing of {quoted(store)} is cached on this host{hint}")
+        raise CommandError(f"nothing of {quoted(store)} is cached on this host{hint}")
     return found

@@ -110,7 +110,7 @@ def _print_counts(uri: str, found: CheckReport) -> None:
         f"{size(found.stored_bytes)}"
     )
     if found.sample is None:
-        click.echo("the structure was checked; --data reads every byte as well")
+        click.echo("the structure was checked; --data reads every byte too")
     else:
         seed = "" if found.seed is None else f" (--seed {found.seed})"
         what = f"{size(found.read_bytes)} of {size(found.stored_bytes)}"

@@ -20,8 +20,8 @@ SETTINGS = ("codec", "mirror")
 def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
     """Show the settings of a store, or change them.
 
-    codec says how new chunks are stored, raw or zstd (where that makes them smaller). Takes that
-    begin after a change obey it. What is stored already stays as it is.
+    codec says how new chunks are stored: raw, or zstd (where that makes them smaller). A change
+    holds for later takes. Stored chunks stay as they are.
 
     mirror=none forgets which store is the mirror, and which snapshots it lacks.
     """

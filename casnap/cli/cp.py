@@ -18,13 +18,13 @@ from casnap.cli.arguments import (
     print_requests,
 )
 from casnap.cli.option_types import duration
-from casnap.cli.output import Failure, counted, emit, json_option, phases, safe, size
+from casnap.cli.output import CommandError, counted, emit, json_option, phases, safe, size
 from casnap.errors import NotAStoreError
 from casnap.storage.uris import snapshot_uri, store_uri
 from casnap.store import Store
 from casnap.transfer.choice import check_pair, choose
 from casnap.transfer.follow import Follower, FollowOptions, Pair
-from casnap.transfer.report import Chosen, CopyOptions, CopyReport
+from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
 
 EXAMPLES = """\
 \b
@@ -41,7 +41,7 @@ Examples:
 @click.argument("source", metavar="SRC")
 @click.argument("destination", metavar="DST")
 @click.option("--dry-run", is_flag=True, help="Only show what would be sent.")
-@click.option("--follow", is_flag=True, help="Go on, and copy each new snapshot.")
+@click.option("--follow", is_flag=True, help="Keep running, and copy each new snapshot.")
 @click.option(
     "--interval", type=duration, default="5s", metavar="TIME", help="How often to look [5s]."
 )
@@ -49,7 +49,7 @@ Examples:
     "--give-up-after",
     type=duration,
     metavar="TIME",
-    help="End --follow after failures for so long; by default never.",
+    help="End --follow when it has failed for so long; by default never.",
 )
 @exclusive_option
 @endpoint_option
@@ -66,13 +66,13 @@ def cp(
     """Copy snapshots into another store, and send only the chunks that it lacks.
 
     SRC is a store, a snapshot in it, or a folder of snapshots. DST is a store, or the new name of
-    the snapshot or folder in one; where there is no store, DST itself is made one. Snapshots keep
-    their metadata, tags and commit ids. Those that are there already are not copied again, and a
-    copy that was interrupted goes on where it stopped when it is repeated.
+    the snapshot or folder in one. If there is no store, DST itself becomes one. Snapshots keep
+    their metadata, tags and commit ids. A snapshot that DST has already is not copied again.
+    Repeat an interrupted copy to resume it.
 
-    With --follow, the command goes on until SIGINT or SIGTERM. Failures of either side are logged,
-    and tried again. It copies what SRC holds, and then each new snapshot; one that is deleted at
-    DST later is not copied again.
+    With --follow, the command copies the snapshots of SRC, and then each new one, until SIGINT or
+    SIGTERM. It logs and retries failures of either side. A copy that is deleted at DST is not made
+    again.
     """
     _check_usage(follow=follow, dry_run=dry_run)
     if store_uri(source) is None and store_uri(destination) is None:
@@ -122,7 +122,7 @@ def _follow(source: str, destination: str, how: FollowOptions, *, as_json: bool)
         target = there.opened
         check_pair(here.objects, target.objects)
 
-        def chosen() -> list[Chosen]:
+        def chosen() -> list[ChosenSnapshot]:
             found = choose(here.objects, here.prefix, name, rename)
             return [each._replace(target=target.full_name(each.target)) for each in found]
 
@@ -144,7 +144,7 @@ def _follow(source: str, destination: str, how: FollowOptions, *, as_json: bool)
     else:
         click.echo(f"{counted(len(copied), 'snapshot')} copied")
     if follower.refused:
-        raise Failure("; ".join(f"{name}: {why}" for name, why in follower.refused.items()))
+        raise CommandError("; ".join(f"{name}: {why}" for name, why in follower.refused.items()))
 
 
 def _some(requests: dict[str, dict[str, int]]) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _show(report: CopyReport, uri: str) -> None:
     for name in report.copied:
         click.echo(f"{would}copied {safe(name)}")
     for name in report.gone:
-        click.echo(f"{safe(name)} was deleted meanwhile, and is not copied", err=True)
+        click.echo(f"{safe(name)} was deleted meanwhile, so it was not copied", err=True)
     snapshots = counted(len(report.copied), "snapshot")
     there = f", {len(report.present):,} there already" if report.present else ""
     click.echo(f"{safe(uri)}: {snapshots} {would}copied{there}")

@@ -31,14 +31,14 @@ Examples:
     "--max-shard-size",
     type=size_in_bytes,
     metavar="SIZE",
-    help="Make OUT a folder of files of at most so many bytes, with an index: 5GB.",
+    help="Make OUT a folder of files of up to this size (such as 5GB), and an index.",
 )
-@click.option("--tensors-only", is_flag=True, help="Leave out what safetensors cannot hold.")
+@click.option("--tensors-only", is_flag=True, help="Leave out all that safetensors cannot hold.")
 @click.option(
     "--tied",
     multiple=True,
     metavar="NAME",
-    help="A tensor to store only under another name, whose bytes it has. May be repeated.",
+    help="Store this tensor only under another name with equal bytes. May be repeated.",
 )
 @click.option("--dry-run", is_flag=True, help="Only show what would be written.")
 @endpoint_option
@@ -53,7 +53,7 @@ def export(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Export a snapshot, or what is at PATH in it, to files of another format.
+    """Export a snapshot, or the part at PATH, to files of another format.
 
     Every byte is verified. OUT must not exist: it appears when it is whole and synced. The names of
     tensors are the keys below PATH, joined by dots.

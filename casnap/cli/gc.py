@@ -66,7 +66,7 @@ def gc(
     regularly. After an interruption, run it again.
     """
     place = open_whole_store(store)
-    report = collected(place, GcOptions(grace, repack, dry_run))
+    report = collect_garbage(place, GcOptions(grace=grace, repack=repack, dry_run=dry_run))
     if as_json:
         emit({**store_fields(place), **asdict(report), **request_fields(place)})
     else:
@@ -74,7 +74,7 @@ def gc(
         print_requests(place)
 
 
-def collected(place: Store, options: GcOptions) -> GcReport:
+def collect_garbage(place: Store, options: GcOptions) -> GcReport:
     """Collect the garbage of a store, with a progress bar on a terminal."""
     with phases(lambda: place.requests) as report:
         return collect(place.objects, options, report)

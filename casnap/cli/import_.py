@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
 import click
 
-from casnap.cli.arguments import endpoint_option, exclusive_option, is_exclusive, options_for
+from casnap.cli.arguments import endpoint_option, exclusive_option, options_for, store_above
 from casnap.cli.output import counted, emit, json_option, phases, safe, size
-from casnap.opened import OpenStore, find
-from casnap.upkeep import imported
+from casnap.upkeep import import_snapshot
 
 EXAMPLES = """\
 \b
@@ -26,10 +26,10 @@ Examples:
 @click.argument("source", metavar="FILE_OR_DIR")
 @click.argument("snapshot", metavar="STORE/NAME")
 @click.option(
-    "--key", metavar="KEY", help="The key to put all below [model, or the keys that there are]."
+    "--key", metavar="KEY", help="The snapshot's key to import under [model, or the file's keys]."
 )
 @click.option(
-    "--rank", type=click.IntRange(min=0), help="Whose view of a TorchSnapshot folder to import."
+    "--rank", type=click.IntRange(min=0), help="The rank whose TorchSnapshot state to import."
 )
 @click.option("--overwrite", is_flag=True, help="Replace a snapshot of this name.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be imported.")
@@ -47,20 +47,14 @@ def import_(
 ) -> None:
     """Import safetensors, torch.save, DCP or TorchSnapshot files as a snapshot.
 
-    The store is found, or made, as for a take. Chunks that it has are not stored again. No code of
-    a file is run: what needs pickle is refused.
+    The store is found, or made, as for a take. Chunks that it has are not stored again. No code in
+    a file runs: a file that needs pickle is refused.
     """
-    storage_options = options_for(snapshot)
-
-    def where() -> tuple[OpenStore, str]:
-        opened, name = find(snapshot, storage_options, None, create=True)
-        opened.objects.backend.exclusive |= is_exclusive()
-        return opened, name
-
+    options_for(snapshot)  # raises for a dry run, too
     with phases() as progress:
         options = {"overwrite": overwrite, "progress": progress}
-        place = None if dry_run else where
-        report = imported(source, snapshot, place, options, key=key, rank=rank, metadata={})
+        place = None if dry_run else partial(store_above, snapshot, create=True)
+        report = import_snapshot(source, snapshot, place, options, key=key, rank=rank, metadata={})
     if as_json:
         emit(asdict(report))
         return

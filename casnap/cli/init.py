@@ -13,7 +13,7 @@ from casnap.cli.arguments import (
     options_for,
     request_fields,
 )
-from casnap.cli.output import Failure, emit, json_option, quoted, safe
+from casnap.cli.output import CommandError, emit, json_option, quoted, safe
 from casnap.format.records import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
 from casnap.storage.location import locate_store
 from casnap.storage.settings import CODEC
@@ -55,7 +55,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
     """
     found = locate_store(store, options_for(store))
     if found.name:
-        raise Failure(
+        raise CommandError(
             f"{found.backend.uri}/{found.name} lies in the store {found.backend.uri}, which keeps "
             "all snapshots below it; there is nothing to make"
         )
@@ -63,12 +63,12 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
     place = open_store(store, create=True, chunk_size=size, codec=codec)
     kept = place.settings[CODEC]
     if chunk_size not in (None, place.chunk_size):
-        raise Failure(
+        raise CommandError(
             f"{place.uri} is a store already, of {binary(place.chunk_size)} chunks, which cannot "
             "be changed"
         )
     if codec not in (None, kept):
-        raise Failure(
+        raise CommandError(
             f"{place.uri} is a store already, whose codec is {kept!s:.80}; `casnap config "
             f"{place.uri} codec={codec}` changes it"
         )

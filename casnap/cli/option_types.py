@@ -23,7 +23,7 @@ def duration(text: str) -> float:
     """
     seconds = _seconds(text)
     if not seconds:
-        raise click.BadParameter(f"{quoted(text)} is no duration; {_WAYS} or 1.5h")
+        raise click.BadParameter(f"{quoted(text)} is not a duration; {_WAYS} or 1.5h")
     return seconds
 
 
@@ -35,7 +35,7 @@ def duration_or_none(text: str) -> float:
     """
     seconds = 0.0 if text == "0" else _seconds(text)
     if seconds is None:
-        raise click.BadParameter(f"{quoted(text)} is no duration; {_WAYS}, 1.5h or 0")
+        raise click.BadParameter(f"{quoted(text)} is not a duration; {_WAYS}, 1.5h or 0")
     return seconds
 
 
@@ -54,7 +54,7 @@ def size_in_bytes(text: str) -> int:
     step = 1024 if found and found[3] else 1000
     nbytes = int(float(found[1]) * step ** " kmgt".index(found[2] or " ")) if found else 0
     if not nbytes:
-        raise click.BadParameter(f"{quoted(text)} is no size; write 500MB, 5GB or 4GiB")
+        raise click.BadParameter(f"{quoted(text)} is not a size; write 500MB, 5GB or 4GiB")
     return nbytes
 
 
@@ -67,7 +67,7 @@ def share(text: str) -> float:
     found = _SHARE.fullmatch(text)
     value = float(found[1]) / (100 if found[2] else 1) if found else 2
     if value > 1:
-        raise click.BadParameter(f"{quoted(text)} is no share; write it like 5% or 0.05")
+        raise click.BadParameter(f"{quoted(text)} is not a share; write it like 5% or 0.05")
     return value
 
 

@@ -25,7 +25,7 @@ PATIENCE = 0.5
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
-class Failure(click.ClickException):
+class CommandError(click.ClickException):
     """An error with a message; ends the command with status 1."""
 
     def show(self, file: IO[Any] | None = None) -> None:

@@ -18,10 +18,10 @@ from casnap.cli.arguments import (
     snapshots_of,
     store_fields,
 )
-from casnap.cli.gc import collected, grace_option, show
+from casnap.cli.gc import collect_garbage, grace_option, show
 from casnap.cli.option_types import duration
 from casnap.cli.output import (
-    Failure,
+    CommandError,
     check_can_ask,
     confirm,
     counted,
@@ -72,7 +72,7 @@ def _best_rule(text: str) -> tuple[str, int, str]:
 @click.option(
     "--missing-folders",
     is_flag=True,
-    help="Forget those whose folders were deleted, in place of the rules.",
+    help="Forget snapshots whose folders were deleted, instead of applying rules.",
 )
 @click.option("--gc", "collect", is_flag=True, help="Then collect garbage, as `casnap gc` does.")
 @grace_option
@@ -101,8 +101,8 @@ def prune(
     apply to each run, that is each folder of snapshots, on its own. The bytes of forgotten
     snapshots stay on disk until garbage is collected; --gc does that at once.
 
-    --missing-folders forgets each snapshot whose folder was deleted, as trainers do, since this
-    host saw its marker there. The first call only looks for markers.
+    --missing-folders forgets each snapshot whose folder a trainer has deleted. Only snapshots whose
+    markers this host saw before count, so the first call only looks for markers.
     """
     rules = {
         "keep_last": keep_last,
@@ -111,7 +111,7 @@ def prune(
         "keep_best": keep_best,
     }
     retention = _retention(rules, missing_folders=missing_folders)
-    options = GcOptions(grace, dry_run=dry_run)
+    options = GcOptions(grace=grace, dry_run=dry_run)
     _check_usage(collect=collect, may_ask=not (dry_run or yes))
     place = open_store(store)
     if collect:
@@ -127,7 +127,7 @@ def prune(
     if not as_json:
         _show(report)
     try:
-        garbage = _collected_after(report, place, options) if collect else None
+        garbage = _collect_after(report, place, options) if collect else None
     except (CasnapError, OSError, KeyboardInterrupt) as e:
         # The snapshots are forgotten already, so print that in JSON too.
         if as_json:
@@ -143,7 +143,7 @@ def prune(
 def _retention(rules: dict[str, Any], *, missing_folders: bool) -> Retention | None:
     if missing_folders:
         if any(rule not in (None, ()) for rule in rules.values()):
-            raise click.UsageError("--missing-folders goes without rules; call prune twice")
+            raise click.UsageError("--missing-folders takes no rules; call prune twice")
         return None
     try:
         return Retention(**rules)
@@ -160,17 +160,19 @@ def _check_usage(*, collect: bool, may_ask: bool) -> None:
         check_can_ask("--yes, or --dry-run to look")
 
 
-def _collected_after(report: PruneReport, place: Store, options: GcOptions) -> GcReport:
+def _collect_after(report: PruneReport, place: Store, options: GcOptions) -> GcReport:
     if options.dry_run:
         names = frozenset(place.outer_name(verdict.name) for verdict in report.forgotten)
         options = replace(options, forgotten=names)
-    return collected(place, options)
+    return collect_garbage(place, options)
 
 
 def _check_folder(place: Store, prefix: str | None) -> None:
     folder = (prefix or place.prefix).strip("/")
     if snapshots_of(place, prefix) and not place.snapshots(prefix):
-        raise Failure(f"{quoted(folder)} is a snapshot, not a folder of them; `casnap rm` deletes")
+        raise CommandError(
+            f"{quoted(folder)} is a snapshot, not a folder of them; `casnap rm` deletes"
+        )
 
 
 def _ask(plan: PruneReport) -> None:

@@ -48,7 +48,7 @@ def repair(
 ) -> None:
     """Repair a damaged store as far as possible; exit with status 1 if anything stays lost.
 
-    Reads every byte. Rebuilds lost parts of the index from the packs, and copies what is whole
+    Reads every byte. Rebuilds lost parts of the index from the packs, and copies whole chunks
     out of damaged packs. Looks for lost chunks in --from: other casnap stores, and files or
     folders of .safetensors, .pt, .pth, .bin, .ckpt and .npy. Nothing is deleted: `casnap gc` does
     that later.

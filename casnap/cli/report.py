@@ -17,7 +17,7 @@ from casnap.cli.arguments import (
     request_fields,
     snapshots_of,
 )
-from casnap.cli.output import Failure, counted, emit, json_option, phases, quoted, safe
+from casnap.cli.output import CommandError, counted, emit, json_option, phases, quoted, safe
 from casnap.report.facts import Facts, gather
 from casnap.report.page import HEAD, page
 
@@ -31,7 +31,7 @@ from casnap.report.page import HEAD, page
     type=click.Path(dir_okay=False, path_type=Path),
     default="report.html",
     show_default=True,
-    help="The file to write. A report that is there is replaced, nothing else.",
+    help="The file to write. An earlier report is replaced, any other file is not.",
 )
 @click.option(
     "--last",
@@ -44,7 +44,7 @@ from casnap.report.page import HEAD, page
 @endpoint_option
 @json_option
 def report(store: str | None, prefix: str | None, output: Path, last: int, as_json: bool) -> None:
-    """Write a page that shows snapshots over time, what changed where, and what takes up space.
+    """Write a page about a store: snapshots over time, what changed where, and what takes up space.
 
     The page is one HTML file that loads nothing. It is made from sizes, digests and metadata: no
     tensor is read. --json prints what it would show, and writes no page.
@@ -74,17 +74,19 @@ def _check_replaceable(output: Path) -> None:
     """Check that nothing but an earlier report would be lost.
 
     Raises:
-        Failure: Another file is there.
+        CommandError: Another file is there.
     """
     try:
         with output.open("rb") as file:
             begins = file.read(len(HEAD))
     except FileNotFoundError:
         if not output.absolute().parent.is_dir():
-            raise Failure(f"{quoted(str(output.parent))} is no folder") from None
+            raise CommandError(f"{quoted(str(output.parent))} is not a folder") from None
         return
     if begins != HEAD.encode():
-        raise Failure(f"{quoted(str(output))} exists and is no report; name another file with -o")
+        raise CommandError(
+            f"{quoted(str(output))} exists and is not a report; choose another with -o"
+        )
 
 
 def _write(output: Path, content: str) -> None:

@@ -6,7 +6,7 @@ import click
 
 from casnap.backends import LocalBackend
 from casnap.cli.arguments import open_store
-from casnap.cli.output import Failure, emit, json_option, quoted, safe
+from casnap.cli.output import CommandError, emit, json_option, quoted, safe
 from casnap.storage.location import trust as add_to_trusted
 from casnap.storage.uris import store_uri
 
@@ -21,11 +21,13 @@ def trust(store: str, as_json: bool) -> None:
     finds only your own stores by walking up, and uses another user's store only if you name it.
     """
     if store_uri(store) is not None:
-        raise Failure(f"{quoted(store)} is on a server, where no store is looked for above a path")
+        raise CommandError(
+            f"{quoted(store)} is on a server, where no store is looked for above a path"
+        )
     place = open_store(store)
     backend = place.objects.backend
     if place.prefix or not isinstance(backend, LocalBackend):
-        raise Failure(f"{quoted(store)} is not itself a store; name {backend.uri}")
+        raise CommandError(f"{quoted(store)} is not itself a store; name {backend.uri}")
     add_to_trusted(backend.folder)
     if as_json:
         emit({"store": place.uri, "trusted": True})

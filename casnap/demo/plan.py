@@ -86,7 +86,7 @@ def next_run(folder: Path) -> int:
         raise DemoError(f"{folder} is not a folder; name a new one")
     if not folder.joinpath("casnap.json").exists() and any(folder.iterdir()):
         raise DemoError(
-            f"{folder} holds something else than a casnap store; name a new or an empty folder"
+            f"{folder} holds something other than a casnap store; name a new or an empty folder"
         )
     found = (re.fullmatch(r"run(\d+)", path.name) for path in folder.iterdir())
     return max((int(match[1]) for match in found if match), default=0) + 1

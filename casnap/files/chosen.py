@@ -1,4 +1,4 @@
-"""What of a snapshot is to be exported: its tensors by name, and what a format cannot hold."""
+"""The part of a snapshot to export: its tensors by name, and values that a format cannot hold."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from casnap.format.names import key_of
 from casnap.storage.contents import Contents
 
 
-class Chosen(NamedTuple):
+class ChosenTensor(NamedTuple):
     """A tensor to export: its path in the snapshot, and its entry."""
 
     path: str
     entry: TensorEntry
 
 
-class Part(NamedTuple):
+class ChosenPart(NamedTuple):
     """What is to be exported.
 
     Attributes:
@@ -35,7 +35,7 @@ class Part(NamedTuple):
         return sum(e.data.nbytes for e in self.entries.values() if isinstance(e, TensorEntry))
 
 
-def part_of(contents: Contents, path: str | None) -> Part:
+def part_of(contents: Contents, path: str | None) -> ChosenPart:
     """Return what is at and below a path; by default everything that rank 0 sees.
 
     Raises:
@@ -43,11 +43,11 @@ def part_of(contents: Contents, path: str | None) -> Part:
     """
     if path is None:
         trees = sorted(contents.trees(None).items())
-        return Part("", {key + inner: e for key, tree in trees for inner, e in tree.items()})
+        return ChosenPart("", {key + inner: e for key, tree in trees for inner, e in tree.items()})
     full, entry, tree = contents.entry(path.strip("/"))
     key, slash, inner = full.partition("/")
     below = {key + where: e for where, e in tree.below(f"{slash}{inner}/")}
-    return Part(full, {full: entry, **below})
+    return ChosenPart(full, {full: entry, **below})
 
 
 def is_plain(entry: Entry) -> bool:
@@ -56,7 +56,7 @@ def is_plain(entry: Entry) -> bool:
     return isinstance(entry, TensorEntry) and entry.kind in kinds and entry.quantization is None
 
 
-def sparse_below(part: Part) -> tuple[str, ...]:
+def sparse_below(part: ChosenPart) -> tuple[str, ...]:
     """Return the beginnings of the paths of what sparse tensors are made of."""
     return tuple(
         f"{path}/"
@@ -66,8 +66,8 @@ def sparse_below(part: Part) -> tuple[str, ...]:
 
 
 def tensors_of(
-    part: Part, dtypes: Collection[str], where: str
-) -> tuple[dict[str, Chosen], list[str]]:
+    part: ChosenPart, dtypes: Collection[str], where: str
+) -> tuple[dict[str, ChosenTensor], list[str]]:
     """Return the tensors by the names that they get, and the paths of what is not among them.
 
     Args:
@@ -78,7 +78,7 @@ def tensors_of(
     Raises:
         FileFormatError: Two tensors would get one name.
     """
-    found: dict[str, Chosen] = {}
+    found: dict[str, ChosenTensor] = {}
     rest: list[str] = []
     inside = sparse_below(part)
     for path, entry in part.entries.items():
@@ -95,7 +95,7 @@ def tensors_of(
                 f"{where}: {found[name].path} and {path} would both be named {name!r}; export one "
                 "of the containers alone, by its path"
             )
-        found[name] = Chosen(path, entry)
+        found[name] = ChosenTensor(path, entry)
     return found, rest
 
 
@@ -105,7 +105,7 @@ def _name(base: str, path: str) -> str:
     return ".".join(map(key_of, (below or path.rpartition("/")[2]).split("/")))
 
 
-def equal_ones(tensors: dict[str, Chosen]) -> Iterator[tuple[str, str]]:
+def equal_ones(tensors: dict[str, ChosenTensor]) -> Iterator[tuple[str, str]]:
     """Yield the names of tensors whose bytes an earlier one has, and the name of the first one."""
     first: dict[tuple[object, ...], str] = {}
     for name, (_, entry) in tensors.items():
@@ -116,8 +116,8 @@ def equal_ones(tensors: dict[str, Chosen]) -> Iterator[tuple[str, str]]:
 
 
 def without_tied(
-    tensors: dict[str, Chosen], tied: Sequence[str], where: str
-) -> tuple[dict[str, Chosen], dict[str, str]]:
+    tensors: dict[str, ChosenTensor], tied: Sequence[str], where: str
+) -> tuple[dict[str, ChosenTensor], dict[str, str]]:
     """Leave out tensors that are stored under another name; return the others, and those names.
 
     Raises:

@@ -107,7 +107,7 @@ class Writer:
         self._count(len(raw))
 
     def _put_box(self, file: _File, start: int, cells: Cells, number: int, raw: memoryview) -> None:
-        """Write a cell that is no run of the tensor's bytes, run by run."""
+        """Write a cell that is not one run of the tensor's bytes, run by run."""
         box = cells.region(number)
         whole = Region.whole(cells.shape)  # type: ignore[attr-defined]
         itemsize = len(raw) // box.numel
@@ -179,7 +179,7 @@ class _Crc:
     """The CRC-32 of a tensor whose chunks come in any order.
 
     Attributes:
-        in_pieces: Whether the chunks are no runs of the tensor's bytes.
+        in_pieces: Whether the chunks are not runs of the tensor's bytes.
     """
 
     def __init__(self) -> None:

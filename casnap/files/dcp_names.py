@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from casnap.errors import DamagedError, StateError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry
-from casnap.format.names import key_of
+from casnap.format.names import component_of, key_of
 from casnap.restore.loading import Loading
 from casnap.runtime.torch_modes import plain
-from casnap.state.containers import component_of, container_builder
+from casnap.state.containers import container_builder
 from casnap.state.flatten import MAX_NESTING, containers_of
 from casnap.state.numpy_values import is_numpy
 from casnap.state.tensors import Leaf, allocate
@@ -146,7 +146,7 @@ def described(
 ) -> tuple[Metadata, dict[str, Stored]]:
     """Return the metadata that DCP plans a load with, and the values by their names in DCP.
 
-    They are made from the snapshot's own entries, whatever took it. Each tensor is one chunk.
+    They are made from the snapshot's own entries, so any take will do. Each tensor is one chunk.
 
     Args:
         contents: The snapshot.
@@ -170,7 +170,7 @@ def described(
                 root = {key_of(key): _stand_in(key, entries, specs) for key in keys}
         if not isinstance(root, dict):
             raise UnsupportedTypeError(
-                f"{contents.where}: {path} is no dict, so DCP has no names for what it holds; name "
+                f"{contents.where}: {path} is not a dict, so DCP has no names for its values; name "
                 "the dict above it"
             )
         flat, mappings = flatten_state_dict(root)

@@ -15,7 +15,7 @@ import torch
 from casnap.errors import FileFormatError, StateError, UnsupportedTypeError
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.files.mapped import MappedFile, joined_leaf
-from casnap.files.source import Source, below, flattened
+from casnap.files.source import SourceFiles, below, flattened
 from casnap.format.region import Region
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
@@ -38,7 +38,7 @@ _KNOWN = {
 _SPARE, _RATIO = 64 << 20, 64
 
 
-class _Stored(NamedTuple):
+class _FileRange(NamedTuple):
     """Where a tensor, a box of it, or an object lies: file, offset and length."""
 
     file: str
@@ -55,7 +55,7 @@ class _Tensor(NamedTuple):
 
 
 class _Metadata(NamedTuple):
-    """What the metadata say.
+    """The decoded metadata.
 
     Attributes:
         values: Name → the tensor; None for an object.
@@ -65,10 +65,10 @@ class _Metadata(NamedTuple):
 
     values: dict[str, _Tensor | None]
     paths: dict[str, ObjectPath]
-    places: dict[tuple[str, tuple[int, ...] | None], _Stored]
+    places: dict[tuple[str, tuple[int, ...] | None], _FileRange]
 
 
-def read_dcp(folder: Path, key: str | None) -> Source:
+def read_dcp(folder: Path, key: str | None) -> SourceFiles:
     """Return what a checkpoint of DCP holds, under the keys that it was saved with.
 
     Raises:
@@ -80,12 +80,12 @@ def read_dcp(folder: Path, key: str | None) -> Source:
         metadata = _read_metadata(mapped.view)
     except _CodeError as e:
         raise FileFormatError(
-            f"{file} is a pickle that asks for {e}, which is none of DCP's metadata classes, so it "
+            f"{file} is a pickle that asks for {e}, not for a metadata class of DCP, so it "
             "was refused; nothing of it was run. On a machine where you trust it, load it with "
             "dcp.load, and save it with casnap.integrations.dcp.CasnapWriter"
         ) from e
     except (RefusedError, KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
-        raise FileFormatError(f"{file} are no metadata of DCP: {e}") from e
+        raise FileFormatError(f"{file} does not hold metadata of DCP: {e}") from e
     paths = {name: (key, *p) if key else p for name, p in metadata.paths.items()}
     reader = _Files(folder, metadata)
     try:
@@ -98,7 +98,7 @@ def read_dcp(folder: Path, key: str | None) -> Source:
     with plain(), collector_paused():
         for name, path in paths.items():
             leaves[str(path[0])] += reader.leaves(name, casnap_path(path))
-    return Source("dcp", len(reader.mapped) + 1, leaves)
+    return SourceFiles("dcp", len(reader.mapped) + 1, leaves)
 
 
 # --- the metadata -----------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def _read_metadata(data: memoryview) -> _Metadata:
             if name in paths and kind_of(path) == "tuple":
                 paths[name] = tuple(_component(part) for part in path.parts) or (name,)
                 _text(paths[name][0])
-    places: dict[tuple[str, tuple[int, ...] | None], _Stored] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], _FileRange] = {}
     for index, info in _pairs(fields["storage_data"]):
         place = _fields(index, _INDEX)
         offset = place.get("offset")
@@ -188,10 +188,10 @@ def _value(term: object) -> _Tensor | None:
     return _Tensor(_text(dtype.name).removeprefix("torch."), shape, boxes)
 
 
-def _stored(fields: dict[str, Any]) -> _Stored:
+def _stored(fields: dict[str, Any]) -> _FileRange:
     if fields.get("transform_descriptors"):
         raise ValueError("its files are compressed by an extension of DCP, which casnap lacks")
-    return _Stored(
+    return _FileRange(
         _text(fields["relative_path"]), _number(fields["offset"]), _number(fields["length"])
     )
 

@@ -10,20 +10,20 @@ import torch
 
 from casnap.errors import FileFormatError
 from casnap.files.mapped import MappedFile, file_leaf
-from casnap.files.source import Source, below
+from casnap.files.source import SourceFiles, below
 from casnap.format.decoding import json_decoder
+from casnap.format.names import component_of
 from casnap.runtime.torch_modes import plain
-from casnap.state.containers import component_of
 from casnap.state.flatten import containers_of
 from casnap.state.safetensors import MOST_HEADER, HeaderTensor, read_header
 from casnap.state.tensors import Leaf
 
 
-class _Index(msgspec.Struct):
+class _ShardIndex(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def read_safetensors(path: Path, key: str) -> Source:
+def read_safetensors(path: Path, key: str) -> SourceFiles:
     """Return what a file holds, or all the shards that an index names.
 
     Raises:
@@ -37,7 +37,7 @@ def read_safetensors(path: Path, key: str) -> Source:
         try:
             header = read_header(mapped.view)
         except FileFormatError as e:
-            raise FileFormatError(f"{file} is no safetensors file: {e}") from e
+            raise FileFormatError(f"{file} is not a safetensors file: {e}") from e
         held = [tensor.name for tensor in header.tensors]
         if names is not None and (odd := set(held) ^ names):
             raise FileFormatError(
@@ -45,7 +45,7 @@ def read_safetensors(path: Path, key: str) -> Source:
             )
         found |= {tensor.name: (mapped, tensor) for tensor in header.tensors}
         metadata = {**header.metadata, **metadata}
-    return Source("safetensors", len(expected), {key: _leaves(key, found)}, metadata)
+    return SourceFiles("safetensors", len(expected), {key: _leaves(key, found)}, metadata)
 
 
 def _shards(index: Path) -> dict[Path, set[str] | None]:
@@ -54,9 +54,9 @@ def _shards(index: Path) -> dict[Path, set[str] | None]:
         raise FileFormatError(f"{index} is too long to be the index of safetensors shards")
     text = index.read_bytes()
     try:
-        weights = json_decoder(_Index).decode(text).weight_map
+        weights = json_decoder(_ShardIndex).decode(text).weight_map
     except (ValueError, RecursionError) as e:
-        raise FileFormatError(f"{index} is no index of safetensors shards: {e}") from e
+        raise FileFormatError(f"{index} is not an index of safetensors shards: {e}") from e
     shards: dict[str, set[str]] = {}
     for name, file in weights.items():
         shards.setdefault(file, set()).add(name)

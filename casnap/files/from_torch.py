@@ -9,15 +9,15 @@ import torch
 
 from casnap.errors import CasnapError, FileFormatError
 from casnap.files.mapped import MappedFile
-from casnap.files.source import MODEL, Source, flattened
+from casnap.files.source import MODEL, SourceFiles, flattened
+from casnap.format.names import component_of
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
-from casnap.state.containers import component_of
 from casnap.state.pickles import RefusedError
 from casnap.state.torch_save import inspected
 
 
-def read_torch(path: Path, key: str | None) -> Source:
+def read_torch(path: Path, key: str | None) -> SourceFiles:
     """Return what a file of ``torch.save`` holds. Its tensors are views of the file.
 
     Raises:
@@ -30,7 +30,7 @@ def read_torch(path: Path, key: str | None) -> Source:
         states = dict(state)
     with plain(), collector_paused():
         leaves = {name: list(flattened(each, component_of(name))) for name, each in states.items()}
-    return Source("torch", 1, leaves)
+    return SourceFiles("torch", 1, leaves)
 
 
 def _has_keys(state: Any) -> bool:

@@ -16,13 +16,12 @@ import torch
 
 from casnap.errors import FileFormatError, UnsupportedTypeError
 from casnap.files.mapped import MappedFile, joined_leaf
-from casnap.files.source import Source, below, flattened
+from casnap.files.source import SourceFiles, below, flattened
 from casnap.format.decoding import json_decoder
-from casnap.format.names import rank_names
+from casnap.format.names import component_of, rank_names
 from casnap.format.region import Region
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
-from casnap.state.containers import component_of
 from casnap.state.flatten import containers_of, flatten
 from casnap.state.pickles import RefusedError
 from casnap.state.tensors import TENSOR_DTYPES, Leaf
@@ -70,7 +69,7 @@ class _Snapshot(msgspec.Struct):
     manifest: dict[str, _Entry]
 
 
-def read_torchsnapshot(folder: Path, key: str | None, rank: int | None) -> Source:
+def read_torchsnapshot(folder: Path, key: str | None, rank: int | None) -> SourceFiles:
     """Return what a rank restores: its own entries, the replicated ones, and sharded tensors whole.
 
     Raises:
@@ -86,7 +85,7 @@ def read_torchsnapshot(folder: Path, key: str | None, rank: int | None) -> Sourc
         leaves = {top: list(reader.leaves_of(top)) for top in entries if "/" not in top}
     if len(orphans := entries.keys() - reader.seen):
         raise FileFormatError(f"{folder}: {min(orphans)!r:.200} is in no container")
-    return Source("torchsnapshot", len(reader.mapped) + 1, leaves)
+    return SourceFiles("torchsnapshot", len(reader.mapped) + 1, leaves)
 
 
 def _read(file: Path) -> _Snapshot:
@@ -102,7 +101,7 @@ def _read(file: Path) -> _Snapshot:
     try:
         import yaml
     except ImportError as e:
-        raise FileFormatError(f"{file} is no JSON; to read YAML, pip install pyyaml") from e
+        raise FileFormatError(f"{file} is not JSON; to read YAML, pip install pyyaml") from e
     try:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         _check_yaml(yaml.parse(data, loader))
@@ -150,7 +149,7 @@ def _seen_by(folder: Path, snapshot: _Snapshot, rank: int | None) -> dict[str, _
         one, path = next(iter(others.items()))
         raise FileFormatError(
             f"{folder}: {rank_names(sorted(others))} of {world} have entries of their own, such as "
-            f"{one}/{path}; say whose to import with rank=0 (--rank 0)"
+            f"{one}/{path}; say which rank to import with rank=0 (--rank 0)"
         )
     for path, entry in found.items():
         if entry.type == "ShardedTensor":
@@ -274,13 +273,13 @@ _VALUE = object()
 
 
 def _primitive(entry: _Entry) -> object:
-    """Return a value that stands in the metadata."""
+    """Return a value that the metadata hold."""
     text = entry.serialized_value
     if entry.type == "int":
         return int(text)
     if entry.type == "bool":
         if text not in ("True", "False"):
-            raise ValueError(f"{text!r:.40} is no bool")
+            raise ValueError(f"{text!r:.40} is not a bool")
         return text == "True"
     if entry.type == "str":
         return text

@@ -10,7 +10,7 @@ from typing import Any
 from casnap.errors import FileFormatError
 from casnap.files.mapped import check_regular
 from casnap.files.report import ImportReport
-from casnap.files.source import MODEL, Source
+from casnap.files.source import MODEL, SourceFiles
 from casnap.take.capturable import Capturable, GivenLeaves
 
 Take = Callable[[Capturable, "dict[str, Any]"], int]
@@ -33,7 +33,7 @@ def import_files(
         name: The snapshot's name, for the report.
         take: Takes it; None to only look.
         key: The key to import it under, or None for keys of its own.
-        rank: Whose view of a TorchSnapshot folder to import.
+        rank: The rank of a TorchSnapshot folder whose state to import.
         metadata: Goes into the snapshot's metadata, before what the files say.
 
     Raises:
@@ -64,13 +64,13 @@ def import_files(
 # --- which format it is -----------------------------------------------------------------------
 
 
-def read_source(path: Path, key: str | None, rank: int | None) -> Source:
+def read_source(path: Path, key: str | None, rank: int | None) -> SourceFiles:
     """Return what a file or folder holds. The tensors are mapped, not read.
 
     Args:
         path: The file or folder.
         key: The key to import it under, or None for keys of its own.
-        rank: Whose view of a TorchSnapshot folder to import.
+        rank: The rank of a TorchSnapshot folder whose state to import.
 
     Raises:
         FileFormatError: It is in no format that can be imported, or is malformed.
@@ -82,7 +82,7 @@ def read_source(path: Path, key: str | None, rank: int | None) -> Source:
     return read(where, key, rank)
 
 
-Reader = Callable[[Path, "str | None", "int | None"], Source]
+Reader = Callable[[Path, "str | None", "int | None"], SourceFiles]
 
 
 def _reader(path: Path) -> tuple[Reader, Path]:
@@ -125,25 +125,25 @@ def _reader_of_folder(folder: Path) -> tuple[Reader, Path]:
     raise FileFormatError(f"{folder} holds {names}: name the one to import, or its index")
 
 
-def _safetensors(path: Path, key: str | None, rank: int | None) -> Source:
+def _safetensors(path: Path, key: str | None, rank: int | None) -> SourceFiles:
     from casnap.files.from_safetensors import read_safetensors
 
     return read_safetensors(path, key or MODEL)
 
 
-def _torch(path: Path, key: str | None, rank: int | None) -> Source:
+def _torch(path: Path, key: str | None, rank: int | None) -> SourceFiles:
     from casnap.files.from_torch import read_torch
 
     return read_torch(path, key)
 
 
-def _dcp(path: Path, key: str | None, rank: int | None) -> Source:
+def _dcp(path: Path, key: str | None, rank: int | None) -> SourceFiles:
     from casnap.files.from_dcp import read_dcp
 
     return read_dcp(path, key)
 
 
-def _torchsnapshot(path: Path, key: str | None, rank: int | None) -> Source:
+def _torchsnapshot(path: Path, key: str | None, rank: int | None) -> SourceFiles:
     from casnap.files.from_torchsnapshot import read_torchsnapshot
 
     return read_torchsnapshot(path, key, rank)

@@ -1,6 +1,6 @@
 """Tensors in files, as leaves of a take: over a mapping of the file, which takes no memory.
 
-What is contiguous is read instead, since a mapping of a file that is cut off kills the process.
+Contiguous tensors are read instead: if a mapped file is truncated, the system kills the process.
 Their content is bytes, with one more axis than the tensor: the bytes of an element. So it does not
 matter whether the elements are aligned in the file.
 """
@@ -50,13 +50,13 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def check_regular(path: Path) -> None:
-    """Check that a file that exists is no pipe or device: these cannot be mapped.
+    """Check that a file that exists is not a pipe or device: these cannot be mapped.
 
     Raises:
         FileFormatError: It is one.
     """
     if path.exists() and not path.is_file():
-        raise FileFormatError(f"{path} is no regular file; write its content to one first")
+        raise FileFormatError(f"{path} is not a regular file; write its content to one first")
 
 
 def check_shape(shape: Sequence[int], what: str = "") -> None:
@@ -147,7 +147,7 @@ class MappedFile:
             os.close(fd)
 
     def _opened(self) -> int | None:
-        """Open the file anew; return None if it was replaced, or deleted: then nobody cuts it off.
+        """Open the file anew; return None if it was replaced or deleted: the mapping stays whole.
 
         To keep a descriptor for each file would be too many for some checkpoints.
         """

@@ -1,4 +1,4 @@
-"""What an import and an export are told, and what they tell."""
+"""The options and reports of imports and exports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ImportReport:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     """How to export. :meth:`casnap.Snapshot.export` describes the options."""
 

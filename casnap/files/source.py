@@ -1,4 +1,4 @@
-"""What is to be imported: its content as leaves of a take."""
+"""The source of an import: its content as leaves of a take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL = "model"
 
 
 @dataclass
-class Source:
+class SourceFiles:
     """What was found in files.
 
     Attributes:

@@ -123,7 +123,7 @@ def check_place(out: Path, backend: Backend) -> None:
 
 
 def check_absent(out: Path, cause: OSError | None = None) -> None:
-    """Check that nothing is where an export is to go.
+    """Check that the target of an export does not exist.
 
     Raises:
         TargetExistsError: There is something.

@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from casnap.errors import FileFormatError
-from casnap.files.chosen import Part
+from casnap.files.chosen import ChosenPart
 from casnap.files.chunks import Writer
 from casnap.files.dcp_names import Stored, described
 from casnap.files.report import ExportOptions, ExportReport
 from casnap.files.target import Target
-from casnap.files.to_torch import Archive, read_values
+from casnap.files.to_torch import NewArchive, read_values
 from casnap.files.torch_archive import PAGED_BYTES, Reserved, pickled
 from casnap.format.entries import TensorEntry
 from casnap.runtime.buffers import PAGE
@@ -31,7 +31,11 @@ _ALIGNMENT = 64
 
 
 def export_dcp(
-    contents: Contents, part: Part, out: Path, options: ExportOptions, progress: Progress | None
+    contents: Contents,
+    part: ChosenPart,
+    out: Path,
+    options: ExportOptions,
+    progress: Progress | None,
 ) -> ExportReport:
     """Export a state, under the names that ``dcp.load`` has for a snapshot.
 
@@ -84,7 +88,7 @@ class _Files:
     def __init__(
         self,
         contents: Contents,
-        part: Part,
+        part: ChosenPart,
         metadata: Metadata,
         values: Mapping[str, Stored],
         writer: Writer,
@@ -100,7 +104,7 @@ class _Files:
         """Write a file: one value behind the other."""
         reserved = Reserved(fd, sum(_nbytes(self._values[n]) + _ALIGNMENT for n in names))
         os.ftruncate(fd, 0)
-        at, archives, objects = 0, list[Archive](), dict[int, bytes]()
+        at, archives, objects = 0, list[NewArchive](), dict[int, bytes]()
         for name in names:
             about = self._metadata.state_dict_metadata[name]
             path, entry = self._values[name]
@@ -110,7 +114,7 @@ class _Files:
             if isinstance(about, TensorStorageMetadata) and isinstance(entry, TensorEntry):
                 offset: torch.Size | None = torch.Size([0] * len(entry.shape))
                 value = pickled(reserved.tensor(0, entry.dtype, entry.shape))
-                archives.append(Archive(at, value, reserved, [(path, entry)]))
+                archives.append(NewArchive(at, value, reserved, [(path, entry)]))
                 nbytes = archives[-1].nbytes
             else:
                 offset = None
@@ -128,7 +132,7 @@ class _Files:
             os.pwrite(fd, data, start)
 
     def _object(self, path: str) -> bytes:
-        """Return a value that is no tensor as torch.save writes it."""
+        """Return a value that is not a tensor, as torch.save writes it."""
         entries = self._part.entries
         below = {p: e for p, e in entries.items() if p == path or p.startswith(f"{path}/")}
         buffer = io.BytesIO()

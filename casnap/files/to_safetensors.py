@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from casnap.errors import FileFormatError
-from casnap.files.chosen import Chosen, Part, equal_ones, tensors_of, without_tied
+from casnap.files.chosen import ChosenPart, ChosenTensor, equal_ones, tensors_of, without_tied
 from casnap.files.chunks import Placed, Writer
 from casnap.files.report import ExportOptions, ExportReport
 from casnap.files.target import Target
@@ -21,7 +21,11 @@ _INDEX = "model.safetensors.index.json"
 
 
 def export_safetensors(
-    contents: Contents, part: Part, out: Path, options: ExportOptions, progress: Progress | None
+    contents: Contents,
+    part: ChosenPart,
+    out: Path,
+    options: ExportOptions,
+    progress: Progress | None,
 ) -> ExportReport:
     """Export tensors.
 
@@ -57,7 +61,7 @@ def export_safetensors(
 
 
 def _check(
-    where: str, tensors: Mapping[str, Chosen], left_out: list[str], options: ExportOptions
+    where: str, tensors: Mapping[str, ChosenTensor], left_out: list[str], options: ExportOptions
 ) -> None:
     if left_out and not options.tensors_only:
         more = len(left_out) - _MOST_NAMED
@@ -72,7 +76,7 @@ def _check(
 
 
 def _described(
-    tensors: Mapping[str, Chosen], names: list[str]
+    tensors: Mapping[str, ChosenTensor], names: list[str]
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (tensors[name].entry.dtype, tensors[name].entry.shape) for name in names}
 
@@ -82,7 +86,7 @@ def _as_text(metadata: Mapping[str, object]) -> dict[str, str]:
     return {k: v if isinstance(v, str) else json.dumps(v) for k, v in metadata.items()}
 
 
-def _shards(tensors: Mapping[str, Chosen], most: int | None) -> dict[str, list[str]]:
+def _shards(tensors: Mapping[str, ChosenTensor], most: int | None) -> dict[str, list[str]]:
     """Return the names of the tensors in each file: as many as fit, in order."""
     shards: list[list[str]] = [[]]
     filled = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from casnap.files.chosen import (
-    Part,
+    ChosenPart,
     equal_ones,
     is_plain,
     sparse_below,
@@ -33,7 +33,11 @@ _SPARE = 1 << 20
 
 
 def export_torch(
-    contents: Contents, part: Part, out: Path, options: ExportOptions, progress: Progress | None
+    contents: Contents,
+    part: ChosenPart,
+    out: Path,
+    options: ExportOptions,
+    progress: Progress | None,
 ) -> ExportReport:
     """Export a state with all its values. It is read by ``torch.load``.
 
@@ -58,7 +62,7 @@ def export_torch(
             reserved = Reserved(fd, sum(e.data.nbytes + 64 for _, e in numbered) + _SPARE)
             with plain():
                 value = pickled(_state(contents, part, numbered, tied, reserved))
-            archive = Archive(0, value, reserved, numbered)
+            archive = NewArchive(0, value, reserved, numbered)
             os.ftruncate(fd, 0)
             os.posix_fallocate(fd, 0, archive.nbytes)
             crcs: dict[int, int] = {}
@@ -68,7 +72,7 @@ def export_torch(
     return report
 
 
-def _streamed(part: Part) -> dict[str, TensorEntry]:
+def _streamed(part: ChosenPart) -> dict[str, TensorEntry]:
     """Return the tensors that are written chunk by chunk; all else is read whole."""
     inside = sparse_below(part)
     return {
@@ -80,7 +84,7 @@ def _streamed(part: Part) -> dict[str, TensorEntry]:
 
 def _state(
     contents: Contents,
-    part: Part,
+    part: ChosenPart,
     numbered: list[tuple[str, TensorEntry]],
     tied: dict[str, str],
     reserved: Reserved,
@@ -107,7 +111,7 @@ def read_values(contents: Contents, entries: dict[str, Entry]) -> dict[str, Leaf
     return loading.load()
 
 
-class Archive:
+class NewArchive:
     """The archive of one value, at its place in a file.
 
     Args:

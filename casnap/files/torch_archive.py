@@ -26,7 +26,7 @@ _DAY = 0x21  # 1980-01-01, the first day that zip knows
 
 
 class Reserved:
-    """Tensors of the right shapes whose bytes are never read: they stand for those to be written.
+    """Tensors of the right shapes, as stand-ins: their bytes are never read.
 
     Args:
         fd: A file; while it is in use, it may be extended by the bytes of the tensors, unwritten.
@@ -44,7 +44,7 @@ class Reserved:
             self._memory = mmap.mmap(fd, nbytes)
 
     def tensor(self, number: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor, and note whose it is.
+        """Return a tensor, and note its owner.
 
         Args:
             number: What :meth:`owner` returns for its storage.
@@ -62,7 +62,7 @@ class Reserved:
         return flat.view(kind).reshape(shape)
 
     def owner(self, storage: torch.UntypedStorage) -> int | None:
-        """Return whose a storage is; None if it is of another tensor, which has its bytes."""
+        """Return the owner of a storage; None if it is another tensor's, with the same bytes."""
         return self._names.get(storage.data_ptr())
 
 
@@ -74,7 +74,7 @@ class _Pickler(pickle.Pickler):
         self.storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return what stands for a storage in the pickle."""
+        """Return the reference to a storage in the pickle."""
         storage: torch.UntypedStorage
         if isinstance(obj, torch.storage.TypedStorage):
             typed: Any = obj

@@ -1,7 +1,6 @@
 """Hints at the end of a pack of nodes: where the things lie that its nodes name.
 
-Nothing rests on them: what is read at a hint is verified by its digest, and what is not there is
-looked for in the index.
+Nothing relies on them: a reader verifies what it reads at a hint, and otherwise looks in the index.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class _Run(Struct, frozen=True, array_like=True, gc=False):
     codec: int
 
     def next(self, after: int) -> int:
-        """Return the offset of the thing that comes so many after the first."""
+        """Return the offset of a thing, by its number after the first."""
         step = -(-self.stored // _PAGE) * _PAGE if self.stored >= _ALIGN_FROM else self.stored
         return self.offset + after * step
 
@@ -86,7 +85,7 @@ class Hints:
         self._stops = list(accumulate(run.count for run in body.runs))
 
     def find(self, digest: bytes) -> Place | None:
-        """Return where something is said to lie; None if nothing is said."""
+        """Return the hinted place of a digest; None without a hint."""
         names, name, at = self._body.names, digest[:_NAME_SIZE], -1
         for _ in range(_MOST_FINDS):
             at = names.find(name, at + 1)
@@ -139,7 +138,7 @@ def are_hints(node: bytes) -> bool:
 
 
 def decode_hints(data: bytes, pack: bytes) -> Hints | None:
-    """Return the hints that some bytes are; None if they are none, or larger than any are."""
+    """Decode hints; return None if the bytes are no hints, or are too long."""
     if not are_hints(data) or len(data) > MOST_HINTS_BYTES:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Names: which a snapshot may have, and how messages name ranks."""
+"""Names: of snapshots, of keys as components of paths, and of ranks in messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MARKER = "casnap-snapshot.json"
 RESERVED = frozenset({"roots", "packs", "index", "tmp", "casnap.json"})
 
 UNFINISHED = "tmp/copy-"
-"""Rows of the table whose names begin so are copies that are under way, not snapshots."""
+"""The beginning of the names of rows that are unfinished copies, not snapshots."""
 
 
 def check_name(name: str) -> str:
@@ -47,7 +47,7 @@ def check_name(name: str) -> str:
 
 
 def check_new_name(name: str) -> None:
-    """Check that a name may be given to a snapshot where there is none of that name yet.
+    """Check that a new snapshot may have a name.
 
     Some file systems and gateways take ``Roots`` for ``roots``. There a marker of ``Roots/0/5``
     would lie where the store puts its next root.
@@ -72,9 +72,20 @@ def rank_names(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
+def component_of(key: object) -> str:
+    """Return the path component of a key, unless another key of its dict shares it."""
+    text = key if type(key) is str else str(key)
+    if "%" in text or "/" in text:
+        text = text.replace("%", "%25").replace("/", "%2F")
+    if not text.isascii():
+        text = _SURROGATES.sub(lambda m: f"%u{ord(m[0]):04X}", text)
+    return text
+
+
 def key_of(component: str) -> str:
     """Return the key that a component of a path in a snapshot stands for, as a str."""
     return _ESCAPED.sub(lambda m: chr(int(m[1].lstrip("u"), 16)), component)
 
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _ESCAPED = re.compile("%(25|2F|uD[89A-F][0-9A-F]{2})")

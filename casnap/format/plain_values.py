@@ -32,7 +32,7 @@ def decode_text(data: bytes) -> str:
     """Return the text that was encoded.
 
     Raises:
-        ValueError: The bytes are no UTF-8.
+        ValueError: The bytes are not UTF-8.
     """
     return data.decode("utf-8", "surrogatepass")
 

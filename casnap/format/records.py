@@ -64,7 +64,7 @@ class SegmentRef(Struct, frozen=True, array_like=True):
 
 
 class Stats(Struct, frozen=True, array_like=True):
-    """What one take did.
+    """Figures of one take.
 
     Attributes:
         logical_bytes: Bytes of the state.
@@ -111,7 +111,7 @@ class Row(Struct, frozen=True, omit_defaults=True):
 
 
 class Root(Struct, frozen=True):
-    """What the store holds since root ``seq`` was put.
+    """A root: what the store holds since it was put.
 
     A field that a later version adds needs a write feature: a writer drops fields that it does not
     know.
@@ -175,7 +175,7 @@ def decode(data: bytes | memoryview, as_type: type[T], what: str) -> T:
     """Decode msgpack into a closed type.
 
     Raises:
-        DamagedError: The bytes are no such record.
+        DamagedError: The bytes are not such a record.
     """
     try:
         return decoder(as_type).decode(data)
@@ -405,5 +405,5 @@ def segment_key(segment: SegmentId | bytes) -> str:
 
 
 def id_from_name(name: str) -> bytes | None:
-    """Return the id that a file name stands for; None if it is no name that casnap makes."""
+    """Return the id that a file name stands for; None if casnap makes no such names."""
     return bytes.fromhex(name) if re.fullmatch("[0-9a-f]{32}", name) else None

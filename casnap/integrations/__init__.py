@@ -1,4 +1,5 @@
 """casnap behind the checkpoint interfaces of other libraries, a folder or a file for each.
 
-Nothing here is imported before a program asks for it.
+``import casnap`` imports none of these modules. They may import all of casnap, except the command,
+the demo and ``testing``. Begin with ``dcp/``, or with ``trainers.py``, which the trainers share.
 """

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from casnap.errors import SnapshotNotFoundError, StateError
-from casnap.integrations.trainers import Value, check_version, load_own, own_rank, snapshot_at
+from casnap.integrations.trainers import Value, check_version, load_own, snapshot_at
+from casnap.ranks.joining import own_rank
 from casnap.snapshot import Snapshot
 from casnap.state.stateful import RNGState, Stateful
 
@@ -141,7 +142,8 @@ def _check_supported(accelerator: Accelerator) -> None:
     if kind not in [DistributedType(name) for name in _ONE_COPY]:
         raise StateError(
             f"save_state and load_state do not support {kind.value}; for FSDP, use the "
-            "Accelerator's own after casnap.integrations.dcp.install(output_dir)"
+            "Accelerator's own after casnap.integrations.dcp.install(folder), with a folder above "
+            "all checkpoints"
         )
 
 

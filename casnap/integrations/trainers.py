@@ -1,4 +1,4 @@
-"""What the integrations of trainers share: the versions they were tested with, plain values."""
+"""Code that the integrations of trainers share: version checks, plain values."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from casnap.errors import NotAStoreError, SnapshotNotFoundError
-from casnap.format.names import key_of
+from casnap.format.names import component_of, key_of
 from casnap.opened import find
 from casnap.ranks.comm import SingleProcess
+from casnap.ranks.joining import own_rank
 from casnap.runtime import calls
 from casnap.snapshot import PendingSnapshot, Snapshot
-from casnap.state.containers import component_of
 from casnap.state.stateful import Stateful
 from casnap.take.options import TakeOptions
 
@@ -52,7 +50,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 class Value(NamedTuple):
-    """A value of an app state that is a state itself, whatever its type.
+    """A value of an app state that is a state itself, of any type.
 
     Attributes:
         value: The value.
@@ -78,7 +76,7 @@ def take_alone(
     storage_options: Mapping[str, Any] | None = None,
     later: bool = False,
 ) -> Callable[[], Snapshot]:
-    """Take a snapshot of this process alone, whatever its rank.
+    """Take a snapshot of this process alone, on any rank.
 
     Args:
         path: The path of the snapshot.
@@ -116,11 +114,6 @@ def snapshot_at(
         )
     except (NotAStoreError, SnapshotNotFoundError):
         return None
-
-
-def own_rank() -> int:
-    """Return the rank of this process in the world; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def load_own(snapshot: Snapshot, key: str, into: Stateful, *, allow_pickle: bool = False) -> bool:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from casnap.errors import SnapshotNotFoundError, StateError
 from casnap.format.names import MARKER
-from casnap.integrations.trainers import Value, check_version, load_own, own_rank, snapshot_at
+from casnap.integrations.trainers import Value, check_version, load_own, snapshot_at
+from casnap.ranks.joining import own_rank
 from casnap.snapshot import Snapshot
 from casnap.state.stateful import RNGState, Stateful
 
@@ -39,7 +40,7 @@ _UNFINISHED = "checkpoint-is-incomplete.txt"
 
 
 class CasnapTrainerMixin(_Base):
-    """A Trainer that saves each checkpoint as a snapshot; it stands before ``Trainer``.
+    """A mixin for a Trainer that saves each checkpoint as a snapshot; put it before ``Trainer``.
 
     ``output_dir`` is the store, unless there is one above it. Weights, optimizer, scheduler, scaler
     and random states are in the snapshot; the small files that the Trainer and its users look for

@@ -150,12 +150,12 @@ def _damaged_config(objects: Objects) -> list[Damage]:
 
 
 def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> None:
-    inventory = StoredFiles(survey.objects, survey.root)
+    files = StoredFiles(survey.objects, survey.root)
     named = {ref.id for ref in survey.root.segments}.union(survey.places.packs)
-    keys = [segment_key(ident) for ident in inventory.segments - named]
+    keys = [segment_key(ident) for ident in files.segments - named]
     # An unreadable segment may list any pack, so no pack is known to be left over then.
     if not survey.unreadable:
-        keys += [pack_key(ident) for ident in inventory.packs - named]
-    report.orphans, report.orphan_bytes = len(keys), inventory.size_of(keys)
+        keys += [pack_key(ident) for ident in files.packs - named]
+    report.orphans, report.orphan_bytes = len(keys), files.size_of(keys)
     temporary = [f"tmp/{name}" for name in backend.names("tmp")]
-    report.temporary, report.temporary_bytes = len(temporary), inventory.size_of(temporary)
+    report.temporary, report.temporary_bytes = len(temporary), files.size_of(temporary)

@@ -12,7 +12,7 @@ from casnap.backends.base import Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import PackId, Root, id_from_name, pack_key, segment_key
 from casnap.runtime.progress import Progress
-from casnap.runtime.threads import Crew, Shared
+from casnap.runtime.threads import Crew, SharedItems
 from casnap.storage.index import View
 from casnap.storage.looks import listed_packs
 from casnap.storage.objects import Objects
@@ -100,7 +100,7 @@ class StoredFiles:
                     progress("deleting", len(sizes) + len(refused), len(keys))
 
         with Crew() as crew:
-            source = Shared(batches, crew)
+            source = SharedItems(batches, crew)
             crew.run(work, min(_DELETERS, len(batches)))
         # The next collection tries the refused files again.
         self.packs.difference_update(files.values())

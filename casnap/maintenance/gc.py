@@ -4,7 +4,7 @@ A root first *condemns* each pack that no snapshot needs. A take that began befo
 such a pack *rescues* it when it commits; a later take stores its chunks anew. After the grace, the
 collector raises the *fence*: it puts a root that no longer names the pack, and no take that began
 before that root can commit any more. Then the pack is deleted. ``docs/commit-protocol.md`` has the
-protocol, and why it is safe whatever the clocks say.
+protocol, and why it is safe even if clocks are wrong.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GcOptions:
     """How to collect; see :meth:`casnap.Store.gc`.
 
@@ -461,7 +461,7 @@ class _Collector:
         return seqs[old - 1] if old else root.fence
 
     def _delete_orphans(self, view: View) -> None:
-        """Delete what no root names or ever will, since it was written before the fence."""
+        """Delete files that no root names or ever will: they were written before the fence."""
         unnamed = self._files.unnamed(view)
         orphans = {key: i for key, i in unnamed.items() if base_of(i) < view.root.fence}
         if orphans:

@@ -1,4 +1,4 @@
-"""Repacking: copying what is needed out of mostly dead packs, so that they can be deleted."""
+"""Repacking: copying needed chunks out of mostly dead packs, which can then be deleted."""
 
 from __future__ import annotations
 

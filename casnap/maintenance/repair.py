@@ -1,7 +1,7 @@
 """Repairing a damaged store: saving everything that is still whole.
 
-A repair changes nothing in place and deletes nothing. It writes packs and segments of what is
-whole, and puts a root that names them instead of the damaged ones. So it can be killed at any
+A repair changes nothing in place and deletes nothing. It writes packs and segments of whole
+data, and puts a root that names them instead of the damaged ones. So it can be killed at any
 moment, repeated, and run beside takes. A take that relied on a damaged pack starts again.
 """
 

@@ -28,7 +28,7 @@ from casnap.runtime.threads import mapped
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects
 from casnap.storage.place_reads import Want, Why
-from casnap.storage.tree import Branch, Child, Leaf, Tree
+from casnap.storage.tree import Branch, Child, LeafNode, Tree
 
 T = TypeVar("T")
 _LOOKS = 5
@@ -226,7 +226,7 @@ class Survey(FileSurvey):
             self._hurt(damages, _first_of(first, count), "")
             if isinstance(node, Branch):
                 self._rows(table, node.children, total)
-            rows = node.items if isinstance(node, Leaf) else ()
+            rows = node.items if isinstance(node, LeafNode) else ()
             self._uncached.read_ahead(row.manifest.digest for _, row in rows)
             for name, row in rows:
                 self.progress("looking at snapshots", self.snapshots, total)

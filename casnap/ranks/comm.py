@@ -15,7 +15,7 @@ from typing import TypeVar
 from casnap.errors import StateError
 from casnap.format.decoding import decoder
 from casnap.format.records import encode
-from casnap.ranks.shared_memory import Shared, not_shared
+from casnap.ranks.shared_memory import SharedMemory, not_shared
 from casnap.runtime.typing import override
 
 M = TypeVar("M")
@@ -77,15 +77,19 @@ class Comm(ABC):
     def enter_phase(self, phase: str) -> None:
         """Note what this rank does from now on, for the messages of others if it gets lost."""
 
-    def behind(self) -> Comm:
+    def behind(self, number: int) -> Comm:
         """Return these ranks for the part of the operation that goes on in the background.
 
         It meets other operations in the background alone, so this one can end before that part
         begins; its turn comes when those before it have ended.
+
+        Args:
+            number: What tells this operation from others of its kind, the same on all ranks. If one
+                rank skips an operation, it and the next one are not taken for one another.
         """
         return self
 
-    def share(self, nbytes: int) -> Shared:
+    def share(self, nbytes: int) -> SharedMemory:
         """Share memory with the ranks of this host; a collective.
 
         It is kept for later calls of this operation, and of later ones. The content is only what

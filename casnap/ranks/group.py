@@ -1,7 +1,7 @@
 """Several ranks that do one operation together, over a gloo group of casnap's own.
 
 They never talk on the trainer's group (:mod:`casnap.ranks.link`). Each collective begins with the
-number of bytes that follow. A rank that has failed sends its error instead, whichever collective
+number of bytes that follow. A rank that has failed sends its error instead, in any collective that
 the others are in: an error on one rank is raised on all, and the group stays in step. A rank that
 is killed or hangs breaks the group. The others learn that from gloo, find out which rank is at
 fault, and the next operation makes a new group.
@@ -25,13 +25,17 @@ from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.ranks import gloo
 from casnap.ranks.comm import Buffer, Comm
-from casnap.ranks.link import PATIENCE, Link, LinkFailedError
+from casnap.ranks.failures import Failure, LinkFailedError
+from casnap.ranks.link import PATIENCE, Link
 from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
-from casnap.ranks.shared_memory import Address, OwnMemory, Shared, mapped
+from casnap.ranks.shared_memory import Address, OwnMemory, SharedMemory, mapped
+from casnap.runtime.handlers import of_handler, pass_on
 from casnap.runtime.torch_modes import plain
 from casnap.runtime.typing import override
 
 _FAILED = -1
+# Seconds in which all ranks come again that could not be connected: some notice it late.
+_AGAIN = 3 * PATIENCE
 
 
 class Group(Comm):
@@ -41,14 +45,17 @@ class Group(Comm):
         link: The connection between the ranks. An operation that still uses it ends first.
         timeout: Seconds that one rank waits for another.
         operation: What the ranks do, for messages.
+        number: What tells the operation from others of its kind, if all ranks know that.
     """
 
-    def __init__(self, link: Link, timeout: float, operation: str) -> None:
+    def __init__(self, link: Link, timeout: float, operation: str, number: int = 0) -> None:
         self._link = link
         link.acquire(id(self))
         self.rank, self.size, self.ranks = link.rank, link.size, link.ranks
         self.timeout = timeout
         self.operation = operation
+        # Names may differ between ranks, which is for the operation to find out.
+        self._kind = crc32(f"{operation.partition(' of ')[0]} {number}".encode())
         self._phase = ""
         self._calls = 0
         self.ended = False
@@ -94,8 +101,8 @@ class Group(Comm):
         return came
 
     @override
-    def behind(self) -> Group:
-        return Group(self._link.behind(), self.timeout, self.operation)
+    def behind(self, number: int) -> Group:
+        return Group(self._link.behind(), self.timeout, self.operation, number)
 
     @property
     @override
@@ -108,13 +115,15 @@ class Group(Comm):
         return self._link.hosts
 
     @override
-    def share(self, nbytes: int) -> Shared:
+    def share(self, nbytes: int) -> SharedMemory:
+        if not self._calls:
+            self.all_gather(b"")  # until the ranks have met, none knows where the others are
         shared = self._link.shared
         if shared is None or shared.nbytes < nbytes:
             shared = self._link.shared = self._newly_shared(nbytes)
         return shared
 
-    def _newly_shared(self, nbytes: int) -> Shared:
+    def _newly_shared(self, nbytes: int) -> SharedMemory:
         own: OwnMemory | None = None
         near = [self._link.is_near(rank) for rank in range(self.size)]
         if sum(near) > 1:
@@ -133,7 +142,9 @@ class Group(Comm):
             own.close_descriptor()
         view = own.view if own is not None and any(readers) else memoryview(b"")
         self._link.memory = own
-        return Shared(nbytes, view, theirs, readers)
+        finds_all = bytes([theirs.count(None) == 1])
+        by_all = all(part[0] == 1 for part in self.all_gather(finds_all))
+        return SharedMemory(nbytes, view, theirs, readers, by_all)
 
     def _forget_shared(self) -> None:
         # It failed perhaps while memory was shared, and only some ranks came to the end of that.
@@ -171,7 +182,7 @@ class Group(Comm):
             # A rank that is busy for longer reads the error in the store instead.
             self.timeout = min(self.timeout, PATIENCE)
         text = error_text(error)
-        with suppress(CasnapError):  # this rank raises its own error, even if not all hear of it
+        with suppress(CasnapError):  # this rank raises its own error in any case
             sizes, _ = self._announce([_FAILED] * self.size, [0] * self.size, text)
             self._exchange_errors(sizes, encode(text))
         self._forget_shared()
@@ -210,7 +221,7 @@ class Group(Comm):
         """Send each rank a size, a checksum, and which step this rank is at; return theirs."""
         self._calls += 1
         # A rank that does another operation, or is at another call of it, has another step.
-        step = (crc32(self.operation.partition(" of ")[0].encode()) << 24) + self._calls
+        step = (self._kind << 24) + self._calls
         rows = [[*numbers, step] for numbers in zip(sizes, sums, strict=True)]
         mine = torch.tensor(rows, device="cpu")
         theirs = mine
@@ -247,13 +258,27 @@ class Group(Comm):
             self._link.begin(self.operation, phase)
             try:
                 return exchange(self.timeout)
-            except RuntimeError:
+            except RuntimeError as e:
+                pass_on(e)
                 if time.monotonic() >= until or not self._link.broke_before():
                     raise
-        left = max(0.0, until - time.monotonic())
-        self._link.connect(left, self.timeout, self.operation, phase)
-        # All ranks are here now.
-        return exchange(min(self.timeout, max(PATIENCE, until - time.monotonic())))
+        left, told = max(0.0, until - time.monotonic()), self.timeout
+        for is_last in (False, False, True):
+            try:
+                self._link.connect(left, told, self.operation, phase)
+                # All ranks are here now.
+                return exchange(min(self.timeout, max(PATIENCE, until - time.monotonic())))
+            except RuntimeError as e:
+                pass_on(e)
+                if not self._link.is_apart():
+                    raise
+                # On a busy machine gloo may fail to connect ranks; all of them come again soon.
+                left = told = min(_AGAIN, until - time.monotonic())
+                if is_last or left <= 0:
+                    self._link.close()
+                    reason = f"the ranks could not be connected: {e}"
+                    raise LinkFailedError(Failure((), reason)) from e
+        raise AssertionError
 
     def _transfer(
         self, parts: Sequence[Buffer], sizes: list[int], room: memoryview | None = None
@@ -299,6 +324,9 @@ class Group(Comm):
             raise RankError(f"{self.operation}: {e.failure.reason}", e.failure.ranks) from None
         except RuntimeError as e:
             self.ended = True
+            if of_handler(e):
+                self._link.find_cause(error_text(e), 0, late=False)
+                raise
             waited = time.monotonic() - began
             failure = self._link.find_cause(error, waited, late=waited >= 0.9 * self.timeout)
             if failure.error is not None:

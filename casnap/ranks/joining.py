@@ -20,6 +20,11 @@ os.register_at_fork(after_in_child=_links.clear)
 on_release(lambda: sum(link.forget() for link in list(_links.values())))
 
 
+def own_rank() -> int:
+    """Return the rank of this process in the world; 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def join(pg: Any, timeout: float | None, operation: str) -> Comm:
     """Begin an operation that all ranks of a process group do together.
 
@@ -44,7 +49,7 @@ def join(pg: Any, timeout: float | None, operation: str) -> Comm:
     if pg is not None and not isinstance(pg, dist.ProcessGroup):
         raise StateError(
             f"pg= is a process group, as of torch.distributed.new_group(); got a "
-            f"{type(pg).__name__}, which is no process group (of a mesh, pass mesh.get_group())"
+            f"{type(pg).__name__}, which is not a process group (of a mesh, pass mesh.get_group())"
         )
     return join_ranks(tuple(dist.get_process_group_ranks(pg)), timeout, operation)
 

@@ -9,6 +9,7 @@ also that for an answer of the store.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -18,16 +19,16 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 
 from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
 from casnap.format.names import rank_names
 from casnap.format.records import encode
 from casnap.ranks import gloo
+from casnap.ranks.failures import STORE_SILENT, Failure, LinkFailedError, not_come, parsed_ranks
 from casnap.ranks.processes import Process
 from casnap.ranks.remote_errors import ErrorText
-from casnap.ranks.shared_memory import OwnMemory, Shared
+from casnap.ranks.shared_memory import OwnMemory, SharedMemory
 
 T = TypeVar("T")
 
@@ -35,53 +36,41 @@ PATIENCE = 10.0
 """Seconds that the surviving ranks wait for each other's report before they name the dead ones."""
 # The shortest and the longest pause between two looks at the store, in seconds.
 _POLL = (0.001, 0.05)
+# Seconds between two looks whether all ranks live.
+_LOOK = 0.2
 # Seconds that other ranks get to record why they broke the connection.
 _EXPLAIN_SECONDS = 1.0
 # Once one rank has died: seconds in which others that die are named together with it.
 _DEATHS_SECONDS = 0.1
 # Seconds that the store may take to answer.
 _STORE_SECONDS = 5.0
-_STORE_SILENT = (
-    "the store of the process group does not answer: the process that keeps it, rank 0 if no "
-    "launcher does, died or hangs"
-)
 
 
-class Failure(msgspec.Struct, array_like=True):
-    """Why an operation ended early.
+class _Came(msgspec.Struct, array_like=True):
+    """The note of a rank that comes to a new group.
 
     Attributes:
-        ranks: The ranks at fault, as far as that is known.
-        reason: What happened to them.
-        error: The error of that rank, if it raised one.
+        process: The process of the rank.
+        token: A random token.
     """
 
-    ranks: tuple[int, ...]
-    reason: str
-    error: ErrorText | None = None
+    process: Process
+    token: bytes = b""
 
-
-class LinkFailedError(Exception):
-    """The ranks cannot be connected, or the store does not answer.
-
-    Attributes:
-        failure: Which ranks are at fault, and why.
-    """
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.reason)
-        self.failure = failure
+    def is_gone(self, own: _Came) -> bool:
+        """Whether the process has ended, as far as another one of its host can tell."""
+        return self.process.is_gone(own.process.host)
 
 
 class _Start(msgspec.Struct, array_like=True):
     """What rank 0 writes when it ends its wait for the others: the new group begins, or failed.
 
     Attributes:
-        tokens: The random token of each rank that came.
+        came: What each rank has written that came, in their order.
         failure: Why there is no group, if some did not come.
     """
 
-    tokens: list[str]
+    came: list[_Came]
     failure: Failure | None = None
 
 
@@ -109,7 +98,7 @@ class Link:
         self.size = len(ranks)
         self.rank = rank
         self.pg: Any = None
-        self.shared: Shared | None = None
+        self.shared: SharedMemory | None = None
         self.memory: OwnMemory | None = None
         self._store = store
         self._base = f"casnap/{digest_of(encode(ranks)).hex()[:16]}{suffix}"
@@ -167,15 +156,19 @@ class Link:
         """Return the text of a key in the store; empty if there is none. Does not wait for it."""
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _within(self, work: Callable[[threading.Event], T], seconds: float) -> T:
+    def _within(
+        self, work: Callable[[threading.Event], T], seconds: float, *, of_all: str = ""
+    ) -> T:
         """Do some work with the store on another thread, and wait for it for some seconds.
 
         Args:
             work: It gets an event that is set once this call has stopped waiting.
             seconds: How long to wait.
+            of_all: For work that needs all ranks, so that a death ends the wait: what to say if it
+                takes longer.
 
         Raises:
-            LinkFailedError: The store does not answer.
+            LinkFailedError: The store does not answer, or a rank died.
         """
         given_up = threading.Event()
         done: Future[T] = Future()
@@ -191,11 +184,20 @@ class Link:
         if self._asked.done():
             self._asked = done
             threading.Thread(target=run, name="casnap-link", daemon=True).start()
-            wait([done], seconds)
+            until = time.monotonic() + seconds
+            while not done.done() and (left := until - time.monotonic()) > 0:
+                wait([done], min(left, _LOOK) if of_all else left)
+                if of_all and self._dead_ranks():
+                    until = min(until, time.monotonic() + _DEATHS_SECONDS)
         given_up.set()
         if not done.done():
-            raise LinkFailedError(Failure((), _STORE_SILENT))
+            raise LinkFailedError(self._failure_of_silence(of_all or STORE_SILENT))
         return done.result()
+
+    def _failure_of_silence(self, reason: str) -> Failure:
+        """Return which ranks died, found without the store; if none did, this reason."""
+        gone = self._dead_ranks()
+        return Failure(tuple(gone), f"{rank_names(gone)} died" if gone else reason)
 
     # --- connecting ---
 
@@ -210,34 +212,39 @@ class Link:
 
         Raises:
             LinkFailedError: Some ranks did not come.
-            RuntimeError: The connection broke.
+            RuntimeError: The ranks came, but could not be connected.
         """
         self.close()
-        until, rest = time.monotonic() + seconds, min(timeout, PATIENCE)
+        # gloo waits as long for the address of a rank, and five times as long for it to connect.
+        until, rest = time.monotonic() + seconds, min(timeout, PATIENCE / 2)
 
-        def meet(given_up: threading.Event) -> str:
+        def meet(given_up: threading.Event) -> tuple[str, list[_Came]]:
             pauses = _pauses(until, given_up)
             if self.rank == 0:
                 return self._gather_ranks(pauses, timeout)
             return self._come_to_rank_0(pauses, timeout)
 
-        self._name, self._number = self._within(meet, seconds + _STORE_SECONDS), 0
+        (self._name, came), self._number = self._within(meet, seconds + _STORE_SECONDS), 0
+        self._processes = [each.process for each in came]
         self.begin(operation, phase)
+        store, name, most = self._store, self._name, 5 * rest + _STORE_SECONDS
+        try:
+            self.pg = self._within(
+                lambda _: gloo.new_group(store, name, self.rank, self.size, rest),
+                most,
+                of_all=f"the ranks could not be connected within {most:g} s",
+            )
+        except RuntimeError:
+            # Others may be connected to this one, and learn by this why that breaks off.
+            with suppress(RuntimeError):
+                store.set(f"{name}/apart", "")
+            raise
 
-        def make(_: threading.Event) -> tuple[Any, list[Process]]:
-            pg = gloo.new_group(self._store, self._name, self.rank, self.size, rest)
-            return pg, self._exchange_processes(pg, rest)
-
-        self.pg, self._processes = self._within(make, 2 * rest + _STORE_SECONDS)
-
-    def _exchange_processes(self, pg: Any, seconds: float) -> list[Process]:
-        """Tell all ranks which process this one is; return the process of each rank."""
-        mine = torch.tensor([Process.own()] * self.size, device="cpu")
-        return [Process(*row) for row in gloo.exchange_rows(pg, mine, seconds).tolist()]
-
-    def _gather_ranks(self, pauses: Iterable[None], timeout: float) -> str:
-        """Wait, as rank 0, until all ranks have come to a new group; return its name."""
+    def _gather_ranks(self, pauses: Iterable[None], timeout: float) -> tuple[str, list[_Came]]:
+        """Wait, as rank 0, until all ranks have come to a new group; return its name, and them."""
         name = f"{self._base}/{os.urandom(8).hex()}"
+        own = _Came(Process.own())
+        self._store.set(f"{name}/came/0", encode(own))
         self._store.set(f"{self._base}/newest", name)
         missing, gone = list(range(1, self.size)), list[int]()
         for _ in pauses:
@@ -247,44 +254,56 @@ class Link:
                 missing.pop()
             if not missing:
                 break
-            gone = self._dead_ranks() or _parsed_ranks(self._read(f"{name}/gone"))
-        came = {rank: self._read(f"{name}/came/{rank}") for rank in range(1, self.size)}
-        missing = [rank for rank, token in came.items() if not token]
-        failure = _not_come(missing, gone, timeout) if missing else None
+            gone = self._dead_ranks() or parsed_ranks(self._read(f"{name}/gone"))
+        came = {rank: self._came(name, rank) for rank in range(1, self.size)}
+        missing = [rank for rank, found in came.items() if found is None]
+        failure = not_come(missing, gone, timeout) if missing else None
         # Each rank looks for its own token: a rank that finds the name of an older group in the
         # store does not take that for this group.
-        start = _Start([token for token in came.values() if token], failure)
+        start = _Start([own, *(found for found in came.values() if found)], failure)
         self._store.set(f"{name}/start", encode(start))
         if failure is not None:
             self._store.set(f"{self._base}/newest", "")
             raise LinkFailedError(failure)
-        return name
+        return name, start.came
 
-    def _come_to_rank_0(self, pauses: Iterable[None], timeout: float) -> str:
-        """Come to the group that rank 0 makes; return its name."""
-        token, name = os.urandom(8).hex(), ""
+    def _came(self, name: str, rank: int) -> _Came | None:
+        key = f"{name}/came/{rank}"
+        return decoder(_Came).decode(self._store.get(key)) if self._store.check([key]) else None
+
+    def _come_to_rank_0(self, pauses: Iterable[None], timeout: float) -> tuple[str, list[_Came]]:
+        """Come to the group that rank 0 makes; return its name, and who came."""
+        own, name = _Came(Process.own(), os.urandom(8)), ""
+        leader: _Came | None = None
         gone: list[int] = []
         for _ in pauses:
             newest = self._read(f"{self._base}/newest")
-            if newest not in ("", name, self._name):
-                name = newest
-                self._store.set(f"{name}/came/{self.rank}", token)
+            # Asked after that: rank 0 may have ended its wait, and begun the next one already.
             if name and self._store.check([f"{name}/start"]):
                 start = decoder(_Start).decode(self._store.get(f"{name}/start"))
-                if token in start.tokens:
+                if own in start.came:
                     if start.failure is not None:
                         raise LinkFailedError(start.failure)
-                    return name
+                    return name, start.came
+            if newest not in ("", name, self._name):
+                name = newest
+                self._store.set(f"{name}/came/{self.rank}", encode(own))
+                found = self._came(name, 0)
+                # If it is gone already, this may be a group that processes before these have left.
+                leader = None if found is None or found.is_gone(own) else found
+                continue
             gone = self._dead_ranks()
+            if leader is not None and leader.is_gone(own):
+                gone = [0]
             if 0 in gone:
                 break
             if gone and name:
                 # Rank 0 may be on another host, and cannot see that they died.
                 self._store.set(f"{name}/gone", " ".join(map(str, gone)))
-        missing = [rank for rank in range(1, self.size) if not self._read(f"{name}/came/{rank}")]
+        missing = [rank for rank in range(1, self.size) if self._came(name, rank) is None]
         if 0 in gone or not name or not missing:
             missing = [0]
-        raise LinkFailedError(_not_come(missing, gone, timeout))
+        raise LinkFailedError(not_come(missing, gone, timeout))
 
     # --- a broken connection ---
 
@@ -301,19 +320,36 @@ class Link:
         Then all ranks come to a new group.
         """
 
-        def look(given_up: threading.Event) -> bool:
+        def look() -> bool | None:
+            # A failing rank writes "count" before "broke"; so this reads "broke" first.
+            broke = self._store.check([f"{self._name}/broke"])
+            failed = self._store.check([f"{self._name}/{self._operation}/count"])
+            if self._dead_ranks() or failed:
+                return False
+            return broke or self._read(f"{self._base}/newest") not in ("", self._name) or None
+
+        return self._learns(look, otherwise=True)
+
+    def is_apart(self) -> bool:
+        """Whether some ranks could not be connected in this new group. Then all make another."""
+
+        def look() -> bool | None:
+            apart = self._store.check([f"{self._name}/apart"])
+            return apart or (False if self._dead_ranks() else None)
+
+        return self._learns(look, otherwise=False)
+
+    def _learns(self, look: Callable[[], bool | None], *, otherwise: bool) -> bool:
+        """Return what a look at the store tells, which other ranks may be about to write."""
+
+        def learn(given_up: threading.Event) -> bool:
             for _ in _pauses(time.monotonic() + _EXPLAIN_SECONDS, given_up):
-                # A failing rank writes "count" before "broke"; so this reads "broke" first.
-                broke = self._store.check([f"{self._name}/broke"])
-                failed = self._store.check([f"{self._name}/{self._operation}/count"])
-                if self._dead_ranks() or failed:
-                    return False
-                if broke or self._read(f"{self._base}/newest") not in ("", self._name):
-                    return True
-            return True
+                if (told := look()) is not None:
+                    return told
+            return otherwise
 
         try:
-            return self._within(look, _EXPLAIN_SECONDS + _STORE_SECONDS)
+            return self._within(learn, _EXPLAIN_SECONDS + _STORE_SECONDS)
         except (RuntimeError, LinkFailedError):
             return False
 
@@ -335,11 +371,9 @@ class Link:
         try:
             return self._within(find, patience + _STORE_SECONDS)
         except (RuntimeError, LinkFailedError):
-            gone = self._dead_ranks()
-            if gone:
-                return Failure(tuple(gone), f"{rank_names(gone)} died")
-            reason = f"the connection between the ranks broke after {within} s; {_STORE_SILENT}"
-            return Failure((), reason)
+            return self._failure_of_silence(
+                f"the connection between the ranks broke after {within} s; {STORE_SILENT}"
+            )
 
     def _cause(
         self, error: ErrorText | None, within: str, patience: float, given_up: threading.Event
@@ -353,6 +387,7 @@ class Link:
         self._store.set(f"{operation}/stopped/{self.rank}", "")
         self._store.add(f"{operation}/count", 1)
         self._store.set(f"{self._name}/broke", "")
+        noted = time.monotonic() + _EXPLAIN_SECONDS if within else math.inf
         for _ in _pauses(time.monotonic() + patience, given_up):
             # A rank that records a cause does so before it is counted.
             complete = self._store.add(f"{operation}/count", 0) >= self.size
@@ -364,6 +399,10 @@ class Link:
                 break
             if complete:
                 break
+            if time.monotonic() >= noted:
+                # A rank that stood still may go on, and report too.
+                noted = math.inf
+                self._store.set(f"{operation}/silent", " ".join(map(str, self._silent(operation))))
         failure = self._failure_of_dead(self._dead_ranks()) or self._failure_of_silent(operation)
         self._store.set(f"{operation}/why", encode(failure))
         return failure
@@ -415,17 +454,18 @@ class Link:
 
     def _failure_of_silent(self, operation: str) -> Failure:
         """Return a failure that names the ranks that have not reported to the store."""
-        silent = [
-            rank
-            for rank in range(self.size)
-            if not self._store.check([f"{operation}/stopped/{rank}"])
-        ]
+        silent = self._silent(operation) or parsed_ranks(self._read(f"{operation}/silent"))
         if not silent:
             return Failure((), "the connection between the ranks broke")
         within = self._read(f"{operation}/waited")
         what = f"did not answer within {within} s" if within else "broke off the connection"
         where = self._last_seen(silent[0])
         return Failure(tuple(silent), f"{rank_names(silent)} {what}{where}")
+
+    def _silent(self, operation: str) -> list[int]:
+        """Return the ranks that have not reported to the store."""
+        stopped = f"{operation}/stopped"
+        return [rank for rank in range(self.size) if not self._store.check([f"{stopped}/{rank}"])]
 
     def _last_seen(self, rank: int) -> str:
         phase = self._read(f"{self._name}/at/{rank}")
@@ -447,15 +487,6 @@ class Link:
             return self._within(look, seconds + _STORE_SECONDS)
         except (RuntimeError, LinkFailedError):
             return False
-
-
-def _not_come(missing: Sequence[int], gone: Sequence[int], timeout: float) -> Failure:
-    what = "died" if set(missing) <= set(gone) else f"did not come within {timeout:g} s"
-    return Failure(tuple(missing), f"{rank_names(missing)} {what}")
-
-
-def _parsed_ranks(text: str) -> list[int]:
-    return [int(rank) for rank in text.split()]
 
 
 def _pauses(until: float, given_up: threading.Event) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""How an error of one rank is told to the others, and raised there."""
+"""Sending an error of one rank to the others, which raise it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ ErrorText = tuple[str, str]
 
 
 def error_text(error: BaseException) -> ErrorText:
-    """Return what other ranks are told of an error."""
-    return type(error).__name__, str(error)
+    """Return an error as text for other ranks, whatever its class does."""
+    try:
+        text = str(error)
+    except Exception as e:  # noqa: BLE001 - whatever it is, the others must hear of the error
+        text = f"its text cannot be told ({type(e).__name__})"
+    # A lone surrogate cannot be encoded.
+    return type(error).__name__, text.encode("utf-8", "backslashreplace").decode()
 
 
 def error_of_ranks(operation: str, texts: dict[int, ErrorText]) -> CasnapError:

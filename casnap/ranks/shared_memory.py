@@ -8,6 +8,7 @@ that it is the same one: not that of another host, or of another container of th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -21,7 +22,7 @@ import msgspec
 
 
 class Address(msgspec.Struct, array_like=True, frozen=True):
-    """Where other processes of a host find some memory; without a name, there is none.
+    """The address of some memory for other processes of a host; without a name, there is none.
 
     Attributes:
         pid: The process that has it open.
@@ -52,7 +53,7 @@ class OwnMemory:
 
     def __init__(self, nbytes: int) -> None:
         if sys.platform != "linux" or not hasattr(os, "memfd_create"):
-            raise OSError("only Linux has memfd_create")
+            raise OSError(errno.ENOSYS, "only Linux has memfd_create")
         name = f"casnap-{os.urandom(12).hex()}"
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -107,7 +108,7 @@ def mapped(address: Address) -> memoryview | None:
         return None
 
 
-class Shared(NamedTuple):
+class SharedMemory(NamedTuple):
     """The memory that ranks share, as one of them sees it.
 
     Attributes:
@@ -115,17 +116,19 @@ class Shared(NamedTuple):
         own: The memory of this rank; empty if no other rank can find it.
         theirs: The memory of each rank; None if this rank cannot find it.
         readers: For each rank whether it can find that of this rank.
+        by_all: Whether every rank can find that of every other one.
     """
 
     nbytes: int
     own: memoryview
     theirs: list[memoryview | None]
     readers: list[bool]
+    by_all: bool = False
 
 
-def not_shared(nbytes: int, size: int) -> Shared:
+def not_shared(nbytes: int, size: int) -> SharedMemory:
     """Return what ranks share that share no memory."""
-    return Shared(nbytes, memoryview(b""), [None] * size, [False] * size)
+    return SharedMemory(nbytes, memoryview(b""), [None] * size, [False] * size)
 
 
 class Ring:
@@ -142,7 +145,7 @@ class Ring:
         self._end = 0
 
     def take(self, nbytes: int) -> int | None:
-        """Return where a run begins that is free now; None if there is none so long."""
+        """Return the start of a free run; None if none is long enough."""
         start = 0  # of memory that is not in use, the same part again: its pages are there
         if self._taken:
             start, first = self._end, self._taken[0]

@@ -1,4 +1,4 @@
-"""What a report shows, gathered from a store without reading a tensor."""
+"""The facts that a report shows, gathered from a store without reading a tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Path: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Taken:
+class SnapshotFacts:
     """One snapshot.
 
     Attributes:
@@ -43,9 +43,9 @@ class Taken:
         logical_bytes: The bytes of its state.
         new_bytes: What its take added to the store.
         stored_bytes: All that it refers to.
-        unique_bytes: What no other snapshot refers to: deleting it frees these.
+        unique_bytes: Bytes that no other snapshot refers to: deleting it frees these.
         metrics: The numbers in its metadata.
-        notes: Why it is kept, whatever the rules: its tags, and whether a mirror lacks it.
+        notes: Why no rule can delete it: its tags, or that a mirror lacks it.
     """
 
     name: str
@@ -89,14 +89,14 @@ class Run:
     """
 
     folder: str
-    snapshots: list[Taken]
+    snapshots: list[SnapshotFacts]
     changes: Changes
     sizes: dict[Path, int]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a report shows.
+    """The facts of a report.
 
     Attributes:
         uri: The store.
@@ -128,13 +128,13 @@ def gather(
         objects: The store.
         chosen: The snapshots, in the order of their commits.
         last: How many snapshots of each run to compare with the one before.
-        progress: Called with what is being done, how much is done, and how much there is.
+        progress: Called as ``progress(phase, done, total)``.
 
     Raises:
         DamagedError: Something in the store cannot be read.
     """
     used = usage(list(chosen), objects, progress)
-    by_folder: dict[str, list[tuple[Contents, Taken]]] = {}
+    by_folder: dict[str, list[tuple[Contents, SnapshotFacts]]] = {}
     for contents, use in zip(chosen, used, strict=True):
         taken = _taken(contents, use.stored_bytes, use.unique_bytes)
         by_folder.setdefault(contents.name.rpartition("/")[0], []).append((contents, taken))
@@ -154,11 +154,11 @@ def gather(
     )
 
 
-def _taken(contents: Contents, stored: int, unique: int) -> Taken:
+def _taken(contents: Contents, stored: int, unique: int) -> SnapshotFacts:
     row = contents.row
     notes = (*row.user_tags, *(("not mirrored yet",) if is_unmirrored(row) else ()))
     stats = row.stats
-    return Taken(
+    return SnapshotFacts(
         contents.name,
         row.time,
         stats.seconds,
@@ -185,7 +185,7 @@ def _metrics(contents: Contents) -> dict[str, float]:
 
 
 def _run(
-    folder: str, found: list[tuple[Contents, Taken]], last: int, progress: Progress | None
+    folder: str, found: list[tuple[Contents, SnapshotFacts]], last: int, progress: Progress | None
 ) -> Run:
     compared = [contents for contents, _ in found[-last - 1 :]]
     sizes = _sizes(compared[-1])

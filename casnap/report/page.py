@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from casnap.report import charts
-from casnap.report.facts import Facts, Run, Taken
+from casnap.report.facts import Facts, Run, SnapshotFacts
 from casnap.report.markup import Markup, element, joined, text
 from casnap.runtime.sizes import size
 from casnap.version import __version__
@@ -65,7 +65,7 @@ def page(facts: Facts, now: float) -> str:
         [
             Markup('<meta charset="utf-8">'),
             Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-            # Whatever a name in the store may hold, nothing is run and nothing is loaded.
+            # A name in the store may hold anything; even so, nothing is run and nothing is loaded.
             Markup(
                 '<meta http-equiv="Content-Security-Policy" '
                 "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
@@ -127,24 +127,24 @@ def _run(run: Run) -> Markup:
     return element("section", joined(sections), _table(run.snapshots))
 
 
-def _summary(snapshots: Sequence[Taken]) -> str:
+def _summary(snapshots: Sequence[SnapshotFacts]) -> str:
     first, last = snapshots[0], snapshots[-1]
     count = f"{len(snapshots):,} snapshot{'s' * (len(snapshots) > 1)}"
     return f"{count}, {_moment(first.time)} to {_moment(last.time)}"
 
 
-def _metrics(names: Sequence[str], snapshots: Sequence[Taken]) -> list[Markup]:
+def _metrics(names: Sequence[str], snapshots: Sequence[SnapshotFacts]) -> list[Markup]:
     keys = dict.fromkeys(key for taken in snapshots for key in taken.metrics if key != "step")
     drawn: list[Markup] = []
     for key in list(keys)[:_MOST_METRICS]:
         values = [taken.metrics.get(key) for taken in snapshots]
-        # One number is no curve.
+        # One number makes no curve.
         if len([value for value in values if value is not None]) > 1:
             drawn += [element("h3", text(f"Metadata: {key}")), charts.curve(names, values)]
     return drawn
 
 
-def _table(snapshots: Sequence[Taken]) -> Markup:
+def _table(snapshots: Sequence[SnapshotFacts]) -> Markup:
     titles = ["Snapshot", "Taken", "State", "New", "Unique", "Leaves", "Seconds", "Kept for"]
     numbers = {"State", "New", "Unique", "Leaves", "Seconds"}
     header = joined(_cell("th", title, is_number=title in numbers) for title in titles)

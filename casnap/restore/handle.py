@@ -1,4 +1,4 @@
-"""A handle on an entry of a snapshot: what it is, without reading it, and parts of it."""
+"""A handle on an entry of a snapshot: describes it without reading it, and reads parts of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from casnap.storage.contents import Contents
 
 
 class Handle:
-    """A tensor, value or container of a snapshot, which is read only when it is asked for.
+    """A tensor, value or container of a snapshot, which is read only on demand.
 
     ``handle[index]`` reads a part of a tensor, as ``tensor[index]`` would be: with ints, slices
     and ``...``. Only the chunks that hold selected elements are read.
@@ -95,7 +95,7 @@ class Handle:
         """Read a part of a tensor, or of an array.
 
         Raises:
-            MismatchError: It is no tensor.
+            MismatchError: It is not a tensor.
             IndexError: The index does not fit the shape.
             TypeError: The index holds other things than ints, slices and ``...``.
             ValueError: A slice has a step below 1.
@@ -103,7 +103,7 @@ class Handle:
         """
         if not isinstance(self._entry, TensorEntry):
             raise MismatchError(
-                f"{self._contents.where}: {self.path} is no tensor, so it takes no index; "
+                f"{self._contents.where}: {self.path} is not a tensor, so it takes no index; "
                 "use read()"
             )
         if index is None:  # for read_tensor() that is no index

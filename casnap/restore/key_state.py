@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from casnap.format.entries import ContainerEntry, Entry
-from casnap.format.names import rank_names
+from casnap.format.names import component_of, rank_names
 from casnap.restore.loading import Loading
 from casnap.restore.report import RestoreReport
-from casnap.state.containers import component_of, container_builder
+from casnap.state.containers import container_builder
 from casnap.state.flatten import flatten
+from casnap.state.parts import check_state
 from casnap.state.stateful import Stateful
 from casnap.state.tensors import Leaf
 from casnap.storage.contents import Contents
 
 
-@dataclass
+@dataclass(frozen=True)
 class KeyState:
     """One key of the app state to restore.
 
@@ -37,11 +38,11 @@ class KeyState:
     component: str
     stateful: Stateful
     current: Any
-    entries: dict[str, Entry]
-    given: dict[str, Leaf] = field(default_factory=dict)
+    entries: Mapping[str, Entry]
+    given: Mapping[str, Leaf] = field(default_factory=dict)
     rewritten: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
-    skipped: set[str] = field(default_factory=set)
+    skipped: frozenset[str] = frozenset()
 
 
 def key_state(
@@ -57,40 +58,40 @@ def key_state(
     entries = {} if seen is None else {component + inner: e for inner, e in seen.items()}
     # All ranks call state_dict(), which may itself be a collective.
     current = stateful.state_dict()
+    check_state(key, stateful, current)
     state = KeyState(component, stateful, current, entries)
-    if isinstance(stateful, torch.nn.Module) and _select_submodules(contents, state):
-        return state
+    if isinstance(stateful, torch.nn.Module):
+        own = _of_own_submodules(contents, state)
+        if own is not None:
+            return own
     kept = _kept_for_others(contents, component, rank, entries)
     if not kept and seen is not None:
-        state.entries = _reached(contents, component, rank, entries)
-        return state
+        return replace(state, entries=_reached(contents, component, rank, entries))
     report.missing += kept or [key]
     return None
 
 
-def _select_submodules(contents: Contents, state: KeyState) -> bool:
-    """Keep only the entries of this module's own submodules, and return whether that is possible.
+def _of_own_submodules(contents: Contents, state: KeyState) -> KeyState | None:
+    """Return the key with the entries of this module's own submodules; None if it is no pipeline.
 
-    It is, if each rank took other submodules, as the stages of a pipeline do. The pipeline may be
-    cut at other places now.
+    It is one if each rank took other submodules, its stage of the pipeline. The pipeline may be cut
+    at other places now.
     """
     shared = contents.manifest.shared.get(state.component)
     if shared is None or contents.tree(shared).get("") is not None:
-        return False
+        return None
     names = {component_of(name) for name in state.current}
     if not names or not state.entries.keys() >= {f"{state.component}/{name}" for name in names}:
-        return False
-    state.entries = {
-        p: e for p, e in state.entries.items() if "/" in p and p.split("/")[1] in names
-    }
-    state.given[state.component] = next(flatten(state.current, state.component))
-    return True
+        return None
+    own = {p: e for p, e in state.entries.items() if "/" in p and p.split("/")[1] in names}
+    given = {state.component: next(flatten(state.current, state.component))}
+    return replace(state, entries=own, given=given)
 
 
 def _reached(
     contents: Contents, component: str, rank: int, entries: dict[str, Entry]
 ) -> dict[str, Entry]:
-    """Leave out global entries that stand only in containers of other ranks."""
+    """Leave out global entries that only containers of other ranks hold."""
     digest = contents.manifest.ranks.get(str(rank), {}).get(component)
     own = {} if digest is None else dict(contents.tree(digest).items())
     loading = Loading(contents)

@@ -9,23 +9,24 @@ import torch
 
 from casnap.errors import EntryNotFoundError, MismatchError, nearest
 from casnap.format.entries import ContainerEntry, TensorEntry
+from casnap.format.names import key_of
 from casnap.format.region import Region
 from casnap.restore.loading import Loading
 from casnap.restore.report import RestoreReport, mismatch_message
 from casnap.restore.targets import fits, memory_of
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import plain
-from casnap.state.containers import key_of
 from casnap.state.cuda import synchronize
 from casnap.state.overlap import conflicting_groups, overlaps_itself
+from casnap.state.parts import holds_parts, why_not_whole
 from casnap.state.sharded import Shards, shards_of
-from casnap.state.tensors import is_fillable
+from casnap.state.tensors import is_fillable, why_not_writable
 from casnap.storage.contents import Contents, Listed
 
 Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
 
 
-class _Slot(NamedTuple):
+class _ModuleTensor(NamedTuple):
     """A parameter or persistent buffer of a module.
 
     Attributes:
@@ -63,23 +64,23 @@ def load_into(
             "other states, and read_object(path, tensor) a tensor"
         )
     stored = _renamed(contents, _below(contents, prefix), rename)
-    slots = dict(_slots(module))
+    own = dict(_tensors_of(module))
     report = RestoreReport()
-    places = _places(slots, stored, device, report)
+    places = _places(own, stored, device, report)
     _leave_out_conflicts(places, stored, report)
-    filled = {id(slots[name].value) for name in places}
+    filled = {id(own[name].value) for name in places}
     report.missing += sorted(
         name
-        for name, slot in slots.items()
+        for name, each in own.items()
         # A tied tensor may be stored under one of its names.
-        if name not in stored and id(slot.value) not in filled
+        if name not in stored and id(each.value) not in filled
     )
     report.missing += [
         f"{name}: on the meta device here, and not persistent, so in no snapshot; give it values"
-        for name, slot in _slots(module, persistent=False)
-        if slot.value.is_meta
+        for name, each in _tensors_of(module, persistent=False)
+        if each.value.is_meta
     ]
-    report.unexpected += sorted(each.path for name, each in stored.items() if name not in slots)
+    report.unexpected += sorted(each.path for name, each in stored.items() if name not in own)
     if strict and report:
         raise MismatchError(mismatch_message(report, contents.where))
     loading = Loading(contents, progress)
@@ -92,7 +93,7 @@ def load_into(
     finally:
         # A sharded tensor counts its changes apart from its shards.
         torch.autograd.graph.increment_version([shards.value for shards in places.values()])
-    _replace(slots, places)
+    _replace(own, places)
     return report
 
 
@@ -125,7 +126,7 @@ def _below(contents: Contents, prefix: str) -> dict[str, Listed]:
 def _renamed(
     contents: Contents, below: dict[str, Listed], rename: Rename | None
 ) -> dict[str, Listed]:
-    """Return what is below the prefix by the names in the module; what has none is left out."""
+    """Return the entries below the prefix, by their names in the module; others are left out."""
     if rename is None:
         return below
     renamed: dict[str, Listed] = {}
@@ -144,7 +145,9 @@ def _renamed(
 # --- what the module has ------------------------------------------------------------------------
 
 
-def _slots(module: torch.nn.Module, *, persistent: bool = True) -> Iterator[tuple[str, _Slot]]:
+def _tensors_of(
+    module: torch.nn.Module, *, persistent: bool = True
+) -> Iterator[tuple[str, _ModuleTensor]]:
     """Yield the parameters and persistent buffers, or else the other buffers, by name."""
     for path, part in module.named_modules(remove_duplicate=False):
         lead = f"{path}." if path else ""
@@ -152,11 +155,11 @@ def _slots(module: torch.nn.Module, *, persistent: bool = True) -> Iterator[tupl
         for tensors in (part._parameters, part._buffers) if persistent else (part._buffers,):
             for key, value in tensors.items():
                 if value is not None and (key in transient) != persistent:
-                    yield lead + key, _Slot(tensors, key, value)
+                    yield lead + key, _ModuleTensor(tensors, key, value)
 
 
 def _places(
-    slots: Mapping[str, _Slot],
+    own: Mapping[str, _ModuleTensor],
     stored: Mapping[str, Listed],
     device: torch.device | str | None,
     report: RestoreReport,
@@ -169,10 +172,10 @@ def _places(
     places: dict[str, Shards] = {}
     made: dict[int, torch.Tensor] = {}
     unfit: dict[str, str] = {}
-    for name, slot in slots.items():
+    for name, each in own.items():
         if name not in stored:
             continue
-        value = slot.value
+        value = each.value
         why = _why_unfit(value, stored[name], where)
         if why:
             unfit[name] = f"{stored[name].path}: {why}"
@@ -193,8 +196,8 @@ def _why_unfit(value: torch.Tensor, each: Listed, where: torch.device | None) ->
     entry = each.entry
     if not isinstance(entry, TensorEntry):
         return f"a tensor here, of kind {entry.kind} in the snapshot"
-    if torch.nn.parameter.is_lazy(value):
-        return "has no shape here yet; run the module once first"
+    if why := _why_not_one_box(value):
+        return why
     if tuple(value.shape) != entry.shape:
         return f"{tuple(value.shape)} here, {entry.shape} in the snapshot"
     if not fits(entry, value):
@@ -208,8 +211,21 @@ def _why_unfit(value: torch.Tensor, each: Listed, where: torch.device | None) ->
     if where is not None and not _is_on(value, where):
         return f"on {value.device} here; device= is for tensors on the meta device: use to() first"
     shards = shards_of(each.path, value)
-    tensors = (value,) if shards is None else shards.tensors
-    if any(not is_fillable(t) or overlaps_itself(t) for t in tensors):
+    return next(filter(None, map(_why_not_filled, shards.tensors if shards else (value,))), "")
+
+
+def _why_not_one_box(value: torch.Tensor) -> str:
+    if torch.nn.parameter.is_lazy(value):
+        return "has no shape here yet; run the module once first"
+    if value.is_nested:
+        return "a nested tensor here; use a plain tensor"
+    return why_not_whole(value) if holds_parts(value) else ""
+
+
+def _why_not_filled(memory: torch.Tensor) -> str:
+    if why := why_not_writable(memory):
+        return why
+    if not is_fillable(memory) or overlaps_itself(memory):
         return "cannot be filled in place here; use restore(), or a plain tensor"
     return ""
 
@@ -239,16 +255,16 @@ def _leave_out_conflicts(
             places.pop(name, None)
 
 
-def _replace(slots: Mapping[str, _Slot], places: Mapping[str, Shards]) -> None:
+def _replace(own: Mapping[str, _ModuleTensor], places: Mapping[str, Shards]) -> None:
     """Put new tensors into the module where its own were on the meta device; keep ties."""
     made: dict[int, torch.Tensor] = {}
-    filled = {id(slots[name].value): places[name].value for name in places}
-    for slot in slots.values():
-        old = slot.value
+    filled = {id(own[name].value): places[name].value for name in places}
+    for each in own.values():
+        old = each.value
         if not old.is_meta or id(old) not in filled:
             continue
         if id(old) not in made:
             new = filled[id(old)]
             is_parameter = isinstance(old, torch.nn.Parameter)
             made[id(old)] = torch.nn.Parameter(new, old.requires_grad) if is_parameter else new
-        slot.tensors[slot.key] = made[id(old)]
+        each.tensors[each.key] = made[id(old)]

@@ -39,6 +39,7 @@ from casnap.state.tensors import (
     as_copyable,
     carrier_dtype,
     check_shape,
+    is_its_memory,
     itemsize_of,
 )
 from casnap.storage.contents import Contents
@@ -165,7 +166,7 @@ class Loading:
         return (tensor for item in self._items for _, tensor in item.targets)
 
     def wants(self) -> Iterator[Want]:
-        """Yield the chunks to read; fill in the values that stand in the entries themselves.
+        """Yield the chunks to read; fill in the values that the entries themselves hold.
 
         Raises:
             DamagedError: An entry and its digests contradict each other.
@@ -292,8 +293,8 @@ def _moves(
             sink = _elements_to(entry, target[place], cell, taken)
             yield _Move(number, cell.numel * itemsize, kept, sink)
         return
-    plain = target.device.type == "cpu" and target.dtype == carrier_dtype(entry)
-    flat = view_at(target.data_ptr(), target.nbytes) if plain and target.is_contiguous() else None
+    plain = target.dtype == carrier_dtype(entry) and is_its_memory(target)
+    flat = view_at(target.data_ptr(), target.nbytes) if plain else None
     if flat is not None and isinstance(cells, Grid) and region.sizes == cells.shape:
         yield from _copies(cells, flat)
         return

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
 import torch
 
 from casnap.format.entries import TensorEntry
+from casnap.format.names import component_of
 from casnap.restore.key_state import KeyState
 from casnap.restore.report import RestoreReport
-from casnap.state.containers import component_of
-from casnap.state.tensors import holds_no_values
+from casnap.state.tensors import holds_no_values, why_not_writable
 
 
-def compare(state: KeyState, module: torch.nn.Module, report: RestoreReport) -> None:
-    """Report how a module differs from the snapshot, and note what must not be loaded.
+def compare(state: KeyState, module: torch.nn.Module, report: RestoreReport) -> KeyState:
+    """Report how a module differs from the snapshot; return its key with what must not be loaded.
 
     What a module rewrites while it loads is left to the module. Of what it may forgive, only the
     shapes are compared.
     """
-    state.rewritten = _paths_of_children(state, module, _rewrites)
-    state.unchecked = state.rewritten + _paths_of_children(state, module, _forgives)
-    there = {p for p in state.entries if p.count("/") == 1 and not p.startswith(state.unchecked)}
+    rewritten = _paths_of_children(state, module, _rewrites)
+    unchecked = rewritten + _paths_of_children(state, module, _forgives)
+    there = {p for p in state.entries if p.count("/") == 1 and not p.startswith(unchecked)}
     here = {f"{state.component}/{component_of(k)}" for k in state.current}
-    here = {path for path in here if not path.startswith(state.unchecked)}
-    shapes = {p: s for p, s in _other_shapes(state).items() if not p.startswith(state.rewritten)}
+    here = {path for path in here if not path.startswith(unchecked)}
+    shapes = {p: s for p, s in _other_shapes(state).items() if not p.startswith(rewritten)}
     report.missing += sorted(here - there)
     report.unexpected += sorted(there - here)
     report.mismatched += [shapes[p] for p in sorted(shapes)]
-    state.skipped = (there - here) | shapes.keys()
+    skipped = frozenset((there - here) | shapes.keys())
+    return replace(state, rewritten=rewritten, unchecked=unchecked, skipped=skipped)
 
 
 def load_what_fits(
@@ -111,4 +113,6 @@ def _other_shapes(state: KeyState) -> dict[str, str]:
             shapes[path] = f"{path}: fake here; make the module outside of FakeTensorMode"
         elif tuple(value.shape) != entry.shape:
             shapes[path] = f"{path}: {tuple(value.shape)} here, {entry.shape} in the snapshot"
+        elif why := why_not_writable(value):
+            shapes[path] = f"{path}: {why}"
     return shapes

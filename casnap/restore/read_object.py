@@ -18,11 +18,13 @@ from casnap.restore.loading import (
     with_item_axis,
 )
 from casnap.restore.selection import Index, select
+from casnap.runtime.handlers import pass_on
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import fill, plain
 from casnap.state.cuda import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import fill_shared_memory, overlaps_itself
+from casnap.state.parts import holds_parts, why_not_whole
 from casnap.state.tensors import (
     Leaf,
     allocate,
@@ -31,6 +33,7 @@ from casnap.state.tensors import (
     is_fillable,
     is_float4,
     itemsize_of,
+    why_not_writable,
 )
 from casnap.storage.contents import Contents, Entries, has_wildcards
 
@@ -56,7 +59,7 @@ def read_object(
     if isinstance(entry, TensorEntry) and (obj_out is not None or index is not None):
         return read_tensor(contents, full, entry, obj_out, memory_budget_bytes, index)
     if index is not None:
-        raise MismatchError(f"{contents.where}: {path} is no tensor, so it takes no index")
+        raise MismatchError(f"{contents.where}: {path} is not a tensor, so it takes no index")
     wanted = {full: _whole(full, entry, entries)}
     return _read(contents, wanted, memory_budget_bytes, allow_pickle=allow_pickle)[full]
 
@@ -171,6 +174,7 @@ def _copied(contents: Contents, path: str, value: Any, out: torch.Tensor) -> tor
             return out
         held = fill_shared_memory([(out, new)])
     except (TypeError, ValueError, RuntimeError) as e:
+        pass_on(e)
         raise MismatchError(f"{contents.where}: {path} cannot be read into a tensor: {e}") from e
     if not held:
         raise MismatchError(
@@ -190,15 +194,26 @@ def _check_out(
         raise MismatchError(
             f"{contents.where}: {path} is a tensor; obj_out is a {type(out).__name__}"
         )
+    if holds_parts(out):
+        raise MismatchError(
+            f"{contents.where}: {path} cannot be read into obj_out: {why_not_whole(out)}"
+        )
     if holds_no_values(out):
         raise MismatchError(
             f"{contents.where}: {path} cannot be read into a tensor that holds no values: "
             "obj_out is on the meta device, or of a FakeTensorMode"
         )
+    if out.is_nested or torch.nn.parameter.is_lazy(out):
+        raise MismatchError(
+            f"{contents.where}: {path} cannot be read into obj_out, which is nested or has no "
+            "shape yet; pass a plain tensor, or none"
+        )
     if tuple(out.shape) != shape:
         raise MismatchError(
             f"{contents.where}: {path} is read with shape {shape}; obj_out has {tuple(out.shape)}"
         )
+    if why := why_not_writable(out):
+        raise MismatchError(f"{contents.where}: {path} cannot be read into obj_out, which {why}")
     if is_float4(entry) != is_float4(out):
         raise MismatchError(
             f"{contents.where}: {path} is of {entry.dtype}, obj_out of {out.dtype}; there is no "

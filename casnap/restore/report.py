@@ -1,4 +1,4 @@
-"""The report of a restore: what was left alone."""
+"""The report of a restore: what it left out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RestoreReport:
         missing: Paths of the state that the snapshot lacks, or keeps only for other ranks.
         unexpected: Paths of the snapshot that the state lacks.
         mismatched: Paths whose shapes differ.
-        left_behind: Keys of ranks that this world does not have, with the ranks. This is no error.
+        left_behind: Keys of ranks that this world does not have, with the ranks. Not an error.
     """
 
     missing: list[str] = field(default_factory=list)

@@ -11,6 +11,7 @@ import torch
 
 from casnap.errors import MismatchError
 from casnap.format.entries import Entry, TensorEntry
+from casnap.format.names import component_of, key_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.restore.key_state import key_state
@@ -24,7 +25,6 @@ from casnap.runtime.environment import boot_id
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
-from casnap.state.containers import component_of
 from casnap.state.cuda import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import conflicting_groups, fill_shared_memory
@@ -34,7 +34,7 @@ from casnap.state.tensors import Leaf
 from casnap.storage.contents import Contents
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RestoreOptions:
     """How to restore; see :meth:`casnap.Snapshot.restore`."""
 
@@ -58,22 +58,21 @@ def restore(
     """
     comm.enter_phase("beginning a restore")
     agreed = _agree(contents, app_state, options, comm)
-    keys = [key for key in agreed.order if key in app_state]
+    keys = [key for key in map(key_of, agreed.order) if key in app_state]
     report = RestoreReport(left_behind=_left_behind(contents, comm.size))
     found = (key_state(contents, key, app_state[key], report, comm.rank) for key in keys)
     states = [state for state in found if state is not None]
     targets: dict[str, Shards] = {}
     with collector_paused(), plain():
-        for state in states:
+        for i, state in enumerate(states):
             if isinstance(state.stateful, torch.nn.Module):
-                compare(state, state.stateful, report)
-            targets |= targets_of(state)
+                states[i] = compare(state, state.stateful, report)
+            targets |= targets_of(states[i])
     if options.strict and report:
         raise MismatchError(mismatch_message(report, contents.where))
     entries = {path: entry for state in states for path, entry in state.entries.items()}
     comm.enter_phase("reading")
-    shared = comm if agreed.reads_once and comm.size > 1 else None
-    leaves = _load(contents, entries, targets, options, comm, shared)
+    leaves = _load(contents, entries, targets, options, comm, agreed)
     for state in states:
         leaves |= state.given
     # No rank changes its state before all ranks have read everything.
@@ -92,12 +91,12 @@ def restore(
 
 
 class _Asked(msgspec.Struct, array_like=True):
-    """What a rank was asked to restore.
+    """The arguments of a restore on one rank.
 
     Attributes:
-        keys: The keys of its app state.
-        cache: What tells its cache from others: at a remote place the host's cache of nodes, else
-            the page cache; empty if there is none, or it is unknown.
+        keys: The keys of its app state, as components: a key need not be Unicode.
+        cache: The identity of its cache: at a remote place the host's cache of nodes, else the page
+            cache; empty if there is none, or it is unknown.
     """
 
     keys: list[str]
@@ -105,19 +104,19 @@ class _Asked(msgspec.Struct, array_like=True):
 
 
 class _Agreed(msgspec.Struct, array_like=True):
-    """What rank 0 says to all.
+    """The decisions of rank 0, for all ranks.
 
     Attributes:
         commit: The commit id of the snapshot.
         read_once: The option of rank 0.
-        reads_once: Whether one rank reads each stored byte, and passes it on.
-        order: The keys of all ranks, in the order in which all ranks load them.
+        has_one_cache: Whether all ranks see the store through one page cache.
+        order: The components of the keys of all ranks, in the order in which all ranks load them.
         root: A recent root, if rank 0 reads that and the trees for all.
     """
 
     commit: bytes
     read_once: bool | None
-    reads_once: bool
+    has_one_cache: bool
     order: list[str]
     root: Root | None = None
 
@@ -131,7 +130,7 @@ def _agree(
     """
     backend = contents.objects.backend
     is_remote = backend.is_remote and comm.size > 1
-    asked = _Asked(random_states_first(app_state))
+    asked = _Asked([component_of(key) for key in random_states_first(app_state)])
     if is_remote:
         asked.cache = contents.objects.index.cache.identity
     elif comm.size > 1 and (boot := boot_id()):
@@ -139,19 +138,16 @@ def _agree(
     everyone = comm.gather_messages(asked, _Asked)
     order = list(dict.fromkeys(key for of_rank in everyone for key in of_rank.keys))
     root = contents.objects.recent() if is_remote and comm.rank == 0 else None
-    # One page cache reads each byte once by itself, and passes it on faster than a rank can.
     caches = {of_rank.cache for of_rank in everyone}
     has_one_cache = not is_remote and len(caches) == 1 and b"" not in caches
-    reads_once = not has_one_cache if options.read_once is None else options.read_once
-    own = _Agreed(contents.row.commit, options.read_once, reads_once, order, root)
+    own = _Agreed(contents.row.commit, options.read_once, has_one_cache, order, root)
     agreed = comm.broadcast_message(own, _Agreed)
     commit = agreed.commit.hex()
     comm.check_same(f"the commit of {contents.where}", contents.row.commit.hex(), commit)
     comm.check_same("the option read_once=", options.read_once, agreed.read_once)
     if agreed.root is not None:
         contents.objects.hear(agreed.root)
-        components = [component_of(key) for key in agreed.order]
-        share_trees(comm, contents, components, [of_rank.cache for of_rank in everyone])
+        share_trees(comm, contents, agreed.order, [of_rank.cache for of_rank in everyone])
     return agreed
 
 
@@ -168,9 +164,9 @@ def _load(
     targets: Mapping[str, Shards],
     options: RestoreOptions,
     comm: Comm,
-    shared: Comm | None,
+    agreed: _Agreed,
 ) -> dict[str, Leaf]:
-    """Read all entries, into their targets if they have some; together, over ``shared``."""
+    """Read all entries, into their targets if they have some; together, unless that costs more."""
     loading = Loading(contents, options.progress)
     memory = memory_of(targets)
     # Filling one could overwrite a part of another, so these are read into new memory first.
@@ -192,7 +188,11 @@ def _load(
             loading.add(path, entry, filled, shards.value)
     # From here on tensors are written, so every rank must have finished its checks.
     comm.all_gather(b"")
-    fetch = None if shared is None else partial(fetch_shared, shared, contents.objects)
+    fetch = None
+    if options.read_once is not False:
+        # One page cache reads each byte once by itself, and passes it on faster than sockets do.
+        only_in_memory = options.read_once is None and agreed.has_one_cache
+        fetch = partial(fetch_shared, comm, contents.objects, only_in_memory=only_in_memory)
     leaves = loading.load(fetch=fetch)
     for group in groups:
         if fill_shared_memory((memory[part], leaves[part[0]].content) for part in group):
@@ -201,6 +201,6 @@ def _load(
 
 
 def _value_of(entry: Entry) -> object:
-    """Return what the values of a tensor depend on, besides its shape."""
+    """Return everything that the values of a tensor depend on, besides its shape."""
     assert isinstance(entry, TensorEntry)
     return entry.dtype, getattr(entry, "boxes", None), entry.data

@@ -1,13 +1,13 @@
-"""Shared reads: one rank reads each stored byte and sends it to the other ranks that want it.
+"""Shared reads: one rank reads each stored byte for all ranks that want it.
 
-A rank that receives a chunk verifies it again: the chunk may have changed in memory or on its way.
-Ranks of one host find what another one has read in memory that they share; others get it by
-sockets.
+Ranks of one host find it in memory that they share, where the rank that read it has proven it: that
+rank alone writes there. Others get it by sockets, and verify it again, as it may have changed on
+its way.
 
-Reads are scheduled in *units*, runs of a pack, so that no rank needs to know every chunk. Rank 0
-gathers which units are wanted and assigns each unit to a rank that wants it, and to a window. A
-unit that only one rank wants is not sent at all, so a restore to the sharding of the take sends
-next to nothing. While the chunks of one window are sent, those of the next are read.
+Rank 0 gathers which runs of packs are wanted, and makes a schedule (:mod:`casnap.restore.schedule`)
+of windows. While the chunks of one window are passed on, those of the next are read. What only one
+rank wants is not passed on at all, so a restore to the sharding of the take passes on next to
+nothing.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from heapq import heapify, heapreplace
+from heapq import nsmallest
 from itertools import groupby
 from operator import itemgetter
 from struct import Struct as Layout
 from typing import NamedTuple, TypeAlias
-
-from msgspec import Struct
 
 from casnap.errors import DamagedError
 from casnap.format.decoding import decoder
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import encode
 from casnap.ranks.comm import Comm
+from casnap.ranks.remote_errors import error_text
 from casnap.ranks.shared_memory import not_shared
+from casnap.restore.schedule import Schedule, Unit, Units, run_of, schedule_reads
 from casnap.runtime import buffers
-from casnap.runtime.buffers import Slot
-from casnap.runtime.threads import Crew, Shared, cores
+from casnap.runtime.buffers import PAGE, Slot
+from casnap.runtime.threads import Crew, SharedItems, cores
 from casnap.storage.objects import Objects
 from casnap.storage.place_reads import DEFAULT_READ, ReadOptions, Want
 
@@ -41,45 +41,35 @@ _log = logging.getLogger("casnap")
 _LEAST_WINDOW, _LARGEST_WINDOW = 64 << 20, 256 << 20
 _WINDOW_PER_RANK = 4 << 20
 _UNIT_BYTES = 16 << 20
+# What a chunk takes in a buffer besides its bytes: space before it, and entries of a few tables.
+_EXTRA = 128
 # While one buffer is filled, another one is sent; and ranks may still read in a third one.
 _BUFFERS = 3
 # From this size on, several threads copy faster than one.
 _BULK_BYTES = 8 << 20
+# Of less that several ranks want, agreeing on the readers costs more than it saves; how many
+# chunks tell, and by how many bytes of their digests.
+_WORTH_SHARING, _SAMPLES, _SAMPLED = 96 << 20, 64, 8
 _REQUEST = Layout("<32sI")
-# Where chunks lie in the memory that ranks of a host share.
-_POINTER = Layout("<Q")
-
-Unit: TypeAlias = tuple[bytes, int]
-"""A pack, and the number of a run in it."""
-Units: TypeAlias = list[tuple[bytes, list[tuple[int, int]]]]
-"""For each pack, in order: the runs that are wanted, and how many bytes of each."""
-
-
-class Assignment(Struct, frozen=True, array_like=True, gc=False):
-    """The rank that reads a unit, and the window that the unit is sent in."""
-
-    window: int
-    reader: int
-
-
-class Schedule(Struct, frozen=True, array_like=True):
-    """Which rank reads which units for others.
-
-    Attributes:
-        windows: How many windows there are.
-        units: For each pack, the runs that are sent to other ranks. All other runs are read by
-            the one rank that wants them.
-    """
-
-    windows: int
-    units: list[tuple[bytes, dict[int, Assignment]]]
+# An entry of a table that says where chunks lie, and what chunks begin on there.
+_POINTER, _ALIGNED = 8, 64
 
 
 class _Copy(NamedTuple):
-    """Where to put a chunk for another rank, and the byte that says it is there."""
+    """Where a chunk for other ranks goes.
+
+    Attributes:
+        target: Its memory.
+        position: Where that begins, in what the other ranks get.
+        entries: Tables, and entries of them, that say where it is once it is there.
+    """
 
     target: memoryview
-    there: memoryview
+    position: int
+    entries: list[tuple[memoryview, int]]
+
+
+_Copies: TypeAlias = defaultdict[Digest, list[_Copy]]
 
 
 def fetch_shared(
@@ -89,6 +79,7 @@ def fetch_shared(
     how: ReadOptions = DEFAULT_READ,
     *,
     window: int | None = None,
+    only_in_memory: bool = False,
 ) -> None:
     """Do what :meth:`Objects.fetch` does, on all ranks together.
 
@@ -98,7 +89,9 @@ def fetch_shared(
         wants: The chunks that this rank wants, each with its length; may be empty.
         how: How this rank reads.
         window: About how many bytes a rank receives at once, the same on all ranks. A rank also
-            keeps twice its share of a window in buffers for other ranks.
+            keeps three to six times its share of a window in buffers for other ranks.
+        only_in_memory: Have each rank read all that it wants, unless all ranks share memory and
+            several want much of the same.
 
     Raises:
         DamagedError: Some chunks have no whole place. All others were handed over. The error is
@@ -108,9 +101,9 @@ def fetch_shared(
         objects.fetch(wants, how)
         return
     passing = _SharedFetch(comm, objects, wants, how)
-    passing.run(window or window_for(comm.size))
+    passing.run(window or window_for(comm.size), only_in_memory)
     error = passing.fetch_the_rest()
-    told = comm.all_gather(str(error).encode() if error else b"")
+    told = comm.all_gather(error_text(error)[1].encode() if error else b"")
     if error is not None:
         raise error
     for rank, text in enumerate(told):
@@ -139,33 +132,46 @@ class _SharedFetch:
         self._left: dict[Digest, list[Want]] = {}
         for want in wants:
             self._left.setdefault(want.digest, []).append(want)
-        # Buffers for what is sent; whether they are shared, with whom, and who shares its own.
+        # What this rank reads into for others, and which of them find it there.
         self._buffers: list[memoryview] = []
         self._shared = not_shared(0, comm.size)
-        self._points = self._pointed = [False] * comm.size
+        self._readers = self._shared.readers
 
     def fetch_the_rest(self) -> DamagedError | None:
-        """Read chunks that did not arrive: the index may be stale, or the chunks damaged."""
+        """Read the chunks that were not passed on: also damaged ones, and ones without a place."""
         try:
             self._objects.fetch((w for wants in self._left.values() for w in wants), self._how)
         except DamagedError as e:
             return e
         return None
 
-    def run(self, window: int) -> None:
-        """Read together everything that the index places."""
-        # Each rank reads an equal share of a window, so that what a rank receives fits.
-        share = max(window // self._comm.size, self._objects.config.chunk_size)
-        by_unit = self._by_unit(min(share, _UNIT_BYTES))
-        schedule = self._agree(by_unit, share, window)
-        requests, alone = self._split(by_unit, schedule)
-        if not schedule.windows:
-            self._read(alone, {}, {})
+    def run(self, window: int, only_in_memory: bool) -> None:
+        """Read what several ranks want and the index places, and meanwhile other chunks."""
+        if only_in_memory and self._wanted_again() < _WORTH_SHARING:
             return
-        requested = self._exchange_requests(requests)
-        most = max(sum(map(_room, set(lists))) for lists in requested)
-        self._make_buffers(most, min(_BUFFERS, schedule.windows), share)
-        incoming = max(self._incoming(lists) for lists in requests)
+        size, chunk_size = self._comm.size, self._objects.config.chunk_size
+        # Each rank reads an equal share of a window, so that what a rank receives fits.
+        share, unit = max(window // size, chunk_size), _UNIT_BYTES
+        # Twice as much, as several ranks may want some chunks each of a unit; most is not touched.
+        self._shared = self._comm.share(_BUFFERS * (2 * share + self._room_for(PAGE)))
+        if self._shared.by_all:
+            # Of this memory each rank has its part, and it is the same for all.
+            window = min(window, _LEAST_WINDOW)
+            share = max(window // size, chunk_size)
+            if not self._objects.backend.is_remote:
+                # Small units are shared out more evenly. From a server, long runs are asked for, or
+                # each rank would also get the units of others in between.
+                unit = chunk_size
+        if only_in_memory and not (self._shared.by_all and share * size <= 2 * window):
+            return
+        by_unit = self._by_unit(min(share, unit), share)
+        schedule, equal = self._agree(by_unit, share, window)
+        if not schedule.windows:
+            return
+        requests, alone = self._split(by_unit, schedule)
+        requested = self._requested(requests) if equal else self._exchange_requests(requests)
+        self._make_buffers(requested)
+        incoming = max(map(self._incoming, requests))
         room = Slot(incoming).view if incoming else None
         with Crew() as crew:
             parts: list[Sequence[memoryview | bytes]] = []
@@ -183,49 +189,91 @@ class _SharedFetch:
                 if i + 1 < schedule.windows:
                     reading = crew.start(partial(read, i + 1))
                 received = self._comm.all_to_all(parts.pop(0), room, proven=True)
-                self._receive(received, requests[i])
+                self._receive(i, received, requests[i])
 
-    def _make_buffers(self, most: int, count: int, share: int) -> None:
-        """Make the buffers for what this rank sends; share them with ranks of its host if possible.
+    def _wanted_again(self) -> float:
+        """Estimate how many bytes would be read again if each rank read all that it wants.
 
-        Args:
-            most: The most bytes that this rank sends in a window.
-            count: How many buffers.
-            share: About how many bytes a rank reads in a window; the same on all ranks.
+        It is the same number on all ranks.
         """
-        shared = self._comm.share(_BUFFERS * (share + share // 8))
-        if most * count <= len(shared.own):
-            # A buffer is written to again when all ranks have taken in the window after it.
-            self._buffers = [shared.own[i * most : (i + 1) * most] for i in range(count)]
-            self._points = shared.readers
-        else:
-            self._buffers = [Slot(most).view for _ in range(min(2, count))]
-        said = self._comm.all_to_all([bytes([points]) for points in self._points])
-        self._pointed = [part[0] == 1 for part in said]
-        self._shared = shared
+        least = self._objects.config.chunk_size // 2
+        large = [digest for digest in self._left if self._nbytes(digest) >= least]
+        nbytes = sum(map(self._nbytes, large))
+        # Digests are random, so the smallest ones are a sample, and the same one on all ranks.
+        sample = b"".join(digest[:_SAMPLED] for digest in nsmallest(_SAMPLES, large))
+        told = self._comm.all_gather(nbytes.to_bytes(8, "big") + sample)
+        total = sum(int.from_bytes(part[:8], "big") for part in told)
+        each = [
+            [bytes(part[at : at + _SAMPLED]) for at in range(8, len(part), _SAMPLED)]
+            for part in told
+        ]
+        # A rank that has more says nothing of those beyond its last one.
+        end = min((s[-1] for s in each if len(s) == _SAMPLES), default=b"\xff" * _SAMPLED)
+        seen = [digest for sampled in each for digest in sampled if digest <= end]
+        return total * (1 - len(set(seen)) / len(seen)) if seen else 0
 
-    # --- who reads what ---
+    def _room_for(self, nbytes: int) -> int:
+        """Return the length of a buffer for chunks of so many bytes, as units count them."""
+        return nbytes + _POINTER * self._comm.size
 
-    def _by_unit(self, nbytes: int) -> dict[Unit, list[Digest]]:
-        """Return the chunks to read by their units, in order."""
+    def _make_buffers(self, requested: list[list[bytes]]) -> None:
+        """Make the buffers for what this rank reads for others: if it fits, where they find it."""
+        self._readers = self._shared.readers
+        # One is written to again when all ranks have taken in the window after it.
+        self._buffers = [_buffer(self._shared.own, i) for i in range(_BUFFERS)]
+        if max(map(self._room, requested)) > len(self._buffers[0]):
+            self._readers = [False] * self._comm.size
+            most = max(map(self._room, requested))
+            # While one is filled, the other one is sent.
+            self._buffers = [Slot(most).view for _ in requested[:2]]
+
+    def _room(self, requested: list[bytes]) -> int:
+        """Return the most bytes that the answers to the requests of a window take."""
+        near, far = self._texts(requested)
+        return self._room_for(_nbytes_of(near)) + sum(_nbytes_of([text]) for text in far)
+
+    def _texts(self, requested: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """Return requests, each once: of ranks that find memory of this one, and of the others."""
+        each = [
+            {t for t, reads in zip(requested, self._readers, strict=True) if t and reads == near}
+            for near in (True, False)
+        ]
+        return sorted(each[0]), sorted(each[1])
+
+    # --- which rank reads which bytes ---
+
+    def _by_unit(self, nbytes: int, share: int) -> dict[Unit, list[Digest]]:
+        """Return the chunks to read by their units, in order; a unit is raw less than a share."""
         digests = list(self._left)
         places = self._objects.index.find(self._objects.recent_view(), digests)
         by_unit: dict[Unit, list[Digest]] = {}
         for digest, place in zip(digests, places, strict=True):
             if place is not None:
-                by_unit.setdefault((place.pack, place.offset // nbytes), []).append(digest)
+                run = run_of(place, nbytes, share // 4)
+                by_unit.setdefault((place.pack, run), []).append(digest)
         return dict(sorted(by_unit.items()))
 
-    def _agree(self, by_unit: dict[Unit, list[Digest]], share: int, window: int) -> Schedule:
-        """Agree on a schedule; of ranks that want the same units, one sends the list."""
+    def _agree(
+        self, by_unit: dict[Unit, list[Digest]], share: int, window: int
+    ) -> tuple[Schedule, bool]:
+        """Agree on a schedule; return it, and whether all ranks want the same.
+
+        Of ranks that want the same units, one sends the list.
+        """
         units = [
-            (pack, [(n, sum(self._nbytes(d) for d in by_unit[pack, n])) for _, n in group])
+            (pack, [(n, sum(self._nbytes(d) + _EXTRA for d in by_unit[pack, n])) for _, n in group])
             for pack, group in groupby(by_unit, key=itemgetter(0))
         ]
         listed = encode(units)
+        chunks = b"".join(self._request(digests) for digests in by_unit.values())
+        told = self._comm.all_gather(digest_of(listed)[:16] + digest_of(chunks)[:16])
+        size, in_memory = self._comm.size, self._shared.by_all
+        if len(set(map(bytes, told))) == 1:
+            wanted = [(list(range(size)), units)]
+            return schedule_reads(wanted, size, share, window, in_memory), True
         same: defaultdict[bytes, list[int]] = defaultdict(list)
-        for rank, digest in enumerate(self._comm.all_gather(digest_of(listed)[:16])):
-            same[bytes(digest)].append(rank)
+        for rank, digests in enumerate(told):
+            same[bytes(digests[:16])].append(rank)
         speakers = {ranks[0]: ranks for ranks in same.values()}
         lists = self._comm.gather(listed if self._comm.rank in speakers else b"")
         schedule = b""
@@ -235,8 +283,8 @@ class _SharedFetch:
                 for rank, text in enumerate(lists)
                 if text
             ]
-            schedule = encode(schedule_reads(wanted, self._comm.size, share, window))
-        return decoder(Schedule).decode(self._comm.broadcast(schedule))
+            schedule = encode(schedule_reads(wanted, size, share, window, in_memory))
+        return decoder(Schedule).decode(self._comm.broadcast(schedule)), False
 
     def _nbytes(self, digest: Digest) -> int:
         return self._left[digest][0].nbytes
@@ -264,6 +312,12 @@ class _SharedFetch:
                 digests.sort()
         return requests, alone
 
+    def _requested(self, requests: list[list[list[Digest]]]) -> list[list[bytes]]:
+        """Return the requests to this rank, by window and rank, if all ranks want the same."""
+        rank, size = self._comm.rank, self._comm.size
+        each = [self._request(lists[rank]) for lists in requests]
+        return [[b"" if other == rank else text for other in range(size)] for text in each]
+
     def _exchange_requests(self, requests: list[list[list[Digest]]]) -> list[list[bytes]]:
         """Send requests to all readers; return the requests to this rank, by window and rank."""
         mine = [
@@ -288,46 +342,37 @@ class _SharedFetch:
         self, own: list[Digest], requested: list[bytes], number: int
     ) -> list[memoryview | bytes]:
         """Read the chunks of a window; return what to send to each rank."""
-        copies: defaultdict[Digest, list[_Copy]] = defaultdict(list)
-        sizes: dict[Digest, int] = {}
+        buffer = self._buffers[number % len(self._buffers)]
+        near, far = self._texts(requested)
+        copies: _Copies = defaultdict(list)
         parts: dict[bytes, memoryview | bytes] = {b"": b""}
-        pointers = {b"": b""}
-        which, start = number % max(1, len(self._buffers)), 0
-        for text in sorted(set(requested) - {b""}):
-            part = self._buffers[which][start : start + _room(text)]
-            pointers[text] = _POINTER.pack(which * len(self._buffers[which]) + start)
-            start += len(part)
+        end = self._room_for(0)
+        if near:
+            tables, end = _lay_out(buffer, end, near, copies)
+            begins = buffer[: self._room_for(0)].cast("Q")
+            for rank, text in enumerate(requested):
+                begins[rank] = tables.get(text, 0)
+        for text in far:
+            part = buffer[end : end + _nbytes_of([text])]
+            _lay_out(part, 0, [text], copies)
             parts[text] = part
-            there = part[len(part) - len(text) // _REQUEST.size :]
-            there[:] = bytes(len(there))
-            at = 0
-            for i, (digest, nbytes) in enumerate(_REQUEST.iter_unpack(text)):
-                sizes[digest] = nbytes
-                copies[digest].append(_Copy(part[at : at + nbytes], there[i : i + 1]))
-                at += nbytes
-        self._read(own, copies, sizes)
+            end += len(part)
+        self._read(own, copies)
         return [
-            pointers[text] if points else parts[text]
-            for text, points in zip(requested, self._points, strict=True)
+            b"" if reads else parts[text]
+            for text, reads in zip(requested, self._readers, strict=True)
         ]
 
-    def _read(
-        self,
-        own: list[Digest],
-        copies: Mapping[Digest, list[_Copy]],
-        sizes: Mapping[Digest, int],
-    ) -> None:
+    def _read(self, own: list[Digest], copies: Mapping[Digest, list[_Copy]]) -> None:
         """Read chunks for this rank and others; damaged chunks are left out."""
         mine = set(own)
-        wants = [
-            Want(
-                digest,
-                sizes[digest] if digest in sizes else self._nbytes(digest),
-                partial(self._hand_over, digest, digest in mine, copies.get(digest, ())),
-                "",
-            )
-            for digest in [*own, *(copies.keys() - mine)]
-        ]
+        wants = []
+        for digest in [*own, *(copies.keys() - mine)]:
+            theirs = copies.get(digest, ())
+            target = theirs[0].target if theirs else self._left[digest][0].target
+            nbytes = len(theirs[0].target) if theirs else self._nbytes(digest)
+            sink = partial(self._hand_over, digest, digest in mine, theirs)
+            wants.append(Want(digest, nbytes, sink, "", target))
         # A rank that wants a damaged chunk notices that it did not arrive.
         with suppress(DamagedError):
             self._objects.fetch(wants, self._how)
@@ -335,63 +380,64 @@ class _SharedFetch:
     def _hand_over(
         self, digest: Digest, is_own: bool, copies: Iterable[_Copy], raw: memoryview
     ) -> None:
-        for target, there in copies:
-            if len(target) == len(raw):
+        for target, position, entries in copies:
+            if len(target) != len(raw):
+                continue
+            if raw is not target:
                 buffers.copy(target, raw)
-                there[0] = 1
+            for table, i in entries:
+                table[i] = position
         if is_own:
             for want in self._left[digest]:
                 want.sink(raw)
             del self._left[digest]
 
+    # --- receiving ---
+
     def _incoming(self, lists: list[list[Digest]]) -> int:
         """Return how many bytes other ranks send in a window."""
-        theirs = (
-            digest
+        return sum(
+            _nbytes_of([self._request(digests)])
             for reader, digests in enumerate(lists)
-            if reader != self._comm.rank and not self._pointed[reader]
-            for digest in digests
+            if reader != self._comm.rank and self._shared.theirs[reader] is None
         )
-        return sum(self._nbytes(digest) + 1 for digest in theirs)
 
-    def _answer(self, reader: int, received: memoryview, digests: list[Digest]) -> memoryview:
-        """Return what a rank sent, as it came or where it lies: chunks, and a byte for each."""
-        memory = self._shared.theirs[reader]
-        if not self._pointed[reader] or memory is None:
-            return received
-        nbytes = sum(self._nbytes(digest) + 1 for digest in digests)
-        (at,) = _POINTER.unpack(received)
-        # Nothing checked the pointer on its way; but the chunks are verified, wherever they lie.
-        return memory[at : at + nbytes] if at + nbytes <= len(memory) else memoryview(bytes(nbytes))
+    def _receive(
+        self, number: int, received: list[memoryview], requests: list[list[Digest]]
+    ) -> None:
+        """Hand over the chunks that other ranks have read, in the order of the requests.
 
-    def _receive(self, received: list[memoryview], requests: list[list[Digest]]) -> None:
-        """Verify the chunks that other ranks sent, in the order of the requests; hand them over.
-
-        A chunk that does not have its digest is read again by this rank.
+        What lies in the memory of another rank of this host was proven there by that rank, which
+        alone writes to it. What was sent is verified here; a chunk that does not have its digest
+        is read again by this rank.
         """
-        chunks: list[tuple[Digest, memoryview]] = []
+        chunks: list[tuple[Digest, memoryview, bool]] = []
         for reader, digests in enumerate(requests):
             if reader == self._comm.rank or not digests:
                 continue
-            answer = self._answer(reader, received[reader], digests)
-            there = answer[len(answer) - len(digests) :]
-            at = 0
-            for i, digest in enumerate(digests):
-                nbytes = self._nbytes(digest)
-                if there[i]:
-                    chunks.append((digest, answer[at : at + nbytes]))
-                at += nbytes
+            sent, begin = received[reader], 0
+            memory = self._shared.theirs[reader]
+            if not len(sent) and memory is not None:
+                memory = _buffer(memory, number)
+                begin = memory[: self._room_for(0)].cast("Q")[self._comm.rank]
+            else:
+                memory = sent
+            table = memory[begin : begin + _POINTER * len(digests)].cast("Q")
+            for digest, position in zip(digests, table, strict=True):
+                raw = memory[position : position + self._nbytes(digest)]
+                if position and len(raw) == self._nbytes(digest):
+                    chunks.append((digest, raw, not len(sent)))
         threads = (
             max(1, min(cores() // self._comm.neighbours, 4))
-            if sum(len(raw) for _, raw in chunks) >= _BULK_BYTES
+            if sum(len(raw) for _, raw, _ in chunks) >= _BULK_BYTES
             else 1
         )
         with Crew() as crew:
-            source = Shared(chunks, crew)
+            source = SharedItems(chunks, crew)
 
             def work() -> None:
-                for digest, raw in source:
-                    if digest_of(raw) == digest:
+                for digest, raw, proven in source:
+                    if proven or digest_of(raw) == digest:
                         self._hand_over(digest, True, (), raw)
                     else:
                         _log.warning(
@@ -404,86 +450,40 @@ class _SharedFetch:
             work()
 
 
-def _room(text: bytes) -> int:
-    """Return the bytes of the answer to a request: the chunks, and a byte for each."""
-    return sum(nbytes + 1 for _, nbytes in _REQUEST.iter_unpack(text))
+def _buffer(shared: memoryview, number: int) -> memoryview:
+    """Return the part of the memory that a rank shares in which it keeps a window."""
+    room = len(shared) // _BUFFERS // PAGE * PAGE
+    return shared[number % _BUFFERS * room :][:room]
 
 
-# --- who reads what ---------------------------------------------------------------------------
+def _nbytes_of(texts: Iterable[bytes]) -> int:
+    """Return the most bytes of the answer to some requests: each chunk once, and tables."""
+    chunks: set[tuple[bytes, int]] = {c for text in texts for c in _REQUEST.iter_unpack(text)}
+    tables = sum(len(text) // _REQUEST.size * _POINTER for text in texts)
+    return tables + sum(nbytes + _ALIGNED for _, nbytes in chunks)
 
 
-def schedule_reads(
-    wanted: Sequence[tuple[list[int], Units]], size: int, share: int, window: int
-) -> Schedule:
-    """Assign the units that several ranks want to readers and windows.
+def _lay_out(
+    memory: memoryview, begin: int, texts: Iterable[bytes], copies: _Copies
+) -> tuple[dict[bytes, int], int]:
+    """Find a place for each chunk that is requested, and one for a table of them for each request.
 
-    Args:
-        wanted: Groups of ranks, each with the units that all ranks of the group want.
-        size: The number of ranks.
-        share: About how many bytes a rank reads for others in a window.
-        window: About how many bytes a rank receives in a window.
+    Returns:
+        Where the tables begin, and where the last chunk ends.
     """
-    by_unit: defaultdict[Unit, list[tuple[int, int]]] = defaultdict(list)
-    for i, (_, units) in enumerate(wanted):
-        for pack, runs in units:
-            for number, nbytes in runs:
-                by_unit[pack, number].append((i, nbytes))
-    by_lists: defaultdict[tuple[int, ...], list[Unit]] = defaultdict(list)
-    for unit, named in by_unit.items():
-        by_lists[tuple([i for i, _ in named])].append(unit)
-    load = [0] * size
-    readers: dict[Unit, int] = {}
-    # Units that few ranks want are assigned first.
-    for lists in sorted(by_lists, key=lambda lists: sum(len(wanted[i][0]) for i in lists)):
-        heap = [(load[rank], rank) for i in lists for rank in wanted[i][0]]
-        heapify(heap)
-        for unit in by_lists[lists]:
-            reader = _least_loaded(heap, load)
-            load[reader] += max([nbytes for _, nbytes in by_unit[unit]])
-            if len(heap) > 1:
-                readers[unit] = reader
-    windows = _Windows(size, share, len(wanted), window)
-    schedule: defaultdict[bytes, dict[int, Assignment]] = defaultdict(dict)
-    for unit in sorted(readers):
-        assigned = Assignment(windows.place(readers[unit], by_unit[unit]), readers[unit])
-        schedule[unit[0]][unit[1]] = assigned
-    return Schedule(windows.count, list(schedule.items()))
-
-
-def _least_loaded(heap: list[tuple[int, int]], load: list[int]) -> int:
-    """Return the rank with the least load; the heap may hold older loads."""
-    while load[heap[0][1]] != heap[0][0]:
-        heapreplace(heap, (load[heap[0][1]], heap[0][1]))
-    return heap[0][1]
-
-
-class _Windows:
-    """Assigns units to windows, in order, so that no rank reads or receives too much in one.
-
-    Attributes:
-        count: How many windows there are so far.
-    """
-
-    def __init__(self, readers: int, share: int, lists: int, window: int) -> None:
-        self.count = 0
-        self._lists = readers
-        # For each reader, then for each list: its last window, the bytes in it, and the limit.
-        self._last = [0] * (readers + lists)
-        self._filled = [0] * (readers + lists)
-        self._bounds = [share] * readers + [window] * lists
-
-    def place(self, reader: int, lists: list[tuple[int, int]]) -> int:
-        """Return the window for a unit, given the lists that want it and their bytes."""
-        last, filled, bounds = self._last, self._filled, self._bounds
-        adds = [(self._lists + i, nbytes) for i, nbytes in lists]
-        adds.append((reader, sum([nbytes for _, nbytes in lists])))
-        chosen = 0
-        for i, nbytes in adds:
-            first = last[i] + (0 < filled[i] > bounds[i] - nbytes)
-            chosen = max(chosen, first)
-        for i, nbytes in adds:
-            if last[i] < chosen:
-                last[i], filled[i] = chosen, 0
-            filled[i] += nbytes
-        self.count = max(self.count, chosen + 1)
-        return chosen
+    end, begins = begin, dict[bytes, int]()
+    for text in texts:
+        begins[text] = end
+        end += len(text) // _REQUEST.size * _POINTER
+    memory[begin:end] = bytes(end - begin)
+    places: dict[tuple[bytes, int], _Copy] = {}
+    for text, at in begins.items():
+        table = memory[at : at + len(text) // _REQUEST.size * _POINTER].cast("Q")
+        for i, (digest, nbytes) in enumerate(_REQUEST.iter_unpack(text)):
+            if (digest, nbytes) not in places:
+                end += -end % _ALIGNED
+                places[digest, nbytes] = _Copy(memory[end : end + nbytes], end, [])
+                copies[digest].append(places[digest, nbytes])
+                end += nbytes
+            places[digest, nbytes].entries.append((table, i))
+    return begins, end

@@ -2,7 +2,7 @@
 
 Rank 0 reads level by level, many nodes together, and sends each node to one rank of every cache
 whose ranks need it. That rank keeps it there. A rank verifies a node by the digest that it looks
-for. What is lost on the way, or damaged, each rank reads itself when it comes to it.
+for. If a node is lost on the way, or damaged, each rank reads it itself.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def share_trees(comm: Comm, contents: Contents, keys: Iterable[str], caches: lis
 def _parts(
     nodes: Iterable[tuple[frozenset[int], bytes]], caches: Sequence[bytes]
 ) -> Iterator[list[bytes]]:
-    """Yield what to send to each rank; at last nothing for all: then they have kept everything."""
+    """Yield the messages to all ranks; the last ones are empty: then all nodes are kept."""
     keepers = [caches.index(cache) for cache in caches]
     window: list[tuple[set[int], bytes]] = []
     nbytes = 0

@@ -7,8 +7,10 @@ times as long as the copy. So slots are kept for the life of the process.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +22,11 @@ from casnap.runtime.fork import PerProcess
 PAGE = 4096
 SLOT_BYTES = 48 << 20
 SLOTS, MIRROR_SLOTS = 6, 5
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return a length, rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
 
 
 class Slot:
@@ -93,7 +100,7 @@ class Pool:
 
     @contextmanager
     def lease(self) -> Iterator[Slot]:
-        """Hold a slot for a block of code. Who holds one must not wait for another."""
+        """Hold a slot for a block of code. A thread that holds one must not wait for another."""
         slot = self.take()
         try:
             yield slot
@@ -160,6 +167,31 @@ def bytes_at(address: int, nbytes: int) -> bytes:
 def address_of(view: memoryview) -> int:
     """Return the address of a writable view."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+# Of Linux 5.14 and later.
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+
+
+def can_write(address: int) -> bool:
+    """Whether the page of an address can be written; True also where the system does not say.
+
+    Its content stays as it is.
+    """
+    refused = _populate(address, _POPULATE_WRITE)
+    if refused == errno.EINVAL:
+        # A system that does not know the question refuses to read, too.
+        return _populate(address, _POPULATE_READ) != 0
+    return refused != errno.EFAULT
+
+
+def _populate(address: int, how: int) -> int:
+    """Have the system provide the page of an address; return the number of its error, or 0."""
+    if _libc is None:
+        return 0
+    page = ctypes.c_void_p(address // mmap.PAGESIZE * mmap.PAGESIZE)
+    return ctypes.get_errno() if _libc.madvise(page, ctypes.c_size_t(1), how) else 0
 
 
 def copy(target: memoryview, source: memoryview | bytes) -> None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from casnap.errors import StoreError
+from casnap.runtime.handlers import pass_on, system_errors_ignored
 
 _log = logging.getLogger("casnap")
 _NETWORK = re.compile(
@@ -26,7 +27,7 @@ def cache_folder() -> Path | None:
     """
     for folder in _cache_candidates():
         # Another process may delete it meanwhile.
-        with suppress(OSError):
+        with system_errors_ignored():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if why_refused(folder) is None and os.access(folder, os.W_OK):
                 return folder
@@ -71,7 +72,7 @@ def cache_bytes_asked() -> int:
     """Return how many bytes of chunks to cache, as ``CASNAP_CACHE_BYTES`` says; 0 by default.
 
     Raises:
-        StoreError: It is no number of bytes.
+        StoreError: It is not a number of bytes.
     """
     return _number_asked("CASNAP_CACHE_BYTES", "a number of bytes, such as 50000000000") or 0
 
@@ -80,7 +81,7 @@ def threads_asked() -> int | None:
     """Return how many threads a take may use, as ``CASNAP_THREADS`` says; None by default.
 
     Raises:
-        StoreError: It is no number of threads.
+        StoreError: It is not a number of threads.
     """
     count = _number_asked("CASNAP_THREADS", what := "a number of threads, such as 4")
     if count == 0:
@@ -89,10 +90,10 @@ def threads_asked() -> int | None:
 
 
 def _number_asked(variable: str, what: str) -> int | None:
-    """Return what a variable says; None if it is not set.
+    """Return the value of a variable; None if it is not set.
 
     Raises:
-        StoreError: It is no number.
+        StoreError: It is not a number.
     """
     text = os.environ.get(variable, "").strip()
     if text and not re.fullmatch("[0-9]{1,18}", text):
@@ -188,7 +189,8 @@ def file_system(folder: Path) -> str:
     """Return the type of the file system that holds a folder; empty if it is unknown."""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
+    except OSError as e:
+        pass_on(e)
         return ""
     real, best, kind = f"{folder.resolve()}/", "", ""
     for line in lines:
@@ -206,7 +208,8 @@ def boot_id() -> str:
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
+    except OSError as e:
+        pass_on(e)
         return ""
 
 

@@ -1,4 +1,4 @@
-"""What a forked child must not inherit."""
+"""State that a forked child must not inherit."""
 
 from __future__ import annotations
 

@@ -7,20 +7,20 @@ import warnings
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Called now and then, from any thread: what is being done, how much is done, how much there is."""
+"""Called from time to time, from any thread: with the phase, how much is done, and the total."""
 
 
 def told_what(progress: Callable[..., None] | None) -> Progress | None:
     """Return a callback of three arguments for one of three, or of two.
 
-    The callbacks of takes and restores used to have two arguments: how much is done, and how much
-    there is. Such a callback still works, with a warning.
+    The callbacks of takes and restores used to have two arguments: how much is done, and the total.
+    Such a callback still works, with a warning.
     """
     if progress is None or not _wants_two(progress):
         return progress
     warnings.warn(
-        "a progress= with two arguments is deprecated; it is called with three: what is being "
-        "done, how much is done, how much there is",
+        "a progress= with two arguments is deprecated; it is called with three: the phase, how "
+        "much is done, and the total",
         DeprecationWarning,
         stacklevel=4,  # the caller of the public method, which `calls.named` wraps
     )

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from casnap.errors import StateError
 from casnap.runtime import calls
+from casnap.runtime.handlers import says_no_thread
 from casnap.runtime.typing import override
 
 T = TypeVar("T")
@@ -36,10 +37,10 @@ def cores() -> int:
 
 
 def check_count(option: str, count: object) -> None:
-    """Check what an option that counts something was set to.
+    """Check the value of an option that counts something.
 
     Raises:
-        ValueError: It is no whole number above 0.
+        ValueError: It is not a whole number above 0.
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"{option}= is a whole number from 1 on; got {count!r:.80}")
@@ -56,12 +57,15 @@ class Worker(threading.Thread):
         # Not a daemon, so the interpreter waits for its end.
         super().__init__(target=work, name=name, daemon=False)
         self._call = calls.current()
+        self._fate = threading.Lock()
         self._has_ended = False
         self._running = threading.Lock()
         self._running.acquire()
 
     @override
     def run(self) -> None:
+        if not self._fate.acquire(blocking=False):
+            return
         calls.work_for(self._call)
         try:
             super().run()
@@ -73,6 +77,13 @@ class Worker(threading.Thread):
     def ended(self) -> bool:
         """Whether its work is not being done: no longer, not yet, or not in this forked child."""
         return self._has_ended or not self.is_alive()
+
+    def give_up(self) -> bool:
+        """Have it do no work, unless it has begun; return whether it will do none.
+
+        For where its start was interrupted: then it may run at once, later or never.
+        """
+        return self._fate.acquire(blocking=False)
 
     def wait(self) -> None:
         """Wait until it has ended. May be interrupted and repeated, also in a signal handler."""
@@ -162,9 +173,12 @@ class Crew:
             self._threads.append(thread)
             try:
                 thread.start()
-            except RuntimeError:
-                self._threads.remove(thread)
-                break
+            except BaseException as e:
+                if thread.give_up():
+                    self._threads.remove(thread)
+                if isinstance(e, RuntimeError) and says_no_thread(e):
+                    break
+                raise
             started.append(thread)
         return started
 
@@ -208,15 +222,19 @@ class Crew:
                 raise
 
 
-def undisturbed(work: Callable[[Crew], T]) -> T:
+def undisturbed(work: Callable[[Crew], T], limit: int | None = None) -> T:
     """Do some work on another thread, where no interrupt disturbs it, and return its result.
 
     Interrupts only come to the main thread. There they make the crew fail. Then the work stops and
     cleans up, and the interrupt is raised. If no thread can be started, the caller does the work:
     Python 3.12.0 and 3.12.1 start none once they exit, and a pending take must still finish then.
+
+    Args:
+        work: The work, given a crew.
+        limit: That of the crew.
     """
     done: list[T] = []
-    with Crew() as crew:
+    with Crew(limit) as crew:
         crew.run(lambda: done.append(work(crew)))
     return done[0]
 
@@ -245,7 +263,7 @@ def mapped(call: Callable[[T], U], items: Iterable[T], at_once: int) -> Iterator
     Args:
         call: The function; what it raises is raised here, and ends this.
         items: The items.
-        at_once: How many calls run at once, some ahead of what was asked for; 1 for none of that.
+        at_once: How many calls run at once, some of them ahead; 1 for none ahead.
     """
     if at_once == 1:
         yield from ((item, call(item)) for item in items)
@@ -254,12 +272,12 @@ def mapped(call: Callable[[T], U], items: Iterable[T], at_once: int) -> Iterator
     while window := list(islice(pending, 8 * at_once)):
         results: dict[int, U] = {}
 
-        def work(todo: Shared[tuple[int, T]], results: dict[int, U] = results) -> None:
+        def work(todo: SharedItems[tuple[int, T]], results: dict[int, U] = results) -> None:
             for i, item in todo:
                 results[i] = call(item)
 
         with Crew() as crew:
-            crew.run(partial(work, Shared(enumerate(window), crew)), min(at_once, len(window)))
+            crew.run(partial(work, SharedItems(enumerate(window), crew)), min(at_once, len(window)))
         yield from ((item, results[i]) for i, item in enumerate(window))
 
 
@@ -280,7 +298,7 @@ def gently(work: Callable[[], T]) -> T:
     return undisturbed(gentle)
 
 
-class Shared(Generic[T]):
+class SharedItems(Generic[T]):
     """An iterable that the threads of a crew share. It ends when one of them fails."""
 
     def __init__(self, items: Iterable[T], crew: Crew) -> None:

@@ -1,4 +1,4 @@
-"""What newer versions of Python have in :mod:`typing`."""
+"""Names of :mod:`typing` that only newer versions of Python have."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """Containers: their kinds, how they are opened into elements, and how they are built again.
 
 A path component is ``str(key)`` with ``%`` as ``%25``, ``/`` as ``%2F`` and a lone surrogate as
-``%uD800``. Where two keys of one dict would share a component, the one that is no str ends in
+``%uD800``. Where two keys of one dict would share a component, the one that is not a str ends in
 ``%`` and its type, as in ``1%int``: no str key can spell that.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -19,6 +18,7 @@ from msgspec import Struct
 
 from casnap.errors import DamagedError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry
+from casnap.format.names import component_of
 from casnap.format.records import decode, encode
 from casnap.state.values import (
     Key,
@@ -78,24 +78,6 @@ _SPARSE_KINDS = {kind: (layout, parts) for layout, (kind, parts) in _SPARSE.item
 
 
 # --- components -------------------------------------------------------------------------------
-
-_SURROGATES = re.compile("[\ud800-\udfff]")
-_ESCAPES = re.compile("%(25|2F|uD[89A-F][0-9A-F]{2})")
-
-
-def component_of(key: object) -> str:
-    """Return the path component of a key, unless another key of its dict shares it."""
-    text = key if type(key) is str else str(key)
-    if "%" in text or "/" in text:
-        text = text.replace("%", "%25").replace("/", "%2F")
-    if not text.isascii():
-        text = _SURROGATES.sub(lambda m: f"%u{ord(m[0]):04X}", text)
-    return text
-
-
-def key_of(component: str) -> str:
-    """Return the str key that has a component."""
-    return _ESCAPES.sub(lambda m: chr(int(m[0].lstrip("%u"), 16)), component)
 
 
 def _are_components(keys: Sequence[Any]) -> bool:

@@ -26,12 +26,12 @@ from casnap.format.region import Region
 from casnap.state.containers import (
     Build,
     Opened,
-    component_of,
     container_builder,
     open_container,
     open_sparse,
 )
 from casnap.state.overlap import overlaps_itself
+from casnap.state.parts import check_whole
 from casnap.state.sharded import Shards, shards_of
 from casnap.state.tensors import (
     ORDINARY_TYPES,
@@ -49,7 +49,7 @@ from casnap.state.values import (
     encode_value,
 )
 
-__all__ = ["Leaf", "component_of", "containers_of", "fill_targets", "flatten", "inflate"]
+__all__ = ["Leaf", "containers_of", "fill_targets", "flatten", "inflate"]
 
 MAX_NESTING = 1000
 
@@ -64,6 +64,7 @@ def _walk(value: Any, path: str, *, sparse: bool) -> Iterator[tuple[str, Any, Op
         for where, child in items:
             kind, node = type(child), None
             if kind in ORDINARY_TYPES:
+                check_whole(where, child)
                 if sparse and child.layout is not strided:
                     node = open_sparse(where, child)
             elif kind not in PLAIN_TYPES:
@@ -168,8 +169,9 @@ def fill_targets(value: Any, path: str) -> dict[str, Shards]:
     device, views with a pending conjugation or negation, or of other subclasses are left out.
 
     Raises:
-        UnsupportedTypeError: A container refers to itself, or the placements of a sharded tensor
-            do not determine which elements this rank holds.
+        UnsupportedTypeError: A container refers to itself, the placements of a sharded tensor do
+            not determine which elements this rank holds, or a tensor says that it holds parts of
+            another.
     """
     targets: dict[str, Shards] = {}
     for where, child, node in _walk(value, path, sparse=False):

@@ -73,7 +73,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def fill_shared_memory(pairs: Iterable[tuple[torch.Tensor, object]]) -> bool:
-    """Copy new contents into tensors that share memory; return whether each holds its own then.
+    """Copy new contents into tensors that share memory; return whether each holds its own.
 
     Args:
         pairs: Tensors, each with its new content.

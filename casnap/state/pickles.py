@@ -233,7 +233,7 @@ class PickleMachine:
     def _do_stack_global(self) -> None:
         module, name = self._pop(2)
         if type(module) is not str or type(name) is not str:
-            raise RefusedError("its pickle names a global that is no text")
+            raise RefusedError("its pickle names a global that is not text")
         self._push(Term("global", f"{module}.{name}"), 60 + len(module) + len(name))
 
     def _do_find_global(self) -> None:
@@ -252,7 +252,7 @@ class PickleMachine:
     def _do_call(self, verb: str) -> None:
         args, callee = self._stack.pop(), self._stack.pop()
         if kind_of(args) != "tuple" or kind_of(callee) not in ("global", "call"):
-            raise RefusedError("its pickle calls what is no function")
+            raise RefusedError("its pickle calls a value that is not a function")
         name = callee.name if callee.kind == "global" else f"the result of {callee.name}"
         made = Term("call", name, list(args.parts))
         self.calls.append(made)

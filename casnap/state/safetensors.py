@@ -59,7 +59,7 @@ class HeaderTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says that it holds: its tensors, in order, and its ``__metadata__``."""
+    """The header of a file: its tensors, in order, and its ``__metadata__``."""
 
     tensors: list[HeaderTensor]
     metadata: dict[str, str]
@@ -118,7 +118,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(name: str, described: _Described, base: int, length: int) -> HeaderTensor:
-    """Return what a header says of a tensor.
+    """Return the description of a tensor in a header.
 
     Raises:
         FileFormatError: It contradicts itself, or the length of the file.

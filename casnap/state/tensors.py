@@ -18,13 +18,15 @@ import torch
 
 from casnap.errors import DamagedError, StateError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format.entries import Entry, Payload, TensorEntry
+from casnap.runtime.buffers import can_write
+from casnap.runtime.handlers import pass_on
 from casnap.state import numpy_values
 from casnap.state.numpy_values import assemble_numpy, describe_numpy, is_numpy, numpy_itemsize
 from casnap.state.quantized import quantization_of, quantized
 from casnap.state.sharded import Shards, shards_of, without_torch_function
 
 ORDINARY_TYPES = (torch.Tensor, torch.nn.Parameter)
-"""The types of tensors that are no subclass of either."""
+"""The plain types of tensors; anything else is a subclass of one."""
 
 
 class Leaf(NamedTuple):
@@ -138,9 +140,54 @@ def is_fillable(value: torch.Tensor) -> bool:
         and not value.is_meta
         and not value.is_conj()
         and not value.is_neg()
-        and (value.numel() == 0 or (_storage_bytes(value) > 0 and value.data_ptr() != 0))
+        and (value.numel() == 0 or _has_writable_memory(value))
         and not any(n > 1 and s == 0 for n, s in zip(value.shape, value.stride(), strict=True))
     )
+
+
+def is_wrapper(value: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass that computes its elements, as from other tensors."""
+    return type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def is_its_memory(value: torch.Tensor) -> bool:
+    """Whether the elements of a tensor are the bytes at its address, one after the other."""
+    return (
+        value.device.type == "cpu"
+        and value.is_contiguous()
+        and not value.is_conj()
+        and not value.is_neg()
+        and not is_wrapper(value)
+    )
+
+
+def why_not_writable(value: torch.Tensor) -> str:
+    """Return why the memory of a tensor cannot be written; empty if it can, or if that is unknown.
+
+    Torch does not look: to write there ends the process.
+    """
+    if is_wrapper(value) or value.layout is not _STRIDED or value.is_nested or value.is_meta:
+        return ""
+    if not value.numel() or torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return ""
+    if not _storage_bytes(value):
+        return "cannot be written: its storage has been freed (resized to 0, as FSDP does)"
+    if not _is_writable(value):
+        return (
+            "cannot be written: it lies in a file that is mapped to be read only, or that was cut "
+            "off since; clone it first"
+        )
+    return ""
+
+
+def _has_writable_memory(value: torch.Tensor) -> bool:
+    return _storage_bytes(value) > 0 and value.data_ptr() != 0 and _is_writable(value)
+
+
+def _is_writable(value: torch.Tensor) -> bool:
+    # Torch can write to what it has allocated. All else, which came from numpy, say, has one size.
+    is_own = value.device.type != "cpu" or value.untyped_storage().resizable()
+    return is_own or can_write(value.data_ptr())
 
 
 def _storage_bytes(value: torch.Tensor) -> int:
@@ -283,6 +330,7 @@ def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Te
             return torch.empty(entry.shape, dtype=_MADE_AS[dtype], device=device).view(dtype)
         return torch.empty(entry.shape, dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as e:
+        pass_on(e)
         raise StateError(
             f"there is no memory for {entry.data.nbytes} bytes of {entry.dtype} on {device}: {e}"
         ) from e
@@ -340,6 +388,7 @@ def assemble(leaf: Leaf) -> object:
             content = quantized(entry.quantization, content)
         return _wrap(entry, content)
     except (RuntimeError, ValueError, TypeError, IndexError, OverflowError, struct.error) as e:
+        pass_on(e)
         if isinstance(e, UnsupportedTypeError):
             raise
         raise DamagedError(f"{leaf.path} cannot be put together: {e}", (leaf.path,)) from e

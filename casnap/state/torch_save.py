@@ -355,7 +355,7 @@ _MAGIC = 0x1950A86A20F9469CFC6C  # of files from before torch 1.6
 
 
 def tensor_in(file: memoryview) -> tuple[TensorPlace, memoryview]:
-    """Return where the one tensor of a file of ``torch.save`` lies, and its storage.
+    """Return the place of the one tensor of a file of ``torch.save``, and its storage.
 
     Nothing is unpickled.
 

@@ -381,7 +381,7 @@ def _load(data: bytes) -> object:
 
 
 def _torch_load(data: bytes, *, weights_only: bool) -> object:
-    # mmap=False whatever torch's settings are, since there is no file to map.
+    # mmap=False against torch's setting, since there is no file to map.
     return torch.load(  # noqa: TID251
         io.BytesIO(data), map_location="cpu", weights_only=weights_only, mmap=False
     )

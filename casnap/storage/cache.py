@@ -1,4 +1,4 @@
-"""What this host remembers of a store, in LMDB: places of digests, tree nodes, and notes.
+"""The cache of this host for a store, in LMDB: places of digests, tree nodes, and notes.
 
 A cached record (this digest lies at this place of this pack) stays true: packs never change and ids
 are never used again. So a cache may be stale, be shared between processes and between the branches
@@ -30,6 +30,7 @@ from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.records import ID_SIZE, PackId, Place, Record, SegmentId
 from casnap.runtime.environment import boot_id, cache_folder, why_refused
 from casnap.runtime.fork import PerProcess
+from casnap.runtime.handlers import pass_on
 from casnap.runtime.typing import override
 from casnap.storage.lmdb_files import (
     WRITING,
@@ -66,6 +67,7 @@ def _if_possible(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate
         try:
             return method(self, *args, **kwargs)
         except (lmdb.Error, OSError) as e:
+            pass_on(e)
             # The next caller that needs an answer replaces the cache.
             _log.debug("the cache failed: %s", e)
             return None
@@ -474,12 +476,9 @@ def open_cache(name: str) -> Cache:
         # A cache whose files were deleted stays open, since other threads may be using it.
         if cache is None or not (folder / "data.mdb").exists():
             try:
-                if not folder.exists():
-                    _make_room(base)
-                elif why := why_refused(folder):
-                    raise PermissionError(f"it {why}")
-                cache = LmdbCache(folder)
+                cache = _opened(base, folder)
             except (lmdb.Error, OSError) as e:
+                pass_on(e)
                 _log.warning(
                     "the cache %s cannot be used (%s); the index is kept in memory", folder, e
                 )
@@ -488,3 +487,11 @@ def open_cache(name: str) -> Cache:
         if cache not in _recent:
             _recent.append(cache)
         return cache
+
+
+def _opened(base: Path, folder: Path) -> LmdbCache:
+    if not folder.exists():
+        _make_room(base)
+    elif why := why_refused(folder):
+        raise lmdb.Error(f"it {why}")
+    return LmdbCache(folder)

@@ -1,9 +1,9 @@
 """A cache of chunks on the disk of this host, for stores on servers: a host fetches each byte once.
 
-What a pack holds at some offset stands at the same offset of a sparse file of the pack's name. Only
-the file system says what is there, for it knows the holes. What is read here is verified like all
-chunks, and what fails is read from the store. So a file may be torn, flipped, cut off or deleted at
-any time, by any process, and no write is synced. A lock serves only to keep the bound.
+Each pack has a sparse file of its name. A cached chunk lies at the same offset as in the pack. Only
+the file system says which chunks are cached, because it knows the holes. Cached chunks are verified
+like all others, and read from the store if that fails. So a file may be torn, flipped, truncated or
+deleted at any time, by any process, and no write is synced. A lock serves only to keep the bound.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from casnap.backends.base import Target
 from casnap.backends.local import write_at
 from casnap.errors import BackendError, UnavailableError
 from casnap.format.records import Place, StoreConfig, id_from_name, pack_key
-from casnap.runtime.buffers import PAGE
+from casnap.runtime.buffers import PAGE, whole_pages
 from casnap.runtime.environment import cache_bytes_asked, folder_for_chunks
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
@@ -55,7 +55,7 @@ Placed = list[tuple[Place, list[Want]]]
 
 
 class CachedPack(NamedTuple):
-    """What the cache has of a pack.
+    """The cached part of a pack.
 
     Attributes:
         used: When it was used last, in seconds since the epoch.
@@ -127,7 +127,7 @@ class ChunkCache:
         return here, elsewhere
 
     def _runs(self, pack: bytes) -> list[tuple[int, int]]:
-        """Return where a pack's file has data, in order; note that it is used."""
+        """Return the runs of a pack's file that have data, in order; note that it is used."""
         try:
             # A pipe in the place of a file would be waited for.
             fd = os.open(self._path(pack), os.O_RDONLY | _SAFE)
@@ -175,7 +175,7 @@ class ChunkCache:
             _log.debug("not cached: %s", e)
             self._pause_until = time.monotonic() + _BUSY
         except FileNotFoundError as e:
-            # Another process deletes all this.
+            # Another process is clearing the cache.
             _log.debug("not cached: %s", e)
         except OSError as e:
             self._stop(e)
@@ -236,7 +236,7 @@ class ChunkCache:
 
 
 def _in_pages(content: memoryview) -> int:
-    return -(-len(content) // PAGE) * PAGE
+    return whole_pages(len(content))
 
 
 def _write(path: Path, runs: Sequence[Target], room: int) -> None:
@@ -253,7 +253,7 @@ def _write(path: Path, runs: Sequence[Target], room: int) -> None:
 
 
 def _data_runs(fd: int) -> Iterator[tuple[int, int]]:
-    """Yield where a file has data, in order; the whole file if the system cannot say that."""
+    """Yield the runs of a file that have data, in order; all of it if the system cannot tell."""
     stop, size = 0, os.fstat(fd).st_size
     while stop < size:
         try:
@@ -291,7 +291,7 @@ def room_for(backend: Backend, nbytes: int | None) -> CacheRoom | None:
         nbytes: The bound that the user gave; 0 for no cache, None for what the environment says.
 
     Raises:
-        ValueError: The bound is no number of bytes, or the store is on this machine.
+        ValueError: The bound is not a number of bytes, or the store is on this machine.
         StoreError: The folder of the cache is another user's, or on a network file system.
     """
     given: object = nbytes
@@ -313,7 +313,7 @@ def room_for(backend: Backend, nbytes: int | None) -> CacheRoom | None:
 
 
 def cached_packs(folder: Path) -> Iterator[CachedPack]:
-    """Yield what there is of each pack; a file that is gone meanwhile is passed over."""
+    """Yield the cached part of each pack; a file that vanishes meanwhile is skipped."""
     for store in _entries(folder):
         if id_from_name(store.name) is None:
             continue

@@ -38,9 +38,8 @@ from casnap.storage.tree import DEEP, Tree, table_shape
 _UPPER_BYTES = 16 << 10
 
 Change = Callable[[Tree[Row], int], Mapping[str, Row | None]]
-"""Given the table and the number of the root to be, says which rows to set, or (None) to remove.
-
-It raises to give up."""
+"""Given the table and the number of the next root, returns the rows to set, and None for each to
+remove. It raises to give up."""
 
 
 def publish(
@@ -55,7 +54,7 @@ def publish(
         transaction: The transaction of this process.
         change: The change of the table.
         others: The other ranks, if this process commits for them too.
-        become: Changes fields of the root: given the one before, returns what it is to be like.
+        become: Given the root before, returns it with the fields that the next one is to have.
 
     Raises:
         FencedError: Something that the transaction relied on was collected, or is gone.
@@ -172,7 +171,7 @@ class _Publishing:
     def _upper_lists(self, top: Digest | None) -> list[bytes]:
         """Return the upper lists of the table that this commit does not write, from the top down.
 
-        Many commits wrote them. Who reads them with the hints of the last one needs one request
+        Many commits wrote them. A reader with the hints of the last one needs one request
         for all. Only what this host has cached is among them.
         """
         own, cache = self._packs.nodes, self._objects.index.cache

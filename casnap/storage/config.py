@@ -33,7 +33,7 @@ RECORD = "record"
 def no_config_error(uri: str) -> DamagedError:
     """Return the error for a store that has roots, but no ``casnap.json``."""
     return DamagedError(
-        f"{uri} is a damaged store: it has roots, but {CONFIG_KEY} is missing or no readable file. "
+        f"{uri} is a damaged store: it has roots, but {CONFIG_KEY} is missing or unreadable. "
         "Restore that file from a backup"
     )
 
@@ -75,12 +75,12 @@ def _config_bytes(backend: Backend) -> bytes:
 
 
 def read_config(backend: Backend) -> StoreConfig:
-    """Read what kind of store this is.
+    """Read the record of a store.
 
     Raises:
         NotAStoreError: There is no store.
         UnsupportedFormatError: A newer version of casnap made it.
-        DamagedError: ``casnap.json`` is no such record, or is missing though there are roots.
+        DamagedError: ``casnap.json`` is not such a record, or is missing though there are roots.
     """
     where = f"{backend.uri}/{CONFIG_KEY}"
     raw = _config_bytes(backend)

@@ -1,4 +1,4 @@
-"""What a snapshot holds: its entries by path, and the chunks of each."""
+"""The contents of a snapshot: its entries by path, and the chunks of each."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Contents:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Turn a ``DamagedError`` of this block into one that says what happened to the snapshot.
+        """Turn a ``DamagedError`` of this block into an error that explains what happened.
 
         Raises:
             SnapshotNotFoundError: The snapshot was deleted, and its chunks were collected.
@@ -324,7 +324,7 @@ class Contents:
         return same or [each for each in below if matches(each.path)]
 
     def _means_global(self, first: str) -> bool:
-        """Whether the first component of a path stands for the global entries: it is no key."""
+        """Whether the first component of a path stands for the global entries, not for a key."""
         return first == GLOBAL and all(first not in trees for trees in self._subtrees())
 
     def _subtrees(self) -> list[dict[str, bytes]]:
@@ -353,7 +353,7 @@ class Contents:
         return list({key + p: None for key, digest in trees for p, _ in self.tree(digest).items()})
 
     def chunks(self, path: str, entry: Entry) -> list[tuple[Digest, int]]:
-        """Return digest and length of every chunk of an entry; none if its bytes stand in it.
+        """Return digest and length of every chunk of an entry; none if the entry holds its bytes.
 
         Raises:
             DamagedError: Shape, length and digests do not fit each other.

@@ -1,9 +1,10 @@
-"""Making stores: what a new one begins with, and where none is made."""
+"""Making stores: the first objects, and the places where no store is made."""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,8 @@ from casnap.storage.settings import codec_settings
 from casnap.storage.uris import store_uri
 
 _log = logging.getLogger("casnap")
+# Seconds after which another process has put what it was about to put, where all puts win.
+_SETTLED = 1.0
 
 
 class Made(NamedTuple):
@@ -83,6 +86,11 @@ def create_store(
         names = set(backend.names("")) if names is None else names
         ours = _put_config(backend, names, chunk_size, version, asked=asked)
     config = ours or read_config(backend)  # raises if a newer version began to make it
+    if not config.put_if_absent and not holds(backend, root_key(0)):
+        # The ranks of a job may make a store at once. All adopt the record that was put last.
+        time.sleep(_SETTLED)
+        config = read_config(backend)
+        ours = config if config == ours else None
     if config.write_features:
         return Made(is_new, config, None)
     # If the creation was cut off, folders may be there already. Beside our record there were none.
@@ -91,7 +99,8 @@ def create_store(
     )
     root: Root | None = None
     if not made:
-        root = Root(seq=0, commit=os.urandom(16), time=0.0)
+        # The same bytes by each process that makes this store.
+        root = Root(seq=0, commit=bytes.fromhex(config.store_id), time=0.0)
         if config.format > 1:
             settings = codec_settings(codec) if codec is not Codec.RAW else {}
             root = msgspec.structs.replace(

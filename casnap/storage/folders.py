@@ -2,8 +2,8 @@
 
 A snapshot on a disk has a folder of its own, with a marker in it. A note in the cache says which
 markers this host has seen in the folder of a run. A snapshot is missing if its marker was seen, and
-its folder is gone later. What may have another cause is no reason to forget: so the folder of the
-run must be the one that was seen, and another marker that was seen must still stand there.
+its folder is gone later. To rule out other causes, the folder of the run must be the same one, and
+another seen marker must still be there.
 """
 
 from __future__ import annotations

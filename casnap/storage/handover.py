@@ -25,7 +25,7 @@ _MOST_RECORDS = 1 << 16
 
 
 class Handover(Struct, array_like=True):
-    """What one rank has written and relies on, for a root that another rank puts.
+    """The packs that one rank has written and relies on, for a root that another rank puts.
 
     Attributes:
         relied: The ids of the packs that it relies on, one behind the other.
@@ -95,7 +95,7 @@ class OtherRanks:
         handovers: What each of them handed over.
         move: Has each rank give its packs new ids, made under a root of this number, and returns
             the new handovers.
-        check: Raises if the other ranks have given up, and would not hear of a commit.
+        check: Raises if the other ranks have given up, and would not learn of a commit.
 
     Attributes:
         base: The least base of their packs.

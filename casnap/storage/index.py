@@ -1,11 +1,12 @@
 """Where every chunk and node lies: the index segments of a store, as one root sees them.
 
-What the segments say is kept in a cache (see ``cache.py``) and stays true. Whether a record
+The records of the segments are kept in a cache (see ``cache.py``) and stay true. Whether a record
 *counts* depends on the root alone: the record's pack must be live in it.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections import defaultdict
@@ -36,6 +37,7 @@ from casnap.format.records import (
     segment_count,
     segment_key,
 )
+from casnap.runtime.handlers import pass_on
 from casnap.runtime.threads import mapped
 from casnap.storage.cache import Cache, LmdbCache, MemoryCache, open_cache
 from casnap.storage.looks import Looks, note_seen
@@ -153,7 +155,7 @@ class Index:
         return self.view(root)
 
     def _shed(self, cache: Cache, root: Root) -> None:
-        """Delete a cache most of which must be about packs that were collected; once for a store.
+        """Delete a cache that is mostly about collected packs; once for a store.
 
         Single records are never removed. Processes that have the cache open go on with it; the
         next process makes it anew.
@@ -221,6 +223,7 @@ class Index:
         except UnavailableError:
             raise
         except (lmdb.Error, OSError, BackendError, DamagedError) as e:
+            pass_on(e)
             _log.debug("%s: the index is read whole: %s", self._backend.uri, e)
             return [None] * len(digests)
 
@@ -280,9 +283,10 @@ class Index:
         except (lmdb.Error, OSError) as e:
             if not isinstance(cache, LmdbCache):
                 raise
+            pass_on(e)
             _log.warning("the cache %s failed (%s); the index is kept in memory", cache.folder, e)
-            # Out of file descriptors or memory: that says nothing about the cache.
-            if isinstance(e, lmdb.Error) or e.errno not in EXHAUSTED | {None}:
+            # Out of file descriptors or memory, or busy: that says nothing about the cache.
+            if isinstance(e, lmdb.Error) or e.errno not in EXHAUSTED | {errno.EWOULDBLOCK}:
                 cache.delete()
         cache = self._replace(cache, root)
         return cache, ask(cache)

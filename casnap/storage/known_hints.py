@@ -1,4 +1,4 @@
-"""The hints that this host has read: where nodes and chunks of a remote store are said to lie.
+"""The hints that this host has read: where nodes and chunks of a remote store may lie.
 
 They are kept in the cache, so that a later process finds them beside the nodes. No take believes
 them.
@@ -43,7 +43,7 @@ class KnownHints:
         self._used.append(digest)
 
     def find(self, cache: Cache, digest: Digest) -> Place | None:
-        """Return where something is said to lie; None if nothing is said."""
+        """Return the hinted place of a digest; None without a hint."""
         with self._lock:
             while self._used:
                 pack = cache.note(_BEHIND + self._used.popleft())
@@ -51,7 +51,7 @@ class KnownHints:
                     hints = decode_hints(cache.note(_HINTS + pack) or b"", pack)
                     if hints is not None:
                         self._add(pack, hints)
-            # What was read last is most likely to tell.
+            # The hints that were read last are the most likely ones.
             packs = list(reversed(self._packs.values()))
         places = (hints.find(digest) for hints in packs)
         return next((place for place in places if place is not None), None)

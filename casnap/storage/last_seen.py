@@ -26,7 +26,7 @@ class _Note(msgspec.Struct, array_like=True):
 
 
 class LastSeen:
-    """What this host saw last at one place, whatever store lies there.
+    """The root that this host saw last at one place, of any store there.
 
     Args:
         backend: The place.

@@ -20,10 +20,29 @@ WRITING = "writing-"
 _MAP_SIZES = (64 << 30, 1 << 30)
 _LOCK_BYTES = 8192
 _POLL = 0.002
+# The open files of locks.
+_open: set[int] = set()
+
+
+def _close_after_fork() -> None:
+    # The lock is on the file that parent and child have open. If the parent is killed, it would
+    # last as long as the child has it open.
+    while _open:
+        os.close(_open.pop())
+
+
+os.register_at_fork(after_in_child=_close_after_fork)
 
 
 class BusyError(OSError):
     """Another process holds a lock for too long."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(errno.EWOULDBLOCK, what)
+
+    def __str__(self) -> str:
+        """Return what happened, without the number."""
+        return str(self.strerror)
 
 
 @contextlib.contextmanager
@@ -34,6 +53,7 @@ def locked(path: Path, patience: float) -> Iterator[None]:
         BusyError: Another process has held it for so many seconds.
     """
     fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    _open.add(fd)
     end = time.monotonic() + patience
     try:
         while not _try_lock(fd):
@@ -43,10 +63,14 @@ def locked(path: Path, patience: float) -> Iterator[None]:
         try:
             yield
         finally:
-            # To close it is not enough: a child that was forked meanwhile has it open too.
-            fcntl.flock(fd, fcntl.LOCK_UN)
+            if fd in _open:
+                # To close it is not enough: a child that is just being forked has it open too.
+                fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
-        os.close(fd)
+        # Not in a child that was forked within.
+        if fd in _open:
+            _open.remove(fd)
+            os.close(fd)
 
 
 def _try_lock(fd: int) -> bool:

@@ -19,6 +19,7 @@ from casnap.errors import InvalidNameError, NotAStoreError, StoreError, Untruste
 from casnap.format.names import check_name
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.environment import crowded_folders, trust_file
+from casnap.runtime.handlers import pass_on
 from casnap.storage.config import no_config_error
 from casnap.storage.uris import Uri, snapshot_uri, store_uri
 
@@ -100,7 +101,7 @@ def locate_store(
         return _located(place, storage_options)
     _, plain = _local(uri, storage_options)
     if not plain:
-        raise NotAStoreError("an empty path is no store; for the current folder write '.'")
+        raise NotAStoreError("an empty path is not a store; for the current folder write '.'")
     folder = _resolved(Path(plain))
     if exists(folder) and not folder.is_dir():
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
@@ -139,15 +140,17 @@ def _resolved(folder: Path) -> Path:
     try:
         return folder.resolve()
     except (OSError, RuntimeError, ValueError) as e:
+        pass_on(e)
         # A loop of links, a NUL, a character that the file system does not have.
-        raise NotAStoreError(f"{str(folder)!r} is no folder: {e}") from e
+        raise NotAStoreError(f"{str(folder)!r} is not a folder: {e}") from e
 
 
 def exists(path: Path) -> bool:
     """Whether a file or folder is there and can be looked at."""
     try:
         path.stat()
-    except (OSError, ValueError):
+    except (OSError, ValueError) as e:
+        pass_on(e)
         return False
     return True
 
@@ -157,9 +160,9 @@ def holds(backend: Backend, key: str) -> bool:
     return backend.size_if_there(key) is not None
 
 
-def _as_written(folder: Path) -> Path:
+def as_written(folder: Path) -> Path:
     """Return an absolute path. Links stay as they are, unless ``..`` follows one."""
-    place = Path.cwd()
+    place = Path(folder.anchor) if folder.is_absolute() else Path.cwd()
     for part in folder.parts:
         place = place.resolve().parent if part == ".." else place / part
     return place
@@ -175,12 +178,13 @@ def _find_store(folder: Path) -> tuple[Path, str] | None:
         DamagedError: A store of this user lacks its ``casnap.json``.
         UntrustedStoreError: The store lies above the folder, and is another user's.
     """
-    for way in dict.fromkeys((_as_written(folder), _resolved(folder))):
+    for way in dict.fromkeys((as_written(folder), _resolved(folder))):
         device: int | None = None
         for place in (way, *way.parents):
             try:
                 here = place.stat().st_dev
-            except OSError:
+            except OSError as e:
+                pass_on(e)
                 continue
             if device not in (None, here):
                 break
@@ -196,7 +200,7 @@ def _is_store(place: Path, *, named: bool) -> bool:
 
     Args:
         place: The folder.
-        named: Whether the user named it; then it may be another user's.
+        named: Whether the user named it. Then it may belong to another user.
     """
     # In this order: a new store has its record before it has a root.
     has_roots = _has_own_roots(place)
@@ -209,7 +213,7 @@ def _is_store(place: Path, *, named: bool) -> bool:
         return True
     if place.stat().st_mode & stat.S_IWOTH:
         # Any user may put such a file there. It must not stop the users of all folders below.
-        _warn(f"{why}, where everybody may write, so it is passed over. {_advice(place)}")
+        _warn(f"{why}, where every user may write, so casnap skips it. {_advice(place)}")
         return False
     raise _untrusted(place, why)
 
@@ -224,7 +228,8 @@ def _is_everyones(place: Path) -> bool:
 def _has_own_roots(place: Path) -> bool:
     try:
         return (place / "roots/0").lstat().st_uid == os.geteuid()
-    except (OSError, ValueError):
+    except (OSError, ValueError) as e:
+        pass_on(e)
         return False
 
 
@@ -256,12 +261,12 @@ def _why_distrusted(store: Path, *, is_parent: bool) -> str | None:
 
     Its record has to be this user's. That proves nothing if another user can write to its folder,
     and so put a file of this user there (a link, or moved from elsewhere): then its roots have to
-    be this user's too. A store in another user's folder that everybody can write to is refused.
+    be this user's too. A store in another user's folder that every user can write to is refused.
 
     Args:
         store: The folder.
         is_parent: Whether the snapshot lies right in it, so that the path names it. Then this
-            user's folder may be writable for its group, and another user's for everybody.
+            user's folder may be writable for its group, and another user's for all users.
     """
     folder, me = store.stat(), os.geteuid()
     # Not followed: a link to a file of this user proves nothing.
@@ -313,7 +318,7 @@ def trust(store: Path) -> None:
     path = trust_file()
     if path is None:
         raise StoreError(
-            "there is no home folder to note in what is trusted; set HOME or XDG_CONFIG_HOME"
+            "there is no home folder for the list of trusted stores; set HOME or XDG_CONFIG_HOME"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as f:

@@ -25,7 +25,7 @@ _PAGE_KEYS, _MANY = 1000, 64_000
 
 
 class Looks:
-    """What one change has seen of the packs and segments of a store.
+    """The packs and segments of a store that one change has seen.
 
     Args:
         backend: Where the store lives.
@@ -58,7 +58,7 @@ class Looks:
     def again(self, packs: Collection[PackId]) -> dict[PackId, int]:
         """Return the lengths of packs that were looked at before, before the root is put.
 
-        On a remote store the first look does: only somebody who deletes by hand, or a rule of the
+        On a remote store the first look suffices: only a user who deletes by hand, or a rule of the
         bucket, removes a pack that is live.
         """
         if not self._backend.is_remote:

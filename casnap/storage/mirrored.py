@@ -1,8 +1,8 @@
-"""What the table of a store with a mirror says: which snapshots the mirror lacks.
+"""Notes in the table of a store with a mirror: which snapshots the mirror lacks.
 
 These notes are tags that no user can give. A take into a store with a mirror commits its row with
 one, and the mirror removes it once it holds the snapshot. Until then no process prunes the
-snapshot, whether it knows of the mirror or not, and whichever was killed meanwhile.
+snapshot, even a process that does not know of the mirror, and even after a crash.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FROM = f"{INTERNAL}from:"
 
 
 class MirrorPlace(NamedTuple):
-    """Which store is the mirror, as the settings of the mirrored store say.
+    """The store that is the mirror, by the settings of the mirrored store.
 
     Attributes:
         store: The id of that store.

@@ -193,7 +193,7 @@ class NewPacks:
         """End the threads and give the memory back."""
         for filler in (self._node_filler, *self._copies):
             filler.seal()
-        # The threads of both end, whatever fails after that.
+        # The threads of both end, even if something fails after that.
         for writer in (self._chunks, self._nodes):
             writer.close()
 

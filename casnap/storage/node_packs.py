@@ -24,7 +24,7 @@ MOST_HINTED_BYTES = 1 << 20
 _MOST_BYTES = 4 << 20
 # So much is read in any case: it is one request.
 _LEAST_BYTES = 1 << 20
-# What of a pack lies behind a node that was hinted at: the later nodes of its commit.
+# A pack's bytes behind a hinted node: the later nodes of its commit.
 _BEHIND = 64 << 10
 _MOST_RAW = 64 << 20
 
@@ -47,7 +47,7 @@ class Around:
 
 
 def nodes_around(backend: Backend, hint: Place) -> Around:
-    """Return what the pack holds that a hint names; nothing if the pack is large.
+    """Return the nodes of the pack that a hint names; none if the pack is large.
 
     A commit writes its nodes into one pack, each twice: first the trees, then the manifest, then
     the table, whose top the hint of a root names.

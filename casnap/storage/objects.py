@@ -50,9 +50,8 @@ from casnap.storage.tree import Tree, table_shape
 V = TypeVar("V")
 
 _log = logging.getLogger("casnap")
-# The places of so many chunks are held at a time, of two windows. The first is a small one, so that
-# reading begins soon.
-_WINDOW, _FIRST_WINDOW = 1 << 14, 1 << 8
+# The places of so many chunks are held at a time, of two windows.
+_WINDOW = 1 << 14
 # So many chunks are looked for in a remote index without reading it whole, if it is large.
 _FEW = 64
 # How often to read again from a newer root, after a collector has changed the store.
@@ -87,9 +86,9 @@ class Objects:
         backend: Where the objects live.
         opened: The same store, if it is open already; its config and index are used here too.
         config: Its record, if that was read already.
+        marks: Whether snapshots get markers, files for people.
 
     Attributes:
-        marks: Whether snapshots get markers, files for people.
         chunk_cache: Where chunks are kept that :meth:`fetch` reads; None for nowhere.
     """
 
@@ -98,11 +97,13 @@ class Objects:
         backend: Backend,
         opened: Objects | None = None,
         config: StoreConfig | None = None,
+        *,
+        marks: bool = True,
     ) -> None:
         self.backend = backend
         self.config: StoreConfig = opened.config if opened else config or read_config(backend)
         self.index: Index = opened.index if opened else Index(backend, self.config.store_id)
-        self.marks = True
+        self.marks = marks
         self.chunk_cache: ChunkCache | None = None
         self._last_seen = LastSeen(backend)
         self._hints = KnownHints()
@@ -113,12 +114,13 @@ class Objects:
         self._looked_ahead = False
 
     @classmethod
-    def at(cls, backend: Backend, *, ahead: bool = False) -> Objects:
+    def at(cls, backend: Backend, *, ahead: bool = False, marks: bool = True) -> Objects:
         """Open a remote store; with one request if this host has seen it before.
 
         Args:
             backend: The place.
             ahead: Look for the newest root at once, for the next use, which then need not look.
+            marks: Whether snapshots get markers.
 
         Raises:
             NotAStoreError: There is no store, or its creation was cut off.
@@ -131,7 +133,7 @@ class Objects:
             config = copy or read_config(backend)
         else:
             config, root = seen
-        objects = cls(backend, config=config)
+        objects = cls(backend, config=config, marks=marks)
         if isinstance(root, NotAStoreError):
             raise root
         # A damaged root is for the first use to report.
@@ -316,11 +318,10 @@ class Objects:
             pending = chain(rest, pending)
         view = self.recent_view()
         failed: list[_Failed] = []
-        first = _WINDOW if self.backend.is_remote else _FIRST_WINDOW
-        window = list(islice(pending, first))
+        window = list(islice(pending, _WINDOW))
         while window:
             # The caller finds out what to read next while threads read.
-            if len(window) >= first:
+            if len(window) == _WINDOW:
                 read = partial(self._fetch_window, view, window, how, ask_store=not failed)
                 window, (view, bad) = beside(lambda: list(islice(pending, _WINDOW)), read)
             else:
@@ -352,7 +353,7 @@ class Objects:
         return [want for want in wants if want.digest in by_digest]
 
     def _hinted(self, root: Root, digests: list[Digest]) -> list[Place | None]:
-        """Return where hints say that some chunks lie; nothing if the index is known."""
+        """Return the hinted places of some chunks; nothing if the index is known."""
         if self.index.knows(root):
             return [None] * len(digests)
         return [self._hints.find(self.index.cache, digest) for digest in digests]
@@ -481,7 +482,7 @@ def _error(uri: str, failed: list[_Failed]) -> CasnapError:
     more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
     hurt = f"; hurt: {', '.join(paths[:10])}{' …' if len(paths) > 10 else ''}" if paths else ""
     if any(w.target is not None for w in wants):
-        hurt += "; what was read into these tensors is not proven, so do not use them"
+        hurt += "; these tensors may hold unverified bytes, so do not use them"
     message = f"{uri}: {'; '.join(lines)}{more}{hurt}"
     if all(any(u.why.reason is Reason.UNREADABLE for u in f.tried) for f in failed):
         return BackendError(f"{message}. The data may be whole: make it readable, then try again")

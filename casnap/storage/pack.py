@@ -26,7 +26,7 @@ from casnap.format.records import (
     pack_key,
 )
 from casnap.runtime import buffers
-from casnap.runtime.buffers import PAGE, SLOTS, Pool, Slot
+from casnap.runtime.buffers import PAGE, SLOTS, Pool, Slot, whole_pages
 from casnap.runtime.threads import Crew, Worker, mapped
 
 CHUNKS, NODES = b"p", b"t"
@@ -54,7 +54,7 @@ class Room(NamedTuple):
 
     Attributes:
         view: Its memory.
-        keep: To be called once, whatever happens, with what is to be kept of it: the digest of each
+        keep: To be called once, in any case, with the chunks to keep: the digest of each
             chunk, where it begins there, and its length.
     """
 
@@ -188,10 +188,10 @@ class PackWriter:
         # room at the end was for may have failed.
         fill = pack.fill = max(place.offset + place.stored for _, place in records)
         if self.times == 2 and _room(2, pack.fill, len(records), pack.slot) >= 0:
-            fill, records = _repeated(pack)
+            fill, records = _append_second_copy(pack)
         room = _room(1, fill + len(pack.hints), len(records) + 1, pack.slot)
         if pack.hints and room >= 0:
-            fill, records = _with_hints(pack, fill, records)
+            fill, records = _append_hints(pack, fill, records)
         footer = pack_footer(self._kind, records)
         end = fill + len(footer)
         pack.slot.view[fill:end] = footer
@@ -446,19 +446,19 @@ class PackFiller:
 
 
 def _room(times: int, fill: int, count: int, slot: Slot) -> int:
-    """Return how much more a pack can hold that holds everything so many times; below 0 if none."""
+    """Return how many bytes more fit, if the pack stores all ``times`` times; below 0 if none."""
     most = (len(slot.view) - PACK_TAIL_SIZE) // times
     return most - fill - count * FOOTER_RECORD_SIZE - PAGE
 
 
-def _repeated(pack: _Pack) -> tuple[int, list[Record]]:
+def _append_second_copy(pack: _Pack) -> tuple[int, list[Record]]:
     """Copy the content of a pack behind itself, on other pages; return the end and the records."""
     places = [place for _, place in pack.records]
     # How far each copy has to be moved to lie on other pages than the first one.
-    behind = [-(-(p.offset + p.stored) // PAGE) * PAGE - p.offset for p in places]
+    behind = [whole_pages(p.offset + p.stored) - p.offset for p in places]
     start = max(pack.fill, *behind)
     if any(p.stored >= _ALIGN_FROM for p in places):
-        start = -(-start // PAGE) * PAGE
+        start = whole_pages(start)
     pack.slot.view[pack.fill : start] = bytes(start - pack.fill)
     buffers.copy(pack.slot.view[start : start + pack.fill], pack.slot.view[: pack.fill])
     again = [
@@ -468,7 +468,7 @@ def _repeated(pack: _Pack) -> tuple[int, list[Record]]:
     return start + pack.fill, pack.records + again
 
 
-def _with_hints(pack: _Pack, fill: int, records: list[Record]) -> tuple[int, list[Record]]:
+def _append_hints(pack: _Pack, fill: int, records: list[Record]) -> tuple[int, list[Record]]:
     """Add the hints behind the nodes, once; return the end and the records."""
     nbytes = len(pack.hints)
     offset = _aligned(fill, nbytes)
@@ -484,4 +484,4 @@ def moved_place(place: Place, moved: dict[PackId, PackId]) -> Place:
 
 
 def _aligned(offset: int, nbytes: int) -> int:
-    return -(-offset // PAGE) * PAGE if nbytes >= _ALIGN_FROM else offset
+    return whole_pages(offset) if nbytes >= _ALIGN_FROM else offset

@@ -17,7 +17,7 @@ _MAX_OFFSET = 1 << 62
 
 
 @dataclass
-class Run(Generic[T]):
+class PackRun(Generic[T]):
     """A run of bytes of a pack, and the chunks in it."""
 
     pack: bytes
@@ -31,7 +31,7 @@ def gap_of(backend: Backend) -> int:
     return _REMOTE_GAP if backend.is_remote else _GAP
 
 
-def coalesced(found: list[tuple[Place, T]], most: int, gap: int) -> Iterator[Run[T]]:
+def coalesced(found: list[tuple[Place, T]], most: int, gap: int) -> Iterator[PackRun[T]]:
     """Join places that are neighbours in a pack into runs of at most ``most`` bytes.
 
     Args:
@@ -39,7 +39,7 @@ def coalesced(found: list[tuple[Place, T]], most: int, gap: int) -> Iterator[Run
         most: The bytes of a run at most, and a page.
         gap: How many bytes between two places a run may have.
     """
-    run: Run[T] | None = None
+    run: PackRun[T] | None = None
     for place, wants in sorted(found, key=lambda f: (f[0].pack, f[0].offset)):
         stop = place.offset + place.stored
         if (
@@ -54,12 +54,12 @@ def coalesced(found: list[tuple[Place, T]], most: int, gap: int) -> Iterator[Run
         if run is not None:
             yield run
         # It begins on a page: a cache of chunks keeps whole pages.
-        run = Run(place.pack, place.offset // PAGE * PAGE, stop, [(place, wants)])
+        run = PackRun(place.pack, place.offset // PAGE * PAGE, stop, [(place, wants)])
     if run is not None:
         yield run
 
 
-def extents(run: Run[T], gap: int) -> Iterator[tuple[int, int]]:
+def extents(run: PackRun[T], gap: int) -> Iterator[tuple[int, int]]:
     """Yield where the chunks of a run lie, start and length, joined over gaps of so many bytes."""
     start = stop = run.start
     for place, _ in run.chunks:

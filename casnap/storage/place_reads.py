@@ -12,21 +12,19 @@ from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.codec import Codec, decompress
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import MAX_NODE_BYTES, Place, pack_key
-from casnap.runtime.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool
-from casnap.runtime.threads import Crew, Shared, beside, cores
+from casnap.runtime.buffers import PAGE, SLOT_BYTES, SLOTS, Slot, shared_pool, whole_pages
+from casnap.runtime.threads import Crew, SharedItems, beside, cores
 from casnap.storage.pack import Room
-from casnap.storage.pack_runs import Run, coalesced, extents, gap_of, is_possible
+from casnap.storage.pack_runs import PackRun, coalesced, extents, gap_of, is_possible
 
 _READ_BYTES = 16 << 20
 _BULK_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 20
 _SMALL_IN_ALL = 16 << 20
-# Read by one thread from a file that it opens once.
+# At least so many bytes of a file are read by one thread, which opens it once.
 _IN_PLACE_BYTES = 8 << 20
 # A thread more for less than this makes reading no sooner.
 _SHARE_BYTES = 4 << 20
-# So many runs ahead of the one that is read, the disk is told.
-_AHEAD = 4
 # So many threads share a buffer, from a remote place: most of them wait.
 _SHARING = 3
 # Smaller chunks lie close together, so one read takes many of them.
@@ -154,14 +152,13 @@ def _read_joined(
     share = max(_SMALL_BYTES, total // readers)
     unit = min(_READ_BYTES, share, _READ_BYTES if how.budget is None else how.budget)
     reads = list(coalesced(found, max(largest + 2 * PAGE, unit), gap_of(backend)))
-    most = max((read.stop - read.start for read in reads), default=0) + PAGE
-    most = -(-most // PAGE) * PAGE
+    most = whole_pages(max((read.stop - read.start for read in reads), default=0) + PAGE)
     if total <= _SMALL_BYTES or how.readers == 0:
         return _read_small(backend, reads, most, how)
     pool = shared_pool(max(most, chunk_size + (64 << 10)))
     affordable = SLOTS if how.budget is None else max(1, how.budget // most)
     with Crew() as crew:
-        source = Shared(reads, crew)
+        source = SharedItems(reads, crew)
 
         def read_into(buffer: memoryview) -> None:
             for read in source:
@@ -206,13 +203,15 @@ def _read_in_place(
         Those that failed: read again into a buffer, a chunk shows whether it is damaged, or the
         memory was written to meanwhile.
     """
+    total = sum(place.stored for place, _ in direct)
     if backend.is_remote:
-        # Of up to a whole pack, by several requests.
-        share = sum(place.stored for place, _ in direct) // SLOTS
-        most, readers = min(SLOT_BYTES, max(_SMALL_BYTES, share)), backend.in_flight
+        least, readers = _SMALL_BYTES, backend.in_flight
     else:
-        share = sum(place.stored for place, _ in direct) // _SHARE_BYTES
-        most, readers = _IN_PLACE_BYTES, min(_readers(backend), how.readers, share)
+        readers = min(_readers(backend), how.readers, total // _SHARE_BYTES)
+        least = _IN_PLACE_BYTES if readers > 1 else SLOT_BYTES
+    # Of up to a whole pack: by several requests, or in the order of the file, which the kernel then
+    # reads ahead, in large pages.
+    most = min(SLOT_BYTES, max(least, total // SLOTS))
     # A file is read chunk by chunk, so a run of it may have any gaps.
     gap = gap_of(backend) if backend.is_remote else most
     if how.room is not None:
@@ -220,13 +219,15 @@ def _read_in_place(
     runs = list(coalesced(direct, most + PAGE, gap))
     failed: list[tuple[Place, list[Want]]] = []
     with Crew() as crew:
-        source = Shared(enumerate(runs), crew)
+        source = SharedItems(enumerate(runs), crew)
 
         def work() -> None:
             for number, run in source:
-                # The disk is to have work while this is read and hashed.
-                for later in runs[number + _AHEAD if number else 1 : number + _AHEAD + 1]:
-                    backend.will_read(pack_key(later.pack), list(extents(later, gap_of(backend))))
+                # What lies behind a gap the kernel does not read ahead by itself.
+                for later in runs[number + bool(number) : number + 2]:
+                    parts = list(extents(later, gap_of(backend)))
+                    if len(parts) > 1:
+                        backend.will_read(pack_key(later.pack), parts)
                 failed.extend(_fill(backend, run, how))
 
         if len(runs) < 2 or readers < 2:
@@ -242,7 +243,7 @@ def _target(wants: list[Want]) -> memoryview | None:
 
 
 def _fill(
-    backend: Backend, run: Run[list[Want]], how: ReadOptions
+    backend: Backend, run: PackRun[list[Want]], how: ReadOptions
 ) -> list[tuple[Place, list[Want]]]:
     """Read a run of chunks into their places; return those that are not whole there."""
     room = None
@@ -302,7 +303,7 @@ class _Keeping:
 
 
 def _laid_out(
-    run: Run[list[Want]], room: Room | None
+    run: PackRun[list[Want]], room: Room | None
 ) -> tuple[list[_Laid], list[tuple[Place, list[Want]]]]:
     """Return the chunks of a run with the memory that each is read into; and those without any."""
     laid: list[_Laid] = []
@@ -322,7 +323,7 @@ def _laid_out(
 
 
 def _read_small(
-    backend: Backend, reads: list[Run[list[Want]]], most: int, how: ReadOptions
+    backend: Backend, reads: list[PackRun[list[Want]]], most: int, how: ReadOptions
 ) -> list[Unread]:
     """Read without the pool: in the calling thread, or on a remote store on a few threads."""
     failed: list[Unread] = []
@@ -333,20 +334,20 @@ def _read_small(
             failed.extend(_read_run(backend, read, buffer, how))
 
     with Crew() as crew:
-        source: Iterable[Run[list[Want]]] = reads
+        source: Iterable[PackRun[list[Want]]] = reads
         at_once = min(len(reads), backend.in_flight, _SMALL_IN_ALL // most)
         if not backend.is_remote or at_once < 2:
             work()
         else:
-            source = Shared(reads, crew)
+            source = SharedItems(reads, crew)
             crew.run(work, at_once)
     return failed
 
 
 def _read_run(
-    backend: Backend, read: Run[list[Want]], buffer: memoryview, how: ReadOptions
+    backend: Backend, read: PackRun[list[Want]], buffer: memoryview, how: ReadOptions
 ) -> list[Unread]:
-    target = buffer[: -(-(read.stop - read.start) // PAGE) * PAGE]
+    target = buffer[: whole_pages(read.stop - read.start)]
     try:
         [n] = backend.read_into(pack_key(read.pack), [(read.start, target)])
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Whether a place honours put-if-absent, which keeps writers apart: found out by racing puts.
+"""Tests whether a place honours put-if-absent, which keeps writers apart, by racing puts.
 
 Some servers say that they know ``If-None-Match``, and ignore it. Then two writers at once put the
 same root, the second over the first, and a committed snapshot is lost.
@@ -17,7 +17,7 @@ from casnap.errors import BackendError, StoreError
 from casnap.format.digest import digest_of
 from casnap.format.records import StoreConfig
 from casnap.runtime.environment import cache_folder
-from casnap.runtime.threads import Crew, Shared
+from casnap.runtime.threads import Crew, SharedItems
 
 _log = logging.getLogger("casnap")
 _PUTS = 4
@@ -28,7 +28,7 @@ _known: set[str] = set()
 
 
 def no_put_if_absent_error(uri: str) -> StoreError:
-    """Return the error for a writer where nothing keeps two writers apart."""
+    """Return the error for a writer at a place without put-if-absent."""
     return StoreError(
         f"{uri} lies on a server that does not honour put-if-absent (If-None-Match), so of two "
         "writers at once one can overwrite the other's commit, and snapshots are lost. Use a "
@@ -76,14 +76,14 @@ def honours_put_if_absent(backend: Backend) -> bool:
 
 
 def _has_one_winner(backend: Backend) -> bool:
-    """Race puts of one fresh key; return whether one of them won, and is what stands there."""
+    """Race puts of one fresh key; return whether exactly one won, and is stored."""
     key = f"tmp/{os.urandom(12).hex()}"
     won: list[bytes] = []
     start = threading.Event()
     exclusive, backend.exclusive = backend.exclusive, False
     try:
         with Crew() as crew:
-            contents = Shared([os.urandom(16) for _ in range(_PUTS)], crew)
+            contents = SharedItems([os.urandom(16) for _ in range(_PUTS)], crew)
 
             def put() -> None:
                 start.wait()
@@ -116,7 +116,7 @@ def _note(endpoint: str) -> Path | None:
 
 
 def _is_fresh(note: Path | None) -> bool:
-    """Whether this host has probed lately: what stands behind an address may be replaced."""
+    """Whether this host has probed lately: the server at an address may be replaced."""
     try:
         return note is not None and abs(time.time() - note.stat().st_mtime) < _BELIEVED
     except OSError:

@@ -31,12 +31,12 @@ from casnap.storage.objects import Objects
 
 _log = logging.getLogger("casnap")
 COLLECTED = (
-    "a garbage collector whose grace was shorter than this has deleted what was written or relied "
-    "on; take again, and give `casnap gc` a longer --grace"
+    "a garbage collector whose grace was shorter than this has deleted packs that were written "
+    "or relied on; take again, and give `casnap gc` a longer --grace"
 )
 _GONE = (
     "packs that this relied on are gone or cut off, such as {key}, though the store names them; "
-    "take again, which stores anew what they held of this. `casnap check` says what else that hurts"
+    "take again, which stores the missing chunks anew. `casnap check` says what else is hurt"
 )
 _EMPTY_SEGMENT = len(encode_segment(Segment((), [])))
 _SEGMENT_RECORD = FOOTER_RECORD_SIZE + 4
@@ -89,8 +89,8 @@ class ReliedPacks:
                 return found
             if self._objects.newest() == view.root:
                 _log.warning(
-                    "%s: %d packs are gone or cut off, such as %s; what is needed of them is "
-                    "stored anew; `casnap check` says what else that hurts",
+                    "%s: %d packs are gone or cut off, such as %s; the needed chunks are "
+                    "stored anew; `casnap check` says what else is hurt",
                     self._objects.backend.uri,
                     len(bad),
                     pack_key(min(bad)),

@@ -218,7 +218,7 @@ def check_retention(retention: object) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a retention says of one snapshot.
+    """The verdict of a retention on one snapshot.
 
     Attributes:
         name: Its name.
@@ -262,7 +262,7 @@ class PruneReport:
 def judged(
     rows: Iterable[tuple[str, Row]], retention: Retention, now: float, taken: bytes | None = None
 ) -> list[Verdict]:
-    """Say of each snapshot whether to keep it, given the others of its run.
+    """Return a verdict on each snapshot of a run.
 
     Args:
         rows: Names and rows, whole runs of them.

@@ -1,8 +1,8 @@
 """Looking a few digests up in large segments by ranges, without reading them whole.
 
-The records of a segment are sorted, and digests are evenly spread: so it is known to a few thousand
-records where one must lie. What is found is not verified here. A chunk is, when it is read; if a
-record lies, the reader reads the whole index instead.
+The records of a segment are sorted, and digests are evenly spread. So the place of a record is
+known to within a few thousand records. Records are not verified here. A chunk is, when it is read;
+if a record is wrong, the reader reads the whole index instead.
 """
 
 from __future__ import annotations

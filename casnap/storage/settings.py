@@ -66,7 +66,7 @@ def change_settings(
 
     Args:
         objects: The store.
-        edit: Given the settings, returns what they are to be.
+        edit: Given the settings, returns the new ones.
         edit_rows: Given the snapshots, returns the rows to change too if the settings change.
 
     Raises:

@@ -133,7 +133,7 @@ def change_table(
     Args:
         objects: The store.
         change: Says which rows to set or remove.
-        become: Changes fields of the root: given the one before, returns what it is to be like.
+        become: Given the root before, returns it with the fields that the next one is to have.
     """
 
     def some(table: Table, seq: int) -> dict[str, Row | None]:

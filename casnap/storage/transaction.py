@@ -1,4 +1,4 @@
-"""Preparing a change of a store: storing what is new, relying on what is there.
+"""Preparing a change of a store: storing new chunks and nodes, relying on those that are there.
 
 The process then publishes the change itself (``commit.py``), or hands its part over to the rank
 that publishes one root for all (``handover.py``).
@@ -83,7 +83,7 @@ class Transaction:
         return ChunkWriter(self.new_packs.filler(), self.rely_or_claim, ask, all_new=all_new)
 
     def rely_or_claim(self, digests: list[Digest]) -> list[bool]:
-        """Rely on what is in live packs; return which other digests the caller is to write."""
+        """Rely on digests in live packs; return which others the caller is to write."""
         return self.new_packs.claim(digests, self.relied.rely(digests))
 
     def put_node(self, node: bytes) -> Digest:
@@ -94,7 +94,7 @@ class Transaction:
         return digest
 
     def put_table_node(self, node: bytes) -> Digest:
-        """Store a node of the table, whatever the base holds: the table follows the newest root."""
+        """Store a node of the table, even a known one: the table follows the newest root."""
         digest = digest_of(node)
         if self.new_packs.claim([digest], [True])[0]:
             self.new_packs.add_node(digest, node)
@@ -128,7 +128,7 @@ class Transaction:
             raise FencedError(COLLECTED) from None
 
     def announce(self) -> None:
-        """Note that from here on a root may stand that names the new packs."""
+        """Note that from now on a root may name the new packs."""
         self.may_stand = True
 
     def withdraw(self) -> None:
@@ -150,7 +150,7 @@ class Transaction:
             self.objects.backend.delete(segment_key(segment.id))
 
     def close(self) -> None:
-        """Give memory back, and delete the new packs unless a root may stand that names them."""
+        """Give memory back, and delete the new packs unless a root may name them."""
         self.new_packs.close()
         if not self.may_stand:
             self.delete_segments()

@@ -36,7 +36,7 @@ Child = tuple[str, bytes, int]
 """A node in a list: its first key, its digest, and the number of items below it."""
 
 
-class Leaf(Struct, Generic[V], frozen=True, array_like=True, tag="l"):
+class LeafNode(Struct, Generic[V], frozen=True, array_like=True, tag="l"):
     """Keys in order, each with its value."""
 
     items: list[tuple[str, V]]
@@ -100,11 +100,11 @@ def _hash(key: str) -> bytes:
 
 @cache
 def _decoder(value_type: Any) -> Any:
-    return decoder(Leaf[value_type] | Branch)  # type: ignore[arg-type]
+    return decoder(LeafNode[value_type] | Branch)  # type: ignore[arg-type]
 
 
 class _Claim(NamedTuple):
-    """What a list says of a node below it, and the depth of that node."""
+    """The item of a list for a node below it, and the depth of that node."""
 
     first: str
     size: int
@@ -112,7 +112,7 @@ class _Claim(NamedTuple):
     depth: int
 
 
-def _entries(node: Leaf[Any] | Branch) -> Sequence[tuple[Any, ...]]:
+def _entries(node: LeafNode[Any] | Branch) -> Sequence[tuple[Any, ...]]:
     return node.children if isinstance(node, Branch) else node.items
 
 
@@ -125,7 +125,7 @@ def build(items: Mapping[str, V], put: Put, shape: Shape = FLAT) -> Digest:
     levels: _Levels[V] = _Levels(shape, put)
     levels.add_items(sorted(items.items(), key=_first))
     top = levels.top()
-    return Digest(top[1]) if top else put(encode(Leaf([])))
+    return Digest(top[1]) if top else put(encode(LeafNode([])))
 
 
 class _Levels(Generic[V]):
@@ -186,7 +186,7 @@ class _Levels(Generic[V]):
         self._runs[level], self._full[level] = [], False
         if level == 0:
             self._key_chars = 0
-            child = (run[0][0], self._put(encode(Leaf(run))), len(run))
+            child = (run[0][0], self._put(encode(LeafNode(run))), len(run))
         else:
             node = self._put(encode(Branch(run)))
             child = (run[0][0], node, sum(map(itemgetter(2), run)))
@@ -226,7 +226,7 @@ class Tree(Generic[V]):
         self._load = load
         self._decoder = _decoder(value_type)
         self._shape = shape
-        self._last: tuple[Digest, Leaf[V]] | None = None
+        self._last: tuple[Digest, LeafNode[V]] | None = None
         self._claims: dict[bytes, _Claim] = {}
         self.children: list[Child] = []
         if top is None:
@@ -238,9 +238,9 @@ class Tree(Generic[V]):
             self._last = (top, node)
             self.children = [(node.items[0][0], top, len(node.items))]
 
-    def _node(self, digest: Digest) -> Leaf[V] | Branch:
+    def _node(self, digest: Digest) -> LeafNode[V] | Branch:
         try:
-            node: Leaf[V] | Branch = self._decoder.decode(self._load(digest))
+            node: LeafNode[V] | Branch = self._decoder.decode(self._load(digest))
         except (msgspec.DecodeError, RecursionError, ValueError) as e:
             raise DamagedError(f"tree node {digest.hex()} cannot be decoded: {e}") from e
         keys = [item[0] for item in _entries(node)]
@@ -264,7 +264,7 @@ class Tree(Generic[V]):
             for (first, d, count), end in zip(children, ends, strict=False)
         )
 
-    def node(self, digest: Digest) -> Leaf[V] | Branch:
+    def node(self, digest: Digest) -> LeafNode[V] | Branch:
         """Return a node that a list has named. The last leaf is cached.
 
         Raises:
@@ -274,11 +274,11 @@ class Tree(Generic[V]):
             return self._last[1]
         node = self._node(digest)
         self._check_claim(digest, node)
-        if isinstance(node, Leaf):
+        if isinstance(node, LeafNode):
             self._last = (digest, node)
         return node
 
-    def _check_claim(self, digest: Digest, node: Leaf[V] | Branch) -> None:
+    def _check_claim(self, digest: Digest, node: LeafNode[V] | Branch) -> None:
         """Check that a node is what the list says. Else an edit could lose items."""
         claim, entries = self._claims[digest], _entries(node)
         count = sum(c for _, _, c in node.children) if isinstance(node, Branch) else len(entries)
@@ -367,7 +367,7 @@ class Tree(Generic[V]):
         # The rest of a larger tree may be a list of one node.
         while digest in self._claims:
             node = self.node(digest)
-            if isinstance(node, Leaf) or len(node.children) > 1:
+            if isinstance(node, LeafNode) or len(node.children) > 1:
                 break
             digest = Digest(node.children[0][1])
         return digest

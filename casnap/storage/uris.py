@@ -1,4 +1,4 @@
-"""URIs of remote places: what they mean, and what is refused before anything is asked of a server.
+"""URIs of remote places: what they mean, and which are refused before any request.
 
 ``s3://bucket/run1/step_100`` is the store ``s3://bucket/run1`` and the name ``step_100``: no store
 is looked for further up. A double slash ends the store elsewhere: ``s3://bucket/ckpts//run1/step_1``
@@ -43,7 +43,7 @@ def snapshot_uri(path: str | os.PathLike[str]) -> Uri | None:
 
     Raises:
         InvalidNameError: It names no snapshot.
-        NotAStoreError: It is no URI that a store can have.
+        NotAStoreError: A store cannot have this URI.
     """
     found = store_uri(path)
     if found is None or found.name:
@@ -62,7 +62,7 @@ def store_uri(uri: str | os.PathLike[str]) -> Uri | None:
 
     Raises:
         InvalidNameError: The prefix cannot be one.
-        NotAStoreError: It is no URI that a store can have.
+        NotAStoreError: A store cannot have this URI.
     """
     text = os.fspath(uri)
     if _ONE_SLASH.match(text):
@@ -74,7 +74,7 @@ def store_uri(uri: str | os.PathLike[str]) -> Uri | None:
     match = _URI.fullmatch(text)
     if match is None and "://" in text:
         raise NotAStoreError(
-            f"{text.partition('://')[0]!r} is no scheme of a URI; write s3://bucket/run1, or for a "
+            f"{text.partition('://')[0]!r} is not a URI scheme; write s3://bucket/run1, or for a "
             "local folder a path without '://'"
         )
     if match is None or match[1].lower() == "file":
@@ -109,7 +109,7 @@ def _check(scheme: str, place: str) -> None:
         )
     if scheme in ("http", "https"):
         raise NotAStoreError(
-            f"{scheme}:// is no place for a store; name the bucket (s3://bucket/run1), and give "
+            f"a store cannot be at {scheme}://; name the bucket (s3://bucket/run1), and give "
             "the server as storage_options={'endpoint_url': ...}, or --endpoint-url"
         )
     if not bucket:

@@ -1,4 +1,4 @@
-"""Before a take begins: the name must be free, and all ranks must have been asked for the same."""
+"""Checks before a take begins: the name is free, and all ranks pass the same arguments."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 
 from casnap.errors import DamagedError, SnapshotExistsError
 from casnap.format.codec import Codec
+from casnap.format.names import component_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.storage.objects import Objects
@@ -17,12 +18,12 @@ from casnap.take.options import TakeOptions
 
 
 class Request(msgspec.Struct, array_like=True):
-    """What a rank was asked to take.
+    """The arguments of a take on one rank.
 
     Attributes:
         store: The id of the store.
         name: The name of the snapshot.
-        keys: The keys of the app state.
+        keys: The keys of the app state, as components: a key need not be Unicode.
         options: The options that must be the same on all ranks.
         codec: How chunks are stored; that of rank 0 counts, which looks what the store is set to.
         seed: A random number; that of rank 0 chooses which bytes of replicas are compared.
@@ -59,7 +60,7 @@ def agree_on_request(
 
     Raises:
         SnapshotExistsError: The name is taken.
-        StateError: The ranks were asked for different things.
+        StateError: The ranks were called with different arguments.
     """
     root, codec = None, options.codec or Codec.RAW
     if comm.rank == 0:
@@ -68,7 +69,7 @@ def agree_on_request(
     own = Request(
         objects.config.store_id,
         name,
-        keys,
+        [component_of(key) for key in keys],
         {
             "overwrite": str(options.overwrite),
             "allow_pickle": str(options.allow_pickle),

@@ -30,7 +30,7 @@ def distinct_boxes(
         ):
             raise StateError(
                 f"{name}: rank {min(ranks)} says that it holds offsets {box.offsets}, sizes "
-                f"{box.sizes}, which is no part of shape {shape}; give all ranks one and the same "
+                f"{box.sizes}, which do not fit the shape {shape}; give all ranks one and the same "
                 "global shape"
             )
     return {box: sorted(ranks) for box, ranks in held.items()}

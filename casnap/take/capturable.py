@@ -1,21 +1,22 @@
-"""What a take can be asked to store: an app state, or leaves that were divided beforehand."""
+"""The input of a take: an app state, or leaves that were divided beforehand."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from casnap.format.names import component_of
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
-from casnap.state.containers import component_of
 from casnap.state.flatten import flatten
+from casnap.state.parts import check_state
 from casnap.state.stateful import RNGState, Stateful, random_states_first, same_random_state
 from casnap.state.tensors import Leaf
 from casnap.take.capture import Capture, KeySpan
 
 
 class Capturable(Protocol):
-    """What a take is asked to store.
+    """The input of a take.
 
     Attributes:
         values: The values of an app state that may declare something about themselves.
@@ -111,6 +112,7 @@ def _flattened(
         start, component = len(leaves), component_of(key)
         state = stateful.state_dict()
         with plain():
+            check_state(key, stateful, state)
             leaves.extend(flatten(state, component, allow_pickle=allow_pickle))
         per_rank = isinstance(stateful, RNGState)
         spans.append(KeySpan(per_rank, component, start, len(leaves)))

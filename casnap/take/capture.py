@@ -26,9 +26,9 @@ from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards
 from casnap.state.tensors import FileContent, Leaf, as_copyable, itemsize_of
 from casnap.take.staging import (
+    HeldBox,
     JointPart,
     Piece,
-    Source,
     piece_of_part,
     pieces_between,
     pieces_of,
@@ -39,7 +39,7 @@ class KeySpan(NamedTuple):
     """The leaves of one key of the app state.
 
     Attributes:
-        per_rank: Whether they belong to their rank alone, whatever they hold.
+        per_rank: Whether they belong to their rank alone, even if they are equal.
         component: The key, as a path component.
         start: The first leaf.
         stop: One past the last leaf.
@@ -221,19 +221,19 @@ class Capture:
             yield from pieces_between(leaf, source, grid, first, end)
             first = end
 
-    def _source(self, leaf: int, region: Region) -> Source:
+    def _source(self, leaf: int, region: Region) -> HeldBox:
         """Return the source that holds a box."""
         return next(s for s in self._sources(leaf) if _holds(s.region, region))
 
-    def _sources(self, leaf: int) -> list[Source]:
+    def _sources(self, leaf: int) -> list[HeldBox]:
         content = self.leaves[leaf].content
         if isinstance(content, Shards):
             parts = zip(content.boxes, map(as_copyable, content.tensors), strict=True)
-            return [Source(*part) for part in parts]
+            return [HeldBox(*part) for part in parts]
         grid = self.assigned[leaf].grid if leaf in self.assigned else self._grid(leaf)
         if isinstance(content, torch.Tensor):
             content = as_copyable(content)
-        return [Source(Region.whole(grid.shape), content)]
+        return [HeldBox(Region.whole(grid.shape), content)]
 
 
 def _holds(outer: Region, inner: Region) -> bool:

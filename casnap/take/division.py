@@ -35,7 +35,7 @@ from casnap.take.path_owner import (
     check_declared,
     compare_replicas,
     few_paths,
-    key_of,
+    key_of_path,
     owner_of,
     plan_sharded,
     replies,
@@ -50,7 +50,7 @@ _GROUP_BYTES = 8
 
 
 class Division(NamedTuple):
-    """What each rank does in a take, as far as this rank has to know.
+    """The division of a take's work, as far as this rank has to know it.
 
     Attributes:
         scopes: The scope of each leaf of this rank.
@@ -77,7 +77,7 @@ def divide(
     chunk_size: int,
     seed: int,
 ) -> Division:
-    """Find out what the ranks hold in common, and which of it this rank hashes.
+    """Find out what the ranks hold in common, and this rank's share of the hashing.
 
     Replicas are compared by samples first, since each rank hashes but a part of them.
 
@@ -143,7 +143,7 @@ def _keys(capture: Capture) -> list[bytes]:
     # Most tensors have one mesh, and its ranks take long to list.
     known: dict[int, tuple[int, ...]] = {}
     for path, _, content in capture.leaves:
-        keys.append(key_of(path))
+        keys.append(key_of_path(path))
         if isinstance(content, Shards):
             mesh = id(getattr(content.value, "device_mesh", content))
             if mesh not in known:

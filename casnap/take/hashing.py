@@ -108,7 +108,7 @@ class Hasher:
 
 
 def _reporter(progress: Progress, capture: Capture) -> Callable[[int], None]:
-    """Return what adds up the bytes that all threads have done, and reports the sum."""
+    """Return a function that adds up the bytes of all threads, and reports the sum."""
     lock, done, total = threading.Lock(), 0, capture.bytes_to_hash()
 
     def report(nbytes: int) -> None:

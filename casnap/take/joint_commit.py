@@ -21,7 +21,7 @@ _log = logging.getLogger("casnap")
 
 
 class _Instruction(msgspec.Struct, array_like=True):
-    """What rank 0 tells the other ranks while it commits: one of these.
+    """The orders of rank 0 to the other ranks while it commits.
 
     Attributes:
         move: Move what you wrote to names under this root, and hand over again.
@@ -75,7 +75,7 @@ def _lead(comm: Comm, transaction: Transaction, publish: Callable[[OtherRanks], 
     try:
         comm.broadcast_message(_Instruction(taken=taken), _Instruction)
     except RankError as e:
-        _log.warning("it is committed, but not all ranks hear of it: %s", e)
+        _log.warning("it is committed, but rank 0 could not tell all ranks: %s", e)
     return taken
 
 

@@ -129,7 +129,7 @@ class _Builder:
                 scopes[i] = Scope.EQUAL if is_equal else Scope.PER_RANK
 
     def _reports(self, undecided: list[list[int]]) -> list[_Report]:
-        """Return what each owner is told.
+        """Return the message to each owner.
 
         Args:
             undecided: The undecided leaves of each owner.
@@ -207,7 +207,7 @@ class _Builder:
 
 
 def _answers(reports: list[_Report], division: Division) -> list[bytes]:
-    """Say, for each undecided leaf of each rank, whether it is equal on all ranks."""
+    """Return, for each undecided leaf of each rank, whether it is equal on all ranks."""
     sharded = {path_part(key): owned.path for key, owned in division.owned.items()}
     for rank, report in enumerate(reports):
         for key, _ in report.undecided:

@@ -12,7 +12,7 @@ from casnap.runtime.threads import check_count
 from casnap.storage.retention import Retention, check_retention
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TakeOptions:
     """How to take. :meth:`casnap.Snapshot.take` describes the options.
 

@@ -54,7 +54,7 @@ class OwnedTensor(NamedTuple):
 
 
 class ShardClaim(msgspec.Struct, array_like=True):
-    """What one rank holds of a sharded leaf: its boxes, and a sample of each."""
+    """The part of a sharded leaf that one rank holds: its boxes, and a sample of each."""
 
     key: bytes
     path: str
@@ -99,7 +99,7 @@ class Reply(msgspec.Struct, array_like=True):
     splits: bool
 
 
-def key_of(path: str) -> bytes:
+def key_of_path(path: str) -> bytes:
     """Return the key by which all ranks know a path."""
     return digest_of(path.encode("utf-8", "surrogatepass"))[:KEY_BYTES]
 
@@ -191,7 +191,7 @@ def check_declared(
     more = f" (nor are {few_paths([*wrong.keys() - {path}])})" if len(wrong) > 1 else ""
     raise StateError(
         f"{path} is named by replicated=, but is not the same on all ranks{more}: on "
-        f"{rank_names(others)} it is not what it is on rank 0. Make it equal, leave it out of "
+        f"{rank_names(others)} it differs from rank 0. Make it equal, leave it out of "
         "replicated= (what is equal is found out), or have per_rank= name it"
     )
 

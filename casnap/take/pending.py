@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from casnap.errors import StateError
+from casnap.runtime.handlers import says_no_thread
 from casnap.runtime.threads import NO_THREADS, Worker
 from casnap.take.publish import Taken
 
@@ -34,13 +35,13 @@ def _under_way() -> tuple[PendingTake, ...]:
 
 
 def wait_for_room(most: int) -> None:
-    """Wait until at most so many takes are pending."""
+    """Wait until at most this many takes are pending."""
     while len(line := _under_way()) > most:
         line[0].wait_for_end()
 
 
 def wait_for_last(timeout: float | None = None) -> bool:
-    """Wait for the end, good or bad, of all takes in the background; return whether it came.
+    """Wait for all takes in the background, successful or not; return whether all have ended.
 
     Args:
         timeout: How many seconds to wait at most.
@@ -95,8 +96,7 @@ class PendingTake:
         with self._lock:
             if self._thread is not None:
                 return
-            fate = threading.Lock()
-            thread, before = Worker(lambda: self._run(fate), "casnap-async-take"), _under_way()
+            thread, before = Worker(self._run, "casnap-async-take"), _under_way()
             try:
                 self._thread = thread
                 self._before = before[-1] if before else None
@@ -104,23 +104,20 @@ class PendingTake:
                 _unstored.add(self)
                 thread.start()
             except BaseException as e:
-                # After an interrupt the thread may run or not. If it does not run yet, it must not
-                # run at all.
-                if fate.acquire(blocking=False):
+                # If it does not run yet, it must not run at all.
+                if thread.give_up():
                     _line, self._thread = before, None
                     _unstored.discard(self)
-                if isinstance(e, RuntimeError):
+                if isinstance(e, RuntimeError) and says_no_thread(e):
                     raise StateError(NO_THREADS) from e
                 raise
 
-    def _run(self, fate: threading.Lock) -> None:
-        """Do the rest of the take, unless :meth:`start` was interrupted and got ``fate`` first."""
-        if not fate.acquire(blocking=False):
-            return
+    def _run(self) -> None:
+        """Do the rest of the take."""
         try:
             assert self._finish is not None
             if self._before is not None:
-                # What became of it is told by its own handle.
+                # Its own handle says what became of it.
                 self._before.wait_for_end()
             self._taken = self._finish()
             _unstored.discard(self)
@@ -140,7 +137,7 @@ class PendingTake:
         self._thread.wait()
 
     def wait(self) -> Taken:
-        """Wait for the end; return what was taken, or raise the error."""
+        """Wait for the end; return the result, or raise the error."""
         self.wait_for_end()
         if self._error is not None:
             self.error_seen = True

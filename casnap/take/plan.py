@@ -69,7 +69,7 @@ def replicated_runs(grids: Sequence[Grid], rank: int, world: int) -> list[tuple[
 
     Args:
         grids: Of all these tensors, in one order on all ranks.
-        rank: Whose share.
+        rank: The rank whose share this is.
         world: The number of ranks.
 
     Returns:

@@ -2,7 +2,7 @@
 
 In a round the ranks send each other the parts of split cells, and decide which rank writes each
 chunk that is new, so that each is written once. The digest of a chunk names the rank that decides
-about it. That rank hears which ranks hold the chunk and do not find it in the store, and picks the
+about it. It gets to know which ranks hold the chunk and do not find it in the store, and picks the
 one that has been given least to write. So no rank sees all digests, and all have as much to decide.
 """
 
@@ -22,7 +22,7 @@ from casnap.format.names import rank_names
 from casnap.ranks.comm import Comm
 from casnap.ranks.shared_memory import not_shared
 from casnap.runtime.buffers import SLOT_BYTES, SLOTS
-from casnap.runtime.threads import Crew, Shared, cores
+from casnap.runtime.threads import Crew, SharedItems, cores
 from casnap.storage.pack import Choose
 from casnap.take.division import Division
 from casnap.take.split_cells import SHARED_BYTES, SplitCells
@@ -45,7 +45,7 @@ _Chunk: TypeAlias = tuple[Digest, int]
 
 
 class _Head(NamedTuple):
-    """What a rank says first.
+    """The beginning of a rank's message.
 
     Attributes:
         last: Whether it has hashed everything.
@@ -65,7 +65,7 @@ class _Head(NamedTuple):
 
 
 class _Heard:
-    """What one rank said in a round, taken apart."""
+    """The parts of one rank's message in a round."""
 
     def __init__(self, message: memoryview) -> None:
         self.head = _Head(*HEAD.unpack_from(message))
@@ -92,7 +92,7 @@ class NoRounds:
 
     def run(self, batches: Batches, hash_batches: Hash) -> None:
         """Hash on all cores, up to eight, or up to the limit of the crew."""
-        source = Shared(batches(PIECE_BYTES), self._crew)
+        source = SharedItems(batches(PIECE_BYTES), self._crew)
         self._crew.run(lambda: hash_batches(source, None), self._crew.limited(min(cores(), 8)))
 
 
@@ -180,7 +180,7 @@ class Rounds:
         Raises:
             RankError: Another rank failed, died or hangs.
         """
-        source = Shared(self._without_parts(batches(SLOT_BYTES)), self._crew)
+        source = SharedItems(self._without_parts(batches(SLOT_BYTES)), self._crew)
         hashing = self._crew.start(
             lambda: hash_batches(self._with_whole_cells(source), self._choose), self._threads
         )
@@ -211,7 +211,7 @@ class Rounds:
                     self._split_cells.add(piece)
             yield [piece for piece in batch if piece.part is None]
 
-    def _with_whole_cells(self, source: Shared[list[Piece]]) -> Iterator[list[Piece]]:
+    def _with_whole_cells(self, source: SharedItems[list[Piece]]) -> Iterator[list[Piece]]:
         """Yield what one thread is to hash: batches of this rank, and cells put together."""
         try:
             for batch in source:

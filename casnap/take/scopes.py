@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from casnap.format.entries import ContainerEntry, TensorEntry
-from casnap.state.containers import component_of
+from casnap.format.names import component_of
 from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards
 from casnap.state.tensors import Leaf
@@ -47,7 +47,7 @@ class Declarations(NamedTuple):
     ddp_buffers: frozenset[str] = frozenset()
 
     def is_named_replicated(self, path: str) -> bool:
-        """Whether ``replicated=`` names a path, which is no buffer of a DDP module."""
+        """Whether ``replicated=`` names a path, which is not a buffer of a DDP module."""
         return path not in self.ddp_buffers and _matches(path, self.replicated)
 
 

@@ -26,7 +26,7 @@ import torch
 from casnap.format.decoding import decoder
 from casnap.format.records import encode
 from casnap.format.region import Region
-from casnap.ranks.shared_memory import Ring, Shared
+from casnap.ranks.shared_memory import Ring, SharedMemory
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot
 from casnap.storage.pack import Raw
@@ -41,7 +41,7 @@ _HEAD = struct.Struct("<I")
 _cell_slots = Pool(SHARED_BYTES, 1)
 
 
-class _Place(msgspec.Struct, array_like=True, gc=False):
+class _JointPlace(msgspec.Struct, array_like=True, gc=False):
     """Where a joint is put together.
 
     Attributes:
@@ -85,7 +85,7 @@ class _Message(msgspec.Struct, array_like=True):
     """
 
     last: bool
-    opened: list[_Place]
+    opened: list[_JointPlace]
     parts: list[_Part]
 
 
@@ -102,7 +102,7 @@ class _Joint:
 
     __slots__ = ("leaf", "missing", "place", "sizes", "view")
 
-    def __init__(self, leaf: int, place: _Place, sizes: list[int], view: memoryview) -> None:
+    def __init__(self, leaf: int, place: _JointPlace, sizes: list[int], view: memoryview) -> None:
         self.leaf = leaf
         self.place = place
         self.sizes = sizes
@@ -124,7 +124,11 @@ class SplitCells:
     """
 
     def __init__(
-        self, rank: int, shared: Shared, keys: Sequence[bytes], assigned: Mapping[int, Assignment]
+        self,
+        rank: int,
+        shared: SharedMemory,
+        keys: Sequence[bytes],
+        assigned: Mapping[int, Assignment],
     ) -> None:
         self._rank = rank
         self._size = len(shared.theirs)
@@ -140,7 +144,7 @@ class SplitCells:
         # Of each rank: whether it has said that it will give no more; the joints that it takes
         # parts of from this rank, in order.
         self._lasts = [False] * self._size
-        self._places: list[deque[_Place]] = [deque() for _ in range(self._size)]
+        self._places: list[deque[_JointPlace]] = [deque() for _ in range(self._size)]
         # This rank's joints: those that are still to be opened; the next one; those that are open;
         # the bytes of these, and of what is whole but not hashed yet.
         self._to_open = self._joints()
@@ -192,7 +196,7 @@ class SplitCells:
         with self._lock:
             return self._may_open or any(self._place(rank) for rank in range(self._size))
 
-    def _place(self, rank: int) -> _Place | None:
+    def _place(self, rank: int) -> _JointPlace | None:
         """Return where the next part for a rank goes, if there is one and the rank takes it."""
         box, places = self._outbox[rank], self._places[rank]
         if not box:
@@ -218,9 +222,9 @@ class SplitCells:
             # After an error as well: no box has them any more.
             give_back(piece for pieces in drawn for piece, _ in pieces)
 
-    def _draw(self, rank: int) -> list[tuple[Piece, _Place]]:
+    def _draw(self, rank: int) -> list[tuple[Piece, _JointPlace]]:
         """Take parts for a rank off its box, with the places of their joints."""
-        drawn: list[tuple[Piece, _Place]] = []
+        drawn: list[tuple[Piece, _JointPlace]] = []
         left = max(1, _WINDOW_BYTES // self._size)
         with self._lock:
             while left > 0 and (place := self._place(rank)) is not None:
@@ -231,7 +235,7 @@ class SplitCells:
         return drawn
 
     def _message(
-        self, rank: int, drawn: list[tuple[Piece, _Place]], message: _Message
+        self, rank: int, drawn: list[tuple[Piece, _JointPlace]], message: _Message
     ) -> memoryview:
         inline: list[Raw] = []
         memory = self._shared.theirs[rank]
@@ -286,9 +290,9 @@ class SplitCells:
             return False
         return self._bytes_in_use + sum(self._next[2]) <= len(self._room) or not self._bytes_in_use
 
-    def _open_more(self) -> list[list[_Place]]:
+    def _open_more(self) -> list[list[_JointPlace]]:
         """Open this rank's next joints, as far as there is room; return what to tell each rank."""
-        opened: list[list[_Place]] = [[] for _ in range(self._size)]
+        opened: list[list[_JointPlace]] = [[] for _ in range(self._size)]
         while self._next is not None and self._may_open:
             leaf, first, sizes, givers = self._next
             nbytes, room = sum(sizes), self._room
@@ -296,7 +300,9 @@ class SplitCells:
                 self._bytes_in_use += nbytes
                 at = self._ring.take(nbytes) if self._ring is not None else None
             view = memoryview(bytearray(nbytes)) if at is None else room[at : at + nbytes]
-            place = _Place(self._keys[leaf], first, first + len(sizes), -1 if at is None else at)
+            place = _JointPlace(
+                self._keys[leaf], first, first + len(sizes), -1 if at is None else at
+            )
             self._open[place.key, first] = _Joint(leaf, place, sizes, view)
             for rank in givers:
                 opened[rank].append(place)

@@ -20,7 +20,7 @@ from casnap.format.records import MAX_CHUNK_SIZE
 from casnap.format.region import Region
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot, bytes_at, view_at
-from casnap.runtime.threads import Crew, Shared, collector_paused, cores
+from casnap.runtime.threads import Crew, SharedItems, collector_paused, cores
 from casnap.state.cuda import pin, side_stream
 from casnap.state.tensors import FileContent, as_copyable
 from casnap.storage.pack import Raw
@@ -85,7 +85,7 @@ def give_back(pieces: Iterable[Piece]) -> None:
                 stack.callback(piece.give_back)
 
 
-class Source(NamedTuple):
+class HeldBox(NamedTuple):
     """Elements of a leaf that this rank holds: a box of it, and the content of the box."""
 
     region: Region
@@ -104,7 +104,7 @@ def pieces_of(number: int, content: torch.Tensor | bytes, grid: Grid) -> Iterabl
             return _runs(number, grid, view_at(content.data_ptr(), nbytes), content, PIECE_BYTES)
         # There may be many of these, so not one object more than needed.
         return (Piece(number, 0, (nbytes,), bytes_at(content.data_ptr(), nbytes)),)
-    source = Source(Region.whole(grid.shape), as_copyable(content))
+    source = HeldBox(Region.whole(grid.shape), as_copyable(content))
     return pieces_between(number, source, grid, 0)
 
 
@@ -126,7 +126,7 @@ _read = Pool(MAX_CHUNK_SIZE, 4)
 
 
 def _read_runs(number: int, grid: Grid, content: FileContent) -> Iterator[Piece]:
-    """Yield a leaf that lies in a file, in runs that the thread reads which hashes them."""
+    """Yield a leaf of a file in runs; the thread that hashes a run also reads it."""
     mapped, start = view_at(content.data_ptr(), content.nbytes), 0
     for piece in _runs(number, grid, mapped, None, _READ_BYTES):
         yield _read_piece(piece, content, start)
@@ -136,11 +136,11 @@ def _read_runs(number: int, grid: Grid, content: FileContent) -> Iterator[Piece]
 def _read_piece(piece: Piece, content: FileContent, start: int) -> Piece:
     """Return a piece that is read into a buffer, from a byte of the content on."""
     slot = _read.take()
-    reading = _Reading(content, start, slot.view[: len(piece.view)])
+    reading = _FileRead(content, start, slot.view[: len(piece.view)])
     return piece._replace(view=reading.view, ready=reading, done=partial(_read.release, slot))
 
 
-class _Reading:
+class _FileRead:
     """Reads some bytes of a file, once."""
 
     def __init__(self, content: FileContent, start: int, view: memoryview) -> None:
@@ -155,7 +155,7 @@ class _Reading:
 
 
 def pieces_between(
-    number: int, source: Source, grid: Grid, first: int, stop: int | None = None
+    number: int, source: HeldBox, grid: Grid, first: int, stop: int | None = None
 ) -> Iterator[Piece]:
     """Yield the bytes of some cells, which all lie in the source, in runs of about 8 MiB."""
     stop = grid.count if stop is None else stop
@@ -170,7 +170,7 @@ def pieces_between(
         yield _piece(number, begin, sizes, source, region)
 
 
-def piece_of_part(number: int, source: Source, part: JointPart) -> Piece:
+def piece_of_part(number: int, source: HeldBox, part: JointPart) -> Piece:
     """Return the bytes of a part of some cells."""
     assert isinstance(source.content, torch.Tensor)
     # Copied at once, also from a GPU: many parts wait to be sent.
@@ -183,7 +183,7 @@ def piece_of_part(number: int, source: Source, part: JointPart) -> Piece:
     return Piece(number, part.first, [block.nbytes], view, block, part=part)
 
 
-def _piece(number: int, first: int, sizes: list[int], source: Source, region: Region) -> Piece:
+def _piece(number: int, first: int, sizes: list[int], source: HeldBox, region: Region) -> Piece:
     content = source.content
     assert isinstance(content, torch.Tensor)
     block = content[region.within(source.region)].contiguous()
@@ -359,7 +359,7 @@ class StagedCopies:
         self._when_full = when_full
         try:
             with closing(self._placed(pieces)) as placed, Crew(self._threads) as crew:
-                source = Shared(placed, crew)
+                source = SharedItems(placed, crew)
                 crew.run(lambda: self._copy(source), crew.limited(cores()))
         except BaseException as e:
             self._error = e
@@ -402,7 +402,7 @@ class StagedCopies:
             if block is not None:
                 block.done()
 
-    def _copy(self, source: Shared[_Copying]) -> None:
+    def _copy(self, source: SharedItems[_Copying]) -> None:
         for piece, target, under_way in source:
             try:
                 if piece.ready is not None:

@@ -1,4 +1,4 @@
-"""Taking a snapshot: capture, share out the work, stage, hash, write what is new, commit.
+"""Taking a snapshot: capture, divide the work, stage, hash, write new chunks, commit.
 
 A single process takes the same path as many ranks: its communicator is a group of one.
 """
@@ -9,12 +9,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
-from casnap.errors import FencedError
+from casnap.errors import FencedError, StateError
 from casnap.format.codec import Codec
+from casnap.format.names import key_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.runtime.threads import Crew, collector_paused, undisturbed
@@ -96,28 +98,51 @@ def async_take(
                 copies.fill(work.pieces(), when_full=pending.start)
                 work.capture.drop_tensors()
                 pending.start()
-            except BaseException:
+            except BaseException as e:
+                # Once started, the take in the background fails too, and tells the other ranks.
                 if not pending.started:
                     undisturbed(lambda _: copies.release())
+                    _tell_ranks_later(work, name, e)
                 pending.error_seen = True
                 raise
             return pending
     except BaseException as e:
-        # Once started, the take in the background fails too, and tells the other ranks itself.
         if pending is None:
             comm.__exit__(type(e), e, None)
-        elif not pending.started:
-            _ranks_later(comm, options).__exit__(type(e), e, None)
         raise
 
 
-def _ranks_later(comm: Comm, options: TakeOptions) -> Comm:
+def _ranks_later(work: _Take) -> Comm:
     """Return the ranks as they meet for the part of an async take in the background."""
-    return comm.behind() if options.max_pending > 1 else comm
+    return work.comm.behind(work.seed) if work.options.max_pending > 1 else work.comm
+
+
+def _tell_ranks_later(work: _Take, name: str, error: BaseException) -> None:
+    """When its turn comes, tell the other ranks that a take failed before it stood in line.
+
+    They may still store earlier takes, and would take the error for one of those.
+    """
+
+    def tell() -> Taken:
+        _ranks_later(work).__exit__(type(error), error, None)
+        raise StateError(f"the call for {name!r} failed")
+
+    if work.options.max_pending == 1:
+        work.comm.__exit__(type(error), error, None)
+        return
+    telling = PendingTake(name, tell)
+    telling.error_seen = True
+    try:
+        telling.start()
+    except StateError:
+        # No thread can be started.
+        background.wait_for_last()
+        with suppress(BaseException):
+            tell()
 
 
 def _store_copies(work: _Take, copies: StagedCopies, in_call: Counter[str]) -> Taken:
-    with _ranks_later(work.comm, work.options) as comm:
+    with _ranks_later(work) as comm:
         try:
             if work.options.max_pending > 1:
                 # Takes that were pending at the call have ended since: rely on what they wrote, and
@@ -140,19 +165,29 @@ def _begin(
     comm: Comm,
     started: float,
 ) -> _Take:
-    """Do what needs the caller's state: agree with the other ranks, capture, divide the work."""
+    """Do the steps that need the caller's state: agree, capture, divide the work."""
     options = replace(options, metadata=checked_metadata(options.metadata or {}))
     before = dict(objects.backend.requests)
     comm.enter_phase("beginning a take")
     request = agree_on_request(objects, name, asked.keys(), options, comm)
     chunk_size = objects.config.chunk_size
-    capture = asked.capture(request.keys, chunk_size, allow_pickle=options.allow_pickle)
+    keys = [key_of(component) for component in request.keys]
+    capture = asked.capture(keys, chunk_size, allow_pickle=options.allow_pickle)
     comm.enter_phase("sharing out the work")
     division = divide(comm, capture, asked.values, options, chunk_size, request.seed)
     capture.assign(division.assigned)
     publication = Publication(objects, name, options, comm.size, started)
     return _Take(
-        objects, options, request.codec, comm, capture, division, publication, before, request.root
+        objects,
+        options,
+        request.codec,
+        comm,
+        capture,
+        division,
+        publication,
+        before,
+        request.root,
+        request.seed,
     )
 
 
@@ -162,7 +197,8 @@ class _Take:
 
     Attributes:
         codec: How new chunks are stored.
-        told: The root to base it on, if rank 0 has told one; by default the newest one is read.
+        told: The root to base it on, if rank 0 has sent one; by default the newest one is read.
+        seed: A random number that all ranks of this take have, and no other take.
     """
 
     objects: Objects
@@ -174,22 +210,22 @@ class _Take:
     publication: Publication
     requests_before: Mapping[str, int]
     told: Root | None
+    seed: int
 
     def pieces(self) -> Iterable[Piece]:
         """Return the bytes that this rank hashes; each rank begins with another part of them."""
         return self.capture.pieces(self.comm.rank / self.comm.size)
 
     def store(self, batches: Callable[[int], Iterable[list[Piece]]]) -> Taken:
-        """Store the chunks that are new, then the manifest, and commit.
+        """Store the new chunks, then the manifest, and commit.
 
         Args:
             batches: Returns the pieces in batches of so many bytes.
         """
-        return undisturbed(partial(self._store, batches))
+        return undisturbed(partial(self._store, batches), limit=self.options.threads)
 
     def _store(self, batches: Callable[[int], Iterable[list[Piece]]], crew: Crew) -> Taken:
         comm, publication = self.comm, self.publication
-        crew.limit = self.options.threads
         transaction = Transaction(
             self.objects,
             crew,
@@ -202,7 +238,7 @@ class _Take:
             comm.enter_phase("hashing and writing")
             hasher = Hasher(self.capture, transaction, self.options.progress)
             rounds_for(comm, crew, self.division).run(batches, hasher.hash)
-            comm.enter_phase("settling what is whose")
+            comm.enter_phase("assembling the manifest")
             with collector_paused():
                 built = build_manifest(
                     comm, self.capture, self.division, hasher.digests, transaction.put_node

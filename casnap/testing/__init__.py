@@ -7,6 +7,9 @@
   docstring says how to run them on your own backend.
 
 ``casnap.Store(backend)`` opens a store on any backend, a faulty one too.
+
+This folder may import all of casnap, except the command, the demo and the integrations. Reading the
+code, begin with ``faults.py`` and ``proxy.py``.
 """
 
 from __future__ import annotations

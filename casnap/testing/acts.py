@@ -123,7 +123,7 @@ class Gate:
 
 
 def hold(calls: int | None = None) -> Act:
-    """Return at once, and do the call later: after so many others, at the latest before a sync.
+    """Return at once, and do the call later: after other calls, at the latest before a sync.
 
     Only for calls without an answer: ``write``, ``copy``, ``delete``, ``mark`` and ``keep_copy``.
     """

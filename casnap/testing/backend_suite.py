@@ -90,7 +90,7 @@ class BackendSuite:
         assert backend.read("packs/ab/x") == content[start:]
 
     def test_what_is_missing(self, backend: Backend) -> None:
-        """A missing object raises ``FileNotFoundError``; to delete it is no error."""
+        """A missing object raises ``FileNotFoundError``; deleting it is not an error."""
         for key in ("top", "packs/ab/x", "a/b/c/d/e"):
             assert_absent(backend, key)
             backend.delete(key)
@@ -108,7 +108,7 @@ class BackendSuite:
         assert backend.read("packs/ab/x") == b"again"
 
     def test_what_is_deleted_together(self, backend: Backend) -> None:
-        """Those that do not exist are no error, and no other object goes with them."""
+        """Missing ones are not an error, and no other object is deleted with them."""
         keys = [f"packs/{n % 3:02x}/größe {n}&<{n}>" for n in range(40)]
         for key in keys:
             backend.write(key, key.encode())
@@ -143,7 +143,7 @@ class BackendSuite:
 
     @pytest.mark.parametrize("how", ["write", "put_if_absent", "copy"])
     def test_a_taken_key_is_not_put(self, backend: Backend, how: str) -> None:
-        """An existing object stays, whichever call made it.
+        """An existing object stays, by whichever call it was made.
 
         A remote backend takes these very bytes for its own: the answer to an earlier attempt may
         have been lost.
@@ -159,7 +159,7 @@ class BackendSuite:
             assert backend.read("roots/0/1") == b"first"
 
     def test_threads_that_put_one_key(self, backend: Backend) -> None:
-        """Exactly one wins, and what it put stands."""
+        """Exactly one put wins, and its bytes are there."""
         barrier = threading.Barrier(_THREADS)
         rounds = 20
 
@@ -387,7 +387,7 @@ class SharedBackendSuite(BackendSuite):
         return opener()
 
     def test_processes_that_put_one_key(self, opener: Opener) -> None:
-        """Exactly one wins, and what it put stands."""
+        """Exactly one put wins, and its bytes are there."""
         spawn = multiprocessing.get_context("spawn")
         barrier, answers = spawn.Barrier(_PROCESSES), spawn.SimpleQueue()
         with processes(

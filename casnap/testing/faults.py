@@ -1,4 +1,4 @@
-"""A backend that fails as it is told: what fails (a :class:`Fault`), and how (an act).
+"""A backend that fails on demand: a :class:`Fault` says which calls fail, an act says how.
 
 An **act** is a function that stands between a caller and one call of the backend. It gets the
 :class:`Call`, and may do it (``call.go()``), not do it, do it twice, do it with other arguments,
@@ -58,7 +58,7 @@ Act: TypeAlias = Callable[[Any], object]
 
 
 class Crash(BaseException):
-    """The process is dead, as far as the backend can tell: nothing more that it does happens."""
+    """The process counts as dead: none of its later calls has an effect."""
 
 
 @dataclass

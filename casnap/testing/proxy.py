@@ -1,4 +1,4 @@
-"""A proxy that fails as it is told: it stands between the client of an object store and the server.
+"""A proxy that fails on demand, between the client of an object store and the server.
 
 It has real sockets, so that the client's own time-outs, retries and parsers are tested. As with
 :class:`~casnap.testing.FaultyBackend`, each fault has an act, which gets the request (an
@@ -274,7 +274,7 @@ class FaultyProxy:
             exchange = replace(exchange, go=partial(_through, act, exchange))
         answer: object = exchange.go()
         if not isinstance(answer, Answer):
-            raise TypeError(f"an act answered {exchange} with {answer!r}, which is no Answer")
+            raise TypeError(f"an act answered {exchange} with {answer!r}, which is not an Answer")
         return answer
 
     def _forget(self) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of a backend are made of: contents to write, threads and processes to run."""
+"""Tools for the tests of a backend: contents to write, threads and processes to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bring snapshots from one store to another: only what the other side lacks is sent.
+"""Copy snapshots from one store to another: send only chunks that the other lacks.
 
 Imports ``storage``, and no other verb. Begin with ``copy.py``.
 """

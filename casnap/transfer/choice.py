@@ -1,4 +1,4 @@
-"""Which snapshots a copy is to bring where, and whether that can be done at all."""
+"""Choosing the snapshots of a copy and their new names, and checks before it begins."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from casnap.format.records import Row
 from casnap.storage.objects import Objects
 from casnap.storage.settings import codec_of
 from casnap.storage.table import Table, snapshots_in
-from casnap.transfer.report import Chosen
+from casnap.transfer.report import ChosenSnapshot
 
 
-def choose(source: Objects, prefix: str, name: str | None, rename: str | None) -> list[Chosen]:
+def choose(
+    source: Objects, prefix: str, name: str | None, rename: str | None
+) -> list[ChosenSnapshot]:
     """Return the snapshots that are meant, each with its full name and what it is called there.
 
     Args:
@@ -44,7 +46,7 @@ def choose(source: Objects, prefix: str, name: str | None, rename: str | None) -
     found = source.current(lambda root: look(source.table(root)))
     below = len(prefix) + 1 if prefix else 0
     return [
-        Chosen(
+        ChosenSnapshot(
             full,
             _renamed(full[below:], inner, rename),
             # Notes of casnap's own are about that store alone.

@@ -18,7 +18,7 @@ from casnap.runtime.progress import Progress
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table
-from casnap.transfer.report import Chosen, CopyOptions, CopyReport
+from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
 from casnap.transfer.tally import Tally
 from casnap.transfer.tree import SourceTree
 from casnap.transfer.whole import WholeCopy, is_present
@@ -32,7 +32,7 @@ _MOST_SEEN = 1 << 19
 def copy_snapshots(
     source: Objects,
     destination: Objects | None,
-    snapshots: Sequence[Chosen],
+    snapshots: Sequence[ChosenSnapshot],
     options: CopyOptions | None = None,
     progress: Progress | None = None,
 ) -> CopyReport:
@@ -83,9 +83,9 @@ class _Copy:
         self.report.dry_run = options.dry_run
         # Nodes that were seen in this copy; and each with the copied snapshot that it is part of.
         self._seen: set[bytes] = set()
-        self._owners: dict[bytes, Chosen] = {}
+        self._owners: dict[bytes, ChosenSnapshot] = {}
 
-    def run(self, snapshots: Sequence[Chosen]) -> None:
+    def run(self, snapshots: Sequence[ChosenSnapshot]) -> None:
         """Copy them all."""
         todo = self._missing(snapshots)
         self._tally.total = sum(chosen.row.stats.logical_bytes for chosen in todo)
@@ -93,7 +93,7 @@ class _Copy:
             with self._tally.dealing_with(chosen.row.stats.logical_bytes):
                 self._copy(chosen)
 
-    def _missing(self, snapshots: Sequence[Chosen]) -> list[Chosen]:
+    def _missing(self, snapshots: Sequence[ChosenSnapshot]) -> list[ChosenSnapshot]:
         """Return the snapshots that the destination lacks.
 
         Raises:
@@ -113,7 +113,7 @@ class _Copy:
         self.report.present += [chosen.target for chosen, is_there in pairs if is_there]
         return [chosen for chosen, is_there in pairs if not is_there]
 
-    def _copy(self, chosen: Chosen) -> None:
+    def _copy(self, chosen: ChosenSnapshot) -> None:
         try:
             with Contents(self._source, chosen.name, chosen.row).reading():
                 self._copy_unfenced(chosen)
@@ -124,7 +124,7 @@ class _Copy:
             self._forget()
             self.report.gone.append(chosen.name)
 
-    def _copy_unfenced(self, chosen: Chosen) -> None:
+    def _copy_unfenced(self, chosen: ChosenSnapshot) -> None:
         for tries in count(1):
             try:
                 self._try(chosen)
@@ -139,7 +139,7 @@ class _Copy:
             else:
                 return
 
-    def _try(self, chosen: Chosen) -> None:
+    def _try(self, chosen: ChosenSnapshot) -> None:
         if len(self._seen) > _MOST_SEEN:
             self._forget()
         tree = SourceTree(self._source, chosen, self._seen, self._owners)

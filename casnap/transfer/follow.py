@@ -19,7 +19,7 @@ from casnap.runtime.progress import Progress
 from casnap.storage.objects import Objects
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.patience import RETRY_REFUSED, Patience
-from casnap.transfer.report import Chosen, CopyOptions, CopyReport
+from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
 
 _log = logging.getLogger("casnap")
 
@@ -37,7 +37,7 @@ class Pair:
 
     source: Objects
     destination: Objects
-    choose: Callable[[], list[Chosen]]
+    choose: Callable[[], list[ChosenSnapshot]]
     options: CopyOptions
 
 
@@ -66,7 +66,7 @@ class Follower:
         progress: As for a copy.
 
     Attributes:
-        refused: Snapshots, by name, that cannot be copied until somebody does something, and why.
+        refused: Snapshots, by name, that cannot be copied until the user acts, and why.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Follower:
                     yield report
         self._looked_at = root.commit
 
-    def _copy(self, pair: Pair, chosen: Chosen) -> CopyReport | None:
+    def _copy(self, pair: Pair, chosen: ChosenSnapshot) -> CopyReport | None:
         own = self._copied.setdefault(chosen.target, set())
         chosen = chosen._replace(replaces=frozenset(own))
         try:

@@ -50,7 +50,7 @@ from casnap.transfer.choice import check_pair
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.mirror_report import Destination, HostNote, HowToMirror, MirrorStatus, Told
 from casnap.transfer.patience import RETRY_REFUSED, Patience
-from casnap.transfer.report import Chosen
+from casnap.transfer.report import ChosenSnapshot
 
 _log = logging.getLogger("casnap")
 # How often to look for what other processes have committed, in seconds.
@@ -140,7 +140,7 @@ class Mirror:
             raise self._misfit
 
     def stop(self) -> None:
-        """Copy no more. What the mirror lacks stays noted; another Store with it goes on."""
+        """Stop copying. The store notes what the mirror lacks; another Store with it goes on."""
         self._stopped = True
         self._event.set()
 
@@ -175,7 +175,7 @@ class Mirror:
             self._pass.start()
 
     def due(self) -> float:
-        """Return in how many seconds to look whether there is something to copy."""
+        """Return in how many seconds to look for something to copy."""
         # At a remote store each look is a request or two.
         return self._patience.delay or (6 * _LOOK if self._source.backend.is_remote else _LOOK)
 
@@ -195,7 +195,8 @@ class Mirror:
             except (BusyError, _StoppedError):
                 pass
             except BaseException as e:  # noqa: BLE001 - it must never reach a take
-                self._patience.note_failure(e)
+                if not self._stopped:
+                    self._patience.note_failure(e)
                 self._again = False
                 self._note.tell(self._told())
             finally:
@@ -255,7 +256,7 @@ class Mirror:
         return any_copied
 
     def _settle(self, copied: dict[str, bytes]) -> None:
-        # Before that, so that who waits for the notes finds no failure any more.
+        # Before that, so that a thread that waits for the notes finds no failure any more.
         self._patience.note_success()
         settle(self._source, copied)
         copied.clear()
@@ -267,7 +268,7 @@ class Mirror:
         target = f"{there.prefix}/{name}" if there.prefix else name
         store_id = self._source.config.store_id
         sent = msgspec.structs.replace(row, tags=origin_tags(row, store_id))
-        chosen = Chosen(name, target, sent, self._replaceable(there.objects, target))
+        chosen = ChosenSnapshot(name, target, sent, self._replaceable(there.objects, target))
         try:
             copy_snapshots(self._source, there.objects, [chosen], progress=self._on_progress)
         except SnapshotNotFoundError:
@@ -281,7 +282,7 @@ class Mirror:
             return False
         if (retention := self.how.retention) is not None:
             folder = target.rpartition("/")[0]
-            # What others have put there is theirs.
+            # Other stores' copies there are not ours to prune.
             own = lambda found: origin_of(found) == store_id  # noqa: E731
             prune(there.objects, Pruning(there.objects, retention, folder, row.commit, own))
         return True
@@ -311,7 +312,9 @@ class Mirror:
         self._refused[name] = (row.commit, why)
         self._refused_until = time.monotonic() + RETRY_REFUSED
 
-    def _conflict(self, there: Destination, chosen: Chosen, error: SnapshotExistsError) -> str:
+    def _conflict(
+        self, there: Destination, chosen: ChosenSnapshot, error: SnapshotExistsError
+    ) -> str:
         """Say which two snapshots want one name."""
         objects, here = there.objects, self._source
         row = objects.current(lambda root: objects.table(root).get(chosen.target))
@@ -342,7 +345,7 @@ class Mirror:
                     self._there = self._opened()
                     self._misfit = None
                 except CasnapError as e:
-                    # A failure may pass; all else stays so until somebody does something.
+                    # A failure may pass. Any other error stays until the user acts.
                     if isinstance(e, OptionsError) or not isinstance(e, BackendError):
                         self._misfit = e
                     raise
@@ -393,7 +396,7 @@ class Mirror:
             asked: How many the user allowed, for the message.
 
         Raises:
-            MirrorError: The time is over, or some cannot be mirrored.
+            MirrorError: The time is over, some cannot be mirrored, or the mirror was stopped.
         """
         if os.getpid() != self._pid:
             self._begin()
@@ -414,8 +417,10 @@ class Mirror:
             status = self.status()
             hopeless = lacking.keys() <= status.refused.keys() or self._misfit is not None
             hopeless &= self._passive or self._passes > passes
+            hopeless |= self._stopped and not self._passive
             if hopeless or (until is not None and time.monotonic() >= until):
-                raise MirrorError(_lag(status, lacking, None if hopeless else asked))
+                told = "it was stopped by this process" if self._stopped else ""
+                raise MirrorError(_lag(status, lacking, None if hopeless else asked, told))
 
     def _tell_waiting(self) -> None:
         with self._changed:
@@ -428,14 +433,14 @@ class Mirror:
         return Told(os.getpid(), error, patience.since or 0.0, refused)
 
 
-def _lag(status: MirrorStatus, lacking: Iterable[str], timeout: float | None) -> str:
+def _lag(status: MirrorStatus, lacking: Iterable[str], timeout: float | None, stopped: str) -> str:
     names = sorted(lacking)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     why = [f"{name}: {text}" for name, text in status.refused.items() if name in names]
     if status.error is not None:
         why.append(status.error)
     after = "" if timeout is None else f" after {timeout:g} s"
-    causes = "; ".join(why[:3]) or "it is still copying"
+    causes = stopped or "; ".join(why[:3]) or "it is still copying"
     return (
         f"{status.uri} lacks {', '.join(names[:3])}{more}{after}: {causes}. They are kept here, "
         "and a Store with this mirror goes on copying them"
@@ -469,7 +474,7 @@ def _warn_of_lag() -> None:
             # Logging may be torn down by now, and this must be seen.
             print(
                 f"casnap: WARNING: {mirror.uri} lacks {len(lacking)} of the snapshots of "
-                f"{mirror._source.backend.uri}. What it lacks is kept there, and the next Store "
-                "with this mirror copies it",
+                f"{mirror._source.backend.uri}. They are kept there, and the next Store "
+                "with this mirror copies them",
                 file=sys.stderr,
             )

@@ -1,4 +1,4 @@
-"""What a mirror is told, and what it tells: to users, and to other processes of its host."""
+"""The options of a mirror, and its status: for users, and for other processes of its host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Destination(NamedTuple):
 
 
 class HowToMirror(NamedTuple):
-    """What the user said of a mirror.
+    """The user's options for a mirror.
 
     Attributes:
         uri: The mirror.
@@ -56,7 +56,7 @@ class MirrorStatus:
         active: Whether this process is copying just now.
         error: Why the last try failed; None if it did not.
         since: When it began to fail, in seconds since the epoch.
-        refused: Snapshots, by name, that cannot be mirrored until somebody does something, and why.
+        refused: Snapshots, by name, that cannot be mirrored until the user acts, and why.
     """
 
     uri: str

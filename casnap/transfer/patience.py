@@ -1,4 +1,4 @@
-"""How work that goes on for ever deals with failures: it waits longer each time."""
+"""Retries of endless work: after each failure it waits longer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _log = logging.getLogger("casnap")
 _random = random.SystemRandom()
 _FIRST, _LONGEST = 1.0, 60.0
 RETRY_REFUSED = 60.0
-"""After how many seconds to try again what waits for somebody to do something."""
+"""After how many seconds to try again a snapshot that waits for the user to act."""
 
 
 class Patience:

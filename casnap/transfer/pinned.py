@@ -1,4 +1,4 @@
-"""What was sent of a snapshot that is not copied whole yet, kept from the collector.
+"""Rows that keep the sent parts of an unfinished copy from the collector.
 
 A row of the table, under a name that no snapshot can have, refers to the chunks that were sent. Its
 manifest has a key for each part: a tensor of bytes, cut into boxes that are the chunks. So for
@@ -25,10 +25,10 @@ from casnap.storage.objects import Objects
 from casnap.storage.table import Table
 from casnap.storage.transaction import Transaction
 from casnap.storage.tree import build
-from casnap.transfer.report import Chosen
+from casnap.transfer.report import ChosenSnapshot
 
 
-def name_of(chosen: Chosen) -> str:
+def name_of(chosen: ChosenSnapshot) -> str:
     """Return the name of the row that keeps what was sent of a snapshot."""
     return UNFINISHED + chosen.row.commit.hex()
 
@@ -66,7 +66,11 @@ def parts_of(objects: Objects, row: Row | None) -> dict[str, bytes]:
 
 
 def with_parts(
-    transaction: Transaction, table: Table, seq: int, chosen: Chosen, parts: dict[str, bytes]
+    transaction: Transaction,
+    table: Table,
+    seq: int,
+    chosen: ChosenSnapshot,
+    parts: dict[str, bytes],
 ) -> dict[str, Row | None]:
     """Return the change of the table that adds some parts."""
     name = name_of(chosen)

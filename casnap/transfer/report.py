@@ -1,4 +1,4 @@
-"""What a copy is told, and what it tells."""
+"""The options of a copy, and its report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from casnap.format.records import Row
 PART_BYTES = 1 << 30
 
 
-class Chosen(NamedTuple):
+class ChosenSnapshot(NamedTuple):
     """A snapshot to copy.
 
     Attributes:
@@ -27,7 +27,7 @@ class Chosen(NamedTuple):
     replaces: frozenset[bytes] = frozenset()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CopyOptions:
     """How to copy.
 

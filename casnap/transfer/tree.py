@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from casnap.format.digest import Digest
 from casnap.storage.objects import Objects
 from casnap.storage.references import MANIFEST, is_node, walk
-from casnap.transfer.report import Chosen
+from casnap.transfer.report import ChosenSnapshot
 
 
 class SourceTree:
@@ -25,14 +25,18 @@ class SourceTree:
     """
 
     def __init__(
-        self, source: Objects, chosen: Chosen, seen: set[bytes], owners: dict[bytes, Chosen]
+        self,
+        source: Objects,
+        chosen: ChosenSnapshot,
+        seen: set[bytes],
+        owners: dict[bytes, ChosenSnapshot],
     ) -> None:
         self._source = source
         self._ref = chosen.row.manifest
         self._seen = seen
         self._owners = owners
         self.nodes: list[bytes] = []
-        self.shared_with: dict[str, Chosen] = {}
+        self.shared_with: dict[str, ChosenSnapshot] = {}
 
     def chunks(self) -> Iterator[Digest]:
         """Walk the tree, and yield the digests of its chunks; one may come several times.

@@ -24,7 +24,7 @@ from casnap.storage.settings import codec_of
 from casnap.storage.table import Table, check_free, mark
 from casnap.storage.transaction import Transaction
 from casnap.transfer import pinned
-from casnap.transfer.report import Chosen, CopyOptions
+from casnap.transfer.report import ChosenSnapshot, CopyOptions
 from casnap.transfer.tally import Tally
 from casnap.transfer.tree import SourceTree
 
@@ -38,7 +38,7 @@ Planned = dict[Digest, "Place | None"]
 """What to send, with its places in the source."""
 
 
-def is_present(table: Table, chosen: Chosen, uri: str) -> bool:
+def is_present(table: Table, chosen: ChosenSnapshot, uri: str) -> bool:
     """Whether a snapshot was copied already.
 
     Raises:
@@ -70,7 +70,7 @@ class WholeCopy:
     def __init__(
         self,
         source: Objects,
-        chosen: Chosen,
+        chosen: ChosenSnapshot,
         tree: SourceTree,
         options: CopyOptions,
         tally: Tally,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
+import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.numpy import save_file
 
 from casnap.backends import Backend, backend_at
 from casnap.backends.any_fsspec import FsspecClient
@@ -15,6 +18,7 @@ from casnap.backends.client import Page
 from casnap.backends.remote import RemoteBackend
 from casnap.errors import BackendError
 from casnap.testing.backend_suite import BackendSuite
+from tests.support.cli_calls import document, failure
 
 
 class _Memory(MemoryFileSystem):
@@ -63,6 +67,15 @@ class TestFolderOfFsspec(BackendSuite):
 def test_a_place_without_put_if_absent(memory: str) -> None:
     with pytest.raises(BackendError, match="exclusive"):
         backend_at(memory).put_if_absent("x", b"x")
+
+
+@pytest.mark.usefixtures("memory")
+def test_an_import_makes_a_store_there_for_the_only_writer(tmp_path: Path) -> None:
+    target = f"casnapmemory://{tmp_path.name}/run/a"
+    source = tmp_path / "model.safetensors"
+    save_file({"w": np.arange(3.0)}, source)
+    assert "pass --exclusive" in failure("import", source, target)
+    assert document("import", source, target, "--exclusive")["tensors"] == 1
 
 
 class _Paged(FsspecClient):

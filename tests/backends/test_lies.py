@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from casnap import StateDict, Store
 from casnap.backends import Backend, backend_at
 from casnap.backends.any_fsspec import FsspecClient
-from casnap.backends.client import ExpiredError, Found, Sink, TransientError
+from casnap.backends.client import ExpiredError, ObjectStat, Sink, TransientError
 from casnap.backends.event_loop import event_loop
 from casnap.backends.remote import RemoteBackend
 from casnap.errors import BackendError, ExhaustedError, UnavailableError, UnreachableError
@@ -51,7 +51,7 @@ class _Expiring(FsspecClient):
         if _Expiring.clients > 1:
             await asyncio.sleep(0.3)
 
-    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> Found:
+    async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> ObjectStat:
         _Expiring.reads += 1
         number = _Expiring.reads
         if number == 1:
@@ -236,7 +236,8 @@ def test_a_file_system_that_ignores_ranges(tmp_path: Path) -> None:
         backend.read_into("x", [(4, memoryview(bytearray(4)))])
 
 
-def test_a_second_interrupt_waits_for_the_end_too() -> None:
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGUSR1], ids=["again", "an alarm"])
+def test_a_second_interrupt_waits_for_the_end_too(second: signal.Signals) -> None:
     """Else a request could write into a buffer that the caller uses for something else by then."""
     steps: list[str] = []
 
@@ -250,16 +251,23 @@ def test_a_second_interrupt_waits_for_the_end_too() -> None:
             steps.append("ended")
 
     def interrupt() -> None:
-        for step in ("begun", "cancelled"):
+        for step, number in (("begun", signal.SIGINT), ("cancelled", second)):
             while step not in steps:
                 time.sleep(0.01)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
 
+    def alarm(*_: object) -> None:
+        raise TimeoutError("from the handler")
+
+    before = signal.signal(signal.SIGUSR1, alarm)
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        event_loop.run(stubborn())
-    thread.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            event_loop.run(stubborn())
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
     assert steps == ["begun", "cancelled", "ended"]
 
 

@@ -64,7 +64,7 @@ class LostOnTheWay:
     many = 2500
 
     def test_a_lost_answer(self, backend: Backend, proxied: Backend, proxy: FaultyProxy) -> None:
-        """Whoever put the object is told so, and the others are told that they did not."""
+        """One put wins and returns True; the others return False."""
         with proxy.during(HttpFault(after(hang_up()), PUTS)) as (fault,):
             assert proxied.put_if_absent("roots/0/1", b"mine") is True
         assert fault.struck == 1

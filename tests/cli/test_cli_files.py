@@ -60,7 +60,7 @@ def test_what_is_refused(file: Path, tmp_path: Path) -> None:
     there = tmp_path / "models/v1"
     assert "No such file" in failure("import", tmp_path / "no.pt", there)
     (tmp_path / "bad.safetensors").write_bytes(b"12345678{}")
-    assert "no safetensors file" in failure("import", tmp_path / "bad.safetensors", there)
+    assert "is not a safetensors file" in failure("import", tmp_path / "bad.safetensors", there)
     assert not (tmp_path / "models").exists()
     invoke("import", file, there)
     assert "holds a snapshot 'v1' already" in failure("import", file, there)

@@ -146,7 +146,7 @@ def test_gc_names_the_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (["check", "--data", "--sample", "5%"], "give one of them"),
         (["check", "--seed", "3"], "give both"),
-        (["gc", "--repack", "1.5"], "is no share; write it like 5% or 0.05"),
+        (["gc", "--repack", "1.5"], "is not a share; write it like 5% or 0.05"),
         (["check", "--sample", "0%"], "write it like 5% or 0.05"),
         (["repair", "--yes", "--from", "absent"], "'absent' does not exist"),
         (["repair", "--yes", "--from", "file:///absent"], "does not exist"),

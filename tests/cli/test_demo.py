@@ -138,7 +138,7 @@ def test_refuses_a_folder_of_something_else(
 ) -> None:
     tmp_path.joinpath("thesis.tex").write_text("…")
     assert run(["demo", str(tmp_path)]) == 1
-    assert "something else than a casnap store" in capsys.readouterr().err
+    assert "something other than a casnap store" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 

@@ -163,7 +163,7 @@ def test_a_checkpoint_of_dcp(store: Store, tmp_path: Path) -> None:
     part = {name: torch.zeros_like(value) for name, value in weights.items()}
     dcp.load(part, checkpoint_id=tmp_path / "m")
     assert_same(part, dict(weights))
-    with pytest.raises(TypeError, match="is no dict, so DCP has no names"):
+    with pytest.raises(TypeError, match="is not a dict, so DCP has no names"):
         snapshot.export(tmp_path / "x", path="progress/step", format="dcp")
 
 

@@ -135,7 +135,7 @@ def test_shards_that_are_missing_or_elsewhere(store: Store, tmp_path: Path) -> N
         index.write_text(json.dumps({"weight_map": weights}))
         assert said in refused(store, index)
     index.write_text("{}")
-    assert "is no index" in refused(store, tmp_path)
+    assert "is not an index" in refused(store, tmp_path)
 
 
 def test_names_of_files_that_are_none(store: Store, tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_names_of_files_that_are_none(store: Store, tmp_path: Path) -> None:
     for name in ("x" * 300, "a/" * 3000 + "x", "pipe.safetensors"):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
         assert "which is missing" in refused(store, index)
-    assert "no regular file" in refused(store, tmp_path / "pipe.safetensors")
-    assert "no regular file" in refused(store, Path("/dev/zero"))
+    assert "is not a regular file" in refused(store, tmp_path / "pipe.safetensors")
+    assert "is not a regular file" in refused(store, Path("/dev/zero"))
 
 
 def test_a_file_larger_than_memory_is_mapped(store: Store, tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_metadata_of_dcp_that_ask_for_code(store: Store, checkpoint: Path) -> No
     file.write_bytes(pickle.dumps(Evil(owned)))
     assert "asks for" in refused(store, checkpoint)
     file.write_bytes(pickle.dumps([1]))
-    assert "are no metadata of DCP" in refused(store, checkpoint)
+    assert "does not hold metadata of DCP" in refused(store, checkpoint)
     assert not owned.exists()
 
 

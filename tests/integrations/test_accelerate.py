@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ GUIDE = Path(__file__).parents[2] / "docs/guides/accelerate.md"
 FROZEN = 4096 * 64 * 4
 
 
-def prepared(project: Path, limit: int | None = 2) -> tuple[Any, StateDict, Any, Any, Any]:
+def prepared(
+    project: Path, limit: int | None = 2, *, fsdp: bool = False
+) -> tuple[Any, StateDict, Any, Any, Any]:
     """Return an Accelerator, the progress, and what it has prepared."""
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration
@@ -33,6 +37,8 @@ def prepared(project: Path, limit: int | None = 2) -> tuple[Any, StateDict, Any,
             str(project), automatic_checkpoint_naming=True, total_limit=limit
         ),
     )
+    if fsdp:
+        use_fsdp(accelerator)
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Embedding(4096, 64).requires_grad_(requires_grad=False),
@@ -52,13 +58,47 @@ def prepared(project: Path, limit: int | None = 2) -> tuple[Any, StateDict, Any,
     return accelerator, progress, model, optimizer, (scheduler, loader)
 
 
-def train(project: Path, end: Path, *, resume: bool = False, kill_at: int | None = None) -> None:
-    from casnap.integrations.accelerate import load_state, save_state
+def use_fsdp(accelerator: Any) -> None:
+    """Have an Accelerator use FSDP2.
 
-    accelerator, progress, model, optimizer, (scheduler, loader) = prepared(project)
+    It leaves the plugin out on CPUs, though all that it does with one works there. So this notes
+    what it would note on GPUs.
+    """
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    assert accelerator.is_fsdp2
+
+
+def train(
+    project: Path,
+    end: Path,
+    *,
+    resume: bool = False,
+    kill_at: int | None = None,
+    kill_in_save: int | None = None,
+    fsdp: bool = False,
+) -> None:
+    import accelerate
+
+    from casnap.integrations.accelerate import load_state, save_state
+    from casnap.integrations.dcp import install
+
+    accelerator, progress, model, optimizer, (scheduler, loader) = prepared(project, fsdp=fsdp)
+    save, load = partial(save_state, accelerator), partial(load_state, accelerator)
+    if fsdp:
+        install(project)
+        save, load = accelerator.save_state, accelerator.load_state
     torch.manual_seed(1)
     if resume:
-        load_state(accelerator)
+        load()
+        # Its own load_state leaves the next name to the user.
+        accelerator.project_configuration.iteration = progress["epoch"]
     while progress["epoch"] < 4:
         for (batch,) in loader:
             if progress["epoch"] == kill_at:
@@ -69,8 +109,18 @@ def train(project: Path, end: Path, *, resume: bool = False, kill_at: int | None
             scheduler.step()
             optimizer.zero_grad()
         progress["epoch"] += 1
-        save_state(accelerator)
-    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, end)
+        if progress["epoch"] == kill_in_save:
+            # The model is saved by then.
+            accelerate.accelerator.save_fsdp_optimizer = lambda *_: kill()
+        save()
+    torch.save({"model": full(model.state_dict()), "optim": full(optimizer.state_dict())}, end)
+
+
+def full(state: Any) -> Any:
+    """Return a state with whole tensors in place of sharded ones."""
+    if isinstance(state, dict):
+        return {key: full(value) for key, value in state.items()}
+    return state.full_tensor() if hasattr(state, "full_tensor") else state
 
 
 def test_resumes_bit_exact_after_sigkill(tmp_path: Path) -> None:
@@ -102,6 +152,63 @@ def test_two_processes_resume_bit_exact(tmp_path: Path) -> None:
         assert_same(ends[0], ends[1])
     # The wrapper of DDP is no part of it.
     assert "0.weight" in Store(tmp_path / "run/checkpoints")["checkpoint_3"].read_object("model")
+
+
+def test_fsdp_resumes_bit_exact_through_the_redirect(tmp_path: Path) -> None:
+    def go(name: str, **arguments: Any) -> None:
+        train(tmp_path / name, tmp_path / f"{name}-{os.environ['RANK']}", fsdp=True, **arguments)
+
+    run = tmp_path / "run"
+    checkpoints = run / "checkpoints"
+    assert launched(2, lambda: go("whole")) == [0, 0]
+    assert launched(2, lambda: go("run", kill_in_save=3)) == [-9, -9]
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    # Accelerate's own files say nothing of what is whole; it would not save under this name again.
+    store = Store(run, create=False)
+    assert "checkpoints/checkpoint_2/pytorch_model_fsdp_0" in store
+    assert "checkpoints/checkpoint_2/optimizer_0" not in store
+    shutil.rmtree(checkpoints / "checkpoint_2")
+    assert launched(2, lambda: go("run", resume=True)) == [0, 0]
+    for rank in range(2):
+        ends = [torch.load(tmp_path / f"{n}-{rank}", weights_only=True) for n in ("run", "whole")]
+        assert_same(ends[0], ends[1])
+
+    snapshots = store.snapshots("checkpoints")
+    assert {s.world_size for s in snapshots} == {2}
+    assert list(run.rglob("*.distcp")) == []
+    # What total_limit removes, the store keeps, until it is forgotten there.
+    assert {s.name.split("/")[1] for s in snapshots} == {f"checkpoint_{i}" for i in range(4)}
+    for snapshot in snapshots:
+        if not Path(snapshot.path).exists():
+            store.delete(snapshot.name)
+    last = [f"checkpoints/checkpoint_{i}" for i in (2, 3)]
+    parts = ("pytorch_model_fsdp_0", "optimizer_0")
+    assert [s.name for s in store.snapshots()] == [f"{c}/{part}" for c in last for part in parts]
+    for snapshot in store.snapshots():
+        assert snapshot.stats.new_bytes < FROZEN // 10
+    model = store[f"{last[1]}/{parts[0]}"]
+    assert model.stats.logical_bytes > FROZEN
+    assert_same(model.read_object("model"), dict(ends[0]["model"]))
+    assert launched(3, lambda: load_and_merge(run, tmp_path)) == [0, 0, 0]
+
+
+def load_and_merge(run: Path, ends: Path) -> None:
+    """Load on another number of ranks; then have Accelerate merge the weights into one file."""
+    from accelerate.utils import merge_fsdp_weights
+    from safetensors.torch import load_file
+
+    from casnap.integrations.dcp import install
+
+    accelerator, progress, model, optimizer, _ = prepared(run, fsdp=True)
+    install(run)
+    accelerator.load_state()
+    assert progress["epoch"] == 4
+    end = torch.load(ends / "whole-0", weights_only=True)
+    assert_same(full(model.state_dict()), end["model"])
+    assert_same(full(optimizer.state_dict()), end["optim"])
+    merge_fsdp_weights(run / "checkpoints/checkpoint_3/pytorch_model_fsdp_0", ends / "merged")
+    merged = load_file(ends / "merged/model.safetensors")
+    assert_same(dict(sorted(merged.items())), dict(sorted(end["model"].items())))
 
 
 def test_names_hooks_and_folders_of_its_own(tmp_path: Path) -> None:
@@ -150,7 +257,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
             load_state(accelerator)
         with pytest.raises(SnapshotNotFoundError, match="no checkpoint at"):
             load_state(accelerator, tmp_path / "nowhere")
-        accelerator.state.distributed_type = "FSDP"
+        use_fsdp(accelerator)
+        for refused in (save_state, load_state):
+            with pytest.raises(StateError, match=r"do not support FSDP; .*install\(folder\)"):
+                refused(accelerator)
 
     assert in_child(work) == 0
 

@@ -306,7 +306,8 @@ def load_into_odd_shards(folder: str) -> None:
 
 
 def test_shards_that_dcp_takes_for_others_are_not_filled(world: Worlds, tmp_path: Path) -> None:
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         dcp.save({"x": torch.ones(8, 2)}, storage_writer=CasnapWriter(tmp_path / "a"))
     for outcome in world(2).run(load_into_odd_shards, str(tmp_path), expect_errors=True):
         assert "redistribute it to Shard or Replicate" in str(outcome)

@@ -198,7 +198,7 @@ def test_a_damaged_tree_is_found_though_it_is_cached(store: Path) -> None:
         assert [d.digest for d in report.damages] == [row.manifest.digest.hex()] * copies
 
 
-def test_damages_of_one_copy_hurt_nobody(store: Path) -> None:
+def test_damages_of_one_copy_hurt_no_snapshot(store: Path) -> None:
     opened = Store(store)
     digest, place = record_of(store, FROZEN)
 

@@ -122,7 +122,7 @@ def long_storage(folder: Path) -> bytes:
     return (folder / "notes").read_bytes().replace(b"M" + numel, b"J" + claimed)
 
 
-def test_a_source_with_objects_of_a_class_that_nobody_has(store: Path, tmp_path: Path) -> None:
+def test_a_source_with_objects_of_an_unknown_class(store: Path, tmp_path: Path) -> None:
     """Nothing of a file is run, so whatever else it holds does not matter."""
 
     class Arguments:

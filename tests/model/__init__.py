@@ -39,8 +39,8 @@ moves again:
 
 - **I1** Every digest that a snapshot of the newest root needs is in a live pack, which exists.
 - **I2** All segments and packs that the newest root lists exist, condemned ones too.
-- **I3** Who believes in a commit is right: its snapshot is in the newest root, unless a later root
-  removed it; and a snapshot that a process believes to have deleted is not there.
+- **I3** A writer that believes in its commit is right: its snapshot is in the newest root, unless a
+  later root removed it; and a snapshot that a process believes to have deleted is not there.
 
 And no reader fails while its snapshot is in the newest root.
 

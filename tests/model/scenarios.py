@@ -352,11 +352,11 @@ BREAKS: list[tuple[tuple[Rule, ...], Scenario, str]] = [
 """Rules that are dropped, the scenario that shows what they are for, and what fails first."""
 
 IMPLIED: list[tuple[Rule, Scenario]] = [
-    # The order of packs and segments among themselves: nobody reads either before the root.
+    # The order of packs and segments among themselves: no process reads either before the root.
     (Rule.PACK_BEFORE_SEGMENT, HOLDS["take"]),
     # A take that never rebases is fenced by number before anything of its base is freed.
     (Rule.POSITIVE_LIVENESS, HOLDS["take"]),
-    # The positive check finds what was freed; the fence is for what nobody lists yet.
+    # The positive check finds what was freed; the fence is for what no root lists yet.
     (Rule.FENCE_ON_FREEING, HOLDS["rebase"]),
 ]
 """Rules that others make up for, in those scenarios."""

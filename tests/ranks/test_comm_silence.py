@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -9,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +24,7 @@ from casnap.ranks import group as groups
 from casnap.ranks import joining
 from casnap.ranks import link as links
 from casnap.ranks.comm import Comm
-from tests.support.faults import kill
+from tests.support.faults import kill, stop
 from tests.support.ranks import RankDied, World
 from tests.support.yard import SOON, Seen, Yard, heard_of, nothing_hangs, talk, watch
 
@@ -174,6 +180,62 @@ def test_a_death_is_noticed_at_once(
         assert again.seconds < LONG / 2
 
 
+def wait_for_rank_0() -> Seen:
+    """Have rank 0 die when the others have seen that it waits for them."""
+    start_with(0)
+    store, look = links.gloo.default_group()[1], links._Came.is_gone
+
+    def look_and_say(came: Any, own: Any) -> bool:
+        gone = look(came, own)
+        # Only now: a rank 0 that is gone at the first look is taken for one of an older group.
+        store.set(f"looked/{dist.get_rank()}", "")
+        return gone
+
+    def die_when_seen(*_: object) -> None:
+        store.wait(["looked/1", "looked/2"])
+        kill()
+
+    if dist.get_rank() == 0:
+        links.Link._came = die_when_seen  # type: ignore[method-assign,assignment]
+    with mock.patch.object(links._Came, "is_gone", look_and_say):
+        return watch(partial(talk, LONG))
+
+
+def test_rank_0_dies_while_it_waits_for_the_others(world: Worlds) -> None:
+    for seen in world(3).run(wait_for_rank_0, expect_errors=True)[1:]:
+        assert seen.text == "the talk of ranks: rank 0 died"
+        assert seen.seconds < LONG / 2
+
+
+def go_on_after_a_death() -> list[Seen]:
+    """Talk again and again though rank 1 died. Rank 2 looks only now and then what rank 0 does."""
+    start_with(1)
+    rank = dist.get_rank()
+    if rank == 1:
+        kill()
+    pauses = links._pauses
+
+    def slowly(until: float, given_up: threading.Event) -> Iterator[None]:
+        for _ in pauses(until, given_up):
+            yield
+            time.sleep(0.3)
+
+    if rank == 2:
+        links._pauses = slowly
+    try:
+        return [watch(partial(talk, STILL + SOON)) for _ in range(4)]
+    finally:
+        links._pauses = pauses
+
+
+def test_ranks_stay_in_step_after_a_death(world: Worlds) -> None:
+    """A rank that was slow to hear why a meeting failed came to the next one instead."""
+    for rank, seen in enumerate(world(3).run(go_on_after_a_death, expect_errors=True)):
+        if rank != 1:
+            assert [each.ranks for each in seen] == [(1,)] * 4, seen
+            assert all(each.seconds < SOON for each in seen)
+
+
 def test_new_ranks_talk_after_a_death(world: Worlds) -> None:
     world(3).run(die, 1, 0, 1, False, expect_errors=True)
     assert [s.value for s in world(3).run(watch_talk)] == [heard_of(3)] * 3
@@ -184,7 +246,7 @@ def watch_talk() -> Seen:
 
 
 def die_on_the_way(dying: int, where: str) -> Seen:
-    """Die before the ranks meet, after they have met, or before each knows who the others are."""
+    """Die before the ranks meet, after they have met, or once they are connected."""
     start_with(0)
     if dist.get_rank() == dying:
         if where == "before":
@@ -192,7 +254,8 @@ def die_on_the_way(dying: int, where: str) -> Seen:
         if where == "met":
             dist.ProcessGroupGloo = lambda *_: kill()
         if where == "connected":
-            links.Link._exchange_processes = lambda *_: kill()
+            connect = links.gloo.new_group
+            links.gloo.new_group = lambda *told: (connect(*told), kill())
     return watch(partial(talk, SHORT))
 
 
@@ -214,6 +277,49 @@ def test_a_death_before_all_have_met(
             assert seen.ranks == (dying,)
             assert f"rank {dying} " in seen.text
             assert seen.seconds < 3 * SHORT + SOON
+            if where != "before":
+                # All ranks know who has come.
+                assert f": rank {dying} died" in seen.text
+
+
+# --- ranks that cannot be connected -----------------------------------------------------------
+
+
+def fail_to_connect(times: int, late: float) -> tuple[Seen, Seen]:
+    """Have gloo fail some times to connect rank 1, as it may on a busy machine, at once or late."""
+    start_with(0)
+    connect, patience = links.gloo.new_group, links.PATIENCE
+    left = itertools.count(times, -1)
+
+    def fail(*told: Any) -> Any:
+        if next(left) > 0:
+            if not late:
+                raise RuntimeError("Connection closed by peer")
+            time.sleep(late)
+        return connect(*told)
+
+    links.PATIENCE = STILL
+    if dist.get_rank() == 1:
+        links.gloo.new_group = fail
+    try:
+        seen = watch(partial(talk, LONG))
+    finally:
+        links.gloo.new_group, links.PATIENCE = connect, patience
+    dist.barrier()
+    return seen, watch(partial(talk, LONG))
+
+
+@pytest.mark.parametrize(("times", "late"), [(1, 0), (3, 0), (1, STILL)])
+def test_ranks_that_cannot_be_connected_try_again(world: Worlds, times: int, late: float) -> None:
+    """The others were blamed for having broken off the connection."""
+    for seen, again in world(3).run(fail_to_connect, times, late):
+        if times == 1:
+            assert seen.value == heard_of(3)
+        else:
+            assert (seen.error, seen.ranks) == ("RankError", ())
+            assert "the ranks could not be connected: " in seen.text
+        assert seen.seconds < LONG / 2 + SOON
+        assert again.value == heard_of(3)
 
 
 # --- ranks that stand still -------------------------------------------------------------------
@@ -284,6 +390,39 @@ def test_a_rank_that_stands_still_is_named_in_time(
             assert_missed(missed, stopping)
             assert missed.seconds < 2 * STILL + SOON
         assert again.value == heard_of(3)
+
+
+def stand_still_and_go_on() -> Seen:
+    """Have rank 1 stand still until the others have waited for its report for some time."""
+    start_with(1)
+    pids: list[Any] = [None] * 3
+    dist.all_gather_object(pids, os.getpid())
+    looks = itertools.count()
+    look = links.Link._recorded_failure
+
+    def look_and_wake(link: links.Link) -> Any:
+        # By its pauses, this is more than the second in which ranks that live report.
+        if next(looks) == 45:
+            os.kill(pids[1], signal.SIGCONT)
+        return look(link)
+
+    def strike(i: int, comm: Comm) -> None:
+        if (i, comm.rank) == (1, 1):
+            stop()
+
+    if dist.get_rank() == 0:
+        links.Link._recorded_failure = look_and_wake  # type: ignore[method-assign]
+    try:
+        return watch(partial(talk, STILL, 3, strike))
+    finally:
+        links.Link._recorded_failure = look  # type: ignore[method-assign]
+        if dist.get_rank() == 0:
+            os.kill(pids[1], signal.SIGCONT)  # a busy machine looks less often
+
+
+def test_a_rank_that_goes_on_while_all_report_is_named(world: Worlds) -> None:
+    for seen in world(3).run(stand_still_and_go_on):
+        assert_missed(seen, 1, f"answer within {STILL:g}")
 
 
 # --- the store --------------------------------------------------------------------------------

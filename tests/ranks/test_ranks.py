@@ -82,10 +82,10 @@ def test_errors_arrive_with_their_types_and_places(world: Worlds) -> None:
 def test_a_rank_that_dies_or_hangs_is_replaced(
     world: Worlds, how: str, error: type[Exception], text: str
 ) -> None:
-    first, second = world(2).run(fails, how, expect_errors=True, timeout=1)
+    first, second = world(2).run(fails, how, expect_errors=True, timeout=5)
     assert first == 0
     assert isinstance(second, error)
-    assert text in str(second)
+    assert all(part in str(second) for part in text.split("\n"))
     assert world(2).run(summed, 0.0) == [1.0, 1.0]
 
 

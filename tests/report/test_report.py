@@ -144,9 +144,9 @@ def test_keys_that_look_like_ranks(tmp_path: Path) -> None:
 def test_only_a_report_is_replaced(folder: Path, tmp_path: Path) -> None:
     mine = tmp_path / "thesis.html"
     mine.write_text("precious")
-    assert "is no report" in failure("report", folder, "-o", mine)
+    assert "is not a report" in failure("report", folder, "-o", mine)
     assert mine.read_text() == "precious"
-    assert "no folder" in failure("report", folder, "-o", tmp_path / "none" / "r.html")
+    assert "is not a folder" in failure("report", folder, "-o", tmp_path / "none" / "r.html")
     assert "not a casnap store" in failure("report", tmp_path, "-o", tmp_path / "r.html")
     assert "run3" in failure("report", folder, "run3", "-o", tmp_path / "r.html")
     assert sorted(tmp_path.iterdir()) == [mine]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,12 +21,13 @@ CHUNK = 128 << 10
 
 
 class Watched(LocalBackend):
-    """Notes the addresses that it reads to, and may spoil what it has read."""
+    """Notes the addresses that it reads to, and may spoil what it has read, or will read."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.addresses: list[int] = []
         self.spoils = 0
+        self.harm: Callable[[Path], object] | None = None
 
     def filled(self, key: str, targets: Sequence[Target], use: Callable[[int], None]) -> None:
         def spoil_first(number: int) -> None:
@@ -35,6 +37,9 @@ class Watched(LocalBackend):
                 self.spoils -= 1
                 view[len(view) // 2] ^= 1
             use(number)
+            if self.harm is not None and number == 2:
+                harm, self.harm = self.harm, None
+                harm(self.folder / key)
 
         super().filled(key, targets, spoil_first)
 
@@ -126,7 +131,7 @@ def test_a_damaged_chunk_is_no_silent_mix(store, tmp_path):
     content = bytearray(pack.read_bytes())
     content[100_000] ^= 1
     pack.write_bytes(content)
-    with pytest.raises(DamagedError, match="not proven") as damaged:
+    with pytest.raises(DamagedError, match="may hold unverified bytes") as damaged:
         restored(store, torch.zeros_like(x))
     assert [path.removeprefix("0/") for path in damaged.value.paths] == ["s/x"]
     with pytest.raises(DamagedError):
@@ -141,7 +146,7 @@ def test_damage_is_named_wherever_it_is_among_many_chunks(tmp_path):
     for tensor in (x, y):
         spoil(tmp_path / "store/packs", tensor.numpy().tobytes()[:64])
     state = StateDict(x=torch.zeros_like(x), y=torch.zeros_like(y))
-    with pytest.raises(DamagedError, match="not proven") as damaged:
+    with pytest.raises(DamagedError, match="may hold unverified bytes") as damaged:
         store["a"].restore({"s": state})
     assert [path.removeprefix("0/") for path in damaged.value.paths] == ["s/x", "s/y"]
     assert_same(state["x"][1 << 14 :], x[1 << 14 :])
@@ -177,6 +182,61 @@ def test_a_pack_that_is_cut_off_or_cannot_be_read(store, backend, tmp_path, monk
         with pytest.raises(BackendError, match="input/output"):
             restored(store, torch.zeros_like(x))
     assert_same(restored(store, torch.zeros_like(x)), x)
+
+
+def flip_all(pack: Path) -> None:
+    content = bytes(b ^ 1 for b in pack.read_bytes())
+    with pack.open("r+b") as file:
+        file.write(content)
+
+
+def replace(pack: Path) -> None:
+    other = pack.with_name("other")
+    other.write_bytes(bytes(pack.stat().st_size))
+    other.replace(pack)
+
+
+# What is done to a pack while it is read into a tensor, what is said then, and what later.
+HARM: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "cut off": (lambda pack: os.truncate(pack, 70_000), "its pack is cut off", "is cut off"),
+    "emptied": (lambda pack: os.truncate(pack, 0), "its pack is cut off", "is cut off"),
+    "flipped": (flip_all, "its bytes differ", "its bytes differ"),
+    "replaced": (replace, "", "its bytes differ"),  # the file that was opened is read on
+    "deleted": (Path.unlink, "", "its pack is missing"),
+}
+
+
+@pytest.mark.parametrize("how", HARM)
+@pytest.mark.parametrize("verb", ["restore", "read_object"])
+def test_a_pack_that_is_harmed_while_it_is_read(store, backend, tmp_path, how, verb):
+    x = taken(store, torch.randn(100, 5000))
+    y = torch.zeros_like(x)
+
+    def read() -> None:
+        if verb == "restore":
+            restored(store, y)
+        else:
+            store["a"].read_object("s/x", y)
+
+    pack = max((tmp_path / "store/packs").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
+    whole = pack.read_bytes()
+    harm, meanwhile, later = HARM[how]
+    backend.harm = harm
+    if meanwhile:
+        with pytest.raises(DamagedError, match=f"{meanwhile}.* may hold unverified bytes") as e:
+            read()
+        assert [path.removeprefix("0/") for path in e.value.paths] == ["s/x"]
+        assert_same(y[:8], x[:8])  # two chunks and more were whole when they were read
+    else:
+        read()
+        assert_same(y, x)
+    assert backend.harm is None
+    with pytest.raises(DamagedError, match=later):
+        read()
+    pack.unlink(missing_ok=True)
+    pack.write_bytes(whole)
+    read()
+    assert_same(y, x)
 
 
 def test_tied_weights_are_filled_once(store, backend):

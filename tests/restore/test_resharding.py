@@ -214,7 +214,8 @@ Asked = tuple[int, tuple[int, ...], torch.dtype, Way, Way]
 
 def whole_of(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        # torch.manual_seed would format the stack three times, for devices that are not there.
+        torch.default_generator.manual_seed(seed)
         return noise(dtype, shape)
 
 

@@ -258,7 +258,7 @@ def test_a_damaged_chunk_hurts_whom_it_belongs_to(store: Path) -> None:
             assert all(path in str(error) for path in error.paths)
 
 
-def test_damage_between_chunks_hurts_nobody(store: Path, cache_dir: Path) -> None:
+def test_damage_between_chunks_hurts_no_snapshot(store: Path, cache_dir: Path) -> None:
     """Padding and footers are not needed to read."""
     places = sorted(places_of(store).values(), key=lambda p: (p.pack, p.offset))
     for pack in {p.pack for p in places}:
@@ -283,7 +283,7 @@ def test_a_damaged_list_of_digests_names_its_tensor(store: Path, cache_dir: Path
         assert Store(store)[name].read_object(f"{KEY}/notes") == expected(STEPS[name])["notes"]
 
 
-def test_one_damage_to_a_node_hurts_nobody(store: Path, cache_dir: Path) -> None:
+def test_one_damage_to_a_node_hurts_no_snapshot(store: Path, cache_dir: Path) -> None:
     """Each stands twice in its pack, on different pages."""
     records = all_places_of(store)
     chunks = users_of(store).keys()

@@ -70,8 +70,8 @@ TAKES = [
     ("raise", 1, Place("before", "write packs/*")),
     ("raise", 0, Place("after", "write packs/*", 1)),
     ("hang", 0, Place("before", "write packs/*")),
-    ("raise", 0, call("settling what is whose", 1)),
-    ("kill", 1, call("settling what is whose", 2)),
+    ("raise", 0, call("assembling the manifest", 1)),
+    ("kill", 1, call("assembling the manifest", 2)),
     # The commit id, what is handed over, and what rank 0 says of the root.
     ("raise", 1, call("committing", 0)),
     ("kill", 1, call("committing", 2)),
@@ -88,7 +88,7 @@ ASYNC_TAKES = [
     ("raise", 1, Place("reading")),
     ("raise", 0, call("hashing and writing", 1)),
     ("kill", 1, Place("before", "write packs/*")),
-    ("stop", 0, call("settling what is whose")),
+    ("stop", 0, call("assembling the manifest")),
     ("raise", 1, Place("before", "sync")),
     ("kill", 0, Place("before", "put_if_absent roots/*")),
 ]

@@ -96,7 +96,7 @@ PRUNE = event("prune", "begun", prefix="t0")
     [
         pytest.param(TAKEN, {}, id="lost"),
         pytest.param(TAKEN, {"t0/a": 2}, id="another"),
-        pytest.param([], {"t0/a": 1}, id="nobody-took-it"),
+        pytest.param([], {"t0/a": 1}, id="no-take-made-it"),
         pytest.param([*TAKEN, event("delete", "done")], {"t0/a": 1}, id="came-back"),
         pytest.param([TAKEN[0], event("take", "FencedError")], {"t0/a": 1}, id="failed"),
         pytest.param([*TAKEN, event("take", "begun", 2), event("take", "done", 2)],

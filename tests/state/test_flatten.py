@@ -20,7 +20,8 @@ from casnap.format.entries import (
     TensorEntry,
     ValueEntry,
 )
-from casnap.state.flatten import Leaf, component_of, fill_targets, flatten, inflate
+from casnap.format.names import component_of
+from casnap.state.flatten import Leaf, fill_targets, flatten, inflate
 from tests.support.bitwise import assert_same
 from tests.support.leaves import leaves_of, round_trip
 from tests.support.states import Color, Level, Mode, Pair, Plain, keys, states

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 from weakref import ref
@@ -25,6 +26,7 @@ from tests.support.faults import (
     assert_holds,
     assert_store,
     in_child,
+    kill,
     start,
     take,
     wait,
@@ -143,7 +145,7 @@ def test_a_file_for_the_folder_of_a_cache(store: Path, cache_dir: Path) -> None:
     use(store, 3)
 
 
-def test_a_process_that_stands_still_while_it_writes_holds_nobody_up(
+def test_a_process_that_stands_still_while_it_writes_holds_no_other_up(
     store: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stand_still() -> None:
@@ -229,8 +231,8 @@ def fuzz(store: Path, cache_dir: Path, seeds: range) -> list[str]:
 
         status = in_child(work)
         if status:
-            # LMDB aborts where it finds one of its pages in another's place; nobody may be hurt
-            # by the same damage again.
+            # LMDB aborts where it finds one of its pages in another's place; no process may be
+            # hurt by the same damage again.
             if status == -signal.SIGABRT and in_child(work) == 0:
                 continue
             bad.append(f"seed {seed}: {what}: {status}")
@@ -428,7 +430,7 @@ def test_a_fork_leaves_the_cache_of_its_parent_alone(tmp_path: Path, cache_dir: 
     assert_store(path, {0, 1, 2})
 
 
-def test_a_store_that_nobody_has_is_freed_at_once(tmp_path: Path) -> None:
+def test_a_store_without_users_is_freed_at_once(tmp_path: Path) -> None:
     """Its cache holds files open, and training often switches the garbage collector off."""
     gc.disable()
     try:
@@ -445,9 +447,8 @@ def test_a_store_that_nobody_has_is_freed_at_once(tmp_path: Path) -> None:
 
 
 def test_a_child_that_was_forked_meanwhile_holds_no_lock(tmp_path: Path) -> None:
-    """As a worker of a data loader, forked while a take in the background writes to the cache."""
     gate, end = os.pipe()
-    with locked(tmp_path / "turn", 0):
+    with locked(tmp_path / "turn", 0):  # as of a take in the background
         child = start(lambda: os.read(gate, 1))
     try:
         with locked(tmp_path / "turn", 0):
@@ -455,6 +456,20 @@ def test_a_child_that_was_forked_meanwhile_holds_no_lock(tmp_path: Path) -> None
     finally:
         os.write(end, b"1")
         wait(child)
+
+
+def test_a_child_of_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
+    gate, end = os.pipe()
+
+    def die_within() -> None:
+        with locked(tmp_path / "turn", 0):
+            start(lambda: os.read(gate, 1))
+            kill()
+
+    assert in_child(die_within) == -signal.SIGKILL
+    with ExitStack() as stack:
+        stack.callback(os.write, end, b"1")
+        stack.enter_context(locked(tmp_path / "turn", 5))
 
 
 def test_one_process_of_a_host_learns_what_is_new(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_store_that_is_moved_loses_nothing_but_time(victim: Path, tmp_path: Pa
     assert_store(moved, {0, 1})
 
 
-def test_caches_that_nobody_uses_any_more_are_removed(tmp_path: Path, cache_dir: Path) -> None:
+def test_caches_that_are_not_used_any_more_are_removed(tmp_path: Path, cache_dir: Path) -> None:
     def old(name: str, boot: str, age: int) -> Path:
         folder = cache_dir / name
         folder.mkdir()

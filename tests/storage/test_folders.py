@@ -370,5 +370,5 @@ def test_the_command(path: Path) -> None:
     result = invoke("prune", path, "--missing-folders", "--yes", "--gc", "--grace", "0s")
     assert "1 snapshot forgotten, 2 kept" in result.stdout
     text = failure("prune", path, "--missing-folders", "--keep-last", "1", "--yes", status=2)
-    assert "--missing-folders goes without rules" in text
+    assert "--missing-folders takes no rules" in text
     assert "give at least one" in failure("prune", path, "--yes", status=2)

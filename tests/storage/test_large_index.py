@@ -70,7 +70,7 @@ def test_all_places_of_a_digest_are_found(tmp_path: Path) -> None:
 
 
 def test_digests_that_are_not_spread_evenly_are_found_or_left_to_others(tmp_path: Path) -> None:
-    """A store that somebody forged costs a bounded number of looks."""
+    """A forged store costs a bounded number of looks."""
     backend = RemoteDouble(str(tmp_path))
     segment = records_at_random(20_000)
     low = [(Digest(b"\0" * 8 + d[8:]), p) for d, p in segment.records]

@@ -63,7 +63,7 @@ def test_a_record_of_ours_in_a_folder_of_everybody(
     assert snapshot.store.uri == str(place / "me/run")
     assert files(place) - files(place, "me") == before
     assert f"{place} is a store" in caplog.text
-    assert "passed over" in caplog.text
+    assert "skips it" in caplog.text
     assert Snapshot(place / "me/run/step").commit_id == snapshot.commit_id
 
 
@@ -148,7 +148,7 @@ def test_what_is_shared_is_found_by_walking_up(tmp_path: Path, shared: Path) -> 
 
 
 @pytest.mark.parametrize("owner", [NOBODY, 0], ids=["theirs", "ours"])
-def test_roots_in_a_temp_folder_stop_nobody(
+def test_roots_in_a_temp_folder_stop_no_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int
 ) -> None:
     needs_root()
@@ -162,7 +162,7 @@ def test_roots_in_a_temp_folder_stop_nobody(
         Store(temp)
 
 
-def test_roots_of_ours_that_others_moved_stop_nobody(tmp_path: Path, shared: Path) -> None:
+def test_roots_of_ours_that_others_moved_stop_no_take(tmp_path: Path, shared: Path) -> None:
     """A user who may write to a store of ours can move its roots to a place open to all."""
     place = tmp_path / "scratch"
     (place / "roots").mkdir(parents=True)
@@ -232,7 +232,7 @@ def test_a_link_to_a_store_leads_to_it(tmp_path: Path) -> None:
     assert [s.name for s in store.snapshots()] == ["0", "1", "run/2"]
 
 
-# --- nobody's home ----------------------------------------------------------------------------
+# --- a home of no user -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cache", ["CASNAP_CACHE_DIR", "XDG_CACHE_HOME", None])

@@ -1,9 +1,12 @@
-"""Where put-if-absent is not honoured, nobody writes unless nobody else does."""
+"""Without put-if-absent, a process writes only if the user vouches that it is the only writer."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -138,6 +141,38 @@ def test_exclusive_makes_such_a_store_and_writes_to_it(gateway: Gateway) -> None
     other.gc(grace=0, exclusive=True)
     with pytest.raises(StoreError, match="--exclusive"):
         other.delete("a")
+
+
+class Racing(Gateway):
+    """A gateway where each process looks before any of them puts."""
+
+    overwrites = True
+    exclusive = True
+    looked = threading.Barrier(1)
+
+    @override
+    def size_if_there(self, key: str) -> int | None:
+        found = super().size_if_there(key)
+        if found is None and not key.startswith("tmp/"):
+            with suppress(threading.BrokenBarrierError):
+                self.looked.wait(0.5)
+        return found
+
+
+def test_ranks_that_make_such_a_store_at_once_make_one(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Racing, "looked", threading.Barrier(3))
+    gateway.overwrites = True
+    assert not honours_put_if_absent(gateway)
+    with ThreadPoolExecutor(3) as pool:
+        places = [Racing(gateway.folder, gateway.endpoint) for _ in range(3)]
+        stores = list(pool.map(Store, places))
+    assert len({store.objects.config.store_id for store in stores}) == 1
+    for k, store in enumerate(stores):
+        store.take(TINY, f"step_{k}")
+    assert [s.name for s in Store(gateway).snapshots()] == ["step_0", "step_1", "step_2"]
+    assert Store(gateway).check(data=True).ok
 
 
 def test_an_endpoint_that_overwrites_before_a_store_that_did_not(

@@ -83,7 +83,7 @@ def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
 
 
 def test_a_pack_whose_last_room_was_not_filled(tmp_path: Path) -> None:
-    """It ends where its last chunk ends, as everyone expects who looks at its length."""
+    """It ends where its last chunk ends: ``check`` and readers compare its length with that."""
     store = Store(tmp_path)
     chunk = os.urandom(1 << 20)
     with Crew() as crew:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import encode
-from casnap.storage.tree import DEEP, FLAT, Branch, Leaf, Shape, Tree, build
+from casnap.storage.tree import DEEP, FLAT, Branch, LeafNode, Shape, Tree, build
 
 
 class Nodes(dict[Digest, bytes]):
@@ -180,7 +180,7 @@ def test_one_change_of_a_deep_tree_writes_little() -> None:
 def test_the_levels_of_a_tree_are_bounded() -> None:
     """A chain of lists, each of one list, ends in an error, not in a stack overflow."""
     nodes = Nodes(DEEP)
-    top = nodes.put(encode(Leaf([("a", 1)])))
+    top = nodes.put(encode(LeafNode([("a", 1)])))
     for _ in range(DEEP.levels):
         top = nodes.put(encode(Branch([("a", top, 1)])))
     assert nodes.tree(top).get("a") == 1
@@ -192,7 +192,7 @@ def test_the_levels_of_a_tree_are_bounded() -> None:
 
 def test_leaves_at_two_levels() -> None:
     nodes = Nodes(DEEP)
-    leaves = [nodes.put(encode(Leaf([(key, 1)]))) for key in "ab"]
+    leaves = [nodes.put(encode(LeafNode([(key, 1)]))) for key in "ab"]
     inner = nodes.put(encode(Branch([("b", leaves[1], 1)])))
     tree = nodes.tree(nodes.put(encode(Branch([("a", leaves[0], 1), ("b", inner, 1)]))))
     assert list(tree.items()) == [("a", 1), ("b", 1)]
@@ -261,6 +261,9 @@ def test_a_list_of_lists() -> None:
 
 def test_the_bytes_of_nodes() -> None:
     """These bytes are the format: they name every manifest ever stored."""
-    assert msgspec.msgpack.decode(encode(Leaf([("a", 1), ("b", 2)]))) == ["l", [["a", 1], ["b", 2]]]
+    assert msgspec.msgpack.decode(encode(LeafNode([("a", 1), ("b", 2)]))) == [
+        "l",
+        [["a", 1], ["b", 2]],
+    ]
     nodes = Nodes()
     assert nodes.built({"a": 1}).hex()[:16] == digest_of(encode(["l", [["a", 1]]])).hex()[:16]

@@ -110,7 +110,7 @@ def test_a_prefix_that_is_no_name() -> None:
 
 @pytest.mark.parametrize("text", ["simplecache::s3://key:secret@bucket/run", "my_s3://bucket/run"])
 def test_what_looks_like_a_uri_is_no_local_path(text: str) -> None:
-    with pytest.raises(NotAStoreError, match="is no scheme") as caught:
+    with pytest.raises(NotAStoreError, match="is not a URI scheme") as caught:
         store_uri(text)
     assert "secret" not in str(caught.value)
 

@@ -1,6 +1,6 @@
 """What each rank sees when one of them raises, dies, or hangs, wherever that happens.
 
-``python -m tests.support.rank_faults`` runs all cases and prints the table of
+``python -m tests.support.rank_faults`` runs all cases and prints, phase by phase, the table of
 ``docs/reliability.md``.
 """
 
@@ -146,7 +146,7 @@ TAKING = (
     "beginning a take",
     "sharing out the work",
     "hashing and writing",
-    "settling what is whose",
+    "assembling the manifest",
     "committing",
 )
 PHASES = {

@@ -324,7 +324,7 @@ KINDS: dict[str, Kind] = {
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens at; nor at those 10,000 above, which SeaweedFS takes too."""
+    """Return free ports, free also 10,000 above, since SeaweedFS takes those too."""
     found: list[int] = []
     while len(found) < count:
         # Below those that the system gives to connections.

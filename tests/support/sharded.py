@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -111,13 +112,13 @@ def training(layout: str, seed: int) -> Training:
     """Return a model and its optimizer after some steps."""
     module = model(layout, seed)
     optimizer = stepped(module)
-    # torch spreads the moments as it spreads the parameters of a model that has their values.
-    for i, moment in enumerate(("exp_avg", "exp_avg_sq")):
-        source = model(layout, seed + 1000 * (i + 1))
-        for parameter, spread in zip(module.parameters(), source.parameters(), strict=True):
-            state = optimizer.state[parameter]
-            state["step"].fill_(_STEP)
-            _local(state[moment]).copy_(_local(spread))
+    for name, parameter in module.named_parameters():
+        state = optimizer.state[parameter]
+        state["step"].fill_(_STEP)
+        for i, moment in enumerate(("exp_avg", "exp_avg_sq")):
+            own = name.removeprefix("module.")  # as it is without DDP
+            whole = values(seed + 1000 * (i + 1), own, parameter.shape)
+            _local(state[moment]).copy_(_local(_spread_as(parameter, whole)))
     return Training(module, optimizer)
 
 
@@ -134,6 +135,13 @@ def stepped(module: nn.Module) -> torch.optim.Optimizer:
             "exp_avg_sq": torch.zeros_like(parameter),
         }
     return optimizer
+
+
+def _spread_as(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return whole
+    # All ranks have the whole, so none need send it.
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ A new interpreter takes two seconds of processor time to import torch. These tak
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import pickle
 import select
@@ -122,11 +123,15 @@ def _become(call: _Call) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()
     import pytest  # noqa: F401 - for code that a test module has
 
     import casnap.restore.restore
     import casnap.take.take  # noqa: F401
 
+    # A fork that looked for garbage in what is imported would copy all of it; each does as it ends.
+    gc.freeze()
+    gc.enable()
     _call = _serve(socket.socket(fileno=int(sys.argv[1])))
     _become(_call)
     _this, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")

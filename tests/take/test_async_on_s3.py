@@ -13,7 +13,7 @@ from casnap import Store
 from tests.support.servers import READER, SECRET, WRITER, Bucket
 
 PROGRAM = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 import torch
 from casnap import StateDict, Store
 
@@ -30,6 +30,8 @@ backend, put, once = store.objects.backend, store.objects.backend.write, threadi
 def interrupting(key, content):
     if once.acquire(blocking=False):
         os.kill(os.getpid(), signal.SIGINT)
+        # Another thread may get the signal; the main thread looks for it once a second.
+        time.sleep(2)
     return put(key, content)
 backend.write = interrupting
 try:
@@ -37,7 +39,7 @@ try:
 except KeyboardInterrupt:
     print("interrupted:", sorted(backend.sizes("")))
 
-# A take that is refused; nobody waits for it.
+# A take that is refused, and for which wait() is not called.
 store_of(reader).async_take(state(2), "denied")
 
 # A wait that Ctrl-C interrupts. The take goes on when the process ends.

@@ -287,7 +287,7 @@ raise SystemExit(3)
     assert not store["step_2"].read_object("s/x").any()
 
 
-def test_an_error_that_nobody_waits_for_is_loud_at_exit(store):
+def test_an_error_that_is_not_waited_for_is_loud_at_exit(store):
     done = script(
         store,
         """

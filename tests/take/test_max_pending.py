@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from casnap.errors import BackendError, RankError, SnapshotExistsError, StateErr
 from casnap.ranks.group import Group
 from casnap.runtime.buffers import Pool
 from casnap.take import staging
+from casnap.take.pending import PendingTake
 from tests.support.bitwise import assert_same
 from tests.support.gates import Gate
 from tests.support.remote import RemoteDouble
@@ -239,6 +241,52 @@ def failing(uri: str) -> list[str]:
     return [*ends, *(take.wait().name for take in pending)]
 
 
+def failing_in_line(uri: str) -> list[str]:
+    """Return what becomes of four takes, of which the third fails at its call on rank 1."""
+    store, rank = Store(uri), dist.get_rank()
+    gate = Gate(store)
+    line = [begin(store, numbers(10 * i + rank), f"step_{i}", max_pending=4) for i in range(2)]
+    if rank == 0:
+        line.append(begin(store, numbers(20), "step_2", max_pending=4))
+    else:
+        with (
+            mock.patch.object(staging.StagedCopies, "_copy", side_effect=ZeroDivisionError),
+            pytest.raises(ZeroDivisionError),
+        ):
+            begin(store, numbers(21), "step_2", max_pending=4)
+    line.append(begin(store, numbers(30 + rank), "step_3", max_pending=4))
+    gate.open.set()
+    ends = []
+    for take in line:
+        try:
+            ends.append(take.wait().name)
+        except RankError as e:
+            ends.append(str(e))
+    return ends
+
+
+def skipping(uri: str) -> list[str]:
+    """Return how two takes end on this rank, if the call of the first fails on rank 1, untold."""
+    store, rank = Store(uri), dist.get_rank()
+    line = []
+    if rank == 0:
+        line.append(begin(store, numbers(), "step_0", timeout=3))
+    else:
+        with (
+            mock.patch.object(staging.StagedCopies, "_copy", side_effect=ZeroDivisionError),
+            mock.patch.object(PendingTake, "start"),
+            pytest.raises(ZeroDivisionError),
+        ):
+            begin(store, numbers(), "step_0", timeout=3)
+    line.append(begin(store, numbers(10), "step_1", timeout=3))
+    ends = []
+    for take in line:
+        with pytest.raises((StateError, RankError)) as e:
+            take.wait()
+        ends.append(str(e.value))
+    return ends
+
+
 def dying(uri: str, takes: int, early: bool) -> list[str]:
     """Return how takes end on rank 0, if rank 1 dies while they are pending.
 
@@ -279,6 +327,23 @@ def test_ranks_stay_in_step_after_failures(world, store):
     assert [e[1:] for e in ends] == [["b", "e True", "c", "g"]] * 2
     assert all(e[0].endswith("True") for e in ends)
     assert [s.name for s in store.snapshots()] == ["b", "c", "g"]
+
+
+def test_a_call_that_fails_waits_for_its_turn_to_tell(world, store):
+    first, second = world(2).run(failing_in_line, store.uri)
+    assert "ZeroDivisionError" in first.pop(2)
+    assert first == second == ["step_0", "step_1", "step_3"]
+    for i, name in enumerate(("step_0", "step_1", "", "step_3")):
+        for rank in range(2 if name else 0):
+            assert_same(store[name].read_object(f"{rank}/s/x"), numbers(10 * i + rank))
+
+
+def test_different_takes_are_never_taken_for_one(world, store):
+    """As where a second interrupt keeps a rank from telling that its call has failed."""
+    first, second = world(2).run(skipping, store.uri)
+    assert "rank 1 came to the async_take of 'step_1' meanwhile" in first[0]
+    assert "rank 0 came to the async_take of 'step_0' meanwhile" in second[0]
+    assert store.snapshots() == []
 
 
 @pytest.mark.parametrize(("takes", "early"), [(2, False), (1, True)])

@@ -175,7 +175,7 @@ def test_a_holder_of_a_cell_puts_it_together(tensor, itemsize, chunk_size):
 
 
 @given(held_tensors(), itemsizes, chunk_sizes)
-def test_a_box_that_nobody_holds_is_named(tensor, itemsize, chunk_size):
+def test_a_box_that_no_rank_holds_is_named(tensor, itemsize, chunk_size):
     shape, holders = tensor
     boxes = {box for _, box in holders if box.numel}
     if not boxes:

@@ -81,7 +81,7 @@ def test_a_take_that_is_not_done_in_time(
         terminate()
         assert preemption.step(1)
     assert preemption.snapshot is None
-    assert "still pending, so no last one was made" in caplog.text
+    assert "still pending, so no last snapshot was taken" in caplog.text
     go.set()
     pending.wait()
     assert [s.name for s in store.snapshots()] == ["step_0"]

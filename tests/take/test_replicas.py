@@ -178,7 +178,7 @@ def test_what_is_declared_and_differs_is_refused(
     for outcome in outcomes:
         assert isinstance(outcome, StateError), outcome
         assert f"{path} is named by replicated=, but is not the same on all ranks" in str(outcome)
-        assert "on rank 2 it is not what it is on rank 0" in str(outcome)
+        assert "on rank 2 it differs from rank 0" in str(outcome)
     assert Store(tmp_path).snapshots() == []
     world(3).run(take_declared, str(tmp_path), what, [path])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,12 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.base import Target
+from casnap.ranks import joining
 from casnap.testing import FaultyBackend
 from tests.support import bitwise
 from tests.support.ranks import World
@@ -239,6 +243,17 @@ def test_any_value_on_several_ranks(world: Worlds, tmp_path: Path, options: Any)
     bitwise.assert_same(dict(whole), everything(5)["same"])
 
 
+def odd_keys(rank: int) -> dict[str, Any]:
+    return {
+        key: {"own": rank, "shared": torch.arange(3), key: 1}
+        for key in ("a\ud800", "a%uD800", "a/b", "a%2Fb", "", "\0", "ü")
+    }
+
+
+def test_keys_that_are_not_unicode_or_look_like_paths(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(take_and_restore, str(tmp_path / "a"), odd_keys, {})
+
+
 def tied(value: float) -> nn.Module:
     """Return a sharded model that uses its embedding as output layer."""
     module = nn.Sequential(nn.Embedding(1031, 40), nn.Linear(40, 1031, bias=False))
@@ -363,6 +378,8 @@ def reads_of(
     snapshot.contents.manifest  # noqa: B018 - to open a snapshot is not to restore it
     backend.reads.clear()
     with pytest.MonkeyPatch.context() as patch:
+        # Over a gap of one of these small chunks a rank would read what another one reads.
+        patch.setattr("casnap.storage.place_reads.gap_of", lambda _: 0)
         if hosts:
             # As if each rank were on a host of its own.
             patch.setattr("casnap.restore.restore.boot_id", lambda: str(os.getpid()))
@@ -398,10 +415,55 @@ def test_each_byte_is_read_once(
     most = max(sum(n for *_, n in reads) for reads in by_rank)
     assert most < 1.5 * max(stored / size, largest)
 
-    # Otherwise each rank that holds all of the state reads all of it. So it is on one host.
+    # Otherwise each rank that holds all of the state reads all of it. So it is on one host, where
+    # the state is small.
     for read_once in (False, None):
         by_rank = world(size).run(reads_of, folder, before, after, read_once)
         if after in ("plain", "ddp"):
             assert all(sum(n for *_, n in reads) > 0.9 * stored for reads in by_rank)
     by_rank = world(size).run(reads_of, folder, before, after, None, True)
     assert sum(n for reads in by_rank for *_, n in reads) < 1.1 * stored
+
+
+ROWS = 3 * 4 * CHUNK // 4
+"""So many floats are four chunks for each of three ranks."""
+
+
+def read_by_default(folder: str, case: str) -> tuple[int, bool]:
+    """Restore; return how many bytes this rank has read, and whether it shared memory for that."""
+    joining._links.clear()
+    whole, target = torch.arange(float(ROWS)), torch.zeros(ROWS)
+    if case == "shards":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        target = distribute_tensor(target, mesh, [Shard(0)], src_data_rank=None)
+        whole = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    # The device and inode of a copy are others.
+    backend = Counting(f"{folder}-copy" if case == "copies" and dist.get_rank() == 1 else folder)
+    with pytest.MonkeyPatch.context() as patch:
+        if case not in ("little", "copies"):
+            patch.setattr("casnap.restore.shared_reads._WORTH_SHARING", target.nbytes)
+        if case == "no memory" and dist.get_rank() == 1:
+            patch.delattr(os, "memfd_create")
+        Store(backend)["s"].restore({"m": StateDict(w=target)})
+    shared = any(link.shared is not None for link in joining._links.values())
+    joining._links.clear()
+    assert torch.equal(target, whole)
+    return sum(n for key, _, n in backend.reads if key.startswith("packs/")), shared
+
+
+def test_ranks_of_one_host_read_once_what_several_want_if_all_share_memory(
+    world: Worlds, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    Store(store, chunk_size=CHUNK).take({"m": StateDict(w=torch.arange(float(ROWS)))}, "s")
+    shutil.copytree(store, tmp_path / "store-copy")
+    for case, read, shared in [
+        ("all", 1, True),
+        ("shards", 1, False),
+        ("no memory", 3, True),
+        ("little", 3, False),
+        ("copies", 1, True),
+    ]:
+        results = world(3).run(read_by_default, str(store), case)
+        assert 1 <= sum(n for n, _ in results) / (4 * ROWS * read) < 1.1, case
+        assert [tried for _, tried in results] == [shared] * 3, case

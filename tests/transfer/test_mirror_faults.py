@@ -33,7 +33,7 @@ from casnap.testing import (
     hang_up,
 )
 from casnap.transfer.follow import Follower, FollowOptions, Pair
-from casnap.transfer.report import Chosen, CopyOptions
+from casnap.transfer.report import ChosenSnapshot, CopyOptions
 from tests.support.cli_calls import COMMAND
 from tests.support.copies import assert_copied, filled
 from tests.support.faults import (
@@ -317,9 +317,9 @@ def follower(here: Any, there: Any) -> Follower:
         source, target = Store(here, chunk_size=CHUNK), Store(there, chunk_size=CHUNK)
         objects = source.objects
 
-        def chosen() -> list[Chosen]:
+        def chosen() -> list[ChosenSnapshot]:
             rows = list(snapshots_in(objects.table(objects.newest())))
-            return [Chosen(name, name, row) for name, row in rows]
+            return [ChosenSnapshot(name, name, row) for name, row in rows]
 
         return Pair(objects, target.objects, chosen, CopyOptions(part_bytes=CHUNK))
 
@@ -441,6 +441,22 @@ def test_threads_end_with_the_store(tmp_path: Path) -> None:
     store.mirror.stop()
     watchers[0].join(60)
     assert not watchers[0].is_alive()
+
+
+def test_a_mirror_that_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
+    """Nor for as long as it takes, which is forever."""
+    there = FaultyBackend(LocalBackend(tmp_path / "there"))
+    store = mirrored(tmp_path, there)
+    assert store.mirror is not None
+    with there.during(Fault(fail(), times=None)):
+        take(store, 0)
+        threading.Timer(1, store.mirror.stop).start()
+        with pytest.raises(MirrorError, match="lacks step_0: it was stopped by this process"):
+            store.wait_mirrored()
+    with pytest.raises(MirrorError, match="it was stopped by this process"):
+        store.wait_mirrored(60)
+    mirrored(tmp_path, there).wait_mirrored(60)
+    store.wait_mirrored()
 
 
 @pytest.mark.servers

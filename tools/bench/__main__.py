@@ -73,6 +73,7 @@ def main() -> int:
     quick = options.quick
     gib = options.gib or (0.25 if quick else 2.0)
     needed = int(max(14 * gib, 3 if quick else 14) * GIB)
+    Path(options.dir).mkdir(parents=True, exist_ok=True)
     if shutil.disk_usage(options.dir).free < needed:
         sys.exit(f"{options.dir}: {needed / GIB:.0f} GiB must be free; choose another --dir")
     folder = Path(tempfile.mkdtemp(prefix="casnap-bench-", dir=options.dir))

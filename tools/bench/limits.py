@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from tools.bench.measure import drop, remove, seconds, settle
+from tools.bench.measure import drop, files_below, remove, seconds, settle
 from tools.bench.settings import MIB, Settings
 
 if TYPE_CHECKING:
@@ -174,6 +174,33 @@ def blake3_seconds(tensors: Iterable[Tensor]) -> float:
 
     def work(k: int) -> None:
         for piece in pieces[k::CORES]:
+            blake3(piece).digest()
+
+    return seconds(_share, CORES, work)
+
+
+def verified_read_seconds(folder: Path, memory: memoryview) -> float:
+    """Read all files of a folder into memory, in pieces of 1 MiB, and hash each, on all cores.
+
+    Args:
+        folder: The folder; its files are in the page cache.
+        memory: Warm memory, of as many bytes at least.
+
+    Returns:
+        The seconds.
+    """
+    pieces, start = [], 0
+    for path in files_below(folder):
+        for at in range(0, size := path.stat().st_size, _HASHED_PIECE):
+            nbytes = min(_HASHED_PIECE, size - at)
+            pieces.append((path, at, memory[start : start + nbytes]))
+            start += nbytes
+
+    def work(k: int) -> None:
+        for path, at, piece in pieces[k::CORES]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.preadv(descriptor, [piece], at)
+            os.close(descriptor)
             blake3(piece).digest()
 
     return seconds(_share, CORES, work)

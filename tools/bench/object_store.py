@@ -215,9 +215,9 @@ class Transfers:
         self.raw = RawObjects(backend_at(f"{bucket.uri}/raw"), self.nbytes)
         self.times: Times = defaultdict(list)
         self.ratios: Times = defaultdict(list)
-        self.extra = 0
         self.changed = 0
         self._number = 0
+        self.extra = self._memory()
 
     def repetition(self, turn: int) -> None:
         """Save and load once by every contender; casnap between two raw transfers."""
@@ -239,6 +239,14 @@ class Transfers:
             if not states.same(self.state, self.target):
                 raise RuntimeError(f"{name} did not bring the state back")
 
+    def _memory(self) -> int:
+        """Return the extra memory of a take and a restore; looking at it takes time of its own."""
+        uri = f"{self._new()}/step_0"
+        with PeakMemory() as peak:
+            casnap_take(self.state, uri)
+            casnap_restore(self.target, uri)
+        return peak.extra
+
     def _new(self) -> str:
         self._number += 1
         return f"{self.uri}/saved-{self._number}"
@@ -247,9 +255,7 @@ class Transfers:
         self, limit: str, raw: Callable[[], None], name: str, work: Save, state: State, uri: str
     ) -> None:
         before = self._time(limit, raw)
-        with PeakMemory() as peak:
-            took = self._time(name, work, state, uri)
-        self.extra = max(self.extra, peak.extra)
+        took = self._time(name, work, state, uri)
         after = self._time(limit, raw)
         self.ratios[limit].append((before + after) / 2 / took)
 

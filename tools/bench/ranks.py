@@ -200,8 +200,8 @@ class _Ranks:
     def restore(self, kind: str) -> None:
         folder = self._folder()
         self._run(self.world, _take, str(folder / "a"), kind, self.nbytes)
-        for once in (True, None):
-            name = f"{kind} {'once' if once else 'default'}"
+        for once in (False, None):
+            name = f"{kind} {'default' if once is None else 'alone'}"
             got = self._run(self.world, _restore, str(folder / "a"), kind, self.nbytes, once)
             self.times[name].append(max(t for t, _ in got))
             self.read[name] = sum(n for _, n in got)
@@ -271,11 +271,11 @@ def _rows(figures: _Ranks, size: int, names: list[str]) -> list[Row]:
             rows.append(Row(spread, text, f"{worst:+.1%} of mean").within(worst, 0.05, "≤ +5 %"))
     back = f"restore by {size} ranks, warm, {nbytes / MIB:.0f} MiB"
     for kind in ("declared", "sharded"):
-        for how, said in (("once", "each byte read once"), ("default", "by default")):
+        for how, said in (("alone", "each rank for itself"), ("default", "by default")):
             name = f"{kind} {how}"
             row = timed(back, f"{peers.CASNAP}, {_KINDS[kind]}, {said}", times[name], nbytes)
             read = figures.read[name] / nbytes
-            most = 1.02 if how == "once" else None
+            most = 1.02 if how == "default" else None
             rows.append(row.at_most([read], " bytes read per byte", most))
         load = times[f"dcp.load {kind}"]
         ratios = [a / b for a, b in zip(load, times[f"{kind} default"], strict=True)]

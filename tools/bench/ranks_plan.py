@@ -18,7 +18,8 @@ from casnap.format.entries import Payload, TensorEntry
 from casnap.format.grid import grid_of
 from casnap.format.records import encode
 from casnap.format.region import Region
-from casnap.restore.shared_reads import Units, schedule_reads, window_for
+from casnap.restore.schedule import Units, schedule_reads
+from casnap.restore.shared_reads import window_for
 from casnap.runtime.buffers import SLOT_BYTES
 from casnap.runtime.threads import collector_paused
 from casnap.take import path_owner, rounds

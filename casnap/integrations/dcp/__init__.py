@@ -8,6 +8,8 @@
     dcp.load(state, storage_reader=CasnapReader("/ckpts/step_100"))
 
 ``install("/ckpts")`` does the same for code that only gives DCP a path.
+
+Reading the code, begin with ``writer.py``.
 """
 
 from casnap.integrations.dcp.reader import CasnapReader

@@ -1,4 +1,4 @@
-"""Reading what the plan of a load asks for."""
+"""Reading the items of the plan of a load."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from casnap.errors import StateError
 from casnap.files.dcp_names import Stored
 from casnap.format.entries import Entry, TensorEntry
 from casnap.format.region import Region
-from casnap.integrations.dcp.place import own_rank
-from casnap.integrations.dcp.plan import check_box
+from casnap.integrations.dcp.plan import check_boxes
+from casnap.ranks.joining import own_rank
 from casnap.restore.loading import Fetch, Loading
 from casnap.runtime.torch_modes import plain
 from casnap.state.cuda import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import conflicting_groups
+from casnap.state.tensors import why_not_writable
 from casnap.storage.contents import Contents
 
 
-class _Part(NamedTuple):
+class _TensorRead(NamedTuple):
     """A part of a tensor to load: the tensor in the snapshot, its box, and what to fill."""
 
     item: ReadItem
@@ -95,20 +96,23 @@ class PlanLoad:
             value = inflate(path, leaves, allow_pickle=self._allow_pickle)
             _give(planner, item, value)
 
-    def _part(self, item: ReadItem) -> _Part:
+    def _part(self, item: ReadItem) -> _TensorRead:
         name = item.storage_index.fqn
         stored = self._values[name]
+        assert isinstance(stored.entry, TensorEntry)
         box = Region(tuple(item.storage_offsets), tuple(item.lengths))
         state = getattr(self._planner, "state_dict", {})
         # A snapshot has each tensor as one chunk, so this is all that the rank holds in one box.
-        check_box(stored.path, state.get(item.dest_index.fqn), [box])
+        check_boxes(stored.path, state.get(item.dest_index.fqn), stored.entry.shape, [box])
         target = self._planner.resolve_tensor(item).detach()
         if tuple(target.shape) != box.sizes:
             raise StateError(
                 f"{stored.path}: the plan has a part of shape {box.sizes}, but the planner gives "
                 f"memory of shape {tuple(target.shape)}"
             )
-        return _Part(item, stored, box, target)
+        if why := why_not_writable(target):
+            raise StateError(f"{stored.path} {why}")
+        return _TensorRead(item, stored, box, target)
 
 
 def _entries_below(contents: Contents, path: str) -> Iterator[tuple[str, Entry]]:
@@ -121,7 +125,7 @@ def _entries_below(contents: Contents, path: str) -> Iterator[tuple[str, Entry]]
     yield from ((key + below, e) for below, e in entries.below(f"{slash}{inner}/"))
 
 
-def _apart(parts: list[_Part]) -> set[int]:
+def _apart(parts: list[_TensorRead]) -> set[int]:
     """Return the parts whose memory others are to fill as well, perhaps with other values."""
 
     def content(name: tuple[str, int]) -> object:

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from casnap.errors import StateError
+from casnap.ranks.joining import own_rank
+from casnap.storage.location import as_written
 from casnap.store import Store
 
 CheckpointId = str | os.PathLike[str]
 
 
-class Place(NamedTuple):
+class SnapshotPath(NamedTuple):
     """The path of a snapshot, or its name in a store.
 
     Attributes:
@@ -29,13 +31,15 @@ class Place(NamedTuple):
     storage_options: Mapping[str, Any] | None
 
     @classmethod
-    def of(cls, where: CheckpointId | Store | None, options: Mapping[str, Any] | None) -> Place:
+    def of(
+        cls, where: CheckpointId | Store | None, options: Mapping[str, Any] | None
+    ) -> SnapshotPath:
         """Return the place that a writer or a reader is made with."""
         if isinstance(where, Store):
             return cls(None, where, options)
         return cls(None if where is None else os.fspath(where), None, options)
 
-    def at(self, checkpoint_id: CheckpointId | None) -> Place:
+    def at(self, checkpoint_id: CheckpointId | None) -> SnapshotPath:
         """Return the place that ``checkpoint_id=`` names; this one if that is empty.
 
         Raises:
@@ -45,7 +49,7 @@ class Place(NamedTuple):
             return self
         path = os.fspath(checkpoint_id)
         name = name_below(self.store, path) if self.store is not None else None
-        if self.store is not None and name is None and ("://" in path or Path(path).is_absolute()):
+        if self.store is not None and not name and ("://" in path or Path(path).is_absolute()):
             raise StateError(
                 f"checkpoint_id={path!r} is outside the store {self.store.uri}; give the name of a "
                 "snapshot, or a path below the store"
@@ -60,24 +64,32 @@ class Place(NamedTuple):
             StateError: There is no path.
         """
         if self.path is None:
+            what = "no path" if self.store is None else f"no name of a snapshot in {self.store.uri}"
             raise StateError(
-                "no path: give one to CasnapWriter or CasnapReader, or pass checkpoint_id= to DCP"
+                f"{what}: give one to CasnapWriter or CasnapReader, or pass checkpoint_id= to DCP"
             )
         return self.path if self.store is None else f"{self.store.uri}/{self.path}"
 
 
 def name_below(store: Store, path: str) -> str | None:
-    """Return the name of a snapshot of a store, given its path; None if the path is elsewhere."""
-    root = store.uri
-    if "://" not in root:
-        root, path = os.path.realpath(root), os.path.realpath(path)
-    below = path.startswith(f"{root.rstrip('/')}/")
-    return path[len(root.rstrip("/")) + 1 :].strip("/") or None if below else None
+    """Return the name of a snapshot of a store, given its path.
 
-
-def own_rank() -> int:
-    """Return the rank of this process in the world; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    Returns:
+        The name; "" for the store itself, None for a path elsewhere.
+    """
+    root = store.uri.rstrip("/")
+    if "://" in root:
+        return path[len(root) :].strip("/") if f"{path}/".startswith(f"{root}/") else None
+    plain = path.removeprefix("file://")
+    if "://" in plain:
+        return None
+    root = os.path.realpath(root)
+    # Links are followed, as DCP does. One that leads out of the store is a name in it.
+    for way in (Path(os.path.realpath(plain)), as_written(Path(plain))):
+        for above in (way, *way.parents):
+            if os.path.realpath(above) == root:
+                return "" if above == way else str(way.relative_to(above))
+    return None
 
 
 def ranks_of(told: Sequence[object]) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from casnap.ranks.comm import Comm
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
 from casnap.state.flatten import flatten
+from casnap.state.parts import holds_parts, said_of_parts
 from casnap.state.sharded import Shards, shards_of, without_torch_function
 from casnap.state.tensors import ORDINARY_TYPES, Leaf, describe, describe_shards
 from casnap.state.values import decode_value, encode_object
@@ -119,15 +120,15 @@ class _PlanReader:
             return
         parts = [self._part(path, item) for item in items]
         shape = parts[0].shape
+        self._check_boxes(path, items[0].index.fqn, parts)
         if 0 in shape:
-            # One rank stores it: that whose part begins at its first element, if it had some.
-            if not any(parts[0].box.offsets):
+            # One rank stores it: that with a part that begins at its first element, if it had some.
+            if not all(any(part.box.offsets) for part in parts):
                 yield from flatten(parts[0].tensor.new_empty(shape), path)
             return
         if len(parts) == 1 and parts[0].box == Region.whole(shape):
             yield from flatten(parts[0].tensor, path, allow_pickle=self._allow_pickle)
             return
-        self._check_boxes(path, items[0].index.fqn, parts)
         held = [part for part in parts if part.box.numel]
         if held:
             boxes, tensors = zip(*((part.box, part.tensor) for part in held), strict=True)
@@ -138,13 +139,15 @@ class _PlanReader:
         value, data = self._values.get(items[0].index.fqn), items[0].tensor_data
         if type(value) not in ORDINARY_TYPES or data is None or len(items) > 1:
             return None
+        if holds_parts(value):
+            return None
         assert isinstance(value, torch.Tensor)
         if value.layout is not torch.strided or 0 in value.shape:
             return None
         whole = value.shape == data.size and value.shape == data.chunk.sizes
         return value.detach() if whole else None
 
-    def _part(self, path: str, item: WriteItem) -> _Part:
+    def _part(self, path: str, item: WriteItem) -> _TensorBox:
         assert item.tensor_data is not None
         value = self._planner.resolve_data(item)
         assert isinstance(value, torch.Tensor)
@@ -157,10 +160,11 @@ class _PlanReader:
                 f"{path}: the plan has a part of shape {box.sizes}, but the planner gives one of "
                 f"shape {tuple(value.shape)}"
             )
-        return _Part(shape, box, value.detach())
+        return _TensorBox(shape, box, value.detach())
 
-    def _check_boxes(self, path: str, name: str, parts: list[_Part]) -> None:
-        check_box(path, getattr(self._planner, "state_dict", {}).get(name), [p.box for p in parts])
+    def _check_boxes(self, path: str, name: str, parts: list[_TensorBox]) -> None:
+        value = getattr(self._planner, "state_dict", {}).get(name)
+        check_boxes(path, value, parts[0].shape, [part.box for part in parts])
 
     def _leaves_of_object(self, path: str, item: WriteItem) -> Iterator[Leaf]:
         if self._gives_objects:
@@ -186,7 +190,7 @@ class _PlanReader:
             yield _value_leaf(path, *encode_object(path, value, self._allow_pickle))
 
 
-class _Part(NamedTuple):
+class _TensorBox(NamedTuple):
     """A part of a tensor: the shape of the whole, where the part lies in that, its elements."""
 
     shape: tuple[int, ...]
@@ -198,13 +202,20 @@ def _value_leaf(path: str, kind: str, data: bytes) -> Leaf:
     return Leaf(path, ValueEntry(kind, Payload(len(data))), data)
 
 
-def check_box(path: str, value: object, boxes: list[Region]) -> None:
-    """Check the boxes that DCP gives for a DTensor, where it may be wrong.
+def check_boxes(path: str, value: object, shape: tuple[int, ...], boxes: list[Region]) -> None:
+    """Check the boxes of a tensor that DCP gives, where they may be wrong.
+
+    Args:
+        path: The path of the tensor, for errors.
+        value: The tensor that the planner has under its name, if it is known.
+        shape: The shape of the whole, as DCP has it.
+        boxes: The boxes of it.
 
     Raises:
         UnsupportedTypeError: This rank holds other elements than DCP says.
     """
     if not isinstance(value, DTensor):
+        _check_said(path, value, shape, boxes)
         return
     if not any(hasattr(placement, "split_factor") for placement in value.placements):
         return
@@ -216,4 +227,18 @@ def check_box(path: str, value: object, boxes: list[Region]) -> None:
             f"{path}: torch.distributed.checkpoint takes this DTensor with the placements "
             f"{tuple(value.placements)} for one box at {boxes[0].offsets}, but this rank holds "
             "other elements; redistribute it to Shard or Replicate first, or use casnap.Snapshot"
+        )
+
+
+def _check_said(path: str, value: object, shape: tuple[int, ...], boxes: list[Region]) -> None:
+    if not isinstance(value, torch.Tensor) or not holds_parts(value):
+        return
+    whole, held = said_of_parts(value)
+    are_held = (any(box == box.intersect(own) for own in held) for box in boxes if box.numel)
+    if shape != whole or not all(are_held):
+        raise UnsupportedTypeError(
+            f"{path}: the planner has this tensor as one of shape {shape}, but it says that it "
+            f"holds parts of one of shape {whole}. Only torch 2.14 and newer know a "
+            f"CheckpointableTensor (this is torch {torch.__version__}), and so must a planner of "
+            "your own"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,21 +12,24 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from casnap.errors import NotAStoreError, SnapshotNotFoundError
+from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
 from casnap.files.dcp_names import Stored, described
 from casnap.integrations.dcp.load import PlanLoad
-from casnap.integrations.dcp.place import CheckpointId, Place, checked_ranks, own_rank, ranks_of
+from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
 from casnap.opened import find
-from casnap.ranks.joining import join_ranks
+from casnap.ranks.joining import join_ranks, own_rank
 from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime import calls
 from casnap.storage.contents import Contents
 from casnap.store import Store
+
+_log = logging.getLogger("casnap")
 
 
 class _Agreed(msgspec.Struct, array_like=True):
@@ -57,7 +61,7 @@ class CasnapReader(StorageReader):
         timeout: float | None = None,
     ) -> None:
         super().__init__()
-        self._place = Place.of(where, storage_options)
+        self._place = SnapshotPath.of(where, storage_options)
         self._allow_pickle = allow_pickle
         self._read_once = read_once
         self._timeout = timeout
@@ -80,16 +84,25 @@ class CasnapReader(StorageReader):
             SnapshotNotFoundError: There is none of this name.
             NotAStoreError: There is no store above the path.
         """
+        try:
+            metadata = self._find()
+        except CasnapError as e:
+            if torch.__version__ < "2.13":
+                _log.error("dcp.load: %s", e)  # DCP only says that "metadata is None"
+            raise
+        metadata.storage_meta = StorageMeta(checkpoint_id=self._place.id, load_id=uuid4().hex)
+        return metadata
+
+    def _find(self) -> Metadata:
         with _naming_pickles(self._place):
+            self._place.id  # noqa: B018 - raises if there is no path
             path, store, storage_options = self._place
-            where = self._place.id
             assert path is not None
             opened, name = find(path, storage_options, store, create=False)
             contents = Contents(opened.objects, opened.full_name(name), opened.row(name))
         with contents.reading():
             metadata, self._values = described(contents, dict(contents.entries(own_rank())))
         self._contents = contents
-        metadata.storage_meta = StorageMeta(checkpoint_id=where, load_id=uuid4().hex)
         return metadata
 
     def set_up_storage_reader(
@@ -98,11 +111,11 @@ class CasnapReader(StorageReader):
         """Do nothing: all is known from the metadata."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Have the plan say which rank it is of."""
+        """Note the rank in its plan."""
         return replace(plan, storage_data=own_rank())
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Have each plan say which ranks load together."""
+        """Note in each plan which ranks load together."""
         ranks = ranks_of([plan.storage_data for plan in plans])
         return [replace(plan, storage_data=ranks) for plan in plans]
 
@@ -144,13 +157,15 @@ class CasnapReader(StorageReader):
 
 
 @contextmanager
-def _naming_pickles(place: Place) -> Iterator[None]:
+def _naming_pickles(place: SnapshotPath) -> Iterator[None]:
     """Say so where there is no snapshot, but a checkpoint that DCP itself has written."""
     try:
         yield
     except (NotAStoreError, SnapshotNotFoundError) as e:
         path = place.id
-        if "://" in path or not Path(path, ".metadata").exists():
+        metadata = Path(path, ".metadata")
+        # install(dcp_files=True) puts an empty one.
+        if "://" in path or not metadata.exists() or not metadata.stat().st_size:
             raise
         raise type(e)(
             f"{path} is a checkpoint of DCP's own FileSystemWriter, not a snapshot. Its .metadata "

@@ -1,83 +1,218 @@
-"""Redirecting what saves or loads by a bare path, for programs that have no other door."""
+"""Redirecting saves and loads by a bare path, for programs that pass DCP nothing else."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._async_process_executor import (
+    _ProcessBasedAsyncCheckpointExecutor,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from casnap.errors import InvalidNameError, StateError
 from casnap.integrations.dcp.place import name_below
 from casnap.integrations.dcp.reader import CasnapReader
 from casnap.integrations.dcp.writer import CasnapWriter
+from casnap.ranks.joining import own_rank
+from casnap.storage.folders import check_has_folders
 from casnap.store import Store
+
+try:
+    from torch.distributed.checkpoint.fsspec_filesystem import (  # type: ignore[import-not-found]
+        FsspecReader,
+        FsspecWriter,
+    )
+except ImportError:  # its name before torch 2.15, where that name warns
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 _log = logging.getLogger("casnap")
 
 _WRITERS: tuple[type, ...] = (FileSystemWriter, FsspecWriter)
 _READERS: tuple[type, ...] = (FileSystemReader, FsspecReader)
-_stores: dict[str, Store] = {}
+
+
+class _Installed(NamedTuple):
+    """A store, and what :func:`install` was told of it."""
+
+    store: Store
+    allow_pickle: bool
+    dcp_files: bool
+
+
+_installed: dict[str, _Installed] = {}
 
 
 def install(
-    store: Store | str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+    store: Store | str | os.PathLike[str],
+    *,
+    allow_pickle: bool = False,
+    dcp_files: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Use casnap for every checkpoint of DCP below a store, from now on, in this process.
 
-    ``dcp.save`` and ``dcp.load`` with ``checkpoint_id=path``, ``FileSystemWriter(path)`` and
-    ``FsspecWriter(path)`` use casnap if the path lies below the store, whichever module has
-    imported these names. Other paths, and subclasses, are as before.
+    ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` with ``checkpoint_id=path``,
+    ``FileSystemWriter(path)`` and ``FsspecWriter(path)`` use casnap if the path lies below the
+    store, whichever module has imported these names. A path may be relative, go through links, or
+    be a ``file://`` URI. Other paths, and subclasses, are as before; a subclass of others than
+    torch is warned of, and a reader of such a class is replaced where there is a snapshot. A
+    writer of the store's own folder needs ``checkpoint_id=``.
 
     Args:
         store: A store, or its path or URI; it is made if there is none.
+        allow_pickle: As for :class:`CasnapWriter` and :class:`CasnapReader`.
+        dcp_files: Put empty files beside each snapshot, of the names that DCP gives to its own
+            (``.metadata``, ``__0_0.distcp``), for trainers that look whether these exist.
         storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
 
     Returns:
         The names of the classes of torch whose objects are replaced below the store.
+
+    Raises:
+        StoreError: There are to be files of DCP beside the snapshots of a store without folders.
     """
     if not isinstance(store, Store):
         store = Store(store, storage_options=storage_options)
-    _stores[store.uri] = store
+    if dcp_files:
+        check_has_folders(store.objects.backend)
+    _installed[store.uri] = _Installed(store, allow_pickle, dcp_files)
     for kind in (FileSystemWriter, FileSystemReader):
-        kind.__new__ = _new  # type: ignore[method-assign]
+        kind.__new__ = _new_of(kind)  # type: ignore[method-assign]
+    _ProcessBasedAsyncCheckpointExecutor.execute_save = _execute_save  # type: ignore[method-assign]
     replaced = [f"{kind.__module__}.{kind.__qualname__}" for kind in (*_WRITERS, *_READERS)]
     _log.info("below %s, casnap replaces %s", store.uri, ", ".join(replaced))
     return replaced
 
 
 def uninstall() -> None:
-    """Undo every :func:`install`."""
-    _stores.clear()
-    for kind in (FileSystemWriter, FileSystemReader):
-        # Not deleted: a class that has had its own __new__ refuses arguments from then on.
-        kind.__new__ = _plain_new  # type: ignore[method-assign]
+    """Undo every :func:`install`. Writers and readers that were made before stay as they are."""
+    _installed.clear()
+    # __new__ stays: a class that has had its own refuses arguments once that is deleted.
+    _ProcessBasedAsyncCheckpointExecutor.execute_save = _real_save  # type: ignore[method-assign]
 
 
-def _plain_new(cls: type, *args: Any, **kwargs: Any) -> Any:
-    return object.__new__(cls)
+def _new_of(kind: type) -> Callable[..., Any]:
+    """Return the ``__new__`` of a class of torch."""
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        """Return an object of casnap's, which is then not initialized again; or one of ``cls``."""
+        if cls in (*_WRITERS, *_READERS):
+            made = _made(cls, args, kwargs)
+        else:
+            made = _made_of_subclass(cls, _path_in(args, kwargs))
+        if made is not None:
+            return made
+        above: Any = super(kind, cls).__new__  # type: ignore[arg-type]
+        return above(cls) if above is object.__new__ else above(cls, *args, **kwargs)
+
+    return new
 
 
-def _new(cls: type, path: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Return an object of casnap's, which then is not initialized again; or one of the class."""
-    store = _store_of(path) if cls in (*_WRITERS, *_READERS) else None
-    if store is None:
-        return object.__new__(cls)
+def _made_of_subclass(cls: type, path: Any) -> CasnapReader | None:
+    """Return a reader where there is a snapshot: a reader of DCP could not read it."""
+    found, name = _place_of(path)
+    if found is None or not name or cls.__module__.startswith("torch."):
+        return None
+    if not issubclass(cls, FileSystemReader) or not _holds(found.store, name):
+        _warn_of(cls, "which install() leaves alone: it neither saves nor loads snapshots")
+        return None
+    _warn_of(cls, "in place of which CasnapReader loads snapshots")
+    reader = CasnapReader(found.store, allow_pickle=found.allow_pickle)
+    reader.reset(path)
+    return reader
+
+
+def _holds(store: Store, name: str) -> bool:
+    try:
+        return name in store
+    except InvalidNameError:
+        return False
+
+
+@functools.cache
+def _warn_of(cls: type, what: str) -> None:
+    _log.warning("%s.%s is a class of its own, %s", cls.__module__, cls.__qualname__, what)
+
+
+def _path_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else kwargs.get("path")
+
+
+def _made(
+    cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> CasnapWriter | CasnapReader | None:
+    """Return the writer or reader of casnap's for the arguments of one of torch's, if any."""
+    path = _path_in(args, kwargs)
+    found, name = _place_of(path)
+    if found is None:
+        return None
+    store, allow_pickle, dcp_files = found
+    if cls in _READERS and not name and Path(store.uri, ".metadata").exists():
+        return None  # DCP has saved into the folder itself before
+    # A class of torch takes these by position, too.
+    given = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments  # type: ignore[misc]
+    if given.get("_extensions"):
+        raise StateError(
+            f"{os.fspath(path)}: casnap stores no checkpoint through the _extensions= of "
+            f"{cls.__name__}; save without them, or outside of {store.uri}"
+        )
     made: CasnapWriter | CasnapReader
     if cls in _READERS:
-        made = CasnapReader(store)
+        made = CasnapReader(store, allow_pickle=allow_pickle)
     else:
-        made = CasnapWriter(store, overwrite=kwargs.get("overwrite", True))
-    made.reset(path)
+        overwrite = given.get("overwrite", True)
+        kind = _WriterWithFiles if dcp_files else CasnapWriter
+        made = kind(store, overwrite=overwrite, allow_pickle=allow_pickle)
+    if name:
+        made.reset(path)
     return made
 
 
-def _store_of(path: Any) -> Store | None:
-    """Return the store that a path lies below."""
-    if not isinstance(path, str | os.PathLike):
-        return None
-    text = os.fspath(path)
-    below = (store for store in _stores.values() if name_below(store, text) is not None)
-    return max(below, key=lambda store: len(store.uri), default=None)
+class _WriterWithFiles(CasnapWriter):
+    """Puts empty files beside a snapshot, once that is durable."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Take the snapshot, then put the files of this rank."""
+        done = super().write_data(plan, planner)
+        folder, number = Path(self._save.place.id), plan.storage_data.index(own_rank())
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"__{number}_0.distcp").touch()
+        if number == 0:
+            (folder / ".metadata").touch()
+        return done
+
+
+def _place_of(path: Any) -> tuple[_Installed | None, str]:
+    """Return the store that a path lies below, and the name of a snapshot in it."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str):
+        return None, ""
+    # Another thread may install one meanwhile.
+    found = [(each, name_below(each.store, text)) for each in tuple(_installed.values())]
+    below = [(each, name) for each, name in found if name is not None]
+    return max(below, key=lambda place: len(place[0].store.uri), default=(None, ""))
+
+
+_real_save = _ProcessBasedAsyncCheckpointExecutor.execute_save
+
+
+@functools.wraps(_real_save)
+def _execute_save(
+    self: Any, *args: Any, checkpoint_id: Any = None, storage_writer: Any = None, **kwargs: Any
+) -> Any:
+    """Give the process that is to save a writer of casnap's: nothing is installed there."""
+    if storage_writer is None and _place_of(checkpoint_id)[0] is not None:
+        # It has the name already; the working folder of that process may be another one.
+        storage_writer, checkpoint_id = FileSystemWriter(checkpoint_id), None
+    return _real_save(
+        self, *args, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **kwargs
+    )

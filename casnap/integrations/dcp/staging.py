@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from casnap.runtime.buffers import on_release
 from casnap.runtime.fork import PerProcess
+from casnap.state.parts import path_of_parts
 
 
 def _new_stager() -> DefaultStager:
@@ -52,7 +53,7 @@ class _Kept:
         return _new_stager()
 
     def keep(self, stager: DefaultStager) -> None:
-        """Keep a stager whose copies nothing uses any more."""
+        """Keep a stager whose copies are no longer used."""
         with self._lock:
             self._stager = stager
 
@@ -80,6 +81,8 @@ class KeptStager:
 
     _synchronize_after_execute = False
     _stager: DefaultStager | None = None
+    _staged_parts: str | None = None
+    _lost_parts: str | None = None
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -88,6 +91,7 @@ class KeptStager:
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of a state; later changes do not show in it."""
+        self._staged_parts, self._lost_parts = path_of_parts(state_dict), None
         if self._stager is None:
             stager = self._stager = _kept.value.take()
         else:
@@ -112,5 +116,9 @@ class KeptStager:
             _kept.value.keep(stager)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the copies out: what DCP sends to another process holds them already."""
-        return {key: value for key, value in vars(self).items() if key not in ("_stager", "_own")}
+        """Leave the copies out: what DCP sends to another process holds them already.
+
+        But tensors lose their attributes on the way, and then look whole.
+        """
+        state = {key: value for key, value in vars(self).items() if key not in ("_stager", "_own")}
+        return {**state, "_lost_parts": self._staged_parts}

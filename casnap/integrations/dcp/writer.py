@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from casnap.errors import StateError
-from casnap.integrations.dcp.place import CheckpointId, Place, checked_ranks, own_rank, ranks_of
+from casnap.errors import StateError, UnsupportedTypeError
+from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
 from casnap.integrations.dcp.plan import planned
 from casnap.integrations.dcp.staging import KeptStager
 from casnap.opened import find_together
-from casnap.ranks.joining import join_ranks
+from casnap.ranks.joining import join_ranks, own_rank
 from casnap.runtime import calls
 from casnap.snapshot import Snapshot
 from casnap.storage.retention import Retention
@@ -41,7 +41,7 @@ class _Save:
         snapshot: What was saved.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: SnapshotPath) -> None:
         self.place = place
         self.ident = uuid4().hex
         self.plans: int | None = None
@@ -80,7 +80,7 @@ class CasnapWriter(KeptStager, StorageWriter):
         timeout: float | None = None,
     ) -> None:
         super().__init__()
-        self._place = Place.of(where, storage_options)
+        self._place = SnapshotPath.of(where, storage_options)
         self._options = TakeOptions(
             metadata=metadata, overwrite=overwrite, allow_pickle=allow_pickle, retention=retention
         )
@@ -108,7 +108,7 @@ class CasnapWriter(KeptStager, StorageWriter):
         self._own.save = _Save(place)
 
     def storage_meta(self) -> StorageMeta:
-        """Return where the checkpoint is to be."""
+        """Return the place of the checkpoint."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save.ident)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -116,8 +116,14 @@ class CasnapWriter(KeptStager, StorageWriter):
 
         Raises:
             StateError: Each rank is to save for itself, or there is no path.
+            UnsupportedTypeError: Tensors no longer say that they hold parts of larger ones.
         """
         self._save.place.id  # noqa: B018 - raises if there is no path
+        if self._lost_parts is not None:
+            raise UnsupportedTypeError(
+                f"{self._lost_parts} holds parts of a larger tensor (CheckpointableTensor), and "
+                "torch does not say so to another process; save with AsyncCheckpointerType.THREAD"
+            )
         if not kwargs.get("use_collectives", True):
             raise StateError(
                 "casnap makes one snapshot of all ranks, which use_collectives=False does not "
@@ -125,11 +131,11 @@ class CasnapWriter(KeptStager, StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Have the plan say which rank it is of."""
+        """Note the rank in its plan."""
         return replace(plan, storage_data=own_rank())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Have each plan say which ranks save together."""
+        """Note in each plan which ranks save together."""
         self._save.plans = len(plans)
         if not any(plan.usable for plan in plans):
             return plans  # each rank replays its last plan, which says it

@@ -1,0 +1,139 @@
+"""The schedule of shared reads: which rank reads which runs of packs, and when it passes them on.
+
+Reads are scheduled in *units*, runs of a pack, so that no rank needs to know every chunk. Each unit
+that several ranks want goes to one of them, and to a window, so that no rank reads or receives too
+much at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from casnap.format.records import Place
+
+Unit: TypeAlias = tuple[bytes, int]
+"""A pack, and a number of a run in it: runs are in the order of the pack."""
+Units: TypeAlias = list[tuple[bytes, list[tuple[int, int]]]]
+"""For each pack, in order: the runs that are wanted, and how many bytes of each."""
+# No pack is so long; the number of a run must fit in 64 bits, whatever the index says.
+_FAR = 1 << 56
+
+
+def run_of(place: Place, nbytes: int, most: int) -> int:
+    """Return a number of the run of a pack that a chunk is read with; runs have so many bytes.
+
+    What is compressed has about so many raw bytes at most. The number follows from the place alone,
+    so all ranks find the same one, whatever they want.
+    """
+    # Compressed by 2**n or less, and by more than half of that.
+    n = (max(0, place.raw - 1) // max(1, place.stored)).bit_length()
+    length = min(nbytes, max(1, most >> n)) if n else nbytes
+    return min(place.offset, _FAR) // length * length << 6 | min(n, 63)
+
+
+class ReadTurn(Struct, frozen=True, array_like=True, gc=False):
+    """The rank that reads a unit, and the window that the unit is sent in."""
+
+    window: int
+    reader: int
+
+
+class Schedule(Struct, frozen=True, array_like=True):
+    """Which rank reads which units for others.
+
+    Attributes:
+        windows: How many windows there are.
+        units: For each pack, the runs that are sent to other ranks. All other runs are read by
+            the one rank that wants them.
+    """
+
+    windows: int
+    units: list[tuple[bytes, dict[int, ReadTurn]]]
+
+
+def schedule_reads(
+    wanted: Sequence[tuple[list[int], Units]],
+    size: int,
+    share: int,
+    window: int,
+    in_memory: bool = False,
+) -> Schedule:
+    """Assign the units that several ranks want to readers and windows.
+
+    Args:
+        wanted: Groups of ranks, each with the units that all ranks of the group want.
+        size: The number of ranks.
+        share: About how many bytes a rank reads for others in a window.
+        window: About how many bytes a rank receives in a window.
+        in_memory: Whether a chunk is in one place for all ranks that want it.
+    """
+    by_unit: defaultdict[Unit, list[tuple[int, int]]] = defaultdict(list)
+    for i, (_, units) in enumerate(wanted):
+        for pack, runs in units:
+            for number, nbytes in runs:
+                by_unit[pack, number].append((i, nbytes))
+    by_lists: defaultdict[tuple[int, ...], list[Unit]] = defaultdict(list)
+    for unit, named in by_unit.items():
+        by_lists[tuple([i for i, _ in named])].append(unit)
+    load = [0] * size
+    readers: dict[Unit, int] = {}
+    # Units that few ranks want are assigned first.
+    for lists in sorted(by_lists, key=lambda lists: sum(len(wanted[i][0]) for i in lists)):
+        heap = [(load[rank], rank) for i in lists for rank in wanted[i][0]]
+        heapify(heap)
+        for unit in by_lists[lists]:
+            reader = _least_loaded(heap, load)
+            load[reader] += max([nbytes for _, nbytes in by_unit[unit]])
+            if len(heap) > 1:
+                readers[unit] = reader
+    windows = _Windows(size, share, len(wanted), window, in_memory)
+    schedule: defaultdict[bytes, dict[int, ReadTurn]] = defaultdict(dict)
+    for unit in sorted(readers):
+        assigned = ReadTurn(windows.place(readers[unit], by_unit[unit]), readers[unit])
+        schedule[unit[0]][unit[1]] = assigned
+    return Schedule(windows.count, list(schedule.items()))
+
+
+def _least_loaded(heap: list[tuple[int, int]], load: list[int]) -> int:
+    """Return the rank with the least load; the heap may hold older loads."""
+    while load[heap[0][1]] != heap[0][0]:
+        heapreplace(heap, (load[heap[0][1]], heap[0][1]))
+    return heap[0][1]
+
+
+class _Windows:
+    """Assigns units to windows, in order, so that no rank reads or receives too much in one.
+
+    Attributes:
+        count: How many windows there are so far.
+    """
+
+    def __init__(self, readers: int, share: int, lists: int, window: int, in_memory: bool) -> None:
+        self.count = 0
+        self._read_for = max if in_memory else sum
+        self._lists = readers
+        # For each reader, then for each list: its last window, the bytes in it, and the limit.
+        self._last = [0] * (readers + lists)
+        self._filled = [0] * (readers + lists)
+        self._bounds = [share] * readers + [window] * lists
+
+    def place(self, reader: int, lists: list[tuple[int, int]]) -> int:
+        """Return the window for a unit, given the lists that want it and their bytes."""
+        last, filled, bounds = self._last, self._filled, self._bounds
+        adds = [(self._lists + i, nbytes) for i, nbytes in lists]
+        adds.append((reader, self._read_for([nbytes for _, nbytes in lists])))
+        chosen = 0
+        for i, nbytes in adds:
+            first = last[i] + (0 < filled[i] > bounds[i] - nbytes)
+            chosen = max(chosen, first)
+        for i, nbytes in adds:
+            if last[i] < chosen:
+                last[i], filled[i] = chosen, 0
+            filled[i] += nbytes
+        self.count = max(self.count, chosen + 1)
+        return chosen

@@ -1,0 +1,102 @@
+"""Plain tensors that hold parts of a larger one, and say so by four attributes.
+
+``torch.distributed.checkpoint`` (DCP) calls such a tensor a ``CheckpointableTensor``, since torch
+2.14. Most functions of torch drop the attributes, ``detach()`` and a module's ``state_dict()``
+among them. What is left looks like any other tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+
+from casnap.errors import UnsupportedTypeError
+from casnap.format.region import Region
+
+_SAID = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+def holds_parts(value: object) -> bool:
+    """Whether a tensor says that it holds parts of a larger one."""
+    # Nearly no tensor has the first.
+    return hasattr(value, _SAID[0]) and all(hasattr(value, name) for name in _SAID)
+
+
+def said_of_parts(value: Any) -> tuple[tuple[int, ...], set[Region]]:
+    """Return the shape of the larger tensor, and the boxes of it that a tensor says it holds."""
+    boxes = zip(value.global_offsets, value.local_sizes, strict=True)
+    shape = tuple(value.global_shape)
+    return shape, {Region(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes}
+
+
+def path_of_parts(state: object) -> str | None:
+    """Return the path of a tensor in nested dicts and lists that holds parts, if there is one."""
+    below = [("", state)]
+    while below:
+        path, value = below.pop()
+        if isinstance(value, torch.Tensor):
+            if holds_parts(value):
+                return path
+        elif isinstance(value, Mapping):
+            below += [(f"{path}/{key}" if path else f"{key}", v) for key, v in value.items()]
+        elif isinstance(value, list | tuple):
+            below += [(f"{path}/{i}", v) for i, v in enumerate(value)]
+    return None
+
+
+def check_whole(path: str, value: object) -> None:
+    """Check that a tensor does not say that it holds parts of a larger one.
+
+    Raises:
+        UnsupportedTypeError: It says so.
+    """
+    if holds_parts(value):
+        raise UnsupportedTypeError(f"{path}: {why_not_whole(value)}")
+
+
+def why_not_whole(value: Any) -> str:
+    """Return what to do about a tensor that holds parts of a larger one."""
+    return (
+        f"this tensor of shape {tuple(value.shape)} holds parts of one of shape "
+        f"{tuple(value.global_shape)} (CheckpointableTensor of torch.distributed.checkpoint); "
+        "casnap stores and fills it only by dcp.save with CasnapWriter and dcp.load with "
+        "CasnapReader, as a value of a dict"
+    )
+
+
+def check_state(key: str, stateful: object, state: object) -> None:
+    """Check that a state has no tensor of a module or optimizer that holds parts of a larger one.
+
+    Args:
+        key: The key of the state in the app state.
+        stateful: The module, or anything else.
+        state: Its ``state_dict()``, which has dropped the attributes.
+
+    Raises:
+        UnsupportedTypeError: It has one.
+    """
+    if isinstance(stateful, torch.nn.Module) and isinstance(state, Mapping):
+        for above, part in stateful.named_modules(remove_duplicate=False):
+            for name, tensor in chain(part._parameters.items(), part._buffers.items()):
+                if not holds_parts(tensor):
+                    continue
+                path = f"{above}.{name}" if above else name
+                # A hook may have put the parts together.
+                if _is_same_memory(state.get(path), tensor):
+                    check_whole(f"{key}/{path}", tensor)
+    elif isinstance(stateful, torch.optim.Optimizer):
+        # A hook may have done so, or have said of the moments that they are parts. Trainers wrap
+        # optimizers in a class of theirs that has no hooks of its own.
+        has_hook = bool(getattr(stateful, "_optimizer_state_dict_post_hooks", None))
+        for parameter in chain.from_iterable(g["params"] for g in stateful.param_groups):
+            if not has_hook:
+                check_whole(f"{key}, of a parameter", parameter)
+
+
+def _is_same_memory(value: object, tensor: object) -> bool:
+    if not isinstance(value, torch.Tensor) or not isinstance(tensor, torch.Tensor):
+        return False
+    return value.layout is torch.strided and value.data_ptr() == tensor.data_ptr()

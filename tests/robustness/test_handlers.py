@@ -1,0 +1,144 @@
+"""Exceptions of signal handlers: the caller gets each, whatever casnap does just then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from casnap import StateDict, Store
+from casnap.runtime import threads
+from casnap.runtime.threads import Worker
+from casnap.storage import place_reads
+from tests.support.faults import system_faults
+
+CHUNK = 64 << 10
+# Several threads read so much, or make a take of it.
+LARGE = 3_000_000
+
+
+def numbers() -> torch.Tensor:
+    return torch.arange(float(LARGE))
+
+
+def taken(store: Store) -> None:
+    store.take({"s": StateDict(x=numbers() + 1)}, "another")
+
+
+def restored(store: Store) -> None:
+    store["step"].restore({"s": StateDict(x=torch.zeros(LARGE))})
+
+
+def read(store: Store) -> None:
+    store["step"].read_object("s/x")
+
+
+def checked(store: Store) -> None:
+    store.check(data=True)
+
+
+# --- while a thread is started ----------------------------------------------------------------
+
+
+class Starts:
+    """The threads that casnap starts; a handler raises while the second one is started.
+
+    Args:
+        moment: ``before`` the system has started it, or ``after``, but before it runs.
+    """
+
+    def __init__(self, moment: str) -> None:
+        self.made: list[Worker] = []
+        self.late: list[str] = []
+        self.go_on = threading.Event()
+        starts = self
+
+        class Struck(Worker):
+            def __init__(self, work: Callable[[], None], name: str = "casnap") -> None:
+                self.is_struck = len(starts.made) == 1
+                starts.made.append(self)
+                super().__init__(partial_of(work) if self.is_struck else work, name)
+
+            def start(self) -> None:
+                if self.is_struck and moment == "before":
+                    raise RuntimeError("from the handler")
+                super().start()
+                if self.is_struck:
+                    raise RuntimeError("from the handler")
+
+            def run(self) -> None:
+                if self.is_struck:
+                    assert starts.go_on.wait(60)
+                super().run()
+
+        def partial_of(work: Callable[[], None]) -> Callable[[], None]:
+            def noting() -> None:
+                starts.late.append("it works after the call has ended")
+                work()
+
+            return noting
+
+        self.kind = Struck
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+@pytest.mark.parametrize("call", [taken, restored, read, checked])
+def test_while_a_thread_is_started(
+    tmp_path: Path,
+    moment: str,
+    codec: str,
+    call: Callable[[Store], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not taken for a system that starts no more threads, and no thread works on after it."""
+    for module in (threads, place_reads):
+        monkeypatch.setattr(module, "cores", lambda: 4)
+    store = Store(tmp_path / "store", chunk_size=CHUNK, codec=codec)
+    store.take({"s": StateDict(x=numbers())}, "step")
+    starts = Starts(moment)
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "Worker", starts.kind)
+        with pytest.raises(RuntimeError, match="from the handler"):
+            call(store)
+    assert not [t for t in starts.made if t.is_alive() and not t.is_struck]
+    starts.go_on.set()
+    for thread in starts.made:
+        if thread.ident is not None:
+            thread.join(60)
+    assert starts.late == []
+    assert store.check(data=True).ok
+    assert torch.equal(store["step"].read_object("s/x"), numbers())
+
+
+# --- in a call of the system ------------------------------------------------------------------
+
+
+def alarm() -> None:
+    raise TimeoutError("from the handler")
+
+
+# Python itself hides some errors of others, where it resolves links.
+SYSTEM = ["open", "preadv", "posix_fadvise", "listdir", "scandir"]
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+@pytest.mark.parametrize("call", [restored, read])
+def test_an_alarm_in_a_call_of_the_system(
+    tmp_path: Path, codec: str, call: Callable[[Store], None]
+) -> None:
+    """A handler's TimeoutError is no error of the file system: nothing is tried again."""
+    Store(tmp_path, chunk_size=CHUNK, codec=codec).take({"s": StateDict(x=numbers())}, "step")
+    with system_faults(names=SYSTEM) as counter:
+        call(Store(tmp_path))
+    assert counter.count > 10
+    for k in range(counter.count):
+        with system_faults(k, alarm, SYSTEM) as calls:
+            try:
+                call(Store(tmp_path))
+            except TimeoutError:
+                continue
+        assert not calls.struck, f"call {k} of {counter.count}"
