@@ -20,7 +20,6 @@ from casnap.runtime.environment import cache_folder
 from casnap.runtime.threads import Crew, SharedItems
 
 _log = logging.getLogger("casnap")
-_PUTS = 4
 # How long a host believes what it found, in seconds.
 _BELIEVED = 30 * 86400.0
 # The endpoints that this process knows to honour it.
@@ -68,29 +67,33 @@ def honours_put_if_absent(backend: Backend) -> bool:
         return True
     note = _note(endpoint)
     if not _is_fresh(note):
-        if not _has_one_winner(backend):
+        if not (_has_one_winner(backend, 2, threads=1) and _has_one_winner(backend, 4, threads=4)):
             return False
         _take_note(note)
     _known.add(endpoint)
     return True
 
 
-def _has_one_winner(backend: Backend) -> bool:
-    """Race puts of one fresh key; return whether exactly one won, and is stored."""
+def _has_one_winner(backend: Backend, puts: int, threads: int) -> bool:
+    """Put one fresh key several times; return whether exactly one put won, and is stored.
+
+    A race is only for servers that refuse a second put. Where all puts win, racing ones can leave a
+    server with more than one view of a folder: `rclone serve s3` then lists what was deleted.
+    """
     key = f"tmp/{os.urandom(12).hex()}"
     won: list[bytes] = []
     start = threading.Event()
     exclusive, backend.exclusive = backend.exclusive, False
     try:
         with Crew() as crew:
-            contents = SharedItems([os.urandom(16) for _ in range(_PUTS)], crew)
+            contents = SharedItems([os.urandom(16) for _ in range(puts)], crew)
 
             def put() -> None:
                 start.wait()
                 mine = [content for content in contents if backend.put_if_absent(key, content)]
                 won.extend(mine)
 
-            crew.start_some(put, _PUTS - 1)
+            crew.start_some(put, threads - 1)
             start.set()
             put()
         return len(won) == 1 and backend.read(key) == won[0]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import botocore.session
 import pytest
 
 from casnap import StateDict, Store
@@ -48,8 +46,9 @@ def test_who_honours_put_if_absent(bucket_of: Callable[[str], Bucket], kind: str
     backend = backend_at(f"{bucket.uri}/run1", bucket.storage_options)
     assert honours_put_if_absent(backend) is bucket.server.honours_if_absent
     assert backend.names("tmp") == []
-    # Four puts, the readings of those that lost, of the winner, and the cleaning up.
-    assert sum(backend.requests.values()) <= 11
+    # Two puts, then four at once, the readings of those that lost, of the winners, the cleaning up,
+    # the list above, and two that may be tried again.
+    assert sum(backend.requests.values()) <= 15 + 2
 
 
 def test_a_gateway_that_overwrites(bucket_of: Callable[[str], Bucket]) -> None:
@@ -74,17 +73,6 @@ def test_a_gateway_that_overwrites(bucket_of: Callable[[str], Bucket]) -> None:
     assert document("check", uri, "--data")["ok"]
 
 
-def client_of(bucket: Bucket) -> Any:
-    options = bucket.storage_options
-    return botocore.session.get_session().create_client(
-        "s3",
-        region_name="us-east-1",
-        endpoint_url=options["endpoint_url"],
-        aws_access_key_id=options["key"],
-        aws_secret_access_key=options["secret"],
-    )
-
-
 def test_a_rule_that_expires_roots(
     bucket_of: Callable[[str], Bucket], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,7 +83,7 @@ def test_a_rule_that_expires_roots(
         "Filter": {"Prefix": "run"},
         "Expiration": {"Days": 9},
     }
-    s3 = client_of(bucket)
+    s3 = bucket.server.client()
     s3.put_bucket_lifecycle_configuration(
         Bucket=bucket.name, LifecycleConfiguration={"Rules": [rule]}
     )

@@ -84,11 +84,23 @@ class Server:
     def bucket(self) -> Iterator[Bucket]:
         """Make a bucket, and delete it with all that is in it."""
         bucket = Bucket(self, f"casnap-{secrets.token_hex(6)}")
-        KINDS[self.kind].make_bucket(self.inner, bucket.name)
+        KINDS[self.kind].make_bucket(self, bucket.name)
         try:
             yield bucket
         finally:
-            KINDS[self.kind].delete_bucket(self.inner, bucket.name)
+            KINDS[self.kind].delete_bucket(self, bucket.name)
+
+    def client(self) -> Any:
+        """Return a client of S3 that knows nothing of casnap."""
+        import botocore.session
+
+        return botocore.session.get_session().create_client(
+            "s3",
+            region_name="us-east-1",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=WRITER,
+            aws_secret_access_key=SECRET,
+        )
 
 
 @dataclass(frozen=True)
@@ -211,10 +223,10 @@ class Kind:
         """Give the URL for clients: the server's, or that of what stands before it."""
         yield f"http://127.0.0.1:{port}"
 
-    def make_bucket(self, inner: str, name: str) -> None:
-        _request("PUT", f"{inner}/{name}")
+    def make_bucket(self, server: Server, name: str) -> None:
+        _request("PUT", f"{server.inner}/{name}")
 
-    def delete_bucket(self, inner: str, name: str) -> None:
+    def delete_bucket(self, server: Server, name: str) -> None:
         """Delete a bucket, where that is cheap; the rest goes with the server."""
 
     def clean(self, ports: list[int]) -> None:
@@ -263,11 +275,11 @@ class _SeaweedFS(Kind):
     def inner(self, folder: Path, ports: list[int]) -> str:
         return f"http://127.0.0.1:{ports[3]}/buckets"
 
-    def make_bucket(self, inner: str, name: str) -> None:
-        _request("POST", f"{inner}/{name}/")
+    def make_bucket(self, server: Server, name: str) -> None:
+        _request("POST", f"{server.inner}/{name}/")
 
-    def delete_bucket(self, inner: str, name: str) -> None:
-        _request("DELETE", f"{inner}/{name}?recursive=true")
+    def delete_bucket(self, server: Server, name: str) -> None:
+        _request("DELETE", f"{server.inner}/{name}?recursive=true")
 
     def clean(self, ports: list[int]) -> None:
         for part, port in zip(("s3", "master", "volume", "filer"), ports, strict=True):
@@ -279,19 +291,19 @@ class _Rclone(Kind):
         (folder / "data").mkdir()
         options = ["--auth-key", f"{WRITER},{SECRET}", "--addr", f"127.0.0.1:{ports[0]}"]
         config = ["--config", str(folder / "none"), "--cache-dir", str(folder / "cache")]
-        # Buckets are made as folders, which it has to see. With 0s it hangs now and then.
-        options += ["--dir-cache-time", "1s"]
+        # It lists what it remembers. Were it to forget, a listing that runs beside a delete could
+        # bring the deleted object back for as long. So all changes are made through it.
+        options += ["--dir-cache-time", "24h"]
         return [_program("rclone"), "serve", "s3", *options, *config, str(folder / "data")]
 
     def inner(self, folder: Path, ports: list[int]) -> str:
         return str(folder / "data")
 
-    def make_bucket(self, inner: str, name: str) -> None:
-        Path(inner, name).mkdir(exist_ok=True)
-        time.sleep(1.1)  # Until rclone has forgotten its list of buckets.
+    def make_bucket(self, server: Server, name: str) -> None:
+        server.client().create_bucket(Bucket=name)
 
-    def delete_bucket(self, inner: str, name: str) -> None:
-        shutil.rmtree(Path(inner, name))
+    def delete_bucket(self, server: Server, name: str) -> None:
+        shutil.rmtree(Path(server.inner, name))
 
 
 class _Gcs(Kind):
@@ -308,8 +320,8 @@ class _Gcs(Kind):
         with precondition_proxy(f"http://127.0.0.1:{port}") as proxy:
             yield proxy.url
 
-    def make_bucket(self, inner: str, name: str) -> None:
-        _request("POST", f"{inner}/storage/v1/b", json.dumps({"name": name}).encode())
+    def make_bucket(self, server: Server, name: str) -> None:
+        _request("POST", f"{server.inner}/storage/v1/b", json.dumps({"name": name}).encode())
 
 
 KINDS: dict[str, Kind] = {
@@ -396,7 +408,7 @@ def _is_ready(server: Server, process: subprocess.Popen[bytes]) -> bool:
     while process.poll() is None and time.monotonic() < deadline:
         try:
             if not made:
-                KINDS[server.kind].make_bucket(server.inner, bucket.name)
+                KINDS[server.kind].make_bucket(server, bucket.name)
                 made = True
             once = {**bucket.storage_options, "casnap": {"attempts": 1}}
             backend = backend_at(f"{bucket.uri}/tried", once)
