@@ -12,7 +12,8 @@ from msgspec.structs import asdict, astuple
 
 from casnap.format.names import check_name
 from casnap.format.records import Stats
-from casnap.opened import Found, OpenStore, find, find_together
+from casnap.opened.finding import find, find_together
+from casnap.opened.open_store import Found, OpenStore
 from casnap.reading import EntriesByPath, Reading
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress, told_what

@@ -14,7 +14,7 @@ from casnap.errors import MirrorError, SnapshotNotFoundError, StoreError
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
-from casnap.opened import (
+from casnap.opened.open_store import (
     Found,
     OpenStore,
     StoreOptions,

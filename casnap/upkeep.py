@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from casnap.opened import OpenStore
+from casnap.opened.open_store import OpenStore
 from casnap.runtime import calls
 from casnap.runtime.progress import Progress
 from casnap.snapshot import Snapshot

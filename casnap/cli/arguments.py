@@ -18,10 +18,9 @@ from casnap.errors import (
     nearest,
 )
 from casnap.format.names import check_name
-from casnap.opened import Found, OpenStore
-from casnap.opened import open_store as open_at
+from casnap.opened.finding import store_above
+from casnap.opened.open_store import Found
 from casnap.snapshot import Snapshot
-from casnap.storage.location import locate_snapshot
 from casnap.storage.mirrored import is_unmirrored
 from casnap.storage.uris import store_uri
 from casnap.store import Store
@@ -92,20 +91,8 @@ def open_snapshot(path: str) -> Snapshot:
     Raises:
         CasnapError: There is no such snapshot, or its store cannot be used.
     """
-    opened, name = store_above(path, create=False)
+    opened, name = store_above(path, options_for(path), create=False, exclusive=is_exclusive())
     return Snapshot(Found(opened, check_name(name), opened.row(name)))
-
-
-def store_above(path: str, *, create: bool) -> tuple[OpenStore, str]:
-    """Return the store that the path of a snapshot is in, and the name there.
-
-    Raises:
-        StoreError: There is no store, or it cannot be used.
-    """
-    found = locate_snapshot(path, options_for(path))
-    whole, exclusive = found._replace(name=""), is_exclusive()
-    opened = open_at(whole, create=create, asked=False, exclusive=exclusive, ahead=True)
-    return opened, found.name
 
 
 def open_part(path: str) -> tuple[Snapshot, str | None]:

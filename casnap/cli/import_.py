@@ -7,8 +7,9 @@ from functools import partial
 
 import click
 
-from casnap.cli.arguments import endpoint_option, exclusive_option, options_for, store_above
+from casnap.cli.arguments import endpoint_option, exclusive_option, is_exclusive, options_for
 from casnap.cli.output import counted, emit, json_option, phases, safe, size
+from casnap.opened.finding import store_above
 from casnap.upkeep import import_snapshot
 
 EXAMPLES = """\
@@ -50,10 +51,11 @@ def import_(
     The store is found, or made, as for a take. Chunks that it has are not stored again. No code in
     a file runs: a file that needs pickle is refused.
     """
-    options_for(snapshot)  # raises for a dry run, too
+    reach = options_for(snapshot)  # raises for a dry run, too
+    find = partial(store_above, snapshot, reach, create=True, exclusive=is_exclusive())
     with phases() as progress:
         options = {"overwrite": overwrite, "progress": progress}
-        place = None if dry_run else partial(store_above, snapshot, create=True)
+        place = None if dry_run else find
         report = import_snapshot(source, snapshot, place, options, key=key, rank=rank, metadata={})
     if as_json:
         emit(asdict(report))

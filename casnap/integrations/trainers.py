@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from casnap.errors import NotAStoreError, SnapshotNotFoundError
 from casnap.format.names import component_of, key_of
-from casnap.opened import find
+from casnap.opened.finding import find
 from casnap.ranks.comm import SingleProcess
 from casnap.ranks.joining import own_rank
 from casnap.runtime import calls

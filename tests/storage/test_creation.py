@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from casnap import Store
-from casnap.opened import find
+from casnap.opened.finding import find
 from tests.support.faults import stop, system_faults, while_stopped
 from tests.support.sweep import sweep
 

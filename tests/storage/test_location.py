@@ -23,7 +23,7 @@ from casnap.errors import (
     StoreError,
     UntrustedStoreError,
 )
-from casnap.opened import find
+from casnap.opened.finding import find
 from tests.support.faults import files
 from tests.support.mounts import NOBODY, as_nobody, needs_root, tmpfs
 

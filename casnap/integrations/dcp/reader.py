@@ -22,7 +22,7 @@ from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
 from casnap.files.dcp_names import Stored, described
 from casnap.integrations.dcp.load import PlanLoad
 from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
-from casnap.opened import find
+from casnap.opened.finding import find
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime import calls

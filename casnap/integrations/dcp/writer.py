@@ -22,7 +22,7 @@ from casnap.errors import StateError, UnsupportedTypeError
 from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
 from casnap.integrations.dcp.plan import planned
 from casnap.integrations.dcp.staging import KeptStager
-from casnap.opened import find_together
+from casnap.opened.finding import find_together
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.runtime import calls
 from casnap.snapshot import Snapshot
