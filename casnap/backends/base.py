@@ -237,6 +237,16 @@ class Backend(ABC):
 
 
 @contextmanager
+def as_exclusive(backend: Backend, exclusive: bool) -> Iterator[None]:
+    """Within a ``with`` block, set whether the user vouches that there is no other writer."""
+    was, backend.exclusive = backend.exclusive, exclusive
+    try:
+        yield
+    finally:
+        backend.exclusive = was
+
+
+@contextmanager
 def translated(what: str) -> Iterator[None]:
     """Turn the operating system's errors into casnap's, except ``FileNotFoundError``."""
     try:

@@ -15,13 +15,14 @@ import struct
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
+from casnap.backends.base import as_exclusive
 from casnap.errors import (
     BackendError,
     DamagedError,
@@ -164,7 +165,7 @@ def collect(objects: Objects, options: GcOptions, progress: Progress | None = No
             raise DamagedError(e.what, e.paths, _advice(objects, collector.report)) from e
         return collector.report
 
-    with _vouching(objects, options):
+    with as_exclusive(objects.backend, objects.backend.exclusive or options.exclusive):
         report = undisturbed(work)
     if report.freed_bytes:
         with suppress(BackendError):
@@ -190,20 +191,8 @@ def check_allowed(objects: Objects, options: GcOptions) -> None:
         StoreError: The store cannot be written to safely beside other writers.
     """
     if not options.dry_run:
-        with _vouching(objects, options):
+        with as_exclusive(objects.backend, objects.backend.exclusive or options.exclusive):
             check_kept_apart(objects.backend, objects.config)
-
-
-@contextmanager
-def _vouching(objects: Objects, options: GcOptions) -> Iterator[None]:
-    """Tell the backend that there is no other writer, if the options say so."""
-    backend = objects.backend
-    was = backend.exclusive
-    backend.exclusive = was or options.exclusive
-    try:
-        yield
-    finally:
-        backend.exclusive = was
 
 
 class _Collector:

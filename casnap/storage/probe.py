@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from casnap.backends.base import Backend
+from casnap.backends.base import Backend, as_exclusive
 from casnap.errors import BackendError, StoreError
 from casnap.format.digest import digest_of
 from casnap.format.records import StoreConfig
@@ -83,9 +83,8 @@ def _has_one_winner(backend: Backend, puts: int, threads: int) -> bool:
     key = f"tmp/{os.urandom(12).hex()}"
     won: list[bytes] = []
     start = threading.Event()
-    exclusive, backend.exclusive = backend.exclusive, False
     try:
-        with Crew() as crew:
+        with as_exclusive(backend, False), Crew() as crew:
             contents = SharedItems([os.urandom(16) for _ in range(puts)], crew)
 
             def put() -> None:
@@ -101,7 +100,6 @@ def _has_one_winner(backend: Backend, puts: int, threads: int) -> bool:
         return False
     finally:
         start.set()
-        backend.exclusive = exclusive
         _delete(backend, key)
 
 
