@@ -212,8 +212,9 @@ def measure(settings: Settings, workload: str) -> list[dict[str, Any]]:
     """Return the rows of one world size."""
     size = int(workload.rpartition(" ")[2])
     names = [peers.DCP, *([peers.TORCHSNAPSHOT] if peers.installed("torchsnapshot") else [])]
-    with Pool() as pool:
-        figures = _Ranks(settings, pool.world(size), pool.world(1))
+    # The one process is another one, so the ranks stay connected, as in a training.
+    with Pool() as pool, Pool() as apart:
+        figures = _Ranks(settings, pool.world(size), apart.world(1))
         # The buffers of each process are made at its first take.
         for kind in ("declared", "sharded"):
             figures.take(kind, count=False)
