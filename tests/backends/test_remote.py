@@ -118,7 +118,7 @@ def test_after_an_operation_was_given_up_the_next_ones_are_less_patient(
     """So a call that fails does not spend the deadline again on each step of its cleaning up."""
     patience = {
         "attempts": 10_000,
-        "deadline": 4.0,
+        "deadline": 6.0,
         "first_contact": 1.0,
         "first_delay": 0.01,
         "longest_delay": 0.01,
@@ -127,14 +127,15 @@ def test_after_an_operation_was_given_up_the_next_ones_are_less_patient(
     backend = backend_at(f"{bucket.uri}/run", options)
     direct.write(KEY, b"there")
     assert backend.read(KEY) == b"there"
-    made = []
+    took = []
     with proxy.during(HttpFault(answer(500), times=None)):
         for _ in range(2):
-            before = sum(backend.requests.values())
+            began = time.monotonic()
             with pytest.raises(UnreachableError, match="attempts in"):
                 backend.read(KEY)
-            made.append(sum(backend.requests.values()) - before)
-    assert made[1] * 2 < made[0]
+            took.append(time.monotonic() - began)
+    # A busy machine may add to both, and makes fewer attempts.
+    assert took[1] < 5.0 < took[0]
     assert backend.read(KEY) == b"there"
 
 

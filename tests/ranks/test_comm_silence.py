@@ -256,7 +256,7 @@ def die_on_the_way(dying: int, where: str) -> Seen:
         if where == "connected":
             connect = links.gloo.new_group
             links.gloo.new_group = lambda *told: (connect(*told), kill())
-    return watch(partial(talk, SHORT))
+    return watch(partial(talk, STILL if where == "before" else LONG))
 
 
 EARLY_DEATHS = [(dying, where) for where in ("before", "met", "connected") for dying in (0, 1)]
@@ -276,7 +276,7 @@ def test_a_death_before_all_have_met(
             assert seen.error == "RankError"
             assert seen.ranks == (dying,)
             assert f"rank {dying} " in seen.text
-            assert seen.seconds < 3 * SHORT + SOON
+            assert seen.seconds < SOON
             if where != "before":
                 # All ranks know who has come.
                 assert f": rank {dying} died" in seen.text
@@ -442,8 +442,8 @@ def lose_the_store(folder: str, port: int, how: str) -> tuple[Seen, Seen]:
             kill() if how == "killed" else yard.stand_still()
 
     links._STORE_SECONDS = 1.0
-    seen = watch(partial(talk, SHORT, 2, strike))
-    again = watch(partial(talk, SHORT)) if rank else seen
+    seen = watch(partial(talk, STILL, 2, strike))
+    again = watch(partial(talk, STILL)) if rank else seen
     if rank and how == "stopped":
         yard.done(0)
     return seen, again
@@ -463,4 +463,4 @@ def test_the_store_is_gone_with_rank_0(world: Worlds, tmp_path: Path, how: str) 
         for seen in outcome:
             assert seen.error == "RankError"
             assert ("rank 0 died" if how == "killed" else "rank 0 if no launcher") in seen.text
-            assert seen.seconds < 2 * SHORT + 1 + SOON
+            assert seen.seconds < 2 * STILL + 1 + SOON

@@ -290,7 +290,8 @@ def interrupted_at_random(work: Callable[[int], object], rounds: int) -> int:
     for i in range(5, rounds + 5):
         try:
             with Alarm(dice.uniform(0, usual)):
-                work(i)
+                # Less than before, if the machine was busy then.
+                usual = min(usual, _seconds(work, i))
         except KeyboardInterrupt:
             interrupts += 1
     return interrupts
@@ -390,7 +391,8 @@ def test_an_interrupted_wait_can_be_repeated(base: Path) -> None:
         pending = Store(base).async_take(app_state(2), "step_2", metadata={"step": 2})
         assert gate.reached.wait(300)
         for _ in range(2):
-            with Alarm(0.05), pytest.raises(KeyboardInterrupt):
+            # On a busy machine the signal may come before the wait begins.
+            with pytest.raises(KeyboardInterrupt), Alarm(0.05):
                 pending.wait()
         assert not pending.done()
         gate.open.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,13 @@ def assert_copied(source: Place, destination: Place, names: set[str] | None = No
 def mirrored(place: Path, mirror: Any, **options: Any) -> Store:
     """Return a store that has a mirror."""
     return Store(place, chunk_size=CHUNK, mirror=mirror, **options)
+
+
+def await_failure(store: Store) -> None:
+    """Wait until the mirror of a store has failed: on a busy machine its first try takes long."""
+    assert store.mirror is not None
+    while store.mirror.status().error is None:
+        time.sleep(0.01)
 
 
 def names(store: Store) -> list[str]:

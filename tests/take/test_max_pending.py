@@ -131,7 +131,7 @@ def test_all_pending_takes_share_the_memory_for_copies(store, monkeypatch):
     nbytes = 8 * SIZE
     hashing = threading.Event()
 
-    def two(**options):
+    def two(seconds, **options):
         hashing.clear()
         options["progress"] = lambda *_: hashing.wait(60)
         pending = [begin(store, numbers(), "a", overwrite=True, **options)]
@@ -139,7 +139,7 @@ def test_all_pending_takes_share_the_memory_for_copies(store, monkeypatch):
             target=lambda: pending.append(begin(store, numbers(1), "b", overwrite=True, **options))
         )
         second.start()
-        second.join(0.2)
+        second.join(seconds)
         waits = second.is_alive()
         hashing.set()
         second.join()
@@ -147,9 +147,9 @@ def test_all_pending_takes_share_the_memory_for_copies(store, monkeypatch):
             assert_same(take.wait().read_object("0/s/x"), numbers(i))
         return waits
 
-    assert two(max_staging_bytes=nbytes + nbytes // 2)
+    assert two(0.2, max_staging_bytes=nbytes + nbytes // 2)
     assert pool._made * pool.slot_bytes <= nbytes + nbytes // 2
-    assert not two()
+    assert not two(30)
     assert 2 * nbytes <= pool._made * pool.slot_bytes < 2 * nbytes + 3 * pool.slot_bytes
 
 
@@ -270,15 +270,16 @@ def skipping(uri: str) -> list[str]:
     store, rank = Store(uri), dist.get_rank()
     line = []
     if rank == 0:
-        line.append(begin(store, numbers(), "step_0", timeout=3))
+        line.append(begin(store, numbers(), "step_0", timeout=60))
     else:
         with (
             mock.patch.object(staging.StagedCopies, "_copy", side_effect=ZeroDivisionError),
             mock.patch.object(PendingTake, "start"),
             pytest.raises(ZeroDivisionError),
         ):
-            begin(store, numbers(), "step_0", timeout=3)
-    line.append(begin(store, numbers(10), "step_1", timeout=3))
+            begin(store, numbers(), "step_0", timeout=60)
+    # That of rank 0 is the one that no other rank comes to.
+    line.append(begin(store, numbers(10), "step_1", timeout=60 if rank else 3))
     ends = []
     for take in line:
         with pytest.raises((StateError, RankError)) as e:

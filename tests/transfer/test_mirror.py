@@ -7,7 +7,6 @@ import pickle
 import random
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from casnap.testing.faults import Call
 from casnap.transfer import mirror
 from casnap.transfer.whole import WholeCopy
 from tests.support.cli_calls import document, invoke, process
-from tests.support.copies import assert_copied, mirrored, names
+from tests.support.copies import assert_copied, await_failure, mirrored, names
 from tests.support.faults import CHUNK, app_state, assert_holds, take
 
 DEAD = Fault(fail(), times=None)
@@ -276,10 +275,8 @@ def test_a_mirror_that_fails_never_fails_takes(
         store = mirrored(tmp_path / "here", there)
         for step in range(3):
             take(store, step)
+        await_failure(store)
         assert store.mirror is not None
-        # On a busy machine the first try may take longer than a wait.
-        while store.mirror.status().error is None:
-            time.sleep(0.01)
         with pytest.raises(MirrorError, match=r"step_0, step_1, step_2 after 0.5 s.*on purpose"):
             store.wait_mirrored(0.5)
         status = store.mirror.status()
@@ -300,9 +297,7 @@ def test_the_random_numbers_of_the_user_stay(tmp_path: Path, there: FaultyBacken
     store = mirrored(tmp_path / "here", there)
     with there.during(DEAD):
         take(store, 1)
-        assert store.mirror is not None
-        while store.mirror.status().error is None:
-            time.sleep(0.01)
+        await_failure(store)
     store.wait_mirrored(60)
     assert random.getstate() == before
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from casnap.testing import (
 from casnap.transfer.follow import Follower, FollowOptions, Pair
 from casnap.transfer.report import ChosenSnapshot, CopyOptions
 from tests.support.cli_calls import COMMAND
-from tests.support.copies import assert_copied, filled
+from tests.support.copies import assert_copied, await_failure, filled
 from tests.support.faults import (
     BACKEND_CALLS,
     CHUNK,
@@ -186,9 +187,11 @@ def test_a_link_that_is_cut_for_long(tmp_path: Path) -> None:
     with there.during(DEAD) as (cut,):
         for step in range(1, 12):
             take(store, step, retention=Retention(keep_last=2))
+        await_failure(store)
         with pytest.raises(MirrorError, match="on purpose"):
             store.wait_mirrored(0.2)
-        assert cut.struck > 1
+        while cut.struck < 2:
+            time.sleep(0.01)
     store.wait_mirrored(120)
     copy = Store(tmp_path / "there")
     assert [s.name for s in copy.snapshots()] == [f"step_{n}" for n in range(12)]
@@ -469,6 +472,7 @@ def test_the_link_to_a_bucket_is_cut(bucket: Bucket, tmp_path: Path) -> None:
             store = mirrored(tmp_path, f"{bucket.uri}/run", **how)
             take(store, 0, retention=Retention(keep_last=1))
             take(store, 1, retention=Retention(keep_last=1))
+            await_failure(store)
             with pytest.raises(MirrorError, match="step_0, step_1"):
                 store.wait_mirrored(1)
             assert cut.struck
