@@ -26,10 +26,10 @@ from casnap.format.records import (
     root_key,
 )
 from casnap.runtime.environment import crowded_folders
-from casnap.storage.config import object_error, read_config, with_config
+from casnap.storage.config import config_in, object_error, read_config, with_config
 from casnap.storage.location import exists, holds
 from casnap.storage.probe import honours_put_if_absent, no_put_if_absent_error
-from casnap.storage.roots import sealed_root
+from casnap.storage.roots import read_root, sealed_root
 from casnap.storage.settings import codec_settings
 from casnap.storage.uris import store_uri
 
@@ -86,10 +86,8 @@ def create_store(
         names = set(backend.names("")) if names is None else names
         ours = _put_config(backend, names, chunk_size, version, asked=asked)
     config = ours or read_config(backend)  # raises if a newer version began to make it
-    if not config.put_if_absent and not holds(backend, root_key(0)):
-        # The ranks of a job may make a store at once. All adopt the record that was put last.
-        time.sleep(_SETTLED)
-        config = read_config(backend)
+    if not config.put_if_absent and (ours is not None or not holds(backend, root_key(0))):
+        config = _settled(backend, is_ours=ours is not None)
         ours = config if config == ours else None
     if config.write_features:
         return Made(is_new, config, None)
@@ -113,6 +111,27 @@ def create_store(
     if is_new:
         _warn_of_rules(backend)
     return Made(is_new, config, root)
+
+
+def _settled(backend: Backend, *, is_ours: bool) -> StoreConfig:
+    """Return the record that all processes adopt that make a store at once, where all puts win.
+
+    It is the one that was put last; or the one that root 0 holds, if that is there.
+    """
+    time.sleep(_SETTLED)
+    config = read_config(backend)
+    if not holds(backend, root_key(0)):
+        return config
+    first = config_in(read_root(backend, 0), backend.uri) or config
+    if is_ours and first != config:
+        # This process was held up between its look and its put, which came later than root 0.
+        backend.delete(CONFIG_KEY)
+        backend.put_if_absent(CONFIG_KEY, _record(first))
+    return first
+
+
+def _record(config: StoreConfig) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
 
 
 def _warn_of_rules(backend: Backend) -> None:
@@ -158,8 +177,7 @@ def _put_config(
     if not honoured and not backend.exclusive:
         raise no_put_if_absent_error(backend.uri)
     config = StoreConfig(os.urandom(16).hex(), chunk_size, version, put_if_absent=honoured)
-    content = msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
-    is_ours = backend.put_if_absent(CONFIG_KEY, content)
+    is_ours = backend.put_if_absent(CONFIG_KEY, _record(config))
     backend.sync()
     return config if is_ours and not foreign else None
 

@@ -16,6 +16,7 @@ from casnap.backends import LocalBackend
 from casnap.errors import AccessDeniedError, StoreError
 from casnap.runtime.typing import override
 from casnap.storage import probe
+from casnap.storage.config import read_config
 from casnap.storage.probe import honours_put_if_absent
 from tests.support.faults import files
 
@@ -181,6 +182,36 @@ def test_ranks_that_make_such_a_store_at_once_make_one(
     for k, store in enumerate(stores):
         store.take(TINY, f"step_{k}")
     assert [s.name for s in Store(gateway).snapshots()] == ["step_0", "step_1", "step_2"]
+    assert Store(gateway).check(data=True).ok
+
+
+class Late(Gateway):
+    """A gateway that a process comes to late with its record, after it saw that there is none."""
+
+    overwrites = True
+    exclusive = True
+    early: Store | None = None
+
+    @override
+    def put_if_absent(self, key: str, content: bytes) -> bool:
+        if key == "casnap.json" and self.early is None:
+            early = Gateway(self.folder, self.endpoint)
+            early.overwrites = early.exclusive = True
+            self.early = Store(early)
+            self.exclusive = False  # it has looked
+        won = super().put_if_absent(key, content)
+        self.exclusive = True
+        return won
+
+
+def test_a_maker_that_is_late_adopts_the_store_that_there_is(gateway: Gateway) -> None:
+    late = Late(gateway.folder)
+    store = Store(late)
+    assert late.early is not None
+    assert store.objects.config == late.early.objects.config == read_config(gateway)
+    late.early.take(TINY, "a")
+    store.take(TINY, "b")
+    assert [s.name for s in Store(gateway).snapshots()] == ["a", "b"]
     assert Store(gateway).check(data=True).ok
 
 
