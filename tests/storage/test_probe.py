@@ -13,6 +13,7 @@ import pytest
 
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
+from casnap.backends.base import as_exclusive
 from casnap.errors import AccessDeniedError, StoreError
 from casnap.runtime.typing import override
 from casnap.storage import probe
@@ -194,14 +195,13 @@ class Late(Gateway):
 
     @override
     def put_if_absent(self, key: str, content: bytes) -> bool:
-        if key == "casnap.json" and self.early is None:
-            early = Gateway(self.folder, self.endpoint)
-            early.overwrites = early.exclusive = True
-            self.early = Store(early)
-            self.exclusive = False  # it has looked
-        won = super().put_if_absent(key, content)
-        self.exclusive = True
-        return won
+        if key != "casnap.json" or self.early is not None:
+            return super().put_if_absent(key, content)
+        early = Gateway(self.folder, self.endpoint)
+        early.overwrites = early.exclusive = True
+        self.early = Store(early)
+        with as_exclusive(self, exclusive=False):  # it has looked
+            return super().put_if_absent(key, content)
 
 
 def test_a_maker_that_is_late_adopts_the_store_that_there_is(gateway: Gateway) -> None:
