@@ -46,22 +46,23 @@ class Journal:
         shutil.copytree(top, self._base)
         self._changes: list[Change] = []
         self._contents: dict[int, bytes] = {}
-        self._lock = threading.Lock()
+        # Held while a change is made and noted: the notes are in the order of the changes.
+        self._lock = threading.RLock()
         # For each moment how many changes there were, and how many of them each folder has synced.
         self.moments: list[tuple[int, dict[Path, int], frozenset[str]]] = [(0, {}, frozenset())]
         self._told: frozenset[str] = frozenset()
 
     def tell(self, *names: str) -> None:
         """Note that a call has returned, after which the store holds these snapshots."""
-        self._told = frozenset(names)
-        self._note(None)
+        with self._lock:
+            self._told = frozenset(names)
+            self._note(None)
 
     def _note(self, change: Change | None, synced: dict[Path, int] | None = None) -> None:
-        with self._lock:
-            if change is not None:
-                self._changes.append(change)
-            before = self.moments[-1][1]
-            self.moments.append((len(self._changes), before | (synced or {}), self._told))
+        if change is not None:
+            self._changes.append(change)
+        before = self.moments[-1][1]
+        self.moments.append((len(self._changes), before | (synced or {}), self._told))
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -73,23 +74,26 @@ class Journal:
 
         def make(name: str, at: int) -> Callable[..., Any]:
             def call(*given: Any, **options: Any) -> Any:
-                ours = is_ours(given[at]) and not (name == "open" and os.path.lexists(given[at]))
-                result = real[name](*given, **options)
-                if ours and name in ("unlink", "rmdir"):
-                    self._note(Change(Path(given[at]), None))
-                elif ours:
-                    inode = os.lstat(given[at]).st_ino
-                    self._note(Change(Path(given[at]), inode, name == "mkdir"))
+                if not is_ours(given[at]) or (name == "open" and os.path.lexists(given[at])):
+                    return real[name](*given, **options)
+                with self._lock:
+                    result = real[name](*given, **options)
+                    if name in ("unlink", "rmdir"):
+                        self._note(Change(Path(given[at]), None))
+                    else:
+                        inode = os.lstat(given[at]).st_ino
+                        self._note(Change(Path(given[at]), inode, name == "mkdir"))
                 return result
 
             return call
 
         def fsync(fd: int) -> None:
             path, found = Path(f"/proc/self/fd/{fd}").readlink(), os.fstat(fd)
-            if stat.S_ISDIR(found.st_mode):
-                self._note(None, {path: len(self._changes)})
-            else:
-                self._contents[found.st_ino] = path.read_bytes()
+            with self._lock:
+                if stat.S_ISDIR(found.st_mode):
+                    self._note(None, {path: len(self._changes)})
+                else:
+                    self._contents[found.st_ino] = path.read_bytes()
 
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(os, "fsync", fsync))
@@ -150,7 +154,7 @@ def assert_goes_on(path: Path, told: frozenset[str]) -> None:
     """Check that all is whole that was told, that takes go on, and that orphans are collected."""
     store = Store(path, create=False)
     assert told <= {snapshot.name for snapshot in store.snapshots()}
-    assert [d for d in store.check(data=True).damages if "copies" not in d.key] == []
+    assert store.check(data=True).damages == []
     for step in (2, 3):
         take(store, step, overwrite=True)
     store.gc(grace=0)
