@@ -59,7 +59,7 @@ class Server:
     Attributes:
         kind: One of :data:`KINDS`.
         endpoint: The URL that clients are given.
-        inner: The URL, or folder, where buckets are made without credentials.
+        inner: The URL where buckets are made without credentials; of rclone the folder of its data.
     """
 
     kind: str
@@ -215,7 +215,7 @@ class Kind:
         return [_program("moto_server"), "-H", "127.0.0.1", "-p", str(ports[0])]
 
     def inner(self, folder: Path, ports: list[int]) -> str:
-        """Return where buckets are made."""
+        """Return the ``inner`` of the server."""
         return f"http://127.0.0.1:{ports[0]}"
 
     @contextmanager
@@ -291,8 +291,8 @@ class _Rclone(Kind):
         (folder / "data").mkdir()
         options = ["--auth-key", f"{WRITER},{SECRET}", "--addr", f"127.0.0.1:{ports[0]}"]
         config = ["--config", str(folder / "none"), "--cache-dir", str(folder / "cache")]
-        # It lists what it remembers. Were it to forget, a listing that runs beside a delete could
-        # bring the deleted object back for as long. So all changes are made through it.
+        # It lists what it remembers, as it does for five minutes by default. So buckets are made
+        # through it, and it does not see that they are deleted.
         options += ["--dir-cache-time", "24h"]
         return [_program("rclone"), "serve", "s3", *options, *config, str(folder / "data")]
 
