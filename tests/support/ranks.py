@@ -110,7 +110,8 @@ class _Call(NamedTuple):
     environment: dict[str, str]
     path: list[str]
     work: bytes
-    timeout: float
+    # By the clock of the host, so that a rank that begins late still says in time where it hangs.
+    deadline: float
 
 
 def _serve(calls: Connection, log: str) -> None:
@@ -128,12 +129,13 @@ def _serve(calls: Connection, log: str) -> None:
         warnings.filterwarnings("error", module=ours)
     gc.freeze()  # so that collecting does not look through all of torch
     current: _Group | None = None
+    calls.send_bytes(b"ready")
     while True:
         try:
             call: _Call = pickle.loads(calls.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)  # the destructor of a broken group might hang
-        faulthandler.dump_traceback_later(call.timeout)
+        faulthandler.dump_traceback_later(max(0.01, call.deadline - time.monotonic()))
         answer = _answer(call, current)
         faulthandler.cancel_dump_traceback_later()
         current = call.group
@@ -338,12 +340,13 @@ class Pool:
         prefix = self._prefix(size, group_timeout)
         ranks = self._ranks[:size]
         environment = {**os.environ, **_QUIET}
+        deadline = time.monotonic() + timeout
         try:
             for number, rank in enumerate(ranks):
                 group = _Group(prefix, self._port, number, size, group_timeout)
-                call = _Call(group, environment, sys.path, packed, timeout)
+                call = _Call(group, environment, sys.path, packed, deadline)
                 rank.call(call)
-            outcomes = self._collect(ranks, timeout + _GRACE)
+            outcomes = self._collect(ranks, deadline + _GRACE)
         except BaseException:
             self._replace(ranks)
             raise
@@ -364,20 +367,25 @@ class Pool:
             self._host = _forked(_host_store)
             self._port = self._host[1].recv()
         self._replace([rank for rank in self._ranks if not rank.process.is_alive()])
-        while len(self._ranks) < size:
+        new = []
+        for _ in range(size - len(self._ranks)):
             self._started += 1
             log = Path(self._folder.name, f"{self._started}.log")
             log.touch()
-            self._ranks.append(_Rank(log))
+            new.append(_Rank(log))
+        self._ranks += new
+        for rank in new:
+            # Starting is not part of the time for a call. If it died, its answer says so.
+            with suppress(EOFError, OSError):
+                rank.calls.recv_bytes()
 
     def _replace(self, ranks: list[_Rank]) -> None:
         for rank in ranks:
             self._ranks.remove(rank)
             rank.end()
 
-    def _collect(self, ranks: list[_Rank], seconds: float) -> list[tuple[Any, bool]]:
+    def _collect(self, ranks: list[_Rank], deadline: float) -> list[tuple[Any, bool]]:
         outcomes: dict[_Rank, tuple[Any, bool]] = {}
-        deadline = time.monotonic() + seconds
         while waiting := {rank.calls: rank for rank in ranks if rank not in outcomes}:
             left = max(0.0, deadline - time.monotonic())
             answered = multiprocessing.connection.wait(list(waiting), left)
