@@ -358,8 +358,7 @@ class Store(Upkeep):
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name and commit id.
         """
-        full = self._edit(name, commit_id, lambda _: None)
-        unmark(self.objects, [full])
+        unmark(self.objects, dict([self._edit(name, commit_id, lambda _: None)]))
 
     @calls.named("tag()")
     def tag(self, name: str, *tags: str) -> None:
@@ -385,13 +384,19 @@ class Store(Upkeep):
         """
         self._edit(name, None, lambda row: untagged(row, tags))
 
-    def _edit(self, name: str, commit_id: str | None, edit: Callable[[Row], Row | None]) -> str:
-        """Edit a snapshot's row, or remove it where ``edit`` returns None; return its full name."""
+    def _edit(
+        self, name: str, commit_id: str | None, edit: Callable[[Row], Row | None]
+    ) -> tuple[str, bytes]:
+        """Edit a snapshot's row, or remove it where ``edit`` returns None.
+
+        Returns:
+            Its full name, and its commit id.
+        """
         full = self.full_name(name)
         if commit_id is None:
             commit_id = self.row(name).commit.hex()
         change_table(self.objects, editing(full, commit_id, edit, self.objects.backend.uri))
-        return full
+        return full, bytes.fromhex(commit_id)
 
     @calls.named("copy()")
     def copy(

@@ -114,6 +114,7 @@ class FsspecClient(Client):
     @override
     async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> ObjectStat:
         if run is None:
+            sink.expect((await self.look(key)).size or 0)
             content = await self._do(key, self._fs.cat_file, self._path(key))
             sink.take(content)
             return ObjectStat(len(content))

@@ -13,6 +13,7 @@ from typing import TypeAlias
 from casnap.errors import (
     BackendError,
     CasnapError,
+    DamagedError,
     ExhaustedError,
     StorageFullError,
     UnavailableError,
@@ -24,6 +25,10 @@ EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 TEMPORARY = re.compile("[0-9a-f]{24}")
 """The names of casnap's own files in ``tmp/``. Other files there are not casnap's."""
+MAX_MARKER_BYTES = 16 << 10
+"""The most bytes of a file that is meant for people."""
+MAX_WHOLE_BYTES = 256 << 20
+"""The most bytes of an object that is read whole: a segment of the index."""
 Target: TypeAlias = tuple[int, memoryview]
 """Where a run of an object begins, and the buffer that it is read into."""
 
@@ -38,6 +43,7 @@ class Backend(ABC):
       time.
     - A missing object raises ``FileNotFoundError``. A failure that says nothing about the object
       raises an :class:`UnavailableError`; all else raises a :class:`BackendError`.
+    - Nothing beyond the place itself is read, changed or waited for, whatever lies in it.
 
     Attributes:
         uri: The URI of this place, as the user would write it.
@@ -125,8 +131,16 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def read(self, key: str) -> bytes:
-        """Return a whole object."""
+    def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:
+        """Return a whole object.
+
+        Args:
+            key: The object.
+            most: How many bytes it may have. Anybody may have put an endless one there.
+
+        Raises:
+            DamagedError: It is longer. Not more than that was read.
+        """
 
     @abstractmethod
     def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
@@ -229,11 +243,44 @@ class Backend(ABC):
         """
         return 0
 
-    def mark(self, key: str, content: bytes | None) -> None:  # noqa: B027 - nothing by default
-        """Put, or with None remove, a file that is meant for people; casnap never relies on it."""
+    def mark(self, key: str, content: bytes) -> None:  # noqa: B027 - nothing by default
+        """Put a file that is meant for people; casnap never relies on it."""
+
+    def unmark(
+        self, keys: Iterable[str], is_stale: Callable[[str, bytes], bool]
+    ) -> dict[str, CasnapError]:
+        """Remove such files; return the errors of those that cannot be removed.
+
+        Args:
+            keys: The files.
+            is_stale: Says of a key and its content whether it is to be removed.
+        """
+        errors: dict[str, CasnapError] = {}
+        stale = []
+        for key in keys:
+            try:
+                if is_stale(key, self.read(key, MAX_MARKER_BYTES)):
+                    stale.append(key)
+            except FileNotFoundError:
+                continue
+            except CasnapError as e:
+                errors[key] = e
+        return errors | self.delete_all(stale)
 
     def keep_copy(self, key: str, content: bytes | None) -> None:  # noqa: B027 - nothing by default
         """Put, or with None remove, the copy of a root, which may be lost at any time."""
+
+
+def check_length(what: str, nbytes: int, most: int) -> None:
+    """Check the length of an object that is read whole.
+
+    Raises:
+        DamagedError: It is longer than it may be.
+    """
+    if nbytes > most:
+        raise DamagedError(
+            f"{what} is damaged: it has {nbytes:,} bytes, and such an object {most:,} at most"
+        )
 
 
 @contextmanager

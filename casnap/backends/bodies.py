@@ -78,6 +78,7 @@ async def receive(
     if (told and not ranged) or not (ranged or "content-length" in answer.headers):
         raise TransientError(f"the answer does not tell how long the object is ({told})")
     size = int(ranged[2] if ranged else answer.headers["content-length"])
+    sink.expect(size)
     first, end = (0, size) if run is None else run
     # A server may send the whole object instead of the run.
     position = int(ranged[1]) if ranged else 0

@@ -67,6 +67,13 @@ class Source(Transfer):
 class Sink(Transfer):
     """Takes the body of an answer, piece by piece, in order."""
 
+    def expect(self, nbytes: int) -> None:
+        """Note how long the whole object is, before its body comes.
+
+        Raises:
+            DamagedError: That is more than is taken.
+        """
+
     def take(self, data: bytes | memoryview) -> None:
         """Take the next piece. This one drops it."""
         self.nbytes += len(data)

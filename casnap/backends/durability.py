@@ -13,16 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import groupby
-from pathlib import Path
 
 from casnap.backends.base import translated
+from casnap.backends.door import create_file, opened, stat_at, unlink
 from casnap.errors import BackendError
 from casnap.runtime.threads import mapped
 
 # How many folders are synced at once.
 _AT_ONCE = 4
 # How often a sync of each folder has failed in this process.
-_failures: Counter[Path] = Counter()
+_failures: Counter[str] = Counter()
 _failing = threading.Lock()
 
 
@@ -33,18 +33,18 @@ class NewNames:
         anew: Replaces a file by a new one with the same bytes.
     """
 
-    def __init__(self, anew: Callable[[Path], None]) -> None:
+    def __init__(self, anew: Callable[[str], None]) -> None:
         self._anew = anew
         # Name → how often a sync of its folder had failed before the name was there.
-        self._pending: dict[Path, int] = {}
+        self._pending: dict[str, int] = {}
         self._lock = threading.Lock()
         self._syncing = threading.Lock()
 
-    def failures(self, path: Path) -> int:
+    def failures(self, path: str) -> int:
         """Return how often a sync of a name's folder has failed; pass that to :meth:`add`."""
-        return _failures_of(path.parent)
+        return _failures_of(_folder(path))
 
-    def add(self, path: Path, failures: int = 0) -> None:
+    def add(self, path: str, failures: int = 0) -> None:
         """Note a name.
 
         Args:
@@ -74,9 +74,9 @@ class NewNames:
                     self.add(path, failures)
                 raise
 
-    def _sync_folder(self, names: tuple[Path, dict[Path, int]]) -> None:
+    def _sync_folder(self, names: tuple[str, dict[str, int]]) -> None:
         folder, noted = names
-        with translated(str(folder)):
+        with translated(folder):
             before = _failures_of(folder)
             doubtful = [path for path, failures in noted.items() if failures < before]
             with self._made_anew(folder, doubtful):
@@ -85,45 +85,45 @@ class NewNames:
                 raise BackendError(f"{folder}: another thread failed to make it durable")
 
     @contextmanager
-    def _made_anew(self, folder: Path, paths: Iterable[Path]) -> Iterator[None]:
+    def _made_anew(self, folder: str, paths: Iterable[str]) -> Iterator[None]:
         """Make a folder dirty again, with the names that a failed sync was to write."""
         fresh = None
         for path in paths:
             with suppress(FileNotFoundError):
-                if stat.S_ISREG(path.lstat().st_mode):
+                if stat.S_ISREG(stat_at(path).st_mode):
                     self._anew(path)
                 elif fresh is None:
                     # A folder cannot be made anew, so the folder that holds it is changed.
-                    fresh = folder / f".casnap-{os.urandom(12).hex()}"
-                    fresh.touch(0o600)
+                    name = f".casnap-{os.urandom(12).hex()}"
+                    fresh = f"{folder}/{name}"
+                    with opened(folder) as fd:
+                        os.close(create_file(name, fd, 0o600))
         try:
             yield
         finally:
             if fresh is not None:
-                fresh.unlink(missing_ok=True)
+                unlink(fresh)
 
 
-def _failures_of(folder: Path) -> int:
+def _failures_of(folder: str) -> int:
     with _failing:
         return _failures.get(folder, 0)
 
 
-def _folder(path: Path) -> Path:
-    return path.parent
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0] or "/"
 
 
-def _by_folder(path: Path) -> tuple[Path, Path]:
-    return path.parent, path
+def _by_folder(path: str) -> tuple[str, str]:
+    return _folder(path), path
 
 
-def sync_folder(folder: Path) -> None:
+def sync_folder(folder: str) -> None:
     """Sync a folder; count failures."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    except OSError:
-        with _failing:
-            _failures[folder] += 1
-        raise
-    finally:
-        os.close(fd)
+    with opened(folder, listed=True) as fd:
+        try:
+            os.fsync(fd)
+        except OSError:
+            with _failing:
+                _failures[folder] += 1
+            raise

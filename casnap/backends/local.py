@@ -8,14 +8,32 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from casnap.backends.base import TEMPORARY, Backend, Target, translated
+from casnap.backends.base import (
+    MAX_MARKER_BYTES,
+    MAX_WHOLE_BYTES,
+    TEMPORARY,
+    Backend,
+    Target,
+    check_length,
+    translated,
+)
+from casnap.backends.door import (
+    check_regular,
+    create_file,
+    open_file,
+    opened,
+    opened_above,
+    stat_at,
+    unlink,
+)
 from casnap.backends.durability import NewNames
-from casnap.errors import BackendError
+from casnap.errors import BackendError, CasnapError
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.buffers import PAGE, address_of
 from casnap.runtime.environment import boot_id
@@ -28,7 +46,7 @@ _DIRECT_WRITE_BYTES = 1 << 20
 _ATTEMPTS = 3
 # Folders that this process has made durable: the identity of the store, and the folder. Who opens
 # a store anew for each take would else sync them each time, as they may be another process's.
-_durable: set[tuple[str, Path]] = set()
+_durable: set[tuple[str, str]] = set()
 
 
 class LocalBackend(Backend):
@@ -37,19 +55,22 @@ class LocalBackend(Backend):
     Large aligned writes go around the page cache if the file system allows it: that is faster, and
     leaves the cache to the training data. Reads go through it, for the next reader. Modes and group
     of files follow the folder, so that a shared store stays shared. If only its owner may write to
-    the folder, the umask applies as well.
+    the folder, the umask applies as well. Everything in the folder is reached by ``door.py``.
+
+    Args:
+        folder: The folder. Links on the way to it are followed now, and not again.
     """
 
     keeps_copies = True
     folder: Path
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.uri = str(folder)
+        self.folder = Path(os.path.realpath(folder))
+        self.uri = str(self.folder)
         self._new = NewNames(self._put_anew)
-        self._entered: set[Path] = set()
+        self._entered: set[str] = set()
         # What goes into _durable with the next sync.
-        self._noted: set[tuple[str, Path]] = set()
+        self._noted: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -61,14 +82,24 @@ class LocalBackend(Backend):
         with translated(self.uri):
             missing = [f for f in (self.folder, *self.folder.parents) if not f.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
-        for folder in (self.folder, *self.folder.parents):
-            if folder in missing or self._new.failures(folder):
+        for folder in map(str, (self.folder, *self.folder.parents)):
+            if Path(folder) in missing or self._new.failures(folder):
                 self._new.add(folder)
         # List the folder only if it holds no store: a store has a name here for each snapshot.
-        is_new = not (self.folder / CONFIG_KEY).exists() and {"tmp"}.issuperset(self.names(""))
+        is_new = self.size_if_there(CONFIG_KEY) is None and {"tmp"}.issuperset(self.names(""))
         if is_new and os.access(self.folder.parent, os.R_OK):
             # Its maker may have failed before it was durable.
-            self._new.add(self.folder)
+            self._new.add(self.uri)
+
+    def _path(self, key: str) -> str:
+        """Return the path of a key.
+
+        Raises:
+            BackendError: It climbs out of the folder.
+        """
+        if ".." in key and ".." in key.split("/"):
+            raise BackendError(f"{self.uri}/{key} is not in the store")
+        return f"{self.uri}/{key}" if key else self.uri
 
     @override
     @property
@@ -80,12 +111,11 @@ class LocalBackend(Backend):
         """
         with translated(self.uri):
             try:
-                real = os.path.realpath(self.folder, strict=True)
-                folder, record = os.stat(real), os.stat(f"{real}/{CONFIG_KEY}")  # noqa: PTH116
+                folder, record = stat_at(self.uri), stat_at(self._path(CONFIG_KEY))
             except FileNotFoundError as e:
                 raise BackendError(f"{self.uri} is gone, or was moved; open it anew") from e
         return (
-            f"{real} {folder.st_dev} {folder.st_ino} "
+            f"{self.uri} {folder.st_dev} {folder.st_ino} "
             f"{record.st_dev} {record.st_ino} {record.st_ctime_ns}"
         )
 
@@ -94,7 +124,7 @@ class LocalBackend(Backend):
     def endpoint(self) -> str:
         """The mounted file system, for as long as this host runs."""
         with translated(self.uri):
-            return f"{boot_id()} {self.folder.stat().st_dev}"
+            return f"{boot_id()} {stat_at(self.uri).st_dev}"
 
     @override
     def write(self, key: str, content: memoryview | bytes) -> None:
@@ -109,63 +139,67 @@ class LocalBackend(Backend):
 
     @override
     def copy(self, key: str, to: str) -> None:
-        target = self.folder / to
-        with translated(f"{self.uri}/{to}"):
-            failures = self._enter(target)
-            os.link(self.folder / key, target)
-            self._new.add(target, failures)
+        target = self._path(to)
+        with translated(target), opened_above(self._path(key)) as (source, name):
+            check_regular(os.stat(name, dir_fd=source, follow_symlinks=False), self._path(key))
+            with self._entered_above(target) as (folder, failures):
+                _link_at(name, source, target.rpartition("/")[2], folder)
+                self._new.add(target, failures)
 
     def _link(self, key: str, content: memoryview | bytes) -> bool:
-        target = self.folder / key
-        with translated(f"{self.uri}/{key}"):
-            self._make_folder(self.folder / "tmp")
-            failures = self._enter(target)
-            for attempt in range(_ATTEMPTS):
-                temporary = self.folder / "tmp" / os.urandom(12).hex()
-                fd = self._write_file(temporary, content)
+        target = self._path(key)
+        with translated(target):
+            for _ in range(_ATTEMPTS):
                 try:
-                    os.link(temporary, target)
-                    # Again: a sync of its folder until now may not have covered it.
-                    self._new.add(target, failures)
-                    break
-                except FileExistsError:
-                    return False
+                    return self._try_to_link(target, content)
                 except FileNotFoundError as e:
                     # Did a collector delete it, which could not see our lock?
-                    if attempt == _ATTEMPTS - 1:
-                        raise BackendError(f"{self.uri}/{key}: its folder vanished") from e
-                finally:
-                    temporary.unlink(missing_ok=True)
-                    os.close(fd)
+                    gone = e
+            raise BackendError(f"{target}: its folder vanished") from gone
+
+    def _try_to_link(self, target: str, content: memoryview | bytes) -> bool:
+        with self._temporary_folder() as tmp, self._entered_above(target) as (folder, failures):
+            temporary = os.urandom(12).hex()
+            fd = self._write_file(temporary, tmp, content)
+            try:
+                _link_at(temporary, tmp, target.rpartition("/")[2], folder)
+            except FileExistsError:
+                return False
+            finally:
+                _unlink_at(temporary, tmp)
+                os.close(fd)
+            # Again: a sync of its folder until now may not have covered it.
+            self._new.add(target, failures)
         return True
 
-    def _enter(self, target: Path) -> int:
-        """Make the folder of a new name. It becomes durable even if another process has made it.
+    @contextmanager
+    def _entered_above(self, target: str) -> Iterator[tuple[int, int]]:
+        """Open the folder of a new name. It becomes durable even if another process has made it.
 
         Returns:
-            What to pass to ``NewNames.add`` once the name is there.
+            The folder, and what to pass to ``NewNames.add`` once the name is there.
         """
-        folder = target.parent
-        self._make_folder(folder)
-        failures = self._new.failures(target)
-        # Note the name before it is made, so that a failure in between does not lose it.
-        self._new.add(target, failures)
-        with self._lock:
-            if folder not in self._entered:
-                self._entered.add(folder)
-                store = self._identity_if_whole()
-                for above in self._up_to_store(folder):
-                    if (store, above) not in _durable:
-                        self._new.add(above)
-                        if store:
-                            self._noted.add((store, above))
-        return failures
+        above = target.rpartition("/")[0]
+        with self._opened_or_made(above) as folder:
+            failures = self._new.failures(target)
+            # Note the name before it is made, so that a failure in between does not lose it.
+            self._new.add(target, failures)
+            with self._lock:
+                if above not in self._entered:
+                    self._entered.add(above)
+                    store = self._identity_if_whole()
+                    for place in self._up_to_store(above):
+                        if (store, place) not in _durable:
+                            self._new.add(place)
+                            if store:
+                                self._noted.add((store, place))
+            yield folder, failures
 
-    def _up_to_store(self, folder: Path) -> Iterator[Path]:
+    def _up_to_store(self, folder: str) -> Iterator[str]:
         """Yield a folder, and those above it, below the folder of the store."""
-        while folder != self.folder:
+        while folder != self.uri:
             yield folder
-            folder = folder.parent
+            folder = folder.rpartition("/")[0]
 
     def _identity_if_whole(self) -> str:
         """Return the identity; nothing while the store is being made."""
@@ -174,48 +208,70 @@ class LocalBackend(Backend):
         except BackendError:
             return ""
 
-    def _put_anew(self, path: Path) -> None:
-        self._make_folder(self.folder / "tmp")
-        temporary = self.folder / "tmp" / os.urandom(12).hex()
-        fd = self._write_file(temporary, path.read_bytes())
+    def _put_anew(self, path: str) -> None:
+        fd = open_file(path)
         try:
-            temporary.replace(path)
+            content = _read_all(fd, os.fstat(fd).st_size)
         finally:
-            temporary.unlink(missing_ok=True)
             os.close(fd)
+        with self._temporary_folder() as tmp, opened_above(path) as (folder, name):
+            temporary = os.urandom(12).hex()
+            fd = self._write_file(temporary, tmp, content)
+            try:
+                os.replace(temporary, name, src_dir_fd=tmp, dst_dir_fd=folder)
+            finally:
+                _unlink_at(temporary, tmp)
+                os.close(fd)
 
-    def _make_folder(self, folder: Path, *, durable: bool = True) -> None:
-        if folder.is_dir():
-            return
-        self._make_folder(folder.parent, durable=durable)
-        like = self.folder.stat()
-        try:
-            folder.mkdir(stat.S_IMODE(like.st_mode))
-        except FileExistsError:
-            return
-        if _is_shared(like):
-            folder.chmod(stat.S_IMODE(like.st_mode))
-        _follow_group(folder, like.st_gid)
+    def _temporary_folder(self) -> AbstractContextManager[int]:
+        return self._opened_or_made(self._path("tmp"))
+
+    @contextmanager
+    def _opened_or_made(self, path: str, *, durable: bool = True) -> Iterator[int]:
+        """Open a folder of the store for a ``with`` block; make it if it is missing."""
+        with ExitStack() as stack:
+            try:
+                folder = stack.enter_context(opened(path))
+            except FileNotFoundError:
+                if path == self.uri:
+                    raise
+                self._make_folder(path, durable=durable)
+                folder = stack.enter_context(opened(path))
+            yield folder
+
+    def _make_folder(self, path: str, *, durable: bool) -> None:
+        above, _, name = path.rpartition("/")
+        with self._opened_or_made(above, durable=durable) as folder:
+            like = stat_at(self.uri)
+            try:
+                os.mkdir(name, stat.S_IMODE(like.st_mode), dir_fd=folder)
+            except FileExistsError:
+                return
+        if _is_shared(like) or like.st_gid != os.getegid():
+            with opened(path, listed=True) as made:
+                if _is_shared(like):
+                    os.fchmod(made, stat.S_IMODE(like.st_mode))
+                _follow_group(made, like.st_gid)
         if durable:
-            self._new.add(folder)
+            self._new.add(path)
 
-    def _write_file(self, path: Path, content: memoryview | bytes) -> int:
+    def _write_file(self, name: str, folder: int, content: memoryview | bytes) -> int:
         """Write a file and return it open. Its lock says that its writer lives."""
-        fd = self._create(path)
+        fd = self._create(name, folder)
         try:
             _lock(fd)
             write_at(fd, memoryview(content), 0)
             os.fsync(fd)
         except BaseException:
-            path.unlink(missing_ok=True)
+            _unlink_at(name, folder)
             os.close(fd)
             raise
         return fd
 
-    def _create(self, path: Path) -> int:
-        like = self.folder.stat()
+    def _create(self, name: str, folder: int) -> int:
+        like = stat_at(self.uri)
         mode = like.st_mode & 0o666
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode)
+        fd = create_file(name, folder, mode)
         if _is_shared(like):
             os.fchmod(fd, mode)
         if like.st_gid != os.getegid():
@@ -226,7 +282,7 @@ class LocalBackend(Backend):
     def sync(self, *keys: str) -> None:
         """Make the names of new files durable. Their bytes were synced before they got names."""
         for key in keys:
-            self._new.add(self.folder / key)
+            self._new.add(self._path(key))
         with self._lock:
             noted = self._noted.copy()
         self._new.sync()
@@ -235,9 +291,16 @@ class LocalBackend(Backend):
             self._noted -= noted
 
     @override
-    def read(self, key: str) -> bytes:
-        with translated(f"{self.uri}/{key}"):
-            return (self.folder / key).read_bytes()
+    def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:
+        path = self._path(key)
+        with translated(path):
+            fd = open_file(path)
+            try:
+                nbytes = os.fstat(fd).st_size
+                check_length(path, nbytes, most)
+                return _read_all(fd, nbytes)
+            finally:
+                os.close(fd)
 
     @override
     def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
@@ -245,10 +308,9 @@ class LocalBackend(Backend):
 
     @override
     def _read_each(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
-        # To make a Path takes as long as to read a small chunk; so in will_read.
-        path = f"{self.uri}/{key}"
+        path = self._path(key)
         with translated(path):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_file(path)
         try:
             for offset, target in targets:
                 with translated(path):
@@ -259,10 +321,8 @@ class LocalBackend(Backend):
 
     @override
     def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:
-        if not hasattr(os, "posix_fadvise"):
-            return
-        with system_errors_ignored():
-            fd = os.open(f"{self.uri}/{key}", os.O_RDONLY | os.O_CLOEXEC)
+        with system_errors_ignored(), suppress(BackendError):
+            fd = open_file(self._path(key))
             try:
                 for offset, nbytes in runs:
                     # The hint looks up each page, also where all of them are cached.
@@ -273,82 +333,122 @@ class LocalBackend(Backend):
 
     @override
     def size(self, key: str) -> int:
-        path = f"{self.uri}/{key}"
-        try:
-            # A take asks thousands of times, so this uses no Path.
-            return os.stat(path).st_size  # noqa: PTH116
-        except OSError:
-            with translated(path):
-                raise
+        path = self._path(key)
+        with translated(path):
+            found = stat_at(path)
+            check_regular(found, path)
+        return found.st_size
 
     @override
     def names(self, folder: str) -> list[str]:
-        with translated(f"{self.uri}/{folder}"):
+        path = self._path(folder)
+        with translated(path):
             try:
-                # Making a Path for each name would take longer than the listing.
-                return os.listdir(self.folder / folder)  # noqa: PTH208
+                with opened(path, listed=True) as fd:
+                    return os.listdir(fd)
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
     @override
     def delete(self, key: str) -> None:
-        with translated(f"{self.uri}/{key}"):
-            (self.folder / key).unlink(missing_ok=True)
+        path = self._path(key)
+        with translated(path):
+            unlink(path)
 
     @override
     def tidy(self, min_age: float) -> int:
         """Unlink files in ``tmp/`` that no living writer has locked."""
         freed = 0
-        with translated(f"{self.uri}/tmp"):
-            for name in self.names("tmp"):
-                path = self.folder / "tmp" / name
-                if TEMPORARY.fullmatch(name):
-                    freed += _unlink_abandoned(path, min_age)
+        path = self._path("tmp")
+        with translated(path), suppress(FileNotFoundError), opened(path) as folder:
+            for name in filter(TEMPORARY.fullmatch, self.names("tmp")):
+                freed += _unlink_abandoned(name, folder, min_age)
         return freed
 
     @override
     def sizes(self, folder: str) -> dict[str, int]:
         found: dict[str, int] = {}
-        with translated(f"{self.uri}/{folder}"):
-            try:
-                entries = list(os.scandir(self.folder / folder))
-            except (FileNotFoundError, NotADirectoryError):
-                return {}
-            for entry in entries:
-                key = f"{folder}/{entry.name}" if folder else entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    found |= self.sizes(key)
-                else:
-                    with suppress(FileNotFoundError):
-                        found[key] = entry.stat().st_size
+        folders = [folder]
+        while folders:
+            above = folders.pop()
+            path = self._path(above)
+            with (
+                translated(path),
+                suppress(FileNotFoundError, NotADirectoryError),
+                opened(path, listed=True) as fd,
+                os.scandir(fd) as entries,
+            ):
+                for entry in entries:
+                    key = f"{above}/{entry.name}" if above else entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(key)
+                    elif entry.is_file(follow_symlinks=False):
+                        with suppress(FileNotFoundError):
+                            found[key] = entry.stat(follow_symlinks=False).st_size
         return found
 
     @override
-    def mark(self, key: str, content: bytes | None) -> None:
-        """Put or remove a marker file; remove folders that are empty then."""
+    def mark(self, key: str, content: bytes) -> None:
+        for _ in range(_ATTEMPTS - 1):
+            # Whoever removes an earlier marker removes its folder, if that is empty just now.
+            try:
+                self._put_loosely(key, content)
+            except FileNotFoundError:
+                continue
+            return
         self._put_loosely(key, content)
 
     @override
-    def keep_copy(self, key: str, content: bytes | None) -> None:
-        self._put_loosely(key, content)
+    def unmark(
+        self, keys: Iterable[str], is_stale: Callable[[str, bytes], bool]
+    ) -> dict[str, CasnapError]:
+        """Remove marker files that are stale, and folders that are empty then."""
+        errors: dict[str, CasnapError] = {}
+        for key in keys:
+            try:
+                self._unmark(key, partial(is_stale, key))
+            except CasnapError as e:
+                errors[key] = e
+        return errors
 
-    def _put_loosely(self, key: str, content: bytes | None) -> None:
-        path = self.folder / key
-        with translated(str(path)):
-            if content is not None:
-                # Not synced, since deleting the snapshot removes these folders too.
-                self._make_folder(path.parent, durable=False)
-                # Do not write into an existing file: it may be another user's.
-                path.unlink(missing_ok=True)
-                with suppress(FileExistsError), os.fdopen(self._create(path), "wb") as file:
-                    file.write(content)
+    def _unmark(self, key: str, is_stale: Callable[[bytes], bool]) -> None:
+        path = self._path(key)
+        with translated(path), suppress(FileNotFoundError):
+            if not is_stale(self.read(key, MAX_MARKER_BYTES)):
                 return
-            path.unlink(missing_ok=True)
-            for folder in self._up_to_store(path.parent):
-                try:
-                    folder.rmdir()
-                except OSError:
-                    break
+            with opened_above(path) as (folder, name), self._temporary_folder() as tmp:
+                aside = os.urandom(12).hex()
+                os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=tmp)
+                # Another process may have put a new marker since the look.
+                if not is_stale(self.read(f"tmp/{aside}", MAX_MARKER_BYTES)):
+                    with suppress(FileExistsError):
+                        _link_at(aside, tmp, name, folder)
+                _unlink_at(aside, tmp)
+            for place in self._up_to_store(path.rpartition("/")[0]):
+                with opened_above(place) as (folder, name):
+                    try:
+                        os.rmdir(name, dir_fd=folder)
+                    except OSError:
+                        break
+
+    @override
+    def keep_copy(self, key: str, content: bytes | None) -> None:
+        if content is not None:
+            self._put_loosely(key, content)
+        else:
+            with translated(self._path(key)):
+                unlink(self._path(key))
+
+    def _put_loosely(self, key: str, content: bytes) -> None:
+        path = self._path(key)
+        with translated(path):
+            above, _, name = path.rpartition("/")
+            # Not synced, since deleting the snapshot removes these folders too.
+            with self._opened_or_made(above, durable=False) as folder:
+                # Do not write into an existing file: it may be another user's.
+                _unlink_at(name, folder)
+                with suppress(FileExistsError), os.fdopen(self._create(name, folder), "wb") as file:
+                    file.write(content)
 
 
 def _lock(fd: int) -> bool:
@@ -360,28 +460,35 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _may_unlink(path: Path) -> bool:
-    """Unlink a file if that is allowed (it is not for another user's in a sticky folder)."""
-    try:
-        path.unlink(missing_ok=True)
-    except PermissionError:
-        return False
-    return True
+def _link_at(name: str, folder: int, to: str, target: int) -> None:
+    """Give a file in an open folder a second name in another one."""
+    os.link(name, to, src_dir_fd=folder, dst_dir_fd=target, follow_symlinks=False)
 
 
-def _unlink_abandoned(path: Path, min_age: float) -> int:
-    """Unlink a temporary file, unless it is young or its writer lives; return the freed bytes."""
+def _unlink_at(name: str, folder: int) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
+
+
+def _unlink_abandoned(name: str, folder: int, min_age: float) -> int:
+    """Unlink a temporary file, unless it is young or its writer lives; return the freed bytes.
+
+    Another user's file stays: only that user can lock it, or may remove it from a sticky folder.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (FileNotFoundError, PermissionError):
-        # It is another user's; only that user can lock it.
+        fd = os.open(name, flags, dir_fd=folder)
+    except OSError:
         return 0
     try:
         found = os.fstat(fd)
         # A time in the future says nothing; then only the lock counts.
-        if 0 <= time.time() - found.st_mtime < min_age or not _lock(fd):
+        is_young = 0 <= time.time() - found.st_mtime < min_age
+        if not stat.S_ISREG(found.st_mode) or is_young or not _lock(fd):
             return 0
-        if not _may_unlink(path):
+        try:
+            _unlink_at(name, folder)
+        except PermissionError:
             return 0
         # A second name: it was linked into place, so unlinking frees nothing.
         return found.st_size if found.st_nlink == 1 else 0
@@ -394,9 +501,9 @@ def _is_shared(folder: os.stat_result) -> bool:
     return bool(folder.st_mode & (stat.S_ISGID | stat.S_IWGRP | stat.S_IWOTH))
 
 
-def _follow_group(where: Path | int, gid: int) -> None:
+def _follow_group(fd: int, gid: int) -> None:
     try:
-        os.chown(where, -1, gid)
+        os.fchown(fd, -1, gid)
     except PermissionError:
         # This user is not in that group. The mode still says who can read the file.
         return
@@ -439,6 +546,12 @@ def _is_cached(fd: int, offset: int) -> bool:
     except OSError as e:
         pass_on(e)
         return False
+
+
+def _read_all(fd: int, nbytes: int) -> bytes:
+    """Read a file of so many bytes; less if it was cut off meanwhile."""
+    content = bytearray(nbytes)
+    return bytes(memoryview(content)[: _read(fd, memoryview(content), 0)])
 
 
 def _read(fd: int, target: memoryview, offset: int) -> int:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from casnap.backends.base import Backend, Target
+from casnap.backends.base import MAX_WHOLE_BYTES, Backend, Target, check_length
 from casnap.runtime.typing import override
 
 _stores: dict[str, dict[str, bytes]] = {}
@@ -51,7 +51,12 @@ class MemoryBackend(Backend):
         """Do nothing."""
 
     @override
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:
+        content = self._content(key)
+        check_length(f"{self.uri}/{key}", len(content), most)
+        return content
+
+    def _content(self, key: str) -> bytes:
         try:
             return self._objects[key]
         except KeyError:
@@ -59,7 +64,7 @@ class MemoryBackend(Backend):
 
     @override
     def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
-        content, lengths = self.read(key), []
+        content, lengths = self._content(key), []
         for offset, target in targets:
             part = content[offset : offset + len(target)]
             target[: len(part)] = part
@@ -68,7 +73,7 @@ class MemoryBackend(Backend):
 
     @override
     def size(self, key: str) -> int:
-        return len(self.read(key))
+        return len(self._content(key))
 
     @override
     def names(self, folder: str) -> list[str]:
@@ -79,7 +84,7 @@ class MemoryBackend(Backend):
 
     @override
     def copy(self, key: str, to: str) -> None:
-        self._objects[to] = self.read(key)
+        self._objects[to] = self._content(key)
 
     @override
     def delete(self, key: str) -> None:

@@ -14,7 +14,13 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from casnap.backends.base import TEMPORARY, Backend, Target
+from casnap.backends.base import (
+    MAX_MARKER_BYTES,
+    MAX_WHOLE_BYTES,
+    TEMPORARY,
+    Backend,
+    Target,
+)
 from casnap.backends.client import (
     Client,
     ExpiredError,
@@ -28,7 +34,14 @@ from casnap.backends.client import (
 from casnap.backends.event_loop import event_loop
 from casnap.backends.retries import Operation, Retries, cancel_and_wait
 from casnap.backends.scatter import Scatter, Whole, runs
-from casnap.errors import AccessDeniedError, BackendError, UnavailableError, UnreachableError
+from casnap.errors import (
+    AccessDeniedError,
+    BackendError,
+    CasnapError,
+    DamagedError,
+    UnavailableError,
+    UnreachableError,
+)
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.sizes import size as in_words
 from casnap.runtime.typing import override
@@ -137,8 +150,8 @@ class RemoteBackend(Backend):
         """Do nothing: what a server has taken is durable."""
 
     @override
-    def read(self, key: str) -> bytes:
-        return self._run(self._read(key))
+    def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:
+        return self._run(self._read(key, most))
 
     @override
     def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
@@ -203,11 +216,32 @@ class RemoteBackend(Backend):
         return errors
 
     @override
-    def mark(self, key: str, content: bytes | None) -> None:
-        if content is None:
-            self.delete(key)
-        else:
-            self.write(key, content)
+    def mark(self, key: str, content: bytes) -> None:
+        self.write(key, content)
+
+    @override
+    def unmark(
+        self, keys: Iterable[str], is_stale: Callable[[str, bytes], bool]
+    ) -> dict[str, CasnapError]:
+        return self._run(self._unmark([*keys], is_stale))
+
+    async def _unmark(
+        self, keys: Sequence[str], is_stale: Callable[[str, bytes], bool]
+    ) -> dict[str, CasnapError]:
+        errors: dict[str, CasnapError] = {}
+
+        async def look(key: str) -> bool:
+            try:
+                return is_stale(key, await self._read(key, MAX_MARKER_BYTES))
+            except FileNotFoundError:
+                return False
+            except CasnapError as e:
+                errors[key] = e
+                return False
+
+        stale = await together([look(key) for key in keys])
+        going = [key for key, is_going in zip(keys, stale, strict=True) if is_going]
+        return {**errors, **await self._delete_all(going)}
 
     @override
     def tidy(self, min_age: float) -> int:
@@ -339,8 +373,8 @@ class RemoteBackend(Backend):
     async def _look(self, key: str) -> ObjectStat:
         return await self._request("get", f"look at {key}", lambda client: client.look(key))
 
-    async def _read(self, key: str) -> bytes:
-        whole = Whole()
+    async def _read(self, key: str, most: int) -> bytes:
+        whole = Whole(f"{self.uri}/{key}", most)
         await self._request(
             "get", f"read {key}", lambda client: client.get(key, None, whole), whole
         )
@@ -361,9 +395,9 @@ class RemoteBackend(Backend):
         source = Source(content)
         operation = self._operation(f"put {key}")
         if self.exclusive:
-            there = await self._there(key)
-            if there is not None:
-                return there == content
+            is_ours = await self._is_ours(key, content)
+            if is_ours is not None:
+                return is_ours
         while True:
             try:
                 await self._once(
@@ -378,16 +412,19 @@ class RemoteBackend(Backend):
                 error = e if isinstance(e, TransientError) else TransientError(str(e))
             else:
                 return True
-            there = await self._there(key)
-            if there is not None:
-                return there == content
+            is_ours = await self._is_ours(key, content)
+            if is_ours is not None:
+                return is_ours
             await self._pause(operation, error)
 
-    async def _there(self, key: str) -> bytes | None:
+    async def _is_ours(self, key: str, content: memoryview) -> bool | None:
+        """Whether an object has these very bytes; None if there is none."""
         try:
-            return await self._read(key)
+            return await self._read(key, len(content)) == content
         except FileNotFoundError:
             return None
+        except DamagedError:  # it is longer
+            return False
 
     async def _pages(self, prefix: str, *, deep: bool, after: str | None = None) -> list[Page]:
         pages: list[Page] = []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
-from casnap.backends.base import Target
+from casnap.backends.base import Target, check_length
 from casnap.backends.client import Sink
 from casnap.runtime.typing import override
 
@@ -98,10 +98,21 @@ class Scatter(Sink):
 
 
 class Whole(Sink):
-    """A whole object of unknown length."""
+    """A whole object of unknown length.
 
-    def __init__(self) -> None:
+    Args:
+        what: Its name, for messages.
+        most: How many bytes it may have.
+    """
+
+    def __init__(self, what: str, most: int) -> None:
+        self._what = what
+        self._most = most
         self._pieces: list[bytes] = []
+
+    @override
+    def expect(self, nbytes: int) -> None:
+        check_length(self._what, nbytes, self._most)
 
     @override
     def restart(self) -> None:
@@ -111,6 +122,8 @@ class Whole(Sink):
     @override
     def take(self, data: bytes | memoryview) -> None:
         super().take(data)
+        # A file system may not have told the length, or not the right one.
+        self.expect(self.nbytes)
         self._pieces.append(bytes(data))
 
     def content(self) -> bytes:

@@ -46,6 +46,19 @@ def check_name(name: str) -> str:
     return clean
 
 
+def is_row_name(name: str) -> bool:
+    """Whether the table of snapshots may have a row of this name.
+
+    A table is untrusted input: a name could climb out of the store, or stand for one of its files.
+    """
+    if _COPY.fullmatch(name):
+        return True
+    try:
+        return check_name(name) == name
+    except InvalidNameError:
+        return False
+
+
 def check_new_name(name: str) -> None:
     """Check that a new snapshot may have a name.
 
@@ -87,5 +100,6 @@ def key_of(component: str) -> str:
     return _ESCAPED.sub(lambda m: chr(int(m[1].lstrip("u"), 16)), component)
 
 
+_COPY = re.compile(f"{UNFINISHED}[0-9a-f]+")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _ESCAPED = re.compile("%(25|2F|uD[89A-F][0-9A-F]{2})")

@@ -26,7 +26,7 @@ KNOWN_FEATURES = frozenset({DEEP_TABLE})
 DEFAULT_CHUNK_SIZE = 1 << 20
 MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 64 << 10, 64 << 20
 MAX_NODE_BYTES = MAX_ROOT_BYTES = 64 << 20
-MAX_METADATA_BYTES = 64 << 10
+MAX_CONFIG_BYTES = MAX_METADATA_BYTES = 64 << 10
 INLINE_METADATA_BYTES = 256
 """Larger metadata of a row stand in a node of their own."""
 ID_SIZE = 16
@@ -302,6 +302,14 @@ def segment_records(data: bytes, what: str) -> tuple[tuple[PackId, ...], Iterato
 def segment_count(data: bytes) -> int:
     """Return how many records a sealed segment says that it has; -1 if it is cut off."""
     return _SEGMENT_HEAD.unpack_from(data, 8)[1] if len(data) >= 8 + _SEGMENT_HEAD.size else -1
+
+
+def max_segment_bytes(count: int) -> int:
+    """Return how many bytes a sealed segment of so many records has at most.
+
+    Each pack that it lists has a record there; a few more may be left of packs that were lost.
+    """
+    return (1 << 20) + count * (_RECORD.size + ID_SIZE)
 
 
 def _checked_records(body: memoryview, n_packs: int, what: str) -> Iterator[RawRecord]:

@@ -157,5 +157,5 @@ def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> Non
     if not survey.unreadable:
         keys += [pack_key(ident) for ident in files.packs - named]
     report.orphans, report.orphan_bytes = len(keys), files.size_of(keys)
-    temporary = [f"tmp/{name}" for name in backend.names("tmp")]
-    report.temporary, report.temporary_bytes = len(temporary), files.size_of(temporary)
+    temporary = backend.sizes("tmp")
+    report.temporary, report.temporary_bytes = len(temporary), sum(temporary.values())

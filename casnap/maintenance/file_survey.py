@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from casnap.backends.base import MAX_WHOLE_BYTES
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.digest import Digest
 from casnap.format.records import (
@@ -17,6 +18,7 @@ from casnap.format.records import (
     Root,
     SegmentId,
     SegmentRef,
+    max_segment_bytes,
     merged_segment,
     pack_key,
     segment_key,
@@ -136,7 +138,8 @@ class FileSurvey:
                 damage.hurts[ALL] = None
 
     def _read_segment(self, ref: SegmentRef, key: str) -> bytes:
-        content = self.objects.backend.read(key)
+        most = min(max_segment_bytes(ref.count), MAX_WHOLE_BYTES)
+        content = self.objects.backend.read(key, most)
         if merged_segment([(content, key)])[2] != ref.count:
             raise DamagedError(f"{key} is another index segment than the root says")
         return content

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable
 from functools import cache
 
-from casnap.backends.base import Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import PackId, Root, id_from_name, pack_key, segment_key
 from casnap.runtime.progress import Progress
@@ -45,18 +44,12 @@ class StoredFiles:
     def __init__(self, objects: Objects, root: Root) -> None:
         self._backend = backend = objects.backend
         self._cache = objects.index.cache if backend.is_remote else None
-        # On a remote store, from the listing: to look at a file is a request.
-        self._sizes: dict[bytes, int] = {}
-        if backend.is_remote:
-            many = sum(ref.count for ref in root.segments) > _MANY_RECORDS
-            self._sizes = listed_packs(backend, many=many)
-            self.packs = set(self._sizes)
-            names = {key.rpartition("/")[2]: size for key, size in backend.sizes("index").items()}
-            of_segments = {id_from_name(name): size for name, size in names.items()}
-            self._sizes |= {i: size for i, size in of_segments.items() if i is not None}
-        else:
-            self.packs = _packs_of_folders(backend)
-            of_segments = dict.fromkeys(map(id_from_name, backend.names("index")), 0)
+        many = backend.is_remote and sum(ref.count for ref in root.segments) > _MANY_RECORDS
+        self._sizes = listed_packs(backend, many=many)
+        self.packs = set(self._sizes)
+        names = {key.rpartition("/")[2]: size for key, size in backend.sizes("index").items()}
+        of_segments = {id_from_name(name): size for name, size in names.items()}
+        self._sizes |= {i: size for i, size in of_segments.items() if i is not None}
         self.segments = {ident for ident in of_segments if ident is not None}
         self.time_of = cache(self._time_of)
 
@@ -70,8 +63,6 @@ class StoredFiles:
         return sum(map(self._size, keys))
 
     def _size(self, key: str) -> int:
-        if not self._backend.is_remote:
-            return self._backend.size_if_there(key) or 0
         return self._sizes.get(id_from_name(key.rpartition("/")[2]) or b"", 0)
 
     def delete(
@@ -139,14 +130,3 @@ class StoredFiles:
             if put_at is not None:
                 return time.time() - put_at
         return time.time() - newest.time
-
-
-def _packs_of_folders(backend: Backend) -> set[bytes]:
-    packs = set()
-    for folder in backend.names("packs"):
-        for name in backend.names(f"packs/{folder}"):
-            ident = id_from_name(name)
-            # casnap deletes only files whose names match its own grammar.
-            if ident is not None and pack_key(ident) == f"packs/{folder}/{name}":
-                packs.add(ident)
-    return packs

@@ -51,6 +51,7 @@ from casnap.storage.pack import moved_place, new_id
 from casnap.storage.place_reads import ReadOptions, Reason, Want
 from casnap.storage.roots import put_next_root
 from casnap.storage.segments import add_segment, drop_packs
+from casnap.storage.table import change_table
 
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
 _READ = ReadOptions(readers=1)
@@ -166,7 +167,7 @@ class _Repair:
     def _change(self) -> bool:
         """Repair something; return whether to survey the store again."""
         try:
-            return self._adopt() or self._mend()
+            return self._drop_rows() or self._adopt() or self._mend()
         except DamagedError:
             # A collector removes segments that the root at hand names, and the newest does not.
             self._looks += 1
@@ -174,6 +175,11 @@ class _Repair:
                 raise
             self._drop_salvage()
             return True
+
+    def _drop_rows(self) -> bool:
+        """Remove the rows of the table whose names cannot be ones."""
+        names = self._survey.rejected_names
+        return bool(names) and change_table(self._objects, lambda *_: dict.fromkeys(names))
 
     def _refuse_unreadable(self) -> None:
         """Refuse to go on if an object cannot be read now: it may be whole."""

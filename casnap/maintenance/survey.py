@@ -121,6 +121,7 @@ class Survey(FileSurvey):
         known_lost: Digests that the root says are lost.
         rescued: Condemned packs that hold a needed digest which no live pack holds.
         snapshots: How many snapshots there are.
+        rejected_names: The names in the table that cannot be ones.
         cuts: Shape → the boxes that hurt tensors of that shape are cut into.
     """
 
@@ -137,6 +138,7 @@ class Survey(FileSurvey):
         self._below: dict[bytes, list[tuple[str, Damage]]] = {}
         self._lists: dict[tuple[object, ...], list[Damage]] = {}
         self._commits: dict[str, bytes] = {}
+        self.rejected_names: set[str] = set()
         self._uncached = _UncachedObjects(self)
         super().look(root)
 
@@ -217,6 +219,14 @@ class Survey(FileSurvey):
         if table is None:
             return
         self._rows(table, table.children, len(table))
+        self.rejected_names = table.rejected
+        for name in sorted(table.rejected):
+            self.add_damage(
+                "malformed",
+                "",
+                f"the table has a row {name!r:.200}, which cannot be the name of a snapshot, so it "
+                "is passed over; `casnap repair` removes it",
+            )
 
     def _rows(self, table: Tree[Row], children: list[Child], total: int) -> None:
         """Survey all snapshots below some nodes of the table."""

@@ -18,6 +18,7 @@ from casnap.format.records import (
     FORMAT,
     KNOWN_FEATURES,
     MAX_CHUNK_SIZE,
+    MAX_CONFIG_BYTES,
     MIN_CHUNK_SIZE,
     Root,
     StoreConfig,
@@ -58,7 +59,7 @@ def not_a_store_error(backend: Backend) -> NotAStoreError:
 
 def _config_bytes(backend: Backend) -> bytes:
     try:
-        return backend.read(CONFIG_KEY)
+        return backend.read(CONFIG_KEY, MAX_CONFIG_BYTES)
     except UnavailableError:
         raise
     except (FileNotFoundError, BackendError):
@@ -67,7 +68,7 @@ def _config_bytes(backend: Backend) -> bytes:
             raise not_a_store_error(backend) from None
     # Another process may have just made the store: it puts this record before any root.
     try:
-        return backend.read(CONFIG_KEY)
+        return backend.read(CONFIG_KEY, MAX_CONFIG_BYTES)
     except UnavailableError:
         raise
     except (FileNotFoundError, BackendError):

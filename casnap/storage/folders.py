@@ -9,7 +9,6 @@ another seen marker must still be there.
 from __future__ import annotations
 
 import os
-import stat
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -17,20 +16,20 @@ from typing import NamedTuple
 
 import msgspec
 
-from casnap.backends.base import Backend, translated
-from casnap.errors import InvalidNameError, StoreError
-from casnap.format.decoding import decoder, json_decoder
+from casnap.backends.base import MAX_MARKER_BYTES, Backend, translated
+from casnap.backends.door import opened
+from casnap.errors import BackendError, DamagedError, StoreError, UnavailableError
+from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
-from casnap.format.names import MARKER, check_name
+from casnap.format.names import MARKER
 from casnap.format.records import Row, encode
 from casnap.runtime.typing import override
 from casnap.storage.mirrored import in_order, is_unmirrored, was_taken_here
 from casnap.storage.objects import Objects
 from casnap.storage.retention import Judging, Verdict, prune
-from casnap.storage.table import Table, snapshots_in
+from casnap.storage.table import Table, commit_in, snapshots_in
 
 _NOTE = b"folders"
-_MOST_MARKER_BYTES = 1 << 14
 
 
 class _Sightings(msgspec.Struct, array_like=True):
@@ -47,23 +46,28 @@ class _Sightings(msgspec.Struct, array_like=True):
     markers: dict[str, bytes]
 
 
-class _Marker(msgspec.Struct):
-    """What is read of a marker."""
-
-    commit: str
-
-
 class _Listing(NamedTuple):
     """The folder of a run, as it is now: itself, and the names in it."""
 
-    path: Path
+    backend: Backend
+    run: str
     device: int
     inode: int
     names: frozenset[str]
 
+    def marked(self, name: str) -> bytes | None:
+        """Return the commit that the marker in a folder here names; None if there is no marker."""
+        key = "/".join(part for part in (self.run, name, MARKER) if part)
+        try:
+            return commit_in(self.backend.read(key, MAX_MARKER_BYTES))
+        except UnavailableError:
+            raise
+        except (FileNotFoundError, DamagedError, BackendError):
+            return None
+
     def markers(self) -> set[bytes]:
         """Return the commits that the markers in all folders here name."""
-        found = (_marked(self.path / name) for name in self.names)
+        found = map(self.marked, self.names)
         return {commit for commit in found if commit is not None}
 
 
@@ -120,8 +124,7 @@ class MissingFolders(Judging):
         rows = []
         for name, row in snapshots_in(table, self._folder):
             run, _, last = name.rpartition("/")
-            # The table is untrusted input: a name in it may point outside the store.
-            if _is_valid(name) and (run == self._folder or not self._only):
+            if run == self._folder or not self._only:
                 runs[run][last] = row
                 rows.append((name, row))
         self._sightings = {}
@@ -140,12 +143,12 @@ class MissingFolders(Judging):
 
     def _judge_run(self, run: str, rows: dict[str, Row]) -> dict[str, str]:
         """Return why each snapshot of a run is kept, by the name of its folder; "" if it is not."""
-        listing = _listed(self._base / run)
+        listing = _listed(self._objects.backend, f"{self._base}/{run}".rstrip("/"), run)
         if listing is None:
             return dict.fromkeys(rows, "the folder of its run is gone")
         noted = self._noted(run)
         seen: dict[str, bytes] = {}
-        if noted is not None and (noted.device, noted.inode) == listing[1:3]:
+        if noted is not None and (noted.device, noted.inode) == (listing.device, listing.inode):
             known = noted.markers.items()
             seen = {last: c for last, c in known if last in rows and rows[last].commit == c}
         gone = seen.keys() - listing.names
@@ -157,7 +160,7 @@ class MissingFolders(Judging):
                 reasons[last], stays = self._of_gone(row, standing, is_sure=is_sure)
             else:
                 stays = last in seen or (
-                    last in listing.names and _marked(listing.path / last) == row.commit
+                    last in listing.names and listing.marked(last) == row.commit
                 )
                 reasons[last] = "its folder stands" if stays else "this host saw no marker of it"
             if stays:
@@ -205,38 +208,12 @@ def _key(run: str) -> bytes:
     return _NOTE + digest_of(run.encode())
 
 
-def _is_valid(name: str) -> bool:
-    try:
-        return check_name(name) == name
-    except InvalidNameError:
-        return False
-
-
-def _listed(path: Path) -> _Listing | None:
-    """List the folder of a run; return None if there is none, or if it was just replaced."""
-    with translated(str(path)):
+def _listed(backend: Backend, path: str, run: str) -> _Listing | None:
+    """List the folder of a run; return None if there is none."""
+    with translated(path):
         try:
-            before, names, after = path.stat(), os.listdir(path), path.stat()  # noqa: PTH208
+            with opened(path, listed=True) as fd:
+                found, names = os.fstat(fd), os.listdir(fd)
         except (FileNotFoundError, NotADirectoryError):
             return None
-    if (before.st_dev, before.st_ino) != (after.st_dev, after.st_ino):
-        return None
-    return _Listing(path, before.st_dev, before.st_ino, frozenset(names))
-
-
-def _marked(folder: Path) -> bytes | None:
-    """Return the commit that the marker in a folder names; None if there is no such marker."""
-    try:
-        # Anything may have been put there: a pipe would block.
-        fd = os.open(folder / MARKER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return None
-        said = json_decoder(_Marker).decode(os.read(fd, _MOST_MARKER_BYTES))
-        return bytes.fromhex(said.commit)
-    except (OSError, ValueError):
-        return None
-    finally:
-        os.close(fd)
+    return _Listing(backend, run, found.st_dev, found.st_ino, frozenset(names))

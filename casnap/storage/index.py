@@ -18,7 +18,7 @@ from typing import TypeVar
 import lmdb
 import msgspec
 
-from casnap.backends.base import EXHAUSTED, Backend
+from casnap.backends.base import EXHAUSTED, MAX_WHOLE_BYTES, Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.decoding import decoder
 from casnap.format.digest import Digest, digest_of
@@ -34,6 +34,7 @@ from casnap.format.records import (
     SegmentRef,
     decode_segment,
     encode,
+    max_segment_bytes,
     segment_count,
     segment_key,
 )
@@ -320,7 +321,7 @@ class Index:
         key = segment_key(ref.id)
         what = f"{self._backend.uri}/{key}"
         try:
-            data = self._backend.read(key)
+            data = self._backend.read(key, min(max_segment_bytes(ref.count), MAX_WHOLE_BYTES))
         except FileNotFoundError:
             raise DamagedError(f"the index segment {what} is missing; see `casnap check`") from None
         if self._backend.is_remote:

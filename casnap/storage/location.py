@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from casnap.backends import Backend, LocalBackend, backend_at
 from casnap.errors import InvalidNameError, NotAStoreError, StoreError, UntrustedStoreError
 from casnap.format.names import check_name
-from casnap.format.records import CONFIG_KEY
+from casnap.format.records import CONFIG_KEY, root_key
 from casnap.runtime.environment import crowded_folders, trust_file
 from casnap.runtime.handlers import pass_on
 from casnap.storage.config import no_config_error
@@ -227,10 +227,12 @@ def _is_everyones(place: Path) -> bool:
 
 def _has_own_roots(place: Path) -> bool:
     try:
-        return (place / "roots/0").lstat().st_uid == os.geteuid()
+        # A snapshot may be called x/roots/0: its marker is in a folder of that name.
+        first = (place / root_key(0)).lstat()
     except (OSError, ValueError) as e:
         pass_on(e)
         return False
+    return stat.S_ISREG(first.st_mode) and first.st_uid == os.geteuid()
 
 
 @cache

@@ -18,6 +18,7 @@ from casnap.errors import (
     NotAStoreError,
 )
 from casnap.format.digest import DIGEST_SIZE, Digest
+from casnap.format.names import is_row_name
 from casnap.format.records import (
     PackId,
     Place,
@@ -292,7 +293,7 @@ class Objects:
         top = None if root.table is None else Digest(root.table.digest)
         if root.table is not None and top is not None:
             self.node(top, root.table.hint)
-        return Tree(top, self.node, Row, table_shape(root))
+        return Tree(top, self.node, Row, table_shape(root), is_row_name)
 
     # --- chunks ---
 

@@ -371,6 +371,6 @@ class Pruning(Judging):
 def prune(objects: Objects, judging: Judging) -> list[Verdict]:
     """Remove the snapshots that are not kept, in one commit; return the verdicts."""
     if change_table(objects, judging):
-        unmark(objects, [v.name for v in judging.verdicts if not v.kept])
+        unmark(objects, {v.name: v.row.commit for v in judging.verdicts if not v.kept})
     judging.settle()
     return judging.verdicts

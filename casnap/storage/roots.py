@@ -243,10 +243,8 @@ def read_root(backend: Backend, seq: int) -> Root:
 
 
 def _read(backend: Backend, key: str, seq: int) -> Root:
-    data = backend.read(key)
+    data = backend.read(key, MAX_ROOT_BYTES)
     what = f"{backend.uri}/{key}"
-    if len(data) > MAX_ROOT_BYTES:
-        raise DamagedError(f"{what} has {len(data)} bytes, more than a root may")
     body = unseal(b"r", data, what, b"12")
     root = decode(body, Root, what)
     problem = _problem(root, seq, data[7:8])

@@ -17,7 +17,8 @@ from casnap.errors import (
     SnapshotNotFoundError,
     StateError,
 )
-from casnap.format.names import MARKER, UNFINISHED, check_name, check_new_name
+from casnap.format.decoding import json_decoder
+from casnap.format.names import MARKER, UNFINISHED, check_new_name
 from casnap.format.records import DEEP_TABLE, INTERNAL, MAX_METADATA_BYTES, Root, Row
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import publish
@@ -191,32 +192,43 @@ def mark(objects: Objects, name: str, row: Row) -> None:
         _log.warning("%s is committed, but its marker file cannot be written: %s", name, e)
 
 
-def unmark(objects: Objects, names: Iterable[str]) -> None:
-    """Remove the markers of deleted snapshots, if the store has any; at a remote place together."""
-    backend, keys = objects.backend, []
-    for name in names if objects.marks else ():
-        try:
-            # The table is untrusted input: a name in it may point outside the store.
-            keys.append(f"{check_name(name)}/{MARKER}")
-        except InvalidNameError as e:
-            _unmarked(name, e)
-    if backend.is_remote and keys:
-        try:
-            for key, refused in backend.delete_all(keys).items():
-                _unmarked(key, refused)
-        except Exception as e:  # noqa: BLE001 - they are deleted, whatever it was
-            _unmarked(keys[0], e)
+class _Marker(msgspec.Struct):
+    """What is read of a marker."""
+
+    commit: str
+
+
+def commit_in(marker: bytes) -> bytes | None:
+    """Return the commit id that a marker names; None if it is no marker."""
+    try:
+        return bytes.fromhex(json_decoder(_Marker).decode(marker).commit)
+    except ValueError:
+        return None
+
+
+def unmark(objects: Objects, deleted: Mapping[str, bytes]) -> None:
+    """Remove the markers of deleted snapshots, if the store has any.
+
+    A marker that names another commit stays: the name was taken anew meanwhile.
+
+    Args:
+        objects: The store.
+        deleted: The commit id of each, by its name.
+    """
+    if not objects.marks:
         return
-    for key in keys:
-        try:
-            backend.mark(key, None)
-        except Exception as e:  # noqa: BLE001 - it is deleted, whatever it was
-            _unmarked(key, e)
+    keys = {f"{name}/{MARKER}": name for name in deleted}
 
+    def is_stale(key: str, marker: bytes) -> bool:
+        return commit_in(marker) == deleted[keys[key]]
 
-def _unmarked(what: str, error: Exception) -> None:
-    text = "%.200r is deleted, but its marker file cannot be: %.500s"
-    _log.warning(text, what.removesuffix(f"/{MARKER}"), error)
+    try:
+        errors: Mapping[str, Exception] = objects.backend.unmark(keys, is_stale)
+    except Exception as e:  # noqa: BLE001 - they are deleted, whatever it was
+        errors = dict.fromkeys([next(iter(keys), "")], e)
+    for key, error in errors.items():
+        text = "%.200r is deleted, but its marker file cannot be: %.500s"
+        _log.warning(text, keys.get(key), error)
 
 
 def tagged(row: Row, tags: Iterable[str]) -> Row:

@@ -215,15 +215,25 @@ class Tree(Generic[V]):
         load: Returns the verified bytes of a node.
         value_type: The type of the values.
         shape: Where its nodes end.
+        accepts: Says of a key whether it can be one. Items with other keys are passed over, and a
+            leaf that is written anew has none of them.
 
     Attributes:
         children: The nodes below the top; if the top is a leaf, the top itself.
+        rejected: The keys that were passed over so far.
     """
 
     def __init__(
-        self, top: Digest | None, load: Load, value_type: Any, shape: Shape = FLAT
+        self,
+        top: Digest | None,
+        load: Load,
+        value_type: Any,
+        shape: Shape = FLAT,
+        accepts: Callable[[str], bool] | None = None,
     ) -> None:
         self._load = load
+        self._accepts = accepts
+        self.rejected: set[str] = set()
         self._decoder = _decoder(value_type)
         self._shape = shape
         self._last: tuple[Digest, LeafNode[V]] | None = None
@@ -235,8 +245,8 @@ class Tree(Generic[V]):
         if isinstance(node, Branch):
             self.children = node.children
         elif node.items:
-            self._last = (top, node)
             self.children = [(node.items[0][0], top, len(node.items))]
+            self._last = (top, self._accepted(node))
 
     def _node(self, digest: Digest) -> LeafNode[V] | Branch:
         try:
@@ -275,8 +285,17 @@ class Tree(Generic[V]):
         node = self._node(digest)
         self._check_claim(digest, node)
         if isinstance(node, LeafNode):
+            node = self._accepted(node)
             self._last = (digest, node)
         return node
+
+    def _accepted(self, node: LeafNode[V]) -> LeafNode[V]:
+        """Return a leaf without the items that are passed over."""
+        if self._accepts is None:
+            return node
+        bad = {key for key, _ in node.items if not self._accepts(key)}
+        self.rejected |= bad
+        return LeafNode([item for item in node.items if item[0] not in bad]) if bad else node
 
     def _check_claim(self, digest: Digest, node: LeafNode[V] | Branch) -> None:
         """Check that a node is what the list says. Else an edit could lose items."""

@@ -37,7 +37,7 @@ from typing import Any
 import pytest
 
 from casnap.backends.base import Backend
-from casnap.errors import BackendError
+from casnap.errors import BackendError, DamagedError
 from casnap.testing.suite_tools import (
     SECONDS,
     assert_absent,
@@ -73,6 +73,7 @@ class BackendSuite:
         backend.sync()
         for key in ("packs/ab/written", "packs/ab/put"):
             assert backend.read(key) == content
+            assert backend.read(key, nbytes) == content
             assert backend.size(key) == nbytes
             target = bytearray(nbytes)
             assert backend.read_into(key, [(0, memoryview(target))]) == [nbytes]
@@ -248,6 +249,13 @@ class BackendSuite:
         assert top == ["index", "packs", "packs-", "packsx"]
         assert backend.names("tmp") == []
 
+    def test_a_longer_object_is_not_read(self, backend: Backend) -> None:
+        """A caller says how much it takes; an object may be endless."""
+        backend.write("packs/ab/x", pattern(_MIB))
+        with pytest.raises(DamagedError, match="1,048,576 bytes"):
+            backend.read("packs/ab/x", _MIB - 1)
+        assert backend.read("packs/ab/x", _MIB) == pattern(_MIB)
+
     # --- copies ---
 
     def test_a_copy_outlives_its_source(self, backend: Backend) -> None:
@@ -332,8 +340,11 @@ class BackendSuite:
             backend.mark(key, b"first")
             backend.mark(key, b"second")
             backend.sync()
-            backend.mark(key, None)
-            backend.mark(key, None)
+            marked = backend.size_if_there(key)
+            assert backend.unmark([key], lambda _, content: content == b"first") == {}
+            assert marked is None or backend.read(key) == b"second"
+            assert backend.unmark([key, "no/marker"], lambda _, content: content == b"second") == {}
+            assert backend.unmark([key], lambda _, content: content == b"second") == {}
             backend.sync()
         assert backend.sizes("") == before[0]
         # Some servers show empty folders for a while.

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from casnap.backends.base import Backend, Target
+from casnap.backends.base import MAX_WHOLE_BYTES, Backend, Target
+from casnap.errors import CasnapError
 from casnap.runtime.typing import override
 
 T = TypeVar("T")
@@ -220,8 +221,8 @@ class FaultyBackend(Backend):
         self._call("sync", lambda _: self._sync(*keys), "")
 
     @override
-    def read(self, key: str) -> bytes:
-        return self._call("read", self.inner.read, key)
+    def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:
+        return self._call("read", self.inner.read, key, most)
 
     @override
     def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
@@ -253,8 +254,16 @@ class FaultyBackend(Backend):
         return self._call("tidy", lambda _, age: self.inner.tidy(age), "", min_age)
 
     @override
-    def mark(self, key: str, content: bytes | None) -> None:
+    def mark(self, key: str, content: bytes) -> None:
         self._call("mark", self.inner.mark, key, content)
+
+    @override
+    def unmark(
+        self, keys: Iterable[str], is_stale: Callable[[str, bytes], bool]
+    ) -> dict[str, CasnapError]:
+        every = [*keys]
+        first = every[0] if every else ""
+        return self._call("unmark", lambda _: self.inner.unmark(every, is_stale), first)
 
     @override
     def keep_copy(self, key: str, content: bytes | None) -> None:

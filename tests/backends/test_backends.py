@@ -112,9 +112,9 @@ def test_another_thread_that_syncs_in_between(
     seen: list[set[str]] = []
     real = casnap.backends.durability.sync_folder
 
-    def sync_folder(folder: Path) -> None:
-        if folder == local.folder / "packs/ab":
-            seen.append({path.name for path in folder.iterdir()})
+    def sync_folder(folder: str) -> None:
+        if folder == str(local.folder / "packs/ab"):
+            seen.append({path.name for path in Path(folder).iterdir()})
         real(folder)
 
     monkeypatch.setattr(casnap.backends.durability, "sync_folder", sync_folder)
@@ -145,7 +145,7 @@ def test_markers_are_files(local: LocalBackend) -> None:
     local.mark("run/step_1/marker", b"here")
     assert (local.folder / "run/step_1/marker").read_bytes() == b"here"
     (local.folder / "run/mine").touch()
-    local.mark("run/step_1/marker", None)
+    local.unmark(["run/step_1/marker"], lambda *_: True)
     assert files(local.folder) == {"run/mine"}
     assert not (local.folder / "run/step_1").exists()
 
@@ -153,7 +153,7 @@ def test_markers_are_files(local: LocalBackend) -> None:
 def test_a_marker_that_another_removed(local: LocalBackend) -> None:
     """Folders that a marker needed and that are gone do not keep others from being durable."""
     local.mark("run/step_1/marker", b"here")
-    LocalBackend(local.folder).mark("run/step_1/marker", None)
+    LocalBackend(local.folder).unmark(["run/step_1/marker"], lambda *_: True)
     local.sync()
     assert local.put_if_absent("roots/0/0", b"root")
 

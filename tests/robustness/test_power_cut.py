@@ -69,20 +69,23 @@ class Journal:
         """Note all changes that are made meanwhile."""
         real = {name: getattr(os, name) for name in ("open", "link", "unlink", "mkdir", "rmdir")}
 
-        def is_ours(path: Any) -> bool:
-            return isinstance(path, str | Path) and self._top in Path(path).parents
+        def path_of(name: Any, folder: int | None) -> Path:
+            above = Path() if folder is None else Path(f"/proc/self/fd/{folder}").readlink()
+            return above / os.fsdecode(name)
 
         def make(name: str, at: int) -> Callable[..., Any]:
             def call(*given: Any, **options: Any) -> Any:
-                if not is_ours(given[at]) or (name == "open" and os.path.lexists(given[at])):
+                folder = options.get("dst_dir_fd", options.get("dir_fd"))
+                path = path_of(given[at], folder)
+                is_ours = self._top in path.parents
+                if not is_ours or (name == "open" and os.path.lexists(path)):
                     return real[name](*given, **options)
                 with self._lock:
                     result = real[name](*given, **options)
                     if name in ("unlink", "rmdir"):
-                        self._note(Change(Path(given[at]), None))
+                        self._note(Change(path, None))
                     else:
-                        inode = os.lstat(given[at]).st_ino
-                        self._note(Change(Path(given[at]), inode, name == "mkdir"))
+                        self._note(Change(path, path.lstat().st_ino, name == "mkdir"))
                 return result
 
             return call

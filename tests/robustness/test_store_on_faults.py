@@ -46,7 +46,17 @@ pytestmark = pytest.mark.sweep
 WRITES = ("write", "put_if_absent", "sync")
 READS = ("read", "read_into")
 # All that a take or delete does, cleaning up included.
-COMMITTING = ("write", "put_if_absent", "sync", "mark", "keep_copy", "names", "delete", *READS)
+COMMITTING = (
+    "write",
+    "put_if_absent",
+    "sync",
+    "mark",
+    "unmark",
+    "keep_copy",
+    "names",
+    "delete",
+    *READS,
+)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_a_cache_is_used(store: Path, cache_dir: Path, monkeypatch: pytest.Monke
         from casnap.backends import LocalBackend
 
         real = LocalBackend.read
-        monkeypatch.setattr(LocalBackend, "read", lambda s, k: read.append(k) or real(s, k))
+        monkeypatch.setattr(LocalBackend, "read", lambda s, k, *n: read.append(k) or real(s, k, *n))
         Store(store).snapshots()
         Store(store)["step_1"].get_manifest()
         assert not [k for k in read if k.startswith("index")]
@@ -482,11 +482,11 @@ def test_one_process_of_a_host_learns_what_is_new(tmp_path: Path) -> None:
         objects = Store(backend, create=False).objects
         real = backend.read
 
-        def slow(key: str) -> bytes:
+        def slow(key: str, *most: int) -> bytes:
             if key.startswith("index/"):
                 (tmp_path / f"read-{os.getpid()}").touch()
                 time.sleep(0.3)
-            return real(key)
+            return real(key, *most)
 
         with mock.patch.object(backend, "read", slow):
             assert objects.view().packs

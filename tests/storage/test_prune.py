@@ -131,7 +131,7 @@ def test_what_else_stands_in_a_forgotten_snapshots_folder_stays(path: Path) -> N
 
 
 def test_a_name_that_leads_out_of_the_store_touches_nothing_there(
-    path: Path, caplog: pytest.LogCaptureFixture
+    path: Path,
 ) -> None:
     outside = path.parent / "other/casnap-snapshot.json"
     outside.parent.mkdir()
@@ -141,8 +141,7 @@ def test_a_name_that_leads_out_of_the_store_touches_nothing_there(
     publish(store, {"../other": first, "../last": store["step_5"].row})
     store.prune(Retention(keep_last=1))
     assert outside.exists()
-    assert "../other" in caplog.text
-    assert [s.name for s in store.snapshots()] == ["../last", "step_5"]
+    assert [s.name for s in store.snapshots()] == ["step_5"]
 
 
 def test_a_marker_that_cannot_be_removed_is_a_warning(
@@ -151,7 +150,7 @@ def test_a_marker_that_cannot_be_removed_is_a_warning(
     def fail() -> None:
         raise BackendError("no")
 
-    with backend_faults(0, fail, ["mark"], lasting=True):
+    with backend_faults(0, fail, ["unmark"], lasting=True):
         Store(path).prune(Retention(keep_last=5))
     assert "marker" in caplog.text
     assert len(names(path)) == 5

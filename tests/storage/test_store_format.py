@@ -348,7 +348,7 @@ def test_a_take_does_not_list_what_has_a_name_for_each_snapshot(
     real = os.listdir
 
     def listdir(folder: Any) -> list[str]:
-        listed.append(Path(folder))
+        listed.append(Path(f"/proc/self/fd/{folder}").readlink())
         return real(folder)
 
     monkeypatch.setattr("os.listdir", listdir)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from casnap.backends.base import Target
+from casnap.backends.base import MAX_WHOLE_BYTES, Target
 from casnap.backends.local import LocalBackend
 from casnap.runtime.typing import override
 
@@ -41,9 +41,9 @@ class FarFolder(LocalBackend):
         return super().put_if_absent(key, content)
 
     @override
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:
         self._note("get", key)
-        return super().read(key)
+        return super().read(key, most)
 
     @override
     def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:

@@ -187,7 +187,17 @@ def while_stopped(
 
 # --- faults -----------------------------------------------------------------------------------
 
-WRITING_CALLS = ["write", "put_if_absent", "copy", "sync", "delete", "tidy", "mark", "keep_copy"]
+WRITING_CALLS = [
+    "write",
+    "put_if_absent",
+    "copy",
+    "sync",
+    "delete",
+    "tidy",
+    "mark",
+    "unmark",
+    "keep_copy",
+]
 BACKEND_CALLS = [*WRITING_CALLS, "read", "read_into", "size", "names"]
 SYSTEM_CALLS = ["open", "pwrite", "fsync", "link", "mkdir", "unlink", "chmod", "fchmod", "rmdir"]
 FILLING_CALLS = ["open", "pwrite", "fsync", "link", "mkdir"]

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from casnap.backends.base import Target
+from casnap.backends.base import MAX_WHOLE_BYTES, Target
 from casnap.backends.memory import MemoryBackend
 from casnap.errors import BackendError
 from casnap.runtime.typing import override
@@ -108,10 +108,10 @@ class RemoteDouble(MemoryBackend):
         return is_new
 
     @override
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:
         self._note("get", key)
         with self._taking_time():
-            content = super().read(key)
+            content = super().read(key, most)
         self.read_bytes += len(content)
         return content
 

@@ -1,0 +1,209 @@
+"""The one way to the files of a local store: by real paths, never through a link.
+
+Who can write to the folder of a store could put a link, a pipe or an endless file there. No link is
+followed here, at any place of a path, and only regular files are opened, without waiting for them.
+The kernel resolves a path in one step (``openat2``, Linux 5.6), or it is walked folder by folder.
+Nothing that is renamed meanwhile leads elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from casnap.errors import BackendError
+
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_NONBLOCK | os.O_CLOEXEC
+# The same number on every architecture. Python has no function for it.
+_OPENAT2 = 437
+_AT_FDCWD = -100
+_NO_SYMLINKS = 0x04
+
+
+class _How(ctypes.Structure):
+    """The ``open_how`` of ``openat2``."""
+
+    _fields_ = (
+        ("flags", ctypes.c_uint64),
+        ("mode", ctypes.c_uint64),
+        ("resolve", ctypes.c_uint64),
+    )
+
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+_syscall.argtypes = (
+    ctypes.c_long,
+    ctypes.c_long,
+    ctypes.c_char_p,
+    ctypes.POINTER(_How),
+    ctypes.c_size_t,
+)
+_syscall.restype = ctypes.c_long
+
+
+def _open(path: str, flags: int) -> int:
+    """Open a file or folder by its real path.
+
+    Raises:
+        BackendError: A part of the path is a link.
+        OSError: It cannot be opened.
+    """
+    try:
+        return _open_at_once(path, flags) if has_openat2() else _walk(path, flags)
+    except OSError as e:
+        if e.errno in (errno.ELOOP, errno.ENOTDIR):
+            _check_no_link(path, e)
+        raise
+
+
+@cache
+def _how(flags: int) -> _How:
+    return _How(flags, 0, _NO_SYMLINKS)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    raw = os.fsencode(path)
+    if b"\0" in raw:
+        raise ValueError("embedded null byte")
+    while True:
+        fd: int = _syscall(_OPENAT2, _AT_FDCWD, raw, _how(flags), ctypes.sizeof(_How))
+        if fd >= 0:
+            return fd
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number), path)
+
+
+@cache
+def has_openat2() -> bool:
+    """Whether the kernel resolves a path in one step here. Some sandboxes do not let it."""
+    try:
+        os.close(_open_at_once("/", _FOLDER))
+    except OSError:
+        return False
+    return True
+
+
+def _walk(path: str, flags: int) -> int:
+    *folders, last = path.strip("/").split("/")
+    here = os.open("/", _FOLDER)
+    try:
+        for name in folders:
+            below = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=here)
+            os.close(here)
+            here = below
+        fd = os.open(last or ".", flags | os.O_NOFOLLOW, dir_fd=here)
+    finally:
+        os.close(here)
+    if flags & os.O_PATH and stat.S_ISLNK(os.fstat(fd).st_mode):
+        # Such a handle may be one of a link itself.
+        os.close(fd)
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+    return fd
+
+
+def _check_no_link(path: str, cause: OSError) -> None:
+    for place in (Path(path), *Path(path).parents):
+        if place.is_symlink():
+            raise BackendError(
+                f"{place} is a link, and casnap follows none in a store. To have a store on "
+                "another disk, move all of it there, then put a link in place of its whole folder, "
+                "or `mount --bind` it there"
+            ) from cause
+
+
+def open_file(path: str) -> int:
+    """Open a regular file to read it.
+
+    Raises:
+        BackendError: It is something else, or reached through a link.
+        OSError: It cannot be opened.
+    """
+    fd = _open(path, os.O_RDONLY | _FILE)
+    try:
+        check_regular(os.fstat(fd), path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_regular(found: os.stat_result, path: str) -> None:
+    """Check that what was found at a path is a regular file.
+
+    Raises:
+        BackendError: It is not.
+    """
+    if stat.S_ISDIR(found.st_mode):
+        raise BackendError(f"{path} is a folder, not a file")
+    if not stat.S_ISREG(found.st_mode):
+        raise BackendError(f"{path} is a pipe, a link or a device, not a file")
+
+
+def stat_at(path: str) -> os.stat_result:
+    """Look at a file or folder.
+
+    Raises:
+        BackendError: It is reached through a link, or is one.
+        OSError: It is not there, or cannot be looked at.
+    """
+    fd = _open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def opened(folder: str, *, listed: bool = False) -> Iterator[int]:
+    """Open a folder for a ``with`` block, to reach names in it by ``dir_fd``.
+
+    Args:
+        folder: Its real path.
+        listed: Whether it is also to be listed, synced or changed itself. That takes the right to
+            read it.
+
+    Raises:
+        BackendError: A part of the path is a link.
+        OSError: It cannot be opened.
+    """
+    fd = _open(folder, _LISTED if listed else _FOLDER)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def opened_above(path: str) -> Iterator[tuple[int, str]]:
+    """Open the folder of a name for a ``with`` block; as :func:`opened`.
+
+    Returns:
+        The folder, and the name in it.
+    """
+    folder, _, name = path.rpartition("/")
+    with opened(folder or "/") as fd:
+        yield fd, name
+
+
+def create_file(name: str, folder: int, mode: int) -> int:
+    """Create a file in an open folder; return it open to be written."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(name, flags, mode, dir_fd=folder)
+
+
+def unlink(path: str) -> None:
+    """Remove a name that is no folder, if it is there."""
+    try:
+        with opened_above(path) as (folder, name):
+            os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        return
