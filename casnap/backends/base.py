@@ -23,6 +23,9 @@ from casnap.runtime.handlers import pass_on
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 """Errors that say that this host has run out of something, and nothing about the object."""
 
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors that say that a disk, or a quota, is full."""
+
 TEMPORARY = re.compile("[0-9a-f]{24}")
 """The names of casnap's own files in ``tmp/``. Other files there are not casnap's."""
 MAX_MARKER_BYTES = 16 << 10
@@ -302,7 +305,7 @@ def translated(what: str) -> Iterator[None]:
         raise
     except OSError as e:
         pass_on(e)
-        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if e.errno in NO_SPACE or e.errno == errno.EFBIG:
             raise StorageFullError(
                 f"no space left to write {what}; earlier snapshots are whole. "
                 "Free some space, then try again"

@@ -223,7 +223,8 @@ class Client(ABC):
 
 
 def without_secrets(message: str) -> str:
-    """Return a message without the user and password of its URLs, and without tokens in these."""
+    """Return a message without the secrets of its URLs: user, password, query, tokens."""
+    message = re.sub(r"\?[^\s'\"`=]+=[^\s'\"`]*", "?…", message)
     message = re.sub(r"//[^/@\s]*@|[^/@\s'\"]+:[^/@\s]*@", _slashes_only, message)
     return re.sub(r"(\w*token=)[^&\s'\"]*", r"\1…", message)
 

@@ -6,7 +6,8 @@ import os
 import time
 from pathlib import Path
 
-from casnap.errors import CasnapError
+from casnap.backends.base import NO_SPACE
+from casnap.errors import CasnapError, StorageFullError
 from casnap.files.chosen import part_of
 from casnap.files.report import ExportOptions, ExportReport
 from casnap.files.target import check_place
@@ -24,7 +25,8 @@ def export(
         FileFormatError: The format cannot hold it, or ``out`` is a URI or inside of the store.
         EntryNotFoundError: There is no such path.
         DamagedError: Stored bytes are missing or damaged.
-        OSError: The files cannot be written.
+        StorageFullError: The disk is full; nothing is left there.
+        OSError: The files cannot be written for another reason.
     """
     started = time.monotonic()
     check_place(out, contents.objects.backend)
@@ -38,7 +40,14 @@ def export(
     try:
         report = write(contents, part, out, options, progress)
     except OSError as e:
-        if isinstance(e, CasnapError) or e.filename is not None:
+        if isinstance(e, CasnapError):
+            raise
+        if e.errno in NO_SPACE:
+            raise StorageFullError(
+                f"no space left to write {out}, and nothing of it is left. Free some space, then "
+                "export again"
+            ) from e
+        if e.filename is not None:
             raise
         # A write knows no name.
         raise OSError(e.errno, os.strerror(e.errno or 0), str(out)) from e

@@ -7,6 +7,7 @@ known, and anything else is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,6 +206,9 @@ class _Files:
     def __init__(self, folder: Path, metadata: _Metadata) -> None:
         self._folder = folder
         self._metadata = metadata
+        self._offsets: dict[str, set[tuple[int, ...] | None]] = {}
+        for name, offsets in metadata.places:
+            self._offsets.setdefault(name, set()).add(offsets)
         self.mapped: dict[str, MappedFile] = {}
 
     def leaves(self, name: str, path: str) -> Iterator[Leaf]:
@@ -220,6 +224,7 @@ class _Files:
                 value = decode_value(path, "object", bytes(file.view[at : at + nbytes]))
                 yield from flattened(value, path)
             else:
+                self._check_parts(name, tensor)
                 parts = [(box, self._part(name, tensor, box)) for box in _held(tensor)]
                 yield joined_leaf(path, tensor.dtype, tensor.shape, parts)
         except (RefusedError, UnsupportedTypeError) as e:
@@ -237,6 +242,16 @@ class _Files:
         if stored.offset + stored.nbytes > len(file.view):
             raise RefusedError(f"{stored.file} ends before it")
         return file, stored.offset, stored.nbytes
+
+    def _check_parts(self, name: str, tensor: _Tensor) -> None:
+        """Check that the files hold nothing of a tensor that its boxes leave out."""
+        described = {None, *(box.offsets for box in _held(tensor))}
+        for offsets in self._offsets.get(name, set()) - described:
+            file, at, nbytes = self._place(name, offsets)
+            if prod(tensor_in(file.view[at : at + nbytes])[0].shape):
+                raise RefusedError(
+                    f"its files hold elements at {offsets}, where the metadata have none"
+                )
 
     def _part(self, name: str, tensor: _Tensor, box: Region) -> torch.Tensor:
         file, at, nbytes = self._place(name, box.offsets)

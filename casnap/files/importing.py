@@ -11,6 +11,7 @@ from casnap.errors import FileFormatError
 from casnap.files.mapped import check_regular
 from casnap.files.report import ImportReport
 from casnap.files.source import MODEL, SourceFiles
+from casnap.files.target import check_local
 from casnap.take.capturable import Capturable, GivenLeaves
 
 Take = Callable[[Capturable, "dict[str, Any]"], int]
@@ -87,6 +88,7 @@ Reader = Callable[[Path, "str | None", "int | None"], SourceFiles]
 
 def _reader(path: Path) -> tuple[Reader, Path]:
     """Return what reads a file or folder, and the file to begin with."""
+    check_local(path, "and an import reads local files: download it first")
     if path.is_dir():
         return _reader_of_folder(path)
     check_regular(path)

@@ -192,7 +192,7 @@ def joined_leaf(
     held = [(box, content) for box, content in parts if box.numel]
     if [box for box, _ in held] == [whole]:
         return file_leaf(path, dtype, shape, held[0][1])
-    if not whole.numel:
+    if not whole.numel and not held:
         return file_leaf(path, dtype, shape, torch.empty(0, dtype=torch.uint8))
     if not tiles(shape, tuple((box.offsets, box.sizes) for box, _ in held)):
         raise FileFormatError(f"{path}: its parts do not make up a tensor of shape {list(shape)}")

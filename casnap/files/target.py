@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from casnap.backends import Backend
+from casnap.backends.client import without_secrets
 from casnap.errors import FileFormatError, TargetExistsError
 
 # A Path has one slash where a URI has two.
@@ -106,11 +107,11 @@ def check_place(out: Path, backend: Backend) -> None:
         TargetExistsError: There is something.
         FileNotFoundError: There is no such folder.
     """
-    if _URI.match(str(out)):
-        raise FileFormatError(
-            f"{out} is a URI, and an export goes to a disk: export to a local path, then upload "
-            "that; `casnap cp` copies snapshots to another store"
-        )
+    check_local(
+        out,
+        "and an export goes to a disk: export to a local path, then upload that; `casnap cp` "
+        "copies snapshots to another store",
+    )
     check_absent(out)
     if not out.parent.is_dir():
         raise FileNotFoundError(2, "No such folder", str(out.parent))
@@ -120,6 +121,16 @@ def check_place(out: Path, backend: Backend) -> None:
             f"{real} is inside of the store {backend.uri}, where only casnap writes; export to a "
             "folder beside it"
         )
+
+
+def check_local(path: Path, advice: str) -> None:
+    """Check that a path is not a URI.
+
+    Raises:
+        FileFormatError: It is one.
+    """
+    if _URI.match(str(path)):
+        raise FileFormatError(f"{without_secrets(str(path))} is a URI, {advice}")
 
 
 def check_absent(out: Path, cause: OSError | None = None) -> None:

@@ -107,6 +107,11 @@ def _check(scheme: str, place: str) -> None:
             "logged; give them by storage_options=, or by the environment or configuration of the "
             "client"
         )
+    if re.search(r"\?.*(signature|credential|token|sig)=", place, re.IGNORECASE):
+        raise NotAStoreError(
+            f"a {scheme}:// URI with a signature in its query is refused, since URIs are shown and "
+            "logged, and a signature opens one object alone; name the bucket, and give credentials"
+        )
     if scheme in ("http", "https"):
         raise NotAStoreError(
             f"a store cannot be at {scheme}://; name the bucket (s3://bucket/run1), and give "

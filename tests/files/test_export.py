@@ -9,6 +9,7 @@ import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,8 +19,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_model
 
 from casnap import Snapshot, StateDict, Store
-from casnap.errors import DamagedError, EntryNotFoundError, FileFormatError, TargetExistsError
+from casnap.errors import (
+    DamagedError,
+    EntryNotFoundError,
+    FileFormatError,
+    StorageFullError,
+    TargetExistsError,
+)
 from tests.support.bitwise import assert_same, noise
+from tests.support.mounts import tmpfs
 
 CHUNK = 64 << 10
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -294,3 +302,17 @@ def test_nothing_half_made(store: Store, tmp_path: Path, kind: str) -> None:
     with pytest.raises(DamagedError, match="m/w"):
         Snapshot(tmp_path / "store/s").export(tmp_path / "out", path="m", format=kind)
     assert [p.name for p in tmp_path.iterdir()] == ["store"]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+def test_a_disk_that_is_full(store: Store, tmp_path: Path, kind: str) -> None:
+    """Said before it begins, or, as space may go meanwhile, by the write that fails."""
+    snapshot = store.take({"m": StateDict(w=torch.randn(50_000))}, "s")
+    with tmpfs(tmp_path / "disk", "64k") as disk:
+        for free in (0, 1 << 40):
+            with (
+                mock.patch("shutil.disk_usage", return_value=mock.Mock(free=free)),
+                pytest.raises(StorageFullError, match=r"no space left to write .*out"),
+            ):
+                snapshot.export(disk / "out", path="m", format=kind)
+            assert list(disk.iterdir()) == []

@@ -304,6 +304,26 @@ def test_checkpoints_of_dcp_that_lie(store: Store, checkpoint: Path) -> None:
         refused(store, checkpoint)
 
 
+def test_metadata_of_dcp_that_leave_elements_out(store: Store, tmp_path: Path) -> None:
+    """They were imported as an empty tensor."""
+    folder = tmp_path / "d"
+    dcp.save({"w": torch.arange(1000), "none": torch.empty(0, 3)}, checkpoint_id=folder)
+    store.import_file(folder, "true")
+    assert store["true"].read_object("none").shape == (0, 3)
+    store.delete("true")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    about = metadata.state_dict_metadata["w"]
+    sizes: list[list[list[int]]] = [[[1000]], [[0]], []]
+    for chunks in sizes:
+        about.size = torch.Size([0])
+        about.chunks = about.chunks[:1] if chunks else []
+        for chunk, size in zip(about.chunks, chunks, strict=True):
+            chunk.sizes = torch.Size(size)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        message = refused(store, folder)
+        assert "do not make up" in message or "metadata have none" in message
+
+
 PATHS: dict[str, tuple[tuple[str | int, ...], str]] = {
     "a list of nothing": (("a", 1 << 40), "more gaps than values"),
     "a number first": ((5,), "a int in place of a name"),

@@ -97,6 +97,25 @@ def test_credentials_in_a_uri_are_refused_and_not_shown() -> None:
         assert "KEYID" not in str(caught.value)
 
 
+def test_signatures_in_a_uri_are_not_shown(tmp_path: Path) -> None:
+    """A signed URL opens an object to whoever reads it in a log."""
+    Store(tmp_path / "store").take({"s": StateDict(x=1)}, "a")
+    for url in (
+        "https://b.host/x?X-Amz-Credential=KEY&X-Amz-Signature=hunter2",
+        "s3://b/x?sig=hunter2",
+    ):
+        for use in (
+            lambda url=url: Store(url),
+            lambda url=url: Snapshot(url),
+            lambda url=url: Store(tmp_path / "store").import_file(url, "b"),
+            lambda url=url: Store(tmp_path / "store")["a"].export(url),
+            lambda url=url: Store("s3://b/x", storage_options={"endpoint_url": url}).latest(),
+        ):
+            with pytest.raises(CasnapError) as caught:
+                use()
+            assert "hunter2" not in str(caught.value)
+
+
 @pytest.mark.parametrize("path", ["s3://bucket", "gs://bucket/", "s3://bucket/run/tmp", "s3://b/"])
 def test_what_is_no_name(path: str) -> None:
     with pytest.raises(InvalidNameError):
