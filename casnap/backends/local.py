@@ -111,7 +111,7 @@ class LocalBackend(Backend):
         """
         with translated(self.uri):
             try:
-                folder, record = stat_at(self.uri), stat_at(self._path(CONFIG_KEY))
+                folder, record = os.stat(self.uri), os.lstat(self._path(CONFIG_KEY))
             except FileNotFoundError as e:
                 raise BackendError(f"{self.uri} is gone, or was moved; open it anew") from e
         return (
@@ -124,7 +124,7 @@ class LocalBackend(Backend):
     def endpoint(self) -> str:
         """The mounted file system, for as long as this host runs."""
         with translated(self.uri):
-            return f"{boot_id()} {stat_at(self.uri).st_dev}"
+            return f"{boot_id()} {os.stat(self.uri).st_dev}"
 
     @override
     def write(self, key: str, content: memoryview | bytes) -> None:
@@ -242,7 +242,7 @@ class LocalBackend(Backend):
     def _make_folder(self, path: str, *, durable: bool) -> None:
         above, _, name = path.rpartition("/")
         with self._opened_or_made(above, durable=durable) as folder:
-            like = stat_at(self.uri)
+            like = os.stat(self.uri)
             try:
                 os.mkdir(name, stat.S_IMODE(like.st_mode), dir_fd=folder)
             except FileExistsError:
@@ -269,7 +269,7 @@ class LocalBackend(Backend):
         return fd
 
     def _create(self, name: str, folder: int) -> int:
-        like = stat_at(self.uri)
+        like = os.stat(self.uri)
         mode = like.st_mode & 0o666
         fd = create_file(name, folder, mode)
         if _is_shared(like):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from casnap.errors import InvalidNameError
 
@@ -46,6 +47,7 @@ def check_name(name: str) -> str:
     return clean
 
 
+@lru_cache(1 << 14)
 def is_row_name(name: str) -> bool:
     """Whether the table of snapshots may have a row of this name.
 
