@@ -299,7 +299,7 @@ def make(folder: Path) -> None:
     for i in range(5, 8):
         store.take(stateful(app_state(i)), f"more/{i}", metadata=metadata(i))
     store.take({"quantized": StateDict(quantized())}, "quantized")
-    (folder / "tmp").rmdir()
+    (folder / "casnap-store/tmp").rmdir()
 
 
 if __name__ == "__main__":

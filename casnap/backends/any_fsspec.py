@@ -30,6 +30,7 @@ from casnap.backends.client import (
 )
 from casnap.errors import AccessDeniedError, BackendError
 from casnap.format.digest import digest_of
+from casnap.format.names import STORE_FOLDER
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
 
@@ -101,8 +102,9 @@ class FsspecClient(Client):
         if not self._renames:
             self._fs.pipe_file(path, content)
             return
-        temporary = self._path(f"tmp/{os.urandom(12).hex()}")
-        self._fs.makedirs(self._path("tmp"), exist_ok=True)
+        folder = self._path(f"{STORE_FOLDER}/tmp")
+        temporary = f"{folder}/{os.urandom(12).hex()}"
+        self._fs.makedirs(folder, exist_ok=True)
         try:
             self._fs.pipe_file(temporary, content)
             self._fs.mv(temporary, path)

@@ -246,8 +246,21 @@ class Backend(ABC):
         """
         return 0
 
+    def where(self, key: str) -> str:
+        """Return where an object is, for messages."""
+        return f"{self.uri}/{key}"
+
     def mark(self, key: str, content: bytes) -> None:  # noqa: B027 - nothing by default
-        """Put a file that is meant for people; casnap never relies on it."""
+        """Put a file that is meant for people; casnap never relies on it.
+
+        Args:
+            key: Beside the objects, on a disk and in a bucket.
+            content: At most :data:`MAX_MARKER_BYTES`.
+        """
+
+    def read_marker(self, key: str) -> bytes:
+        """Return such a file. Raises ``FileNotFoundError`` by default."""
+        raise FileNotFoundError(key)
 
     def unmark(
         self, keys: Iterable[str], is_stale: Callable[[str, bytes], bool]
@@ -258,17 +271,7 @@ class Backend(ABC):
             keys: The files.
             is_stale: Says of a key and its content whether it is to be removed.
         """
-        errors: dict[str, CasnapError] = {}
-        stale = []
-        for key in keys:
-            try:
-                if is_stale(key, self.read(key, MAX_MARKER_BYTES)):
-                    stale.append(key)
-            except FileNotFoundError:
-                continue
-            except CasnapError as e:
-                errors[key] = e
-        return errors | self.delete_all(stale)
+        return {}
 
     def keep_copy(self, key: str, content: bytes | None) -> None:  # noqa: B027 - nothing by default
         """Put, or with None remove, the copy of a root, which may be lost at any time."""

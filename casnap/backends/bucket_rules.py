@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from casnap.format.names import STORE_FOLDER
+
 _COLD = {"GLACIER", "DEEP_ARCHIVE", "COLDLINE", "ARCHIVE"}
 """Storage classes whose objects are slow, dear or impossible to read at once."""
 _EXPIRES = (
@@ -41,6 +43,7 @@ def s3_warnings(
         versioning: The answer of GetBucketVersioning.
         lock: The answer of GetObjectLockConfiguration.
     """
+    prefix = f"{prefix}{STORE_FOLDER}/"
     rules = [rule for rule in lifecycle.get("Rules", ()) if rule.get("Status") == "Enabled"]
     warnings = [text for rule in rules for text in _s3_rule(prefix, rule)]
     frees = any(
@@ -84,6 +87,7 @@ def gcs_warnings(prefix: str, bucket: Mapping[str, Any]) -> list[str]:
         prefix: Where the store is: empty, or ending in a slash.
         bucket: The bucket's metadata.
     """
+    prefix = f"{prefix}{STORE_FOLDER}/"
     warnings: list[str] = []
     frees = False
     for number, rule in enumerate(bucket.get("lifecycle", {}).get("rule", ())):

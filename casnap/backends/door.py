@@ -21,7 +21,7 @@ from casnap.errors import BackendError
 
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_FILE = os.O_NONBLOCK | os.O_CLOEXEC
+_FILE = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 # The same number on every architecture. Python has no function for it.
 _OPENAT2 = 437
 _AT_FDCWD = -100
@@ -114,9 +114,9 @@ def _check_no_link(path: str, cause: OSError) -> None:
     for place in (Path(path), *Path(path).parents):
         if place.is_symlink():
             raise BackendError(
-                f"{place} is a link, and casnap follows none in a store. To have a store on "
-                "another disk, move all of it there, then put a link in place of its whole folder, "
-                "or `mount --bind` it there"
+                f"{place} is a link, and casnap follows none in a store that is open. If the store "
+                "was moved, open it anew. To have a store on another disk, move all of it there, "
+                "then put a link in place of its whole folder, or `mount --bind` it there"
             ) from cause
 
 
@@ -127,7 +127,13 @@ def open_file(path: str) -> int:
         BackendError: It is something else, or reached through a link.
         OSError: It cannot be opened.
     """
-    fd = _open(path, os.O_RDONLY | _FILE)
+    try:
+        fd = _open(path, os.O_RDONLY | _FILE)
+    except BlockingIOError:
+        # A lease of another process: it is asked to give it up, which takes a while.
+        with _held(path) as file:
+            check_regular(os.fstat(file), path)
+            fd = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         check_regular(os.fstat(fd), path)
     except BaseException:
@@ -155,9 +161,16 @@ def stat_at(path: str) -> os.stat_result:
         BackendError: It is reached through a link, or is one.
         OSError: It is not there, or cannot be looked at.
     """
+    with _held(path) as fd:
+        return os.fstat(fd)
+
+
+@contextmanager
+def _held(path: str) -> Iterator[int]:
+    """Hold what is at a path for a ``with`` block, without opening it."""
     fd = _open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        return os.fstat(fd)
+        yield fd
     finally:
         os.close(fd)
 

@@ -34,6 +34,7 @@ from casnap.backends.door import (
 )
 from casnap.backends.durability import NewNames
 from casnap.errors import BackendError, CasnapError
+from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.buffers import PAGE, address_of
 from casnap.runtime.environment import boot_id
@@ -44,6 +45,8 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 # Below this, going through the page cache costs less than going around it.
 _DIRECT_WRITE_BYTES = 1 << 20
 _ATTEMPTS = 3
+# Errors of a folder that is not there for this user.
+_UNLISTED = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 # Folders that this process has made durable: the identity of the store, and the folder. Who opens
 # a store anew for each take would else sync them each time, as they may be another process's.
 _durable: set[tuple[str, str]] = set()
@@ -63,10 +66,13 @@ class LocalBackend(Backend):
 
     keeps_copies = True
     folder: Path
+    inner = f"/{STORE_FOLDER}"
+    """Where the objects are in the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(os.path.realpath(folder))
         self.uri = str(self.folder)
+        self._base = f"{self.uri}{self.inner}"
         self._new = NewNames(self._put_anew)
         self._entered: set[str] = set()
         # What goes into _durable with the next sync.
@@ -85,21 +91,22 @@ class LocalBackend(Backend):
         for folder in map(str, (self.folder, *self.folder.parents)):
             if Path(folder) in missing or self._new.failures(folder):
                 self._new.add(folder)
-        # List the folder only if it holds no store: a store has a name here for each snapshot.
         is_new = self.size_if_there(CONFIG_KEY) is None and {"tmp"}.issuperset(self.names(""))
         if is_new and os.access(self.folder.parent, os.R_OK):
             # Its maker may have failed before it was durable.
             self._new.add(self.uri)
 
     def _path(self, key: str) -> str:
-        """Return the path of a key.
+        """Return the path of an object.
 
         Raises:
             BackendError: It climbs out of the folder.
         """
-        if ".." in key and ".." in key.split("/"):
-            raise BackendError(f"{self.uri}/{key} is not in the store")
-        return f"{self.uri}/{key}" if key else self.uri
+        return _below(self._base, key) if key else self._base
+
+    @override
+    def where(self, key: str) -> str:
+        return f"{self._base}/{key}"
 
     @override
     @property
@@ -111,7 +118,7 @@ class LocalBackend(Backend):
         """
         with translated(self.uri):
             try:
-                folder, record = os.stat(self.uri), os.lstat(self._path(CONFIG_KEY))
+                folder, record = os.stat(self._base), os.lstat(self._path(CONFIG_KEY))
             except FileNotFoundError as e:
                 raise BackendError(f"{self.uri} is gone, or was moved; open it anew") from e
         return (
@@ -130,7 +137,7 @@ class LocalBackend(Backend):
     def write(self, key: str, content: memoryview | bytes) -> None:
         """Write a file under ``tmp/``, sync it, then link it into place."""
         if not self._link(key, content):
-            raise BackendError(f"{self.uri}/{key} exists already, and is not written over")
+            raise BackendError(f"{self.where(key)} exists already, and is not written over")
 
     @override
     def put_if_absent(self, key: str, content: bytes) -> bool:
@@ -211,7 +218,9 @@ class LocalBackend(Backend):
     def _put_anew(self, path: str) -> None:
         fd = open_file(path)
         try:
-            content = _read_all(fd, os.fstat(fd).st_size)
+            nbytes = os.fstat(fd).st_size
+            check_length(path, nbytes, MAX_WHOLE_BYTES)
+            content = _read_all(fd, nbytes)
         finally:
             os.close(fd)
         with self._temporary_folder() as tmp, opened_above(path) as (folder, name):
@@ -242,22 +251,24 @@ class LocalBackend(Backend):
     def _make_folder(self, path: str, *, durable: bool) -> None:
         above, _, name = path.rpartition("/")
         with self._opened_or_made(above, durable=durable) as folder:
-            like = os.stat(self.uri)
+            like = self._model(above)
             try:
                 os.mkdir(name, stat.S_IMODE(like.st_mode), dir_fd=folder)
             except FileExistsError:
                 return
         if _is_shared(like) or like.st_gid != os.getegid():
-            with opened(path, listed=True) as made:
+            with opened(path) as made:
+                # The umask may have taken the right to open it otherwise.
+                handle = f"/proc/self/fd/{made}"
                 if _is_shared(like):
-                    os.fchmod(made, stat.S_IMODE(like.st_mode))
-                _follow_group(made, like.st_gid)
+                    os.chmod(handle, stat.S_IMODE(like.st_mode))
+                _follow_group(handle, like.st_gid)
         if durable:
             self._new.add(path)
 
     def _write_file(self, name: str, folder: int, content: memoryview | bytes) -> int:
         """Write a file and return it open. Its lock says that its writer lives."""
-        fd = self._create(name, folder)
+        fd = self._create(name, folder, self._model(self._base))
         try:
             _lock(fd)
             write_at(fd, memoryview(content), 0)
@@ -268,8 +279,12 @@ class LocalBackend(Backend):
             raise
         return fd
 
-    def _create(self, name: str, folder: int) -> int:
-        like = os.stat(self.uri)
+    def _model(self, folder: str) -> os.stat_result:
+        """Return the folder whose mode and group those of what is made in a folder follow."""
+        is_inside = folder == self._base or folder.startswith(f"{self._base}/")
+        return os.stat(self._base if is_inside else self.uri)
+
+    def _create(self, name: str, folder: int, like: os.stat_result) -> int:
         mode = like.st_mode & 0o666
         fd = create_file(name, folder, mode)
         if _is_shared(like):
@@ -292,7 +307,9 @@ class LocalBackend(Backend):
 
     @override
     def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:
-        path = self._path(key)
+        return self._read_path(self._path(key), most)
+
+    def _read_path(self, path: str, most: int) -> bytes:
         with translated(path):
             fd = open_file(path)
             try:
@@ -372,31 +389,39 @@ class LocalBackend(Backend):
         while folders:
             above = folders.pop()
             path = self._path(above)
-            with (
-                translated(path),
-                suppress(FileNotFoundError, NotADirectoryError),
-                opened(path, listed=True) as fd,
-                os.scandir(fd) as entries,
-            ):
-                for entry in entries:
-                    key = f"{above}/{entry.name}" if above else entry.name
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(key)
-                    elif entry.is_file(follow_symlinks=False):
-                        with suppress(FileNotFoundError):
-                            found[key] = entry.stat(follow_symlinks=False).st_size
+            with translated(path):
+                try:
+                    with opened(path, listed=True) as fd, os.scandir(fd) as entries:
+                        for entry in entries:
+                            key = f"{above}/{entry.name}" if above else entry.name
+                            if entry.is_dir(follow_symlinks=False):
+                                folders.append(key)
+                            elif entry.is_file(follow_symlinks=False):
+                                with suppress(FileNotFoundError):
+                                    found[key] = entry.stat(follow_symlinks=False).st_size
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                except OSError as e:
+                    # Who may write could put folders below that nobody else can list.
+                    if above == folder or e.errno not in _UNLISTED:
+                        raise
         return found
 
     @override
     def mark(self, key: str, content: bytes) -> None:
+        path = _below(self.uri, key)
         for _ in range(_ATTEMPTS - 1):
             # Whoever removes an earlier marker removes its folder, if that is empty just now.
             try:
-                self._put_loosely(key, content)
+                self._put_loosely(path, content)
             except FileNotFoundError:
                 continue
             return
-        self._put_loosely(key, content)
+        self._put_loosely(path, content)
+
+    @override
+    def read_marker(self, key: str) -> bytes:
+        return self._read_path(_below(self.uri, key), MAX_MARKER_BYTES)
 
     @override
     def unmark(
@@ -412,18 +437,22 @@ class LocalBackend(Backend):
         return errors
 
     def _unmark(self, key: str, is_stale: Callable[[bytes], bool]) -> None:
-        path = self._path(key)
+        path = _below(self.uri, key)
         with translated(path), suppress(FileNotFoundError):
-            if not is_stale(self.read(key, MAX_MARKER_BYTES)):
+            if not is_stale(self.read_marker(key)):
                 return
-            with opened_above(path) as (folder, name), self._temporary_folder() as tmp:
-                aside = os.urandom(12).hex()
-                os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=tmp)
-                # Another process may have put a new marker since the look.
-                if not is_stale(self.read(f"tmp/{aside}", MAX_MARKER_BYTES)):
-                    with suppress(FileExistsError):
-                        _link_at(aside, tmp, name, folder)
-                _unlink_at(aside, tmp)
+            with opened_above(path) as (folder, name):
+                aside = f".{name}.{os.urandom(12).hex()}"
+                os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=folder)
+                was_stale = False
+                try:
+                    # Another process may have put a new marker since the look.
+                    was_stale = is_stale(self.read_marker(f"{key.rpartition('/')[0]}/{aside}"))
+                finally:
+                    if was_stale:
+                        _unlink_at(aside, folder)
+                    else:
+                        os.rename(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
             for place in self._up_to_store(path.rpartition("/")[0]):
                 with opened_above(place) as (folder, name):
                     try:
@@ -434,21 +463,34 @@ class LocalBackend(Backend):
     @override
     def keep_copy(self, key: str, content: bytes | None) -> None:
         if content is not None:
-            self._put_loosely(key, content)
+            self._put_loosely(self._path(key), content)
         else:
             with translated(self._path(key)):
                 unlink(self._path(key))
 
-    def _put_loosely(self, key: str, content: bytes) -> None:
-        path = self._path(key)
+    def _put_loosely(self, path: str, content: bytes) -> None:
         with translated(path):
             above, _, name = path.rpartition("/")
             # Not synced, since deleting the snapshot removes these folders too.
             with self._opened_or_made(above, durable=False) as folder:
                 # Do not write into an existing file: it may be another user's.
                 _unlink_at(name, folder)
-                with suppress(FileExistsError), os.fdopen(self._create(name, folder), "wb") as file:
+                with (
+                    suppress(FileExistsError),
+                    os.fdopen(self._create(name, folder, self._model(above)), "wb") as file,
+                ):
                     file.write(content)
+
+
+def _below(folder: str, key: str) -> str:
+    """Return the path of a key in a folder.
+
+    Raises:
+        BackendError: It climbs out.
+    """
+    if ".." in key and ".." in key.split("/"):
+        raise BackendError(f"{folder}/{key} is not in the store")
+    return f"{folder}/{key}"
 
 
 def _lock(fd: int) -> bool:
@@ -501,9 +543,9 @@ def _is_shared(folder: os.stat_result) -> bool:
     return bool(folder.st_mode & (stat.S_ISGID | stat.S_IWGRP | stat.S_IWOTH))
 
 
-def _follow_group(fd: int, gid: int) -> None:
+def _follow_group(file: int | str, gid: int) -> None:
     try:
-        os.fchown(fd, -1, gid)
+        os.chown(file, -1, gid)
     except PermissionError:
         # This user is not in that group. The mode still says who can read the file.
         return
@@ -550,8 +592,11 @@ def _is_cached(fd: int, offset: int) -> bool:
 
 def _read_all(fd: int, nbytes: int) -> bytes:
     """Read a file of so many bytes; less if it was cut off meanwhile."""
-    content = bytearray(nbytes)
-    return bytes(memoryview(content)[: _read(fd, memoryview(content), 0)])
+    content = b""
+    while piece := os.read(fd, nbytes - len(content)):
+        # A read of a local file returns all of it.
+        content = content + piece if content else piece
+    return content
 
 
 def _read(fd: int, target: memoryview, offset: int) -> int:

@@ -42,6 +42,7 @@ from casnap.errors import (
     UnavailableError,
     UnreachableError,
 )
+from casnap.format.names import STORE_FOLDER
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.sizes import size as in_words
 from casnap.runtime.typing import override
@@ -134,7 +135,7 @@ class RemoteBackend(Backend):
 
     @override
     def write(self, key: str, content: memoryview | bytes) -> None:
-        self._run(self._put(key, self._checked(key, content)))
+        self._run(self._put(_inside(key), self._checked(key, content)))
 
     @override
     def put_if_absent(self, key: str, content: bytes) -> bool:
@@ -143,7 +144,7 @@ class RemoteBackend(Backend):
         True also if these very bytes are there already: an earlier attempt may have put them. So
         the bytes must be this writer's own.
         """
-        return self._run(self._put_if_absent(key, self._checked(key, content)))
+        return self._run(self._put_if_absent(_inside(key), self._checked(key, content)))
 
     @override
     def sync(self, *keys: str) -> None:
@@ -151,12 +152,13 @@ class RemoteBackend(Backend):
 
     @override
     def read(self, key: str, most: int = MAX_WHOLE_BYTES) -> bytes:
-        return self._run(self._read(key, most))
+        return self._run(self._read(_inside(key), most))
 
     @override
     def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
         """Read runs by ranges: near ones in one request, long ones in several at once."""
         sinks = runs(targets)
+        key = _inside(key)
         found = self._run(together([self._get(key, sink) for sink in sinks])) if sinks else []
         # A range behind the end tells only that the object is no longer.
         size = min((f.size for f in found if f.size is not None), default=sys.maxsize)
@@ -169,6 +171,7 @@ class RemoteBackend(Backend):
             if not len(target):
                 full.put(number)
         sinks = runs(targets, full.put)
+        key = _inside(key)
 
         async def read() -> None:
             try:
@@ -184,40 +187,50 @@ class RemoteBackend(Backend):
 
     @override
     def size(self, key: str) -> int:
-        return self._run(self._look(key)).size or 0
+        return self._run(self._look(_inside(key))).size or 0
 
     @override
     def names(self, folder: str) -> list[str]:
-        prefix = f"{folder}/" if folder else ""
+        prefix = _inside(f"{folder}/" if folder else "")
         pages = self._run(self._pages(prefix, deep=False))
         paths = [path for page in pages for path in (*page.sizes, *page.folders)]
         return list({path[len(prefix) :] for path in paths})
 
     @override
     def sizes(self, folder: str) -> dict[str, int]:
-        return self._run(self._sizes(f"{folder}/" if folder else ""))
+        sizes = self._run(self._sizes(_inside(f"{folder}/" if folder else "")))
+        return {_outside(key): nbytes for key, nbytes in sizes.items()}
 
     @override
     def copy(self, key: str, to: str) -> None:
         """Copy on the server, stored as the source is."""
-        self._run(self._copy(key, to))
+        self._run(self._copy(_inside(key), _inside(to)))
 
     @override
     def delete(self, key: str) -> None:
-        for error in self._run(self._delete([key])).values():
+        for error in self._run(self._delete([_inside(key)])).values():
             raise error
 
     @override
     def delete_all(self, keys: Iterable[str]) -> dict[str, BackendError]:
-        errors: dict[str, BackendError] = self._run(self._delete_all([*dict.fromkeys(keys)]))
+        inside = [*dict.fromkeys(map(_inside, keys))]
+        errors: dict[str, BackendError] = self._run(self._delete_all(inside))
         for error in errors.values():
             if not isinstance(error, AccessDeniedError):
                 raise error
-        return errors
+        return {_outside(key): error for key, error in errors.items()}
+
+    @override
+    def where(self, key: str) -> str:
+        return f"{self.uri}/{_inside(key)}"
 
     @override
     def mark(self, key: str, content: bytes) -> None:
-        self.write(key, content)
+        self._run(self._put(key, self._checked(key, content)))
+
+    @override
+    def read_marker(self, key: str) -> bytes:
+        return self._run(self._read(key, MAX_MARKER_BYTES))
 
     @override
     def unmark(
@@ -252,14 +265,14 @@ class RemoteBackend(Backend):
         return self._run(self._tidy(max(min_age, _IN_USE)))
 
     async def _tidy(self, min_age: float) -> int:
-        pages = await self._pages("tmp/", deep=True)
+        folder = _inside("tmp/")
+        pages = await self._pages(folder, deep=True)
         until = time.time() - min_age
-        # A store may be a whole bucket, whose tmp/ others use too.
         old = {
             key: page.sizes[key]
             for page in pages
             for key, at in page.times.items()
-            if at <= until and TEMPORARY.fullmatch(key.removeprefix("tmp/"))
+            if at <= until and TEMPORARY.fullmatch(key.removeprefix(folder))
         }
         refused = await self._delete_all(list(old))
         return sum(size for key, size in old.items() if key not in refused)
@@ -498,6 +511,15 @@ class RemoteBackend(Backend):
         batches = [keys[i : i + step] for i in range(0, len(keys), step)]
         told = await together([self._delete(batch) for batch in batches])
         return {key: error for errors in told for key, error in errors.items()}
+
+
+def _inside(key: str) -> str:
+    """Return where an object is: all of a store lies in one folder, markers beside it."""
+    return f"{STORE_FOLDER}/{key}"
+
+
+def _outside(key: str) -> str:
+    return key.removeprefix(f"{STORE_FOLDER}/")
 
 
 @dataclass(eq=False)

@@ -47,7 +47,6 @@ COMMANDS = {
     "upgrade": ("casnap.cli.upgrade", "Upgrade a store to the newest format."),
     "config": ("casnap.cli.config", "Show or change the settings of a store."),
     "cache": ("casnap.cli.cache", "Show, or clear, what this host keeps of remote stores."),
-    "trust": ("casnap.cli.trust", "Let another user's store be found by walking up from a path."),
     "demo": ("casnap.cli.demo", "Train a small GPT, kill it, and resume it, on this machine."),
 }
 

@@ -31,7 +31,7 @@ def demo(folder: str, steps: int | None, quick: bool, seed: int | None, as_json:
     started = time.perf_counter()
     screen = Screen(silent=as_json)
     number = next_run(Path(folder))
-    if not Path(folder, "casnap.json").exists():
+    if not Path(folder, "casnap-store").exists():
         show_command(["init", folder], screen)
     plan = plan_for(folder, number, steps=steps or (12 if quick else 80), quick=quick, seed=seed)
     # In the store's folder, so that torch.save writes to the same disk.

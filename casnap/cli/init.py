@@ -16,7 +16,7 @@ from casnap.cli.arguments import (
 from casnap.cli.output import CommandError, emit, json_option, quoted, safe
 from casnap.format.records import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
 from casnap.storage.location import locate_store
-from casnap.storage.settings import CODEC
+from casnap.storage.settings import CODEC, change_settings, serving_below
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
@@ -51,7 +51,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
     """Make a store.
 
     STORE is a folder, the current one by default. All runs that take snapshots below it then use
-    this store and share equal chunks. An existing store is left as it is.
+    this store and share equal chunks. An existing store is left as it is, but for that.
     """
     found = locate_store(store, options_for(store))
     if found.name:
@@ -61,6 +61,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
         )
     size = chunk_size or DEFAULT_CHUNK_SIZE
     place = open_store(store, create=True, chunk_size=size, codec=codec)
+    change_settings(place.objects, serving_below)
     kept = place.settings[CODEC]
     if chunk_size not in (None, place.chunk_size):
         raise CommandError(

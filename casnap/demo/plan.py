@@ -84,7 +84,7 @@ def next_run(folder: Path) -> int:
         return 1
     if not folder.is_dir():
         raise DemoError(f"{folder} is not a folder; name a new one")
-    if not folder.joinpath("casnap.json").exists() and any(folder.iterdir()):
+    if not folder.joinpath("casnap-store").exists() and any(folder.iterdir()):
         raise DemoError(
             f"{folder} holds something other than a casnap store; name a new or an empty folder"
         )

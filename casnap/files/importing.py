@@ -12,6 +12,7 @@ from casnap.files.mapped import check_regular
 from casnap.files.report import ImportReport
 from casnap.files.source import MODEL, SourceFiles
 from casnap.files.target import check_local
+from casnap.format.names import STORE_FOLDER
 from casnap.take.capturable import Capturable, GivenLeaves
 
 Take = Callable[[Capturable, "dict[str, Any]"], int]
@@ -112,7 +113,7 @@ def _reader_of_folder(folder: Path) -> tuple[Reader, Path]:
     for name, reader in ((".metadata", _dcp), (".snapshot_metadata", _torchsnapshot)):
         if (folder / name).is_file():
             return reader, folder
-    if (folder / "casnap.json").exists():
+    if (folder / STORE_FOLDER).exists():
         raise FileFormatError(f"{folder} is a casnap store; `casnap cp` copies its snapshots")
     indices = sorted(folder.glob("*.safetensors.index.json"))
     found = indices or sorted(folder.glob("*.safetensors"))

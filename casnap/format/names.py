@@ -9,9 +9,12 @@ from functools import lru_cache
 from casnap.errors import InvalidNameError
 
 MARKER = "casnap-snapshot.json"
-RESERVED = frozenset({"roots", "packs", "index", "tmp", "casnap.json"})
+STORE_FOLDER = "casnap-store"
+"""The folder of a store that holds all of it. The folders of snapshots stand beside it."""
 
-UNFINISHED = "tmp/copy-"
+_MOST_CHARS = 1024
+
+UNFINISHED = f"{STORE_FOLDER}/copy-"
 """The beginning of the names of rows that are unfinished copies, not snapshots."""
 
 
@@ -26,7 +29,7 @@ def check_name(name: str) -> str:
     problem = None
     if not clean:
         problem = "is empty"
-    elif len(clean.encode("utf-8", "surrogatepass")) > 1024:
+    elif len(clean.encode("utf-8", "surrogatepass")) > _MOST_CHARS:
         problem = "is longer than 1,024 bytes"
     elif any(len(p.encode("utf-8", "surrogatepass")) > 255 for p in parts):
         problem = "has a component longer than 255 bytes"
@@ -36,10 +39,9 @@ def check_name(name: str) -> str:
         problem = "has control characters"
     elif "\\" in clean:
         problem = "has a backslash"
-    elif parts[0] in RESERVED:
-        problem = f"begins with {parts[0]!r}, which the store uses itself"
-    elif MARKER in parts:
-        problem = f"has the component {MARKER!r}, which the store uses itself"
+    elif taken := {STORE_FOLDER, MARKER}.intersection(clean.lower().split("/")):
+        # Some file systems and gateways do not tell upper from lower case.
+        problem = f"has the component {min(taken)!r}, which a store uses itself"
     if problem:
         raise InvalidNameError(
             f"the snapshot name {name!r:.200} {problem}; choose another, like 'run1/step_100'"
@@ -47,36 +49,27 @@ def check_name(name: str) -> str:
     return clean
 
 
-@lru_cache(1 << 14)
+def is_deep(name: str) -> bool:
+    """Whether a snapshot of this name lies deeper than right in the folder of its store."""
+    return "/" in name and not name.startswith(UNFINISHED)
+
+
 def is_row_name(name: str) -> bool:
     """Whether the table of snapshots may have a row of this name.
 
     A table is untrusted input: a name could climb out of the store, or stand for one of its files.
     """
+    return len(name) <= _MOST_CHARS and _is_row_name(name)
+
+
+@lru_cache(1 << 14)
+def _is_row_name(name: str) -> bool:
     if _COPY.fullmatch(name):
         return True
     try:
         return check_name(name) == name
     except InvalidNameError:
         return False
-
-
-def check_new_name(name: str) -> None:
-    """Check that a new snapshot may have a name.
-
-    Some file systems and gateways take ``Roots`` for ``roots``. There a marker of ``Roots/0/5``
-    would lie where the store puts its next root.
-
-    Raises:
-        InvalidNameError: But for upper and lower case, it is a name that the store uses itself.
-    """
-    parts = name.lower().split("/")
-    own = parts[0] if parts[0] in RESERVED else MARKER if MARKER in parts else None
-    if own is not None:
-        raise InvalidNameError(
-            f"the snapshot name {name!r:.200} has {own!r} in other letters, which the store uses "
-            "itself, and which some places do not tell apart; choose another, like 'run1/step_100'"
-        )
 
 
 def rank_names(ranks: Sequence[int]) -> str:
@@ -102,6 +95,6 @@ def key_of(component: str) -> str:
     return _ESCAPED.sub(lambda m: chr(int(m[1].lstrip("u"), 16)), component)
 
 
-_COPY = re.compile(f"{UNFINISHED}[0-9a-f]+")
+_COPY = re.compile(f"{UNFINISHED}[0-9a-f]{{32}}")
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _ESCAPED = re.compile("%(25|2F|uD[89A-F][0-9A-F]{2})")

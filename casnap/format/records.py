@@ -145,6 +145,15 @@ class Root(Struct, frozen=True):
     settings: dict[str, Any] = {}
 
 
+FOLDER_ONLY = "folder-only"
+"""The setting of a store that a path alone has made: it serves only names right in its folder."""
+
+
+def serves_below(root: Root) -> bool:
+    """Whether a path deeper than right in the folder of a store may lead to it."""
+    return not root.settings.get(FOLDER_ONLY)
+
+
 class StoreConfig(Struct, frozen=True):
     """``casnap.json``: written once, when the store is created.
 

@@ -24,6 +24,7 @@ from casnap.errors import (
 )
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
+from casnap.format.names import STORE_FOLDER
 from casnap.format.records import (
     CONFIG_KEY,
     PackId,
@@ -189,7 +190,7 @@ class _Repair:
 
     def _unreadable(self, key: str, why: str) -> BackendError:
         return BackendError(
-            f"{self._objects.backend.uri}/{key}: {why}; it may be whole, so it is not given up. "
+            f"{self._objects.backend.where(key)}: {why}; it may be whole, so it is not given up. "
             "Make it readable, then repair again; of a broken disk, put what can be read of it in "
             "its place, or delete it"
         )
@@ -461,4 +462,4 @@ def _store_at(source: str) -> Backend | None:
     path = source.removeprefix("file://")
     if "://" in path:
         return locate_store(path).backend
-    return LocalBackend(Path(path)) if (Path(path) / CONFIG_KEY).exists() else None
+    return LocalBackend(Path(path)) if (Path(path) / STORE_FOLDER / CONFIG_KEY).exists() else None

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from casnap.errors import NotAStoreError
 from casnap.format.records import Root, StoreConfig
 from casnap.opened.open_store import OpenStore, open_store
 from casnap.storage.location import locate_snapshot, locate_store
+from casnap.storage.table import only_marker_error
 
 if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
@@ -25,7 +27,10 @@ def store_above(
     Further arguments, and errors, are those of :func:`open_store`.
     """
     found = locate_snapshot(path, storage_options)
-    opened = open_store(found._replace(name=""), asked=False, ahead=True, **how)
+    try:
+        opened = open_store(found._replace(name=""), asked=False, ahead=True, **how)
+    except NotAStoreError as e:
+        raise only_marker_error(found.backend, found.name) or e from None
     return opened, found.name
 
 

@@ -32,7 +32,7 @@ from casnap.storage.location import Location, locate_store
 from casnap.storage.mirrored import not_that_mirror, place_of
 from casnap.storage.objects import Objects
 from casnap.storage.settings import CODEC, settings_of
-from casnap.storage.table import Table, snapshots_in
+from casnap.storage.table import Table, only_marker_error, snapshots_in
 
 if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
@@ -356,7 +356,7 @@ def open_store(
         if made.root is not None and backend.is_remote:
             objects.note_newest(made.root)
     elif objects is None and not found.exists:
-        raise NotAStoreError(
+        raise only_marker_error(backend, "") or NotAStoreError(
             f"{backend.uri} is not a casnap store, nor is any folder above it; make one "
             f"with `casnap init {backend.uri}`, or check the path"
         )

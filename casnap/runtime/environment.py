@@ -144,12 +144,6 @@ def _user_folder(variable: str, below_home: str) -> Path | None:
     return None if home is None else home / below_home
 
 
-def trust_file() -> Path | None:
-    """Return the file that lists the stores of others that this user trusts; None without HOME."""
-    base = _user_folder("XDG_CONFIG_HOME", ".config")
-    return None if base is None else base / "casnap" / "trusted"
-
-
 def variables() -> frozenset[tuple[str, str]]:
     """Return all variables, to see whether a library would read others than before."""
     return frozenset(os.environ.items())

@@ -73,6 +73,8 @@ class CachedPack(NamedTuple):
 class _Files(LocalBackend):
     """The files, read as those of a store on this host. Each failure is a miss."""
 
+    inner = ""
+
     @override
     def _read_each(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
         try:

@@ -16,7 +16,9 @@ import msgspec
 from casnap.errors import FencedError, StorageFullError
 from casnap.format.digest import Digest
 from casnap.format.hints import named_in, names_nodes
+from casnap.format.names import is_deep
 from casnap.format.records import (
+    FOLDER_ONLY,
     INLINE_METADATA_BYTES,
     PackId,
     Root,
@@ -24,6 +26,7 @@ from casnap.format.records import (
     Segment,
     SegmentRef,
     encode,
+    serves_below,
 )
 from casnap.storage.config import with_config
 from casnap.storage.handover import OtherRanks
@@ -101,6 +104,7 @@ class _Publishing:
         self._change = change
         self._others = others
         self._become = become
+        self._names: list[str] = []
 
     def root_after(self, m: Root) -> Root | None:
         """Write everything that the root after ``m`` names, and return that root.
@@ -117,6 +121,7 @@ class _Publishing:
             return None
         like = with_config(self._become(m), self._objects.config, self._objects.backend)
         new_table = self._write_table(m, like)
+        like = self._serving_all(like)
         if self._objects.backend.is_remote:
             find = partial(self._objects.index.find, latest)
             self._packs.finish(find, self._upper_lists(new_table))
@@ -161,12 +166,20 @@ class _Publishing:
         """Write the table of the root after ``m``, in the shape for that; return its digest."""
         table, shape = self._objects.table(m), table_shape(like)
         changes = self._change(table, m.seq + 1)
+        self._names = [name for name, row in changes.items() if row is not None]
         if shape is not table_shape(m):
             changes = {**dict(table.items()), **changes}
             table = Tree(None, self._objects.node, Row, shape)
         if shape is DEEP:
             changes = {name: row and self._slim(row) for name, row in changes.items()}
         return table.edit(changes, self._transaction.put_table_node)
+
+    def _serving_all(self, root: Root) -> Root:
+        """Return a root that serves the names that this commit sets: by them it is meant to."""
+        if serves_below(root) or not any(map(is_deep, self._names)):
+            return root
+        settings = {key: value for key, value in root.settings.items() if key != FOLDER_ONLY}
+        return msgspec.structs.replace(root, settings=settings)
 
     def _upper_lists(self, top: Digest | None) -> list[bytes]:
         """Return the upper lists of the table that this commit does not write, from the top down.

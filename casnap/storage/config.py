@@ -83,7 +83,7 @@ def read_config(backend: Backend) -> StoreConfig:
         UnsupportedFormatError: A newer version of casnap made it.
         DamagedError: ``casnap.json`` is not such a record, or is missing though there are roots.
     """
-    where = f"{backend.uri}/{CONFIG_KEY}"
+    where = backend.where(CONFIG_KEY)
     raw = _config_bytes(backend)
     try:
         version = json_decoder(dict).decode(raw).get("format", 0)

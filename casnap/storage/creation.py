@@ -13,11 +13,12 @@ import msgspec
 from casnap.backends import Backend, LocalBackend
 from casnap.errors import BackendError, NotAStoreError, StoreError
 from casnap.format.codec import Codec
-from casnap.format.names import MARKER
+from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import (
     CONFIG_KEY,
     DEEP_TABLE,
     DEFAULT_CHUNK_SIZE,
+    FOLDER_ONLY,
     FORMAT,
     MAX_CHUNK_SIZE,
     MIN_CHUNK_SIZE,
@@ -98,19 +99,24 @@ def create_store(
     root: Root | None = None
     if not made:
         # The same bytes by each process that makes this store.
-        root = Root(seq=0, commit=bytes.fromhex(config.store_id), time=0.0)
-        if config.format > 1:
-            settings = codec_settings(codec) if codec is not Codec.RAW else {}
-            root = msgspec.structs.replace(
-                root, format=2, read_features=(DEEP_TABLE,), settings=settings
-            )
-            root = with_config(root, config, backend)
+        root = _first_root(backend, config, codec, asked=asked)
         if not backend.put_if_absent(root_key(0), sealed_root(root)):
             root = None
     backend.sync()
     if is_new:
         _warn_of_rules(backend)
     return Made(is_new, config, root)
+
+
+def _first_root(backend: Backend, config: StoreConfig, codec: Codec, *, asked: bool) -> Root:
+    root = Root(seq=0, commit=bytes.fromhex(config.store_id), time=0.0)
+    if config.format == 1:
+        return root
+    settings = codec_settings(codec) if codec is not Codec.RAW else {}
+    if not asked and backend.folder is not None:
+        settings[FOLDER_ONLY] = True
+    root = msgspec.structs.replace(root, format=2, read_features=(DEEP_TABLE,), settings=settings)
+    return with_config(root, config, backend)
 
 
 def _settled(backend: Backend, *, is_ours: bool) -> StoreConfig:
@@ -162,7 +168,7 @@ def _put_config(
         most = backend.max_chunk_bytes >> 20
         raise ValueError(f"chunk_size is at most {most} MiB at {backend.uri}; got {chunk_size}")
     _check_remote_place(backend, asked=asked)
-    if backend.is_remote and MARKER in names:
+    if _is_marked(backend):
         raise NotAStoreError(
             f"{backend.uri} is a snapshot of a store further up; name that store, or another place"
         )
@@ -170,8 +176,8 @@ def _put_config(
     # Another process may have just made the store: it puts the record before any root.
     if foreign and not holds(backend, CONFIG_KEY):
         raise StoreError(
-            f"{backend.uri} holds {', '.join(sorted(foreign))}, but no {CONFIG_KEY}: part of "
-            "something else, or of a damaged store. Choose another folder"
+            f"{backend.where('')} holds {', '.join(sorted(foreign))}, but no {CONFIG_KEY}: a "
+            "damaged store. Choose another folder"
         )
     honoured = honours_put_if_absent(backend)
     if not honoured and not backend.exclusive:
@@ -180,6 +186,15 @@ def _put_config(
     is_ours = backend.put_if_absent(CONFIG_KEY, _record(config))
     backend.sync()
     return config if is_ours and not foreign else None
+
+
+def _is_marked(backend: Backend) -> bool:
+    """Whether the place is the folder of a snapshot."""
+    try:
+        backend.read_marker(MARKER)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _check_remote_place(backend: Backend, *, asked: bool) -> None:
@@ -197,7 +212,7 @@ def _check_remote_place(backend: Backend, *, asked: bool) -> None:
 def _check_folder(folder: Path, *, asked: bool) -> None:
     if exists(folder) and not folder.is_dir():
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
-    if exists(folder / CONFIG_KEY):
+    if exists(folder / STORE_FOLDER / CONFIG_KEY):
         return
     if not asked and folder in crowded_folders():
         raise StoreError(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from casnap.backends.base import MAX_MARKER_BYTES, Backend, translated
+from casnap.backends.base import Backend, translated
 from casnap.backends.door import opened
 from casnap.errors import BackendError, DamagedError, StoreError, UnavailableError
 from casnap.format.decoding import decoder
@@ -59,7 +59,7 @@ class _Listing(NamedTuple):
         """Return the commit that the marker in a folder here names; None if there is no marker."""
         key = "/".join(part for part in (self.run, name, MARKER) if part)
         try:
-            return commit_in(self.backend.read(key, MAX_MARKER_BYTES))
+            return commit_in(self.backend.read_marker(key))
         except UnavailableError:
             raise
         except (FileNotFoundError, DamagedError, BackendError):

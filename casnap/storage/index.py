@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
@@ -116,7 +117,7 @@ class Index:
 
     def _look_where_it_is(self) -> None:
         """Drop the cache if another store lies at this URI by now."""
-        place = digest_of(self._backend.identity.encode()).hex()[:32]
+        place = digest_of(os.fsencode(self._backend.identity)).hex()[:32]
         name = f"{self._store_id}-{place}"
         if name != self._name:
             self._name, self._cache, self._looked_at_size = name, None, False
@@ -319,7 +320,7 @@ class Index:
             DamagedError: It is missing, or has another number of records than the root says.
         """
         key = segment_key(ref.id)
-        what = f"{self._backend.uri}/{key}"
+        what = self._backend.where(key)
         try:
             data = self._backend.read(key, min(max_segment_bytes(ref.count), MAX_WHOLE_BYTES))
         except FileNotFoundError:

@@ -6,6 +6,8 @@ commit id, the same store lies at the place, and no older root is the newest one
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 from casnap.backends.base import Backend
@@ -39,7 +41,7 @@ class LastSeen:
     @property
     def _cache(self) -> Cache:
         # Not the cache of the store: its name has the store's id, which is not known yet.
-        return open_cache(digest_of(self._backend.identity.encode()).hex()[:32])
+        return open_cache(digest_of(os.fsencode(self._backend.identity)).hex()[:32])
 
     def look(self, *, ahead: bool) -> tuple[StoreConfig, Root] | None:
         """Return the record of the store and the root seen last, if that root still stands.

@@ -1,7 +1,8 @@
 """Finding the store and the snapshot name that a path means.
 
 A local path is a store plus a name. The store is the nearest folder above that holds
-``casnap.json``, as ``git`` finds its repository. ``uris.py`` says what a URI means.
+``casnap-store/``, as ``git`` finds its repository. A store that was made unasked, by a path alone,
+serves only the names right in its folder. ``uris.py`` says what a URI means.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any, NamedTuple
 
 from casnap.backends import Backend, LocalBackend, backend_at
 from casnap.errors import InvalidNameError, NotAStoreError, StoreError, UntrustedStoreError
-from casnap.format.names import check_name
-from casnap.format.records import CONFIG_KEY, root_key
-from casnap.runtime.environment import crowded_folders, trust_file
+from casnap.format.names import STORE_FOLDER, check_name
+from casnap.format.records import CONFIG_KEY, root_key, serves_below
 from casnap.runtime.handlers import pass_on
 from casnap.storage.config import no_config_error
+from casnap.storage.objects import Objects
 from casnap.storage.uris import Uri, snapshot_uri, store_uri
 
 _log = logging.getLogger("casnap")
@@ -64,7 +65,7 @@ def locate_snapshot(
         raise InvalidNameError(f"{text!r} does not end in a snapshot's name")
     above, last = Path(plain).parent, Path(plain).name
     folder = _resolved(above) / last
-    if exists(folder / CONFIG_KEY):
+    if exists(folder / STORE_FOLDER):
         raise InvalidNameError(
             f"{folder} is a store itself; a snapshot in it needs a name, like {folder}/step_100"
         )
@@ -179,56 +180,105 @@ def _find_store(folder: Path) -> tuple[Path, str] | None:
         UntrustedStoreError: The store lies above the folder, and is another user's.
     """
     for way in dict.fromkeys((as_written(folder), _resolved(folder))):
-        device: int | None = None
-        for place in (way, *way.parents):
-            try:
-                here = place.stat().st_dev
-            except OSError as e:
-                pass_on(e)
-                continue
-            if device not in (None, here):
-                break
-            # The target of a link may be on another mount than the link.
-            device = None if place.is_symlink() else here
-            if _is_store(place, named=place == way):
-                return place.resolve(), "" if place == way else str(way.relative_to(place))
+        found: Path | None = None
+        for place in _mounted_above(way):
+            # A name below a store that leads through a link to another one is a name of the first.
+            is_nearest = found is None or any(map(Path.is_symlink, _between(found, place)))
+            named = place == way
+            if (
+                is_nearest
+                and _holds_store(place, named=named)
+                and (named or _is_usable(place, str(way.relative_to(place))))
+            ):
+                found = place
+        if found is not None:
+            return found.resolve(), "" if found == way else str(way.relative_to(found))
     return None
 
 
-def _is_store(place: Path, *, named: bool) -> bool:
-    """Whether a folder is a store to be used.
+def _mounted_above(way: Path) -> Iterator[Path]:
+    """Yield a folder and those above it, on the same mount."""
+    device: int | None = None
+    for place in (way, *way.parents):
+        try:
+            here = place.stat().st_dev
+        except OSError as e:
+            pass_on(e)
+            continue
+        if device not in (None, here):
+            return
+        # The target of a link may be on another mount than the link.
+        device = None if place.is_symlink() else here
+        yield place
+
+
+def _between(place: Path, above: Path) -> Iterator[Path]:
+    """Yield a folder, and those above it up to another one, without that."""
+    while place != above:
+        yield place
+        place = place.parent
+
+
+def _holds_store(place: Path, *, named: bool) -> bool:
+    """Whether a store is in a folder.
 
     Args:
         place: The folder.
-        named: Whether the user named it. Then it may belong to another user.
+        named: Whether the user named it, as a store or as the folder of a snapshot.
+
+    Raises:
+        DamagedError: It is this user's, and lacks its ``casnap.json``.
     """
+    inner = place / STORE_FOLDER
     # In this order: a new store has its record before it has a root.
-    has_roots = _has_own_roots(place)
-    if not (place / CONFIG_KEY).is_file():
-        if has_roots and (named or not _is_everyones(place.resolve())):
-            raise no_config_error(str(place))
-        return False
-    why = None if named else _why_distrusted(place.resolve(), is_parent=False)
-    if why is None:
+    has_roots = _has_own_roots(inner)
+    if exists(inner / CONFIG_KEY):
         return True
+    # Where every user may write, any of them can put roots.
+    if has_roots and (named or not place.stat().st_mode & stat.S_IWOTH):
+        raise no_config_error(str(place))
+    return False
+
+
+def _is_usable(place: Path, below: str) -> bool:
+    """Whether a store above a path is to be used for it.
+
+    Args:
+        place: Its folder.
+        below: The way down from there.
+
+    Raises:
+        UntrustedStoreError: It is another user's.
+    """
+    store = place.resolve()
+    why = _why_distrusted(store, is_parent=False)
+    if why is None:
+        return _serves(store, below)
     if place.stat().st_mode & stat.S_IWOTH:
-        # Any user may put such a file there. It must not stop the users of all folders below.
-        _warn(f"{why}, where every user may write, so casnap skips it. {_advice(place)}")
+        # Any user may put such a folder there. It must not stop the users of all folders below.
+        _warn(f"{why}, where every user may write, so casnap skips it. {_ADVICE}")
         return False
-    raise _untrusted(place, why)
+    raise _untrusted(store, why)
 
 
-def _is_everyones(place: Path) -> bool:
-    """Whether other users may create files in a folder, such as a temp folder."""
-    folder = place.stat()
-    others = folder.st_uid != os.geteuid() and folder.st_mode & stat.S_IWOTH
-    return bool(others) or place in crowded_folders()
-
-
-def _has_own_roots(place: Path) -> bool:
+def _serves(store: Path, below: str) -> bool:
+    """Whether a store serves a path below it: any, or only those of its own snapshots."""
+    objects = Objects(LocalBackend(store))
     try:
-        # A snapshot may be called x/roots/0: its marker is in a folder of that name.
-        first = (place / root_key(0)).lstat()
+        root = objects.newest()
+        if serves_below(root):
+            return True
+        table, parts = objects.table(root), below.split("/")
+        # Nothing can be below a snapshot; the take says so.
+        return any(table.get("/".join(parts[: n + 1])) is not None for n in range(len(parts)))
+    except NotAStoreError:
+        # It is being made, or its making was cut off, which the next use finishes.
+        return True
+
+
+def _has_own_roots(inner: Path) -> bool:
+    try:
+        first = (inner / root_key(0)).lstat()
     except (OSError, ValueError) as e:
         pass_on(e)
         return False
@@ -240,88 +290,30 @@ def _warn(text: str) -> None:
     _log.warning("%s", text)
 
 
-def _advice(store: Path) -> str:
-    return (
-        f"If you want to use it, name it (store=...), or run `casnap trust {store.resolve()}` once"
-    )
+_ADVICE = "To use it, name it: store=..., or Store(...)"
 
 
 def _untrusted(store: Path, why: str) -> UntrustedStoreError:
-    return UntrustedStoreError(f"{why}, found above the path given. {_advice(store)}")
-
-
-def _is_trusted(store: Path) -> bool:
-    path = trust_file()
-    try:
-        return path is not None and str(store) in path.read_text().splitlines()
-    except OSError:
-        return False
+    return UntrustedStoreError(f"{why}, found by the path given. {_ADVICE}")
 
 
 def _why_distrusted(store: Path, *, is_parent: bool) -> str | None:
-    """Return why a store above a path is not to be used; None if it is.
+    """Return why a store that a path leads to is not to be used; None if it is.
 
-    Its record has to be this user's. That proves nothing if another user can write to its folder,
-    and so put a file of this user there (a link, or moved from elsewhere): then its roots have to
-    be this user's too. A store in another user's folder that every user can write to is refused.
+    All of it has to be this user's, or root's, and other users must not be able to write to it: one
+    that somebody else has put there must not get the snapshots of all who take below.
 
     Args:
         store: The folder.
-        is_parent: Whether the snapshot lies right in it, so that the path names it. Then this
-            user's folder may be writable for its group, and another user's for all users.
+        is_parent: Whether the snapshot lies right in it, so that the path names it. Then others may
+            write to it.
     """
-    folder, me = store.stat(), os.geteuid()
+    inner = store / STORE_FOLDER
     # Not followed: a link to a file of this user proves nothing.
-    owner = (store / CONFIG_KEY).lstat().st_uid
-    others = stat.S_IWOTH if is_parent and folder.st_uid == me else stat.S_IWGRP | stat.S_IWOTH
-    if owner != me:
-        why = f"{store} is a store of another user (uid {owner})"
-    elif folder.st_uid in (me, 0) and not folder.st_mode & others:
-        return None
-    elif folder.st_uid != me and folder.st_mode & stat.S_IWOTH and not is_parent:
-        why = f"{store} is a store in a folder of another user (uid {folder.st_uid})"
-    elif _made_here(store):
-        return None
-    else:
-        why = f"{store} is a store whose parts belong to several users, or are links"
-    return None if _is_trusted(store) else why
-
-
-def _made_here(store: Path) -> bool:
-    """Whether the record and the roots of a store look as if this user had made them here."""
-    config = (store / CONFIG_KEY).lstat()
-    if not stat.S_ISREG(config.st_mode):
-        return False
-    if config.st_nlink > 1:
-        # A file that is being made, or whose making was cut off, has another name in `tmp`.
-        spare = sum(os.path.samestat(config, p.lstat()) for p in _entries(store / "tmp"))
-        if (store / CONFIG_KEY).lstat().st_nlink > 1 + spare:
-            return False
-    try:
-        roots = (store / "roots").lstat()
-    except FileNotFoundError:
-        return True
-    return stat.S_ISDIR(roots.st_mode) and roots.st_uid == os.geteuid()
-
-
-def _entries(folder: Path) -> Iterator[Path]:
-    try:
-        yield from (p for p in folder.iterdir() if exists(p))
-    except OSError:
-        return
-
-
-def trust(store: Path) -> None:
-    """Add a store to the list of those that this user trusts.
-
-    Raises:
-        StoreError: There is no folder for that list.
-    """
-    path = trust_file()
-    if path is None:
-        raise StoreError(
-            "there is no home folder for the list of trusted stores; set HOME or XDG_CONFIG_HOME"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as f:
-        f.write(f"{store}\n")
+    folder, record = inner.lstat(), (inner / CONFIG_KEY).lstat()
+    if not {folder.st_uid, record.st_uid} <= {os.geteuid(), 0}:
+        return f"{store} is a store of another user (uid {record.st_uid})"
+    is_shared = folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if (is_shared and not is_parent) or not stat.S_ISDIR(folder.st_mode):
+        return f"{store} is a store that other users may write to"
+    return None

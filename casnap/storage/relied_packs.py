@@ -144,7 +144,7 @@ class ReliedPacks:
             key = segment_key(ident)
             if lengths[ident] != whole:
                 raise DamagedError(
-                    f"the index segment {self._objects.backend.uri}/{key} is missing, or has "
+                    f"the index segment {self._objects.backend.where(key)} is missing, or has "
                     f"another length than the {whole:,} bytes that it was written with; "
                     "`casnap repair` makes the index anew"
                 )

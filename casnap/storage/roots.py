@@ -177,7 +177,7 @@ def _listed(backend: Backend, seq: int) -> Root:
     root = _read_if_there(backend, seq)
     if root is None:
         raise DamagedError(
-            f"{backend.uri}/{root_key(seq)} is listed, but not there; roots are never "
+            f"{backend.where(root_key(seq))} is listed, but not there; roots are never "
             "removed, so the store is damaged, or only a part of it is here"
         )
     return root
@@ -244,7 +244,7 @@ def read_root(backend: Backend, seq: int) -> Root:
 
 def _read(backend: Backend, key: str, seq: int) -> Root:
     data = backend.read(key, MAX_ROOT_BYTES)
-    what = f"{backend.uri}/{key}"
+    what = backend.where(key)
     body = unseal(b"r", data, what, b"12")
     root = decode(body, Root, what)
     problem = _problem(root, seq, data[7:8])
@@ -348,7 +348,7 @@ def _now_stands(backend: Backend, root: Root, key: str, content: bytes) -> bool:
             raise e from None
     there = _read_if_there(backend, root.seq)
     if there is None:
-        raise DamagedError(f"{backend.uri}/{key} is taken, but cannot be read")
+        raise DamagedError(f"{backend.where(key)} is taken, but cannot be read")
     return there.commit == root.commit
 
 
@@ -359,6 +359,6 @@ def _make_durable(backend: Backend, key: str) -> None:
     except (CasnapError, OSError) as e:
         # Never StorageFullError, which would say that there is no root.
         raise BackendError(
-            f"{backend.uri}/{key} was put, but may be lost if the machine crashes: {e}. What is "
+            f"{backend.where(key)} was put, but may be lost if the machine crashes: {e}. What is "
             "committed after it, such as the next take, makes it last"
         ) from e

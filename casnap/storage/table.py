@@ -9,16 +9,19 @@ from typing import Any
 
 import msgspec
 
+from casnap.backends import Backend
 from casnap.errors import (
+    CasnapError,
     FencedError,
     InvalidNameError,
+    NotAStoreError,
     SnapshotError,
     SnapshotExistsError,
     SnapshotNotFoundError,
     StateError,
 )
 from casnap.format.decoding import json_decoder
-from casnap.format.names import MARKER, UNFINISHED, check_new_name
+from casnap.format.names import MARKER, STORE_FOLDER, UNFINISHED
 from casnap.format.records import DEEP_TABLE, INTERNAL, MAX_METADATA_BYTES, Root, Row
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import publish
@@ -67,12 +70,8 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
     Raises:
         SnapshotExistsError: The name is taken (and tagged, or not to be overwritten), or it is a
             folder of another name, or lies below one.
-        InvalidNameError: It is too much like a name that the store uses itself.
     """
     row = table.get(name)
-    if row is None:
-        # Earlier versions allowed such names, and what has one is read.
-        check_new_name(name)
     if row is not None and not overwrite:
         raise SnapshotExistsError(
             f"{uri} holds a snapshot {name!r} already; choose another name, or delete it; a "
@@ -185,7 +184,14 @@ def mark(objects: Objects, name: str, row: Row) -> None:
     """
     if not objects.marks:
         return
-    content = {"casnap": "snapshot", "name": name, "commit": row.commit.hex()}
+    content = {
+        "casnap": "snapshot",
+        "name": name,
+        "commit": row.commit.hex(),
+        "store": objects.backend.uri,
+        "note": f"Only a marker. All bytes are in {'../' * (name.count('/') + 1)}{STORE_FOLDER}; "
+        "`casnap cp` copies snapshots.",
+    }
     try:
         objects.backend.mark(f"{name}/{MARKER}", msgspec.json.encode(content))
     except Exception as e:  # noqa: BLE001
@@ -196,14 +202,37 @@ class _Marker(msgspec.Struct):
     """What is read of a marker."""
 
     commit: str
+    name: str = ""
+    store: str = ""
 
 
 def commit_in(marker: bytes) -> bytes | None:
     """Return the commit id that a marker names; None if it is no marker."""
     try:
         return bytes.fromhex(json_decoder(_Marker).decode(marker).commit)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
+
+
+def only_marker_error(backend: Backend, name: str) -> NotAStoreError | None:
+    """Return the error for a folder that has a marker, where there is no store.
+
+    Args:
+        backend: The place.
+        name: The name of the folder in it; empty for the place itself.
+    """
+    try:
+        marker = json_decoder(_Marker).decode(
+            backend.read_marker(f"{name}/{MARKER}" if name else MARKER)
+        )
+    except (FileNotFoundError, CasnapError, ValueError, RecursionError):
+        return None
+    where = f"{backend.uri}/{name}" if name else backend.uri
+    return NotAStoreError(
+        f"{where!r:.500} is only a marker of the snapshot {marker.name!r:.200}; its bytes are in "
+        f"the store that was at {marker.store!r:.500}. Copy that whole store, or the snapshot by "
+        f"`casnap cp`"
+    )
 
 
 def unmark(objects: Objects, deleted: Mapping[str, bytes]) -> None:

@@ -220,7 +220,7 @@ class Tree(Generic[V]):
 
     Attributes:
         children: The nodes below the top; if the top is a leaf, the top itself.
-        rejected: The keys that were passed over so far.
+        rejected: Keys that were passed over so far; of very many, or very long ones, some.
     """
 
     def __init__(
@@ -234,6 +234,7 @@ class Tree(Generic[V]):
         self._load = load
         self._accepts = accepts
         self.rejected: set[str] = set()
+        self._rejected_chars = 0
         self._decoder = _decoder(value_type)
         self._shape = shape
         self._last: tuple[Digest, LeafNode[V]] | None = None
@@ -294,7 +295,10 @@ class Tree(Generic[V]):
         if self._accepts is None:
             return node
         bad = {key for key, _ in node.items if not self._accepts(key)}
-        self.rejected |= bad
+        for key in bad:
+            if self._rejected_chars < _MOST_KEY_CHARS and key not in self.rejected:
+                self.rejected.add(key)
+                self._rejected_chars += len(key)
         return LeafNode([item for item in node.items if item[0] not in bad]) if bad else node
 
     def _check_claim(self, digest: Digest, node: LeafNode[V] | Branch) -> None:

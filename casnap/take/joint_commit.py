@@ -112,9 +112,9 @@ def _check_written(objects: Objects, others: OtherRanks) -> None:
     lacking += [segment_key(ident) for ident, size in segments.items() if size < 0]
     if lacking:
         raise StoreError(
-            f"{objects.backend.uri}/{lacking[0]}, which another rank has written, is not there, or "
-            "not whole, where rank 0 looks; all ranks must see one storage (a copy of a store, on "
-            "a disk of each host, is another one)"
+            f"{objects.backend.where(lacking[0])}, which another rank has written, is not there, "
+            "or not whole, where rank 0 looks; all ranks must see one storage (a copy of a store, "
+            "on a disk of each host, is another one)"
         )
 
 

@@ -254,8 +254,16 @@ class FaultyBackend(Backend):
         return self._call("tidy", lambda _, age: self.inner.tidy(age), "", min_age)
 
     @override
+    def where(self, key: str) -> str:
+        return self.inner.where(key)
+
+    @override
     def mark(self, key: str, content: bytes) -> None:
         self._call("mark", self.inner.mark, key, content)
+
+    @override
+    def read_marker(self, key: str) -> bytes:
+        return self._call("read_marker", self.inner.read_marker, key)
 
     @override
     def unmark(

@@ -333,7 +333,7 @@ def test_a_real_death(tmp_path: Path) -> None:
         backend.write("b", b"2")
 
     assert in_child(die) == -signal.SIGKILL
-    assert files(tmp_path) == {"a"}
+    assert files(tmp_path) == {"casnap-store/a"}
 
 
 def test_a_store_is_opened_where_none_was(tmp_path: Path) -> None:

@@ -46,7 +46,9 @@ class TestLocal(SharedBackendSuite, BrokenBackendSuite):
     def broken(self, tmp_path: Path) -> Backend:
         """Return one whose folders are files."""
         (tmp_path / "a").touch()
-        (tmp_path / "tmp").touch()
+        (tmp_path / "casnap-store").mkdir()
+        (tmp_path / "casnap-store/a").touch()
+        (tmp_path / "casnap-store/tmp").touch()
         return LocalBackend(tmp_path)
 
 
@@ -94,15 +96,15 @@ def test_a_file_being_written_is_not_tidied_away(local: LocalBackend, elsewhere:
 def test_what_is_left_is_tidied_away_by_age(local: LocalBackend) -> None:
     """Only what has a temporary file's name, and only when it is old enough."""
     local.write("packs/ab/x", b"content")
-    left = local.folder / "tmp" / ("0" * 24)
-    foreign = local.folder / "tmp" / "somebody's"
+    left = local.folder / "casnap-store/tmp" / ("0" * 24)
+    foreign = local.folder / "casnap-store/tmp" / "somebody's"
     left.write_bytes(b"12345")
     foreign.write_bytes(b"12345")
     assert local.tidy(60) == 0
     os.utime(left, (0, 0))
     os.utime(foreign, (0, 0))
     assert local.tidy(60) == 5
-    assert files(local.folder) == {"packs/ab/x", "tmp/somebody's"}
+    assert files(local.folder) == {"casnap-store/packs/ab/x", "casnap-store/tmp/somebody's"}
 
 
 def test_another_thread_that_syncs_in_between(
@@ -113,7 +115,7 @@ def test_another_thread_that_syncs_in_between(
     real = casnap.backends.durability.sync_folder
 
     def sync_folder(folder: str) -> None:
-        if folder == str(local.folder / "packs/ab"):
+        if folder == str(local.folder / "casnap-store/packs/ab"):
             seen.append({path.name for path in Path(folder).iterdir()})
         real(folder)
 

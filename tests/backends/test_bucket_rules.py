@@ -19,12 +19,20 @@ def s3_rule(**fields: Any) -> dict[str, Any]:
     ("rule", "problem"),
     [
         (s3_rule(Expiration={"Days": 30}), EXPIRES),
-        (s3_rule(Expiration={"Date": "2030-01-01"}, Filter={"Prefix": "run1/roots/"}), EXPIRES),
+        (
+            s3_rule(
+                Expiration={"Date": "2030-01-01"}, Filter={"Prefix": "run1/casnap-store/roots/"}
+            ),
+            EXPIRES,
+        ),
         (s3_rule(Expiration={"Days": 30}, Filter={}, Prefix="run"), EXPIRES),
-        (s3_rule(Expiration={"Days": 1}, Filter={"And": {"Prefix": "run1/packs"}}), EXPIRES),
+        (
+            s3_rule(Expiration={"Days": 1}, Filter={"And": {"Prefix": "run1/casnap-store/packs"}}),
+            EXPIRES,
+        ),
         (s3_rule(Expiration={"Days": 30}, Status="Disabled"), None),
         (s3_rule(Expiration={"Days": 30}, Filter={"Prefix": "run2/"}), None),
-        (s3_rule(Expiration={"Days": 30}, Filter={"Prefix": "run1/tmp/"}), None),
+        (s3_rule(Expiration={"Days": 30}, Filter={"Prefix": "run1/casnap-store/tmp/"}), None),
         (s3_rule(Expiration={"Days": 30}, Filter={"Tag": {"Key": "a", "Value": "b"}}), None),
         (s3_rule(Expiration={"ExpiredObjectDeleteMarker": True}), None),
         (s3_rule(NoncurrentVersionExpiration={"NoncurrentDays": 1}), None),

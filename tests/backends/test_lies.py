@@ -65,7 +65,8 @@ class _Expiring(FsspecClient):
 def test_requests_go_on_while_credentials_are_renewed(tmp_path: Path) -> None:
     """Another request that begins meanwhile does not stop the event loop for ever."""
     uri = f"file://{tmp_path}"
-    (tmp_path / "x").write_bytes(bytes(5 * MIB))
+    (tmp_path / "casnap-store").mkdir()
+    (tmp_path / "casnap-store/x").write_bytes(bytes(5 * MIB))
     backend = RemoteBackend(uri, lambda: _Expiring(uri, {}))
     targets = [(0, memoryview(bytearray(9))), (4 * MIB, memoryview(bytearray(9)))]
     pool = ThreadPoolExecutor(1)
@@ -231,7 +232,8 @@ def test_a_file_system_that_ignores_ranges(tmp_path: Path) -> None:
     client = FsspecClient(f"file://{tmp_path}", {})
     client._fs = Whole()
     backend = RemoteBackend(f"file://{tmp_path}", lambda: client)
-    (tmp_path / "x").write_bytes(b"0123456789")
+    (tmp_path / "casnap-store").mkdir()
+    (tmp_path / "casnap-store/x").write_bytes(b"0123456789")
     with pytest.raises(BackendError, match="part of a file"):
         backend.read_into("x", [(4, memoryview(bytearray(4)))])
 

@@ -40,7 +40,7 @@ def test_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
     assert "1 MiB" in invoke("init").stdout
-    assert (tmp_path / "b/casnap.json").exists()
+    assert (tmp_path / "b/casnap-store/casnap.json").exists()
 
 
 @pytest.mark.parametrize("size", ["1", "100000", "1GiB", "3MiB", "-1", "x", "128MiB", "9" * 30])
@@ -57,11 +57,11 @@ def test_init_takes_chunk_sizes_in_words(tmp_path: Path, size: str) -> None:
 
 def test_init_inside_a_store_makes_none(store: Path) -> None:
     assert str(store) in failure("init", store / "run1")
-    assert not (store / "run1/casnap.json").exists()
+    assert not (store / "run1/casnap-store/casnap.json").exists()
 
 
 def test_init_where_something_else_is(tmp_path: Path) -> None:
-    (tmp_path / "packs").mkdir()
+    (tmp_path / "casnap-store/packs").mkdir()
     assert "packs" in failure("init", tmp_path)
     (tmp_path / "file").write_text("")
     assert "is a file" in failure("init", tmp_path / "file")
@@ -94,13 +94,13 @@ def test_not_a_store(tmp_path: Path, command: str) -> None:
 
 @pytest.mark.parametrize("command", ["ls", "du", "init", "trust"])
 def test_a_store_of_a_newer_format(own_store: Path, command: str) -> None:
-    config = json.loads((own_store / "casnap.json").read_text())
-    (own_store / "casnap.json").write_text(json.dumps({**config, "format": 99}))
+    config = json.loads((own_store / "casnap-store/casnap.json").read_text())
+    (own_store / "casnap-store/casnap.json").write_text(json.dumps({**config, "format": 99}))
     assert "update casnap" in failure(command, own_store)
 
 
 def test_a_damaged_store(own_store: Path, cache_dir: Path) -> None:
-    for pack in (own_store / "packs").glob("*/*"):
+    for pack in (own_store / "casnap-store/packs").glob("*/*"):
         pack.write_bytes(b"")
     assert re.match("casnap: .*(damaged|cut off)", failure("ls", own_store))
 

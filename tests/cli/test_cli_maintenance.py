@@ -106,9 +106,9 @@ def test_a_folder_in_place_of_a_file(store: Path) -> None:
 def test_a_store_that_lost_its_record(
     store: Path, in_its_place: Callable[[Path], None] | None
 ) -> None:
-    (store / "casnap.json").unlink()
+    (store / "casnap-store/casnap.json").unlink()
     if in_its_place is not None:
-        in_its_place(store / "casnap.json")
+        in_its_place(store / "casnap-store/casnap.json")
     before = files(store)
     for command in ("ls", "gc", "check", "init"):
         for path in (store, store / "run/c"):

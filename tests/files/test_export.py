@@ -270,7 +270,7 @@ def test_targets_that_are_no_place_for_an_export(
 ) -> None:
     snapshot = store.take({"m": StateDict(w=torch.ones(9))}, "s")
     before = sorted((tmp_path / "store").rglob("*"))
-    (tmp_path / "link").symlink_to(tmp_path / "store" / "packs")
+    (tmp_path / "link").symlink_to(tmp_path / "store" / "casnap-store/packs")
     for folder in (tmp_path / "store", tmp_path / "store" / "s", tmp_path / "link"):
         with pytest.raises(FileFormatError, match=r"is inside of the store .*beside it"):
             snapshot.export(folder / "x", format=kind)
@@ -294,7 +294,7 @@ def test_nothing_half_made(store: Store, tmp_path: Path, kind: str) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [p.name for p in tmp_path.iterdir()] == ["store"]
-    pack = max((tmp_path / "store/packs").rglob("*"), key=lambda p: p.stat().st_size)
+    pack = max((tmp_path / "store/casnap-store/packs").rglob("*"), key=lambda p: p.stat().st_size)
     content = bytearray(pack.read_bytes())
     content[300_000] ^= 1
     pack.chmod(0o644)

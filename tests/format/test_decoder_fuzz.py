@@ -99,12 +99,14 @@ class Parts:
     def __init__(self, store: Store, folder: Path) -> None:
         survey = Survey(store.objects)
         survey.run()
-        self.roots = [p.read_bytes()[8:-32] for p in (folder / "roots" / "0").iterdir()]
-        self.segments = [p.read_bytes()[8:-32] for p in (folder / "index").iterdir()]
+        self.roots = [
+            p.read_bytes()[8:-32] for p in (folder / "casnap-store/roots" / "0").iterdir()
+        ]
+        self.segments = [p.read_bytes()[8:-32] for p in (folder / "casnap-store/index").iterdir()]
         self.footers: list[bytes] = []
         self.nodes: dict[str, list[bytes]] = defaultdict(list)
         for pack in survey.places.packs:
-            content = (folder / pack_key(pack)).read_bytes()
+            content = (folder / "casnap-store" / pack_key(pack)).read_bytes()
             records = survey.places.of_pack(pack)
             end = max(place.offset + place.stored for _, place in records)
             self.footers.append(content[end:-32])
@@ -266,7 +268,7 @@ def decoders(folder: Path) -> dict[str, Decoder]:
             [compress(bytes(range(200)) * 5)],
             lambda raw: decompress(Codec.ZSTD, memoryview(raw), 1000),
         ),
-        "config": Decoder([(folder / CONFIG_KEY).read_bytes()], config),
+        "config": Decoder([(folder / "casnap-store" / CONFIG_KEY).read_bytes()], config),
         "name": Decoder(["run/é/step_1".encode(), b"a/../b", b"x" * 255], checked_name),
         "duration": Decoder([b"1.5h", b"7d", b"0"], number(duration, 1e9 * 604_800)),
         "share": Decoder([b"50%", b"0.5%", b"0.05"], number(share, 1)),

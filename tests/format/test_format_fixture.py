@@ -133,7 +133,7 @@ def test_nothing_of_the_format_is_missing(store: Store) -> None:
     assert len(contents.tree(contents.manifest.shared["many"]).children) > 1
     assert "generators" in contents.manifest.ranks["0"]
     root = store.objects.newest()
-    written = {p.name for p in Path(store.uri, "index").iterdir()}
+    written = {p.name for p in Path(store.uri, "casnap-store/index").iterdir()}
     assert 1 < len(root.segments) < len(written)  # some were merged
     live = [store.objects.index.segment(ref) for ref in root.segments]
     codecs = {place.codec for segment in live for _, place in segment.records}

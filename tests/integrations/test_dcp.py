@@ -415,7 +415,9 @@ def test_metadata_of_dcp_that_ask_for_code_are_not_read(
 def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
     store = Store(tmp_path)
     save(store, "a", {"model": {"w": torch.arange(100_000.0)}})
-    pack = next(p for p in (tmp_path / "packs").glob("*/*") if p.stat().st_size > 400_000)
+    pack = next(
+        p for p in (tmp_path / "casnap-store/packs").glob("*/*") if p.stat().st_size > 400_000
+    )
     with pack.open("r+b") as file:
         file.seek(200_000)
         file.write(b"damaged")

@@ -243,7 +243,7 @@ def test_links_files_and_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(SnapshotNotFoundError, match=r"no checkpoint at .*old\.ckpt"):
         io.load_checkpoint(tmp_path / "old.ckpt")
 
-    for pack in (tmp_path / "packs").rglob("*"):
+    for pack in (tmp_path / "casnap-store/packs").rglob("*"):
         if pack.is_file():
             os.truncate(pack, 100)
     with pytest.raises(DamagedError):

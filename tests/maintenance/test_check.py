@@ -100,7 +100,7 @@ def test_compressed_chunks(tmp_path: Path) -> None:
     assert store.check(data=True).ok
     _, place = record_of(tmp_path, torch.zeros(CHUNK // 4))
     assert place.codec == Codec.ZSTD
-    change(tmp_path / pack_key(place.pack), flip(place.offset + 9))
+    change(tmp_path / "casnap-store" / pack_key(place.pack), flip(place.offset + 9))
     report = store.check(data=True)
     assert hurts_of(report) == {("zeros", "s/x")}
     assert store.check().ok
@@ -111,7 +111,7 @@ def test_compressed_chunks(tmp_path: Path) -> None:
 
 def test_a_flipped_chunk(store: Path) -> None:
     digest, place = record_of(store, FROZEN)
-    change(store / pack_key(place.pack), flip(place.offset + 5))
+    change(store / "casnap-store" / pack_key(place.pack), flip(place.offset + 5))
     assert check(store).ok
     [damage] = check(store, data=True).damages
     assert damage.kind == "changed"
@@ -131,7 +131,7 @@ def test_a_flipped_gap_hurts_nothing(store: Path) -> None:
         if two.offset > one.offset + one.stored
     ]
     pack, at = gaps[0]
-    change(store / pack_key(pack), flip(at))
+    change(store / "casnap-store" / pack_key(pack), flip(at))
     assert check(store, data=True).ok
 
 
@@ -140,7 +140,7 @@ def test_a_flipped_gap_hurts_nothing(store: Path) -> None:
 def test_a_flipped_footer(store: Path, at: int, data: bool) -> None:
     """Digest, magic, count and records of the footer."""
     _, place = record_of(store, FROZEN)
-    file = store / pack_key(place.pack)
+    file = store / "casnap-store" / pack_key(place.pack)
     change(file, flip(file.stat().st_size + at))
     report = check(store, data=data)
     assert [(d.kind, d.object, d.digest) for d in report.damages] == [
@@ -153,8 +153,13 @@ def test_a_flipped_footer(store: Path, at: int, data: bool) -> None:
 def test_a_footer_that_disagrees(store: Path) -> None:
     """A whole footer, but of another pack."""
     listing = listing_of(store)
-    one, two = sorted(listing.packs, key=lambda p: (store / pack_key(p)).stat().st_size)[-2:]
-    file, other = store / pack_key(one), (store / pack_key(two)).read_bytes()
+    one, two = sorted(
+        listing.packs, key=lambda p: (store / "casnap-store" / pack_key(p)).stat().st_size
+    )[-2:]
+    file, other = (
+        store / "casnap-store" / pack_key(one),
+        (store / "casnap-store" / pack_key(two)).read_bytes(),
+    )
     change(file, lambda raw: raw + other)
     assert ["disagree" in d.message for d in check(store).damages] == [True]
 
@@ -162,7 +167,10 @@ def test_a_footer_that_disagrees(store: Path) -> None:
 def test_a_pack_that_is_cut_off(store: Path) -> None:
     """The chunks before the cut are whole and hurt no snapshot."""
     digest, place = record_of(store, FROZEN)
-    change(store / pack_key(place.pack), lambda raw: raw[: place.offset + place.stored])
+    change(
+        store / "casnap-store" / pack_key(place.pack),
+        lambda raw: raw[: place.offset + place.stored],
+    )
     lost = {
         r.hex() for r, p in listing_of(store).of_pack(PackId(place.pack)) if p.offset > place.offset
     }
@@ -176,7 +184,7 @@ def test_a_pack_that_is_cut_off(store: Path) -> None:
 
 def test_a_missing_pack(store: Path) -> None:
     _, place = record_of(store, expected(1)["weight"][: CHUNK // 4])
-    (store / pack_key(place.pack)).unlink()
+    (store / "casnap-store" / pack_key(place.pack)).unlink()
     for data in (False, True):
         report = check(store, data=data)
         assert [(d.kind, d.object) for d in report.damages] == [("missing", pack_key(place.pack))]
@@ -191,7 +199,7 @@ def test_a_damaged_tree_is_found_though_it_is_cached(store: Path) -> None:
     assert opened["b"].get_manifest()
     for copies, hurt in enumerate([set(), {("b", "")}], 1):
         place = listing_of(store).of(Digest(row.manifest.digest))[copies - 1]
-        change(store / pack_key(place.pack), flip(place.offset + 3))
+        change(store / "casnap-store" / pack_key(place.pack), flip(place.offset + 3))
         assert opened["b"].get_manifest()
         report = opened.check()
         assert hurts_of(report) == hurt
@@ -211,7 +219,7 @@ def test_damages_of_one_copy_hurt_no_snapshot(store: Path) -> None:
             transaction.close()
 
     undisturbed(copy)
-    change(store / pack_key(place.pack), flip(place.offset))
+    change(store / "casnap-store" / pack_key(place.pack), flip(place.offset))
     report = opened.check(data=True)
     assert hurts_of(report) == set()
     [damage] = report.damages
@@ -223,7 +231,7 @@ def test_a_damage_that_nothing_needs(store: Path) -> None:
     digest, place = record_of(store, expected(1)["weight"][: CHUNK // 4])
     opened = Store(store)
     opened.delete("b")
-    change(store / pack_key(place.pack), flip(place.offset))
+    change(store / "casnap-store" / pack_key(place.pack), flip(place.offset))
     [damage] = opened.check(data=True).damages
     assert damage.digest == digest.hex()
     assert "nothing needs it" in damage.message
@@ -263,7 +271,7 @@ def test_what_goes_while_it_is_looked_at_is_no_damage(store: Path) -> None:
     go_on("looking at packs", 0, 0)
     assert check(store, progress=go_on).ok
     digest, place = record_of(store, FROZEN)
-    change(store / pack_key(place.pack), flip(place.offset))
+    change(store / "casnap-store" / pack_key(place.pack), flip(place.offset))
     [damage] = check(store, data=True, progress=go_on).damages
     assert damage.digest == digest.hex()
 
@@ -288,7 +296,7 @@ def test_what_is_missing_is_missing_though_others_go_on(store: Path) -> None:
 
 @pytest.mark.parametrize("at", [0, 7, 8, 13, 20 + 5, 20 + 2 * 16 + 40, -1], ids=str)
 def test_a_flipped_segment(store: Path, at: int) -> None:
-    file = sorted((store / "index").iterdir())[1]
+    file = sorted((store / "casnap-store/index").iterdir())[1]
     change(file, lambda raw: flip(at % len(raw))(raw))
     report = check(store)
     assert [(d.kind, d.object) for d in report.damages] == [("changed", f"index/{file.name}")]
@@ -297,7 +305,7 @@ def test_a_flipped_segment(store: Path, at: int) -> None:
 
 def test_a_missing_segment(store: Path) -> None:
     """What only it listed is blamed on it."""
-    file = sorted((store / "index").iterdir())[0]
+    file = sorted((store / "casnap-store/index").iterdir())[0]
     file.unlink()
     report = check(store, data=True)
     assert [(d.kind, d.object) for d in report.damages] == [("missing", f"index/{file.name}")]
@@ -307,7 +315,7 @@ def test_a_missing_segment(store: Path) -> None:
 
 @pytest.mark.parametrize("seq", [0, 1])
 def test_older_roots(store: Path, seq: int) -> None:
-    file = store / f"roots/0/{seq}"
+    file = store / f"casnap-store/roots/0/{seq}"
     kept = file.read_bytes()
     for damage, kind in ((flip(20), "changed"), (lambda _: None, "missing")):
         change(file, damage)
@@ -331,7 +339,7 @@ def test_the_newest_root(store: Path) -> None:
 
 def test_the_record_of_the_store(store: Path) -> None:
     opened = Store(store)
-    change(store / "casnap.json", lambda raw: raw[:20])
+    change(store / "casnap-store/casnap.json", lambda raw: raw[:20])
     assert [(d.object, d.kind) for d in opened.check().damages] == [("casnap.json", "changed")]
 
 
@@ -359,12 +367,12 @@ def test_known_to_be_lost_and_not_listed(store: Path) -> None:
 
 
 def test_what_is_left_over(store: Path) -> None:
-    left = store / pack_key(PackId(b"\0" * 5 + b"\1" + os.urandom(10)))
+    left = store / "casnap-store" / pack_key(PackId(b"\0" * 5 + b"\1" + os.urandom(10)))
     left.parent.mkdir(exist_ok=True)
     left.write_bytes(bytes(1000))
-    (store / "tmp").mkdir(exist_ok=True)
-    (store / "tmp" / os.urandom(12).hex()).write_bytes(bytes(50))
-    (store / "packs" / "README").write_text("not ours")
+    (store / "casnap-store/tmp").mkdir(exist_ok=True)
+    (store / "casnap-store/tmp" / os.urandom(12).hex()).write_bytes(bytes(50))
+    (store / "casnap-store/packs" / "README").write_text("not ours")
     report = check(store)
     assert report.ok
     assert (report.orphans, report.orphan_bytes) == (1, 1000)

@@ -89,7 +89,7 @@ def test_a_share_that_is_none(store: Path, share: str) -> None:
 
 def test_command_on_damage(store: Path) -> None:
     digest, place = record_of(store, FROZEN)
-    change(store / pack_key(place.pack), flip(place.offset))
+    change(store / "casnap-store" / pack_key(place.pack), flip(place.offset))
     invoke("check", store)
     result = invoke("check", store, "--data", status=1)
     assert digest.hex() in result.stdout
@@ -108,7 +108,9 @@ def test_much_damage_is_little_output(tmp_path: Path) -> None:
     state = {f"x{i}": torch.full((100,), i, dtype=torch.int32) for i in range(200)}
     store.take({"s": StateDict(state)}, "one")
     _, place = record_of(tmp_path, state["x7"])
-    change(tmp_path / pack_key(place.pack), lambda raw: bytes(80_000) + raw[80_000:])
+    change(
+        tmp_path / "casnap-store" / pack_key(place.pack), lambda raw: bytes(80_000) + raw[80_000:]
+    )
     printed = invoke("check", tmp_path, "--data", status=1).stdout
     assert "178 damages more (--json)" in printed
     assert len(printed.splitlines()) < 60

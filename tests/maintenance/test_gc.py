@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from casnap import StateDict, Store
+from casnap.backends import LocalBackend
 from casnap.errors import SnapshotNotFoundError
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.faults import (
@@ -35,7 +36,8 @@ def path(tmp_path: Path) -> Path:
 
 def stored(path: Path) -> int:
     """Return the bytes of packs and segments."""
-    return sum((path / f).stat().st_size for f in files(path) if f.startswith(("packs", "index")))
+    backend = LocalBackend(path)
+    return sum(sum(backend.sizes(folder).values()) for folder in ("packs", "index"))
 
 
 def test_what_only_a_deleted_snapshot_needs_is_freed(path: Path) -> None:
@@ -192,7 +194,7 @@ def test_a_dry_run_changes_nothing(path: Path) -> None:
     for step in range(4):
         take(store, step)
     store.delete("step_1")
-    (path / "tmp" / ("ab" * 12)).write_bytes(b"left behind")
+    (path / "casnap-store/tmp" / ("ab" * 12)).write_bytes(b"left behind")
     before = files(path)
     plans = [store.gc(grace=0, dry_run=True) for _ in range(2)]
     assert files(path) == before
@@ -218,9 +220,9 @@ def test_a_store_without_snapshots(path: Path) -> None:
 def test_temporary_files_of_the_dead_go_and_those_of_the_living_stay(path: Path) -> None:
     store = Store(path, chunk_size=CHUNK)
     take(store, 0)
-    left = path / "tmp" / ("0f" * 12)
+    left = path / "casnap-store/tmp" / ("0f" * 12)
     left.write_bytes(bytes(1000))
-    foreign = path / "tmp" / "notes.txt"
+    foreign = path / "casnap-store/tmp" / "notes.txt"
     foreign.write_bytes(b"not ours")
     store.gc()
     assert left.exists()
@@ -251,10 +253,10 @@ def test_foreign_files_are_never_deleted(path: Path) -> None:
         "index/notes",
     ]
     for key in foreign:
-        (path / key).parent.mkdir(exist_ok=True)
-        (path / key).write_bytes(b"mine")
+        (path / "casnap-store" / key).parent.mkdir(exist_ok=True)
+        (path / "casnap-store" / key).write_bytes(b"mine")
     store.gc(grace=0)
-    assert all((path / key).exists() for key in foreign)
+    assert all((path / "casnap-store" / key).exists() for key in foreign)
 
 
 def test_a_dry_run_without_grace_says_what_will_be_freed(path: Path) -> None:

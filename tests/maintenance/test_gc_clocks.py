@@ -198,7 +198,7 @@ def test_a_right_clock_waits_for_the_grace(garbage: Path, taker: float) -> None:
 
 @pytest.mark.parametrize("age", [0, YEARS, -YEARS], ids=["new", "old", "of-the-future"])
 def test_temporary_files_of_any_time(garbage: Path, age: float) -> None:
-    left = garbage / "tmp" / ("0" * 24)
+    left = garbage / "casnap-store/tmp" / ("0" * 24)
     left.write_bytes(bytes(5000))
     os.utime(left, times=(time.time() - age,) * 2)
     collect_at(0, garbage, grace=0)
@@ -209,7 +209,7 @@ def test_temporary_files_of_any_time(garbage: Path, age: float) -> None:
 @pytest.mark.parametrize("age", [0, YEARS, -YEARS], ids=["new", "old", "of-the-future"])
 def test_a_temporary_file_that_is_being_written(garbage: Path, age: float) -> None:
     """The file stays, whatever its time says, since its writer is alive."""
-    being_written = garbage / "tmp" / ("0" * 24)
+    being_written = garbage / "casnap-store/tmp" / ("0" * 24)
     with being_written.open("wb") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         os.utime(being_written, times=(time.time() - age,) * 2)

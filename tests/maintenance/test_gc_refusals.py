@@ -81,7 +81,7 @@ def test_a_pack_stays_whose_rest_cannot_be_copied(path: Path) -> None:
     part = store.take({"m": StateDict(w=weights[: 4 * CHUNK // 4].clone())}, "part")
     store.delete("whole")
     place = places_of(store, part)[0]
-    file = path / pack_key(place.pack)
+    file = path / "casnap-store" / pack_key(place.pack)
     content = bytearray(file.read_bytes())
     content[place.offset] ^= 1
     file.write_bytes(content)
@@ -114,7 +114,7 @@ def test_a_lost_answer_and_a_bad_read_do_not_undo_a_root(path: Path) -> None:
     with backend.during(lost, hidden), contextlib.suppress(CasnapError):
         store.gc(grace=0)
     view = Objects(LocalBackend(path)).view()
-    assert all((path / segment_key(ident)).exists() for ident in view.segments)
+    assert all((path / "casnap-store" / segment_key(ident)).exists() for ident in view.segments)
     assert_store(path, {3})
     Store(path).gc(grace=0)
     assert_tidy(path)
@@ -150,7 +150,7 @@ def test_an_old_root_that_cannot_be_read_costs_patience_alone(path: Path) -> Non
     condemning = newest_root(path)
     take(store, 2)
     condemning.write_bytes(condemning.read_bytes()[:-1] + b"?")
-    older = path / "roots/0/1"
+    older = path / "casnap-store/roots/0/1"
     older.unlink()
     older.mkdir()
     Store(path).gc()
@@ -160,7 +160,7 @@ def test_an_old_root_that_cannot_be_read_costs_patience_alone(path: Path) -> Non
 
 
 def newest_root(path: Path) -> Path:
-    return max((path / "roots" / "0").iterdir(), key=lambda p: int(p.name))
+    return max((path / "casnap-store/roots" / "0").iterdir(), key=lambda p: int(p.name))
 
 
 @pytest.mark.parametrize("what", ["root", "segment", "tree", "segment-gone", "tree-gone"])
@@ -170,15 +170,17 @@ def test_what_cannot_be_read_stops_it(path: Path, cache_dir: Path, what: str) ->
     take(store, 1)
     store.delete("step_1")
     trees = [
-        p for p in (path / "packs").rglob("*") if p.is_file() and b"CASNAPt1" in p.read_bytes()
+        p
+        for p in (path / "casnap-store/packs").rglob("*")
+        if p.is_file() and b"CASNAPt1" in p.read_bytes()
     ]
     hurt = {
         "root": newest_root(path),
-        "segment": next((path / "index").iterdir()),
+        "segment": next((path / "casnap-store/index").iterdir()),
         "tree": min(trees, key=lambda p: p.name),
     }[what.partition("-")[0]]
     if what == "root":
-        next((path / "roots/copies").iterdir()).unlink()
+        next((path / "casnap-store/roots/copies").iterdir()).unlink()
     if what.endswith("gone"):
         hurt.unlink()
     else:

@@ -73,7 +73,7 @@ def test_any_damage_to_any_object(
     store = tmp_path / "store"
     for file in objects_of(pristine):
         key = file.relative_to(pristine)
-        if key.parts[0] == "casnap.json":
+        if key.name == "casnap.json":
             continue
         for damage in choose.sample(list(damages(file, choose)), 2):
             shutil.rmtree(store, ignore_errors=True)
@@ -124,7 +124,7 @@ def test_the_next_take_heals(store: Path) -> None:
 
 def test_a_footer_alone(store: Path) -> None:
     _, place = record_of(store, FROZEN)
-    change(store / pack_key(place.pack), lambda raw: raw[:-40])
+    change(store / "casnap-store" / pack_key(place.pack), lambda raw: raw[:-40])
     report = repair(store)
     assert report.ok
     assert report.saved_chunks == 12
@@ -216,7 +216,7 @@ def test_what_is_lost_can_be_deleted(store: Path) -> None:
 def test_the_whole_index(store: Path) -> None:
     """All segments are gone, and one chunk is damaged: the packs say what is where."""
     digest, _ = damage_chunk(store, WEIGHT)
-    shutil.rmtree(store / "index")
+    shutil.rmtree(store / "casnap-store/index")
     report = repair(store)
     assert (report.dropped_segments, report.adopted_packs) == (3, 6)
     assert named(report) == {"b"}
@@ -242,7 +242,7 @@ def test_what_is_left_over_is_left_alone(store: Path) -> None:
     damage_chunk(store, FROZEN)
     assert repair(store).adopted_packs == 0
     assert repair(store).adopted_packs == 0
-    shutil.rmtree(store / "index")
+    shutil.rmtree(store / "casnap-store/index")
     report = repair(store)
     assert named(report) == set(STEPS)
     assert repair(store).root == report.root
@@ -251,8 +251,8 @@ def test_what_is_left_over_is_left_alone(store: Path) -> None:
 def test_a_footer_and_a_segment(store: Path) -> None:
     """What neither the index nor a footer lists is nowhere to be found."""
     _, place = record_of(store, WEIGHT)
-    change(store / pack_key(place.pack), lambda raw: raw[:-40])
-    shutil.rmtree(store / "index")
+    change(store / "casnap-store" / pack_key(place.pack), lambda raw: raw[:-40])
+    shutil.rmtree(store / "casnap-store/index")
     report = repair(store)
     assert named(report) == {"b"}
     assert [why for why in report.skipped if PackId(place.pack).hex() in why]
@@ -371,12 +371,12 @@ def test_a_dry_run(store: Path, tmp_path: Path) -> None:
 
 def test_a_dry_run_without_an_index(store: Path) -> None:
     """What the trees need is not known then, so any damage may turn out to hurt."""
-    sorted((store / "index").iterdir())[2].unlink()
+    sorted((store / "casnap-store/index").iterdir())[2].unlink()
     assert repair(store, dry_run=True).ok
     digest, _ = damage_chunk(store, WEIGHT)
     assert [d.digest for d in repair(store, dry_run=True).remaining] == [digest.hex()]
     assert "nothing needs it" not in invoke("check", store, "--data", status=1).stdout
-    shutil.rmtree(store / "index")
+    shutil.rmtree(store / "casnap-store/index")
     before = files(store)
     report = repair(store, dry_run=True)
     assert files(store) == before
@@ -405,7 +405,7 @@ def test_command(store: Path, tmp_path: Path) -> None:
 
 
 def test_command_on_old_roots(store: Path) -> None:
-    (store / "roots/0/1").unlink()
+    (store / "casnap-store/roots/0/1").unlink()
     before = files(store)
     for command in (("repair", store, "--yes"), ("check", store)):
         printed = invoke(*command).stdout
@@ -415,7 +415,7 @@ def test_command_on_old_roots(store: Path) -> None:
 
 @pytest.mark.parametrize(("answer", "status"), [("y", 0), ("n", 1)])
 def test_command_asks(store: Path, answer: str, status: int) -> None:
-    sorted((store / "index").iterdir())[0].unlink()
+    sorted((store / "casnap-store/index").iterdir())[0].unlink()
     root = Store(store).objects.newest()
     terminal = Terminal("repair", store)
     assert f"Repair {store}?" in terminal.read_until("[y/N]").replace("\r\n", "")

@@ -24,7 +24,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in range(4):
         take(store, step)
     place = record_of(path, content(3)["weight"][: CHUNK // 4])[1]
-    change(path / pack_key(place.pack), flip(place.offset + 11))
+    change(path / "casnap-store" / pack_key(place.pack), flip(place.offset + 11))
     return path
 
 

@@ -81,7 +81,7 @@ def test_healed_long_after(store: Path, tmp_path: Path) -> None:
     backup = Path(shutil.copytree(store, tmp_path / "backup"))
     lost, _ = damage_chunk(backup, WEIGHT)
     for raw in (WEIGHT, FROZEN):
-        (store / pack_key(record_of(store, raw)[1].pack)).unlink()
+        (store / "casnap-store" / pack_key(record_of(store, raw)[1].pack)).unlink()
     assert named(repair(store)) == set(STEPS)
     report = repair(store, backup)
     assert report.healed_chunks > 10
@@ -96,7 +96,7 @@ def test_trees_are_healed_from_the_cache(store: Path) -> None:
         opened[name].restore({KEY: StateDict(content(step))})
     for row in map(opened.row, STEPS):
         for place in listing_of(store).of(Digest(row.manifest.digest)):
-            (store / pack_key(place.pack)).unlink(missing_ok=True)
+            (store / "casnap-store" / pack_key(place.pack)).unlink(missing_ok=True)
     report = opened.repair()
     assert report.healed_chunks > 5
     assert report.ok

@@ -160,7 +160,11 @@ def test_ranks_share_memory_where_they_can(world: Worlds, tmp_path: Path) -> Non
         for number_of_take in (1, 2):
             found = Store(tmp_path)[f"{case} {number_of_take}"].get_manifest()
             assert {p: e.data for p, e in found.items() if p in digests} == digests
-    written = sum(path.stat().st_size for path in (tmp_path / "packs").rglob("*") if path.is_file())
+    written = sum(
+        path.stat().st_size
+        for path in (tmp_path / "casnap-store/packs").rglob("*")
+        if path.is_file()
+    )
     assert written < 1.2 * sum(number(i).nbytes for i in range(3))
 
 

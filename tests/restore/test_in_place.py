@@ -39,7 +39,7 @@ class Watched(LocalBackend):
             use(number)
             if self.harm is not None and number == 2:
                 harm, self.harm = self.harm, None
-                harm(self.folder / key)
+                harm(self.folder / "casnap-store" / key)
 
         super().filled(key, targets, spoil_first)
 
@@ -126,7 +126,8 @@ def test_memory_that_is_written_to_meanwhile_is_no_damage(store, backend):
 def test_a_damaged_chunk_is_no_silent_mix(store, tmp_path):
     x = taken(store, torch.randn(100, 5000))
     pack = max(
-        (tmp_path / "store/packs").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size
+        (tmp_path / "store/casnap-store/packs").rglob("*"),
+        key=lambda p: p.is_file() and p.stat().st_size,
     )
     content = bytearray(pack.read_bytes())
     content[100_000] ^= 1
@@ -144,7 +145,7 @@ def test_damage_is_named_wherever_it_is_among_many_chunks(tmp_path):
     x, y = torch.randn(300 << 14), torch.randn(20 << 14)
     store.take({"s": StateDict(x=x, y=y)}, "a")
     for tensor in (x, y):
-        spoil(tmp_path / "store/packs", tensor.numpy().tobytes()[:64])
+        spoil(tmp_path / "store/casnap-store/packs", tensor.numpy().tobytes()[:64])
     state = StateDict(x=torch.zeros_like(x), y=torch.zeros_like(y))
     with pytest.raises(DamagedError, match="may hold unverified bytes") as damaged:
         store["a"].restore({"s": state})
@@ -165,7 +166,8 @@ def spoil(packs: Path, begin: bytes) -> None:
 def test_a_pack_that_is_cut_off_or_cannot_be_read(store, backend, tmp_path, monkeypatch):
     x = taken(store, torch.randn(100, 5000))
     pack = max(
-        (tmp_path / "store/packs").rglob("*"), key=lambda p: p.is_file() and p.stat().st_size
+        (tmp_path / "store/casnap-store/packs").rglob("*"),
+        key=lambda p: p.is_file() and p.stat().st_size,
     )
     whole = pack.read_bytes()
     pack.write_bytes(whole[:500_000])
@@ -218,7 +220,10 @@ def test_a_pack_that_is_harmed_while_it_is_read(store, backend, tmp_path, how, v
         else:
             store["a"].read_object("s/x", y)
 
-    pack = max((tmp_path / "store/packs").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
+    pack = max(
+        (tmp_path / "store/casnap-store/packs").rglob("*"),
+        key=lambda p: p.stat().st_size * p.is_file(),
+    )
     whole = pack.read_bytes()
     harm, meanwhile, later = HARM[how]
     backend.harm = harm

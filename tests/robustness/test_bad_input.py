@@ -136,8 +136,8 @@ def test_places_that_this_version_does_not_know(uri: str) -> None:
     ],
 )
 def test_a_damaged_configuration(base: Path, content: bytes) -> None:
-    whole = (base / "casnap.json").read_bytes()
-    (base / "casnap.json").write_bytes(content)
+    whole = (base / "casnap-store/casnap.json").read_bytes()
+    (base / "casnap-store/casnap.json").write_bytes(content)
     before = files(base)
     for open_it in (
         lambda: Store(base),
@@ -148,7 +148,7 @@ def test_a_damaged_configuration(base: Path, content: bytes) -> None:
         with pytest.raises(DamagedError, match=r"casnap\.json is damaged"):
             open_it()
     assert files(base) == before
-    (base / "casnap.json").write_bytes(whole)
+    (base / "casnap-store/casnap.json").write_bytes(whole)
     assert_store(base, {0, 1})
 
 
@@ -156,8 +156,8 @@ def test_a_damaged_configuration(base: Path, content: bytes) -> None:
 
 
 def change_configuration(store: Path, **changes: Any) -> None:
-    config = json.loads((store / "casnap.json").read_text())
-    (store / "casnap.json").write_text(json.dumps({**config, **changes}))
+    config = json.loads((store / "casnap-store/casnap.json").read_text())
+    (store / "casnap-store/casnap.json").write_text(json.dumps({**config, **changes}))
 
 
 @pytest.mark.parametrize("change", [{"format": 3}, {"read_features": ["holograms"]}])
@@ -182,7 +182,7 @@ def test_a_store_of_a_newer_casnap(base: Path, change: dict[str, Any], empty: bo
 
 
 def test_a_root_of_a_newer_format(base: Path) -> None:
-    newest = max((base / "roots/0").iterdir(), key=lambda p: int(p.name))
+    newest = max((base / "casnap-store/roots/0").iterdir(), key=lambda p: int(p.name))
     record = newest.read_bytes()
     body = record[:7] + b"3" + record[8:-32]
     newest.with_name("3").write_bytes(body + digest_of(body))

@@ -286,7 +286,7 @@ def test_segments_stay_few(tmp_path: Path, cache_dir: Path) -> None:
     assert sum(ref.count for ref in live) >= 80
     for name in files(store.uri, "index"):
         if name.removeprefix("index/") not in {ref.id.hex() for ref in live}:
-            (Path(store.uri) / name).unlink()
+            (Path(store.uri) / "casnap-store" / name).unlink()
     shutil.rmtree(cache_dir)
     assert_store(store.uri, set(range(80)))
 

@@ -135,7 +135,7 @@ def test_any_damage_to_any_object(store: Path, cache_dir: Path, cached: bool) ->
             if cached:
                 Store(store, create=False)["run/c"].get_manifest()
             with damaged(file, damage):
-                top = file.relative_to(store).parts[0]
+                top = file.relative_to(store / "casnap-store").parts[0]
                 hurt[top] = hurt.get(top, 0) + bool(failed(observe(store)))
     assert hurt.keys() == {"roots", "packs", "index", "casnap.json"}
     # Each root and node is stored twice: one damage to either does no harm.
@@ -190,7 +190,7 @@ def test_a_store_that_was_copied_while_it_was_written_to(store: Path, tmp_path: 
     for step in (5, 6):
         Store(store).take({KEY: StateDict(content(step))}, f"later/{step}")
     forget_copies(backup)
-    shutil.copytree(store / "roots/copies", backup / "roots/copies")
+    shutil.copytree(store / "casnap-store/roots/copies", backup / "casnap-store/roots/copies")
     for step in (7, 8, 9):
         Store(backup).take({KEY: StateDict(content(step))}, f"own/{step}")
     names = [s.name for s in Store(backup).snapshots()]
@@ -244,7 +244,9 @@ def test_a_damaged_chunk_hurts_whom_it_belongs_to(store: Path) -> None:
     assert len(users) > 15
     for digest, by_name in users.items():
         place = places[digest]
-        with damaged(store / pack_key(place.pack), flip(place.offset + place.stored // 2)):
+        with damaged(
+            store / "casnap-store" / pack_key(place.pack), flip(place.offset + place.stored // 2)
+        ):
             outcomes = observe(store)
         assert outcomes["list"] is outcomes["usage"] is outcomes["diff"] is None
         for name in STEPS:
@@ -262,7 +264,7 @@ def test_damage_between_chunks_hurts_no_snapshot(store: Path, cache_dir: Path) -
     """Padding and footers are not needed to read."""
     places = sorted(places_of(store).values(), key=lambda p: (p.pack, p.offset))
     for pack in {p.pack for p in places}:
-        file = store / pack_key(pack)
+        file = store / "casnap-store" / pack_key(pack)
         here = [p for p in places if p.pack == pack]
         used = {at for p in here for at in range(p.offset, p.offset + p.stored)}
         free = [at for at in range(file.stat().st_size) if at not in used]
@@ -295,7 +297,7 @@ def test_one_damage_to_a_node_hurts_no_snapshot(store: Path, cache_dir: Path) ->
         page = place.offset // 4096 * 4096
         wiped = lambda raw, at=page: raw[:at] + bytes(4096) + raw[at + 4096 :]  # noqa: E731
         forget_cache(cache_dir)
-        with damaged(store / pack_key(place.pack), wiped):
+        with damaged(store / "casnap-store" / pack_key(place.pack), wiped):
             for name, step in STEPS.items():
                 _check_restore(Store(store), name, step)
 
@@ -325,7 +327,7 @@ def test_all_that_is_hurt_is_named(store: Path, how: str) -> None:
         "deleted": lambda raw: None,
     }[how]
     lost = {d for d, place in places.items() if place.pack == pack}
-    with damaged(store / pack_key(pack), change):
+    with damaged(store / "casnap-store" / pack_key(pack), change):
         for name, step in STEPS.items():
             with pytest.raises(DamagedError) as caught:
                 Store(store)[name].restore({KEY: Spy(content(step + 1))})
@@ -347,7 +349,7 @@ def test_the_same_bytes_taken_again_heal(store: Path, how: str, kind: str, cache
         digest = next(d for d, names in users.items() if set(names) == set(STEPS))
     else:
         digest = Digest(entry.data.digests)
-    file = store / pack_key(places[digest].pack)
+    file = store / "casnap-store" / pack_key(places[digest].pack)
     forget_cache(cache_dir)
     if how == "flipped":
         damage_everywhere(store, digest)
@@ -371,7 +373,7 @@ def test_the_same_bytes_taken_again_heal(store: Path, how: str, kind: str, cache
 
 @pytest.mark.parametrize("top", ["packs", "index", "roots"])
 def test_objects_that_stand_in_for_others(store: Path, cache_dir: Path, top: str) -> None:
-    files = [p for p in objects_of(store) if p.relative_to(store).parts[0] == top]
+    files = [p for p in objects_of(store) if p.relative_to(store / "casnap-store").parts[0] == top]
     hurt = 0
     for file in files:
         for other in files:
@@ -390,8 +392,8 @@ def test_objects_that_stand_in_for_others(store: Path, cache_dir: Path, top: str
 def test_the_record_of_another_store(store: Path, tmp_path: Path, chunk_size: int) -> None:
     """Another id does no harm; under another chunk size all larger tensors are refused."""
     Store(tmp_path / "other", chunk_size=chunk_size)
-    other = (tmp_path / "other" / "casnap.json").read_bytes()
-    with damaged(store / "casnap.json", lambda _: other):
+    other = (tmp_path / "other" / "casnap-store/casnap.json").read_bytes()
+    with damaged(store / "casnap-store/casnap.json", lambda _: other):
         outcomes = observe(store)
     if chunk_size == CHUNK:
         assert failed(outcomes) == set()

@@ -75,9 +75,9 @@ def make(folder: Path) -> None:
     store.delete("old_0")
     assert store.gc(grace=3600, repack=0).waiting_packs > 0
     store.delete("old_1")
-    orphan = folder / pack_key(ORPHAN)
+    orphan = folder / "casnap-store" / pack_key(ORPHAN)
     orphan.parent.mkdir(exist_ok=True)
-    orphan.write_bytes(next((folder / "packs").rglob("?" * 32)).read_bytes())
+    orphan.write_bytes(next((folder / "casnap-store/packs").rglob("?" * 32)).read_bytes())
     (folder / TEMPORARY).write_bytes(b"cut off" * 9)
 
 

@@ -6,10 +6,12 @@ Nothing that is reached through them is read, changed or waited for.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,11 +24,14 @@ import torch
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend, door
 from casnap.errors import BackendError, CasnapError, DamagedError, InvalidNameError
+from casnap.format import names
+from casnap.format.names import is_row_name
 from casnap.format.records import CONFIG_KEY, root_key, segment_key
 from casnap.storage.roots import COPIES
 from tests.support.far import FarFolder
 from tests.support.faults import in_child
 from tests.support.forger import limit_memory
+from tests.support.mounts import NOBODY, as_nobody, needs_root, tmpfs
 from tests.support.written import publish
 
 HUGE = 1 << 40
@@ -119,10 +124,10 @@ def every_use(path: Path) -> None:
 @pytest.mark.parametrize("place", ["packs", "index", "roots", "roots/0", "tmp"])
 def test_a_folder_that_is_a_link_to_another_store(path: Path, other: Path, place: str) -> None:
     """A collector deleted the live packs of the other store as orphans."""
-    (path / "tmp").mkdir(exist_ok=True)
-    (other / "tmp").mkdir(exist_ok=True)
-    (other / "tmp" / ("ab" * 12)).write_bytes(b"of a writer")
-    replace_by_link(path / place, other / place)
+    (path / "casnap-store/tmp").mkdir(exist_ok=True)
+    (other / "casnap-store/tmp").mkdir(exist_ok=True)
+    (other / "casnap-store/tmp" / ("ab" * 12)).write_bytes(b"of a writer")
+    replace_by_link(path / "casnap-store" / place, other / "casnap-store" / place)
     with untouched(other):
         every_use(path)
         if place != "tmp":
@@ -133,16 +138,16 @@ def test_a_folder_that_is_a_link_to_another_store(path: Path, other: Path, place
 
 
 def test_a_folder_of_packs_that_is_a_link(path: Path, other: Path) -> None:
-    for folder in sorted((other / "packs").iterdir()):
-        shutil.rmtree(path / "packs" / folder.name, ignore_errors=True)
-        (path / "packs" / folder.name).symlink_to(folder)
+    for folder in sorted((other / "casnap-store/packs").iterdir()):
+        shutil.rmtree(path / "casnap-store/packs" / folder.name, ignore_errors=True)
+        (path / "casnap-store/packs" / folder.name).symlink_to(folder)
     with untouched(other):
         every_use(path)
 
 
 def test_a_pack_that_is_a_link(path: Path, tmp_path: Path) -> None:
     """Also to itself, whole, elsewhere: what lies elsewhere may go, or change."""
-    for pack in (path / "packs").glob("*/*"):
+    for pack in (path / "casnap-store/packs").glob("*/*"):
         pack.rename(tmp_path / pack.name)
         pack.symlink_to(tmp_path / pack.name)
     report = Store(path).check()
@@ -154,8 +159,8 @@ def test_a_pack_that_is_a_link(path: Path, tmp_path: Path) -> None:
 
 def test_copies_of_roots_that_lie_in_another_store(path: Path, other: Path) -> None:
     """Any commit removed the roots there, as older copies."""
-    (path / "packs").mkdir(exist_ok=True)
-    replace_by_link(path / COPIES, other / "roots/0")
+    (path / "casnap-store/packs").mkdir(exist_ok=True)
+    replace_by_link(path / "casnap-store" / COPIES, other / "casnap-store/roots/0")
     with untouched(other):
         for step in range(20, 24):
             with pytest.raises(BackendError, match="copies is a link"):
@@ -182,12 +187,12 @@ def test_a_marker_behind_a_linked_folder(path: Path, other: Path) -> None:
 def test_links_that_change_meanwhile(path: Path, other: Path) -> None:
     """The folder of the packs is again and again a link to another store's, while it is used."""
     link = path / "packs-aside"
-    link.symlink_to(other / "packs")
+    link.symlink_to(other / "casnap-store/packs")
     over = threading.Event()
     libc = ctypes.CDLL(None)
 
     def swap() -> None:
-        names = os.fsencode(path / "packs"), os.fsencode(link)
+        names = os.fsencode(path / "casnap-store/packs"), os.fsencode(link)
         while not over.is_set():
             exchanged = [libc.renameat2(-100, names[0], -100, names[1], 2) for _ in range(2)]
             assert exchanged == [0, 0]
@@ -234,18 +239,20 @@ def in_its_place(path: Path, put: Callable[[Path], None]) -> dict[str, Callable[
     newest = Store(path).objects.newest()
 
     def packs() -> None:
-        for pack in list((path / "packs").glob("*/*")):
+        for pack in list((path / "casnap-store/packs").glob("*/*")):
             put(pack)
 
     return {
-        "newest root": lambda: put(path / root_key(newest.seq)),
-        "next root": lambda: put(path / root_key(newest.seq + 1)),
-        "copy of a root": lambda: put(path / COPIES / str(newest.seq + 1)),
-        "record": lambda: put(path / CONFIG_KEY),
-        "segment": lambda: put(path / segment_key(newest.segments[0].id)),
+        "newest root": lambda: put(path / "casnap-store" / root_key(newest.seq)),
+        "next root": lambda: put(path / "casnap-store" / root_key(newest.seq + 1)),
+        "copy of a root": lambda: put(path / "casnap-store" / COPIES / str(newest.seq + 1)),
+        "record": lambda: put(path / "casnap-store" / CONFIG_KEY),
+        "segment": lambda: put(path / "casnap-store" / segment_key(newest.segments[0].id)),
         "packs": packs,
-        "left over pack": lambda: put(path / "packs/ab" / ("00" * 5 + "01" * 10 + "ab")),
-        "temporary": lambda: put(path / "tmp" / ("ab" * 12)),
+        "left over pack": lambda: put(
+            path / "casnap-store/packs/ab" / ("00" * 5 + "01" * 10 + "ab")
+        ),
+        "temporary": lambda: put(path / "casnap-store/tmp" / ("ab" * 12)),
         "marker": lambda: put(path / "run/step_2/casnap-snapshot.json"),
     }
 
@@ -266,9 +273,9 @@ PLACES = (
 @pytest.mark.parametrize("place", PLACES)
 def test_what_is_no_file_or_endless(path: Path, place: str, put: Callable[[Path], None]) -> None:
     """Nothing waits for it, nor takes memory for it."""
-    (path / "packs/ab").mkdir(exist_ok=True)
-    (path / "tmp").mkdir(exist_ok=True)
-    (path / COPIES).mkdir(exist_ok=True)
+    (path / "casnap-store/packs/ab").mkdir(exist_ok=True)
+    (path / "casnap-store/tmp").mkdir(exist_ok=True)
+    (path / "casnap-store" / COPIES).mkdir(exist_ok=True)
     in_its_place(path, put)[place]()
 
     def work() -> None:
@@ -286,14 +293,23 @@ def test_a_remote_object_that_is_too_long(tmp_path: Path) -> None:
     """As a local one: its length is looked at before its bytes are read."""
     Store(FarFolder(tmp_path / "store")).take(state(0), "a")
     root = Store(tmp_path / "store").objects.newest()
-    sparse(tmp_path / "store" / root_key(root.seq + 1))
+    sparse(tmp_path / "store" / "casnap-store" / root_key(root.seq + 1))
     with pytest.raises(DamagedError, match="1,099,511,627,776 bytes"):
         Store(FarFolder(tmp_path / "store")).latest()
 
 
 # --- names ------------------------------------------------------------------------------------
 
-BAD_NAMES = ["../../x", "/x", "a//b", "packs/ab", "..", "a/../../x", "x\x1b[2J", "a" * 300]
+BAD_NAMES = [
+    "../../x",
+    "/x",
+    "a//b",
+    "casnap-store/packs/ab",
+    "..",
+    "a/../../x",
+    "x\x1b[2J",
+    "a" * 300,
+]
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
@@ -301,23 +317,17 @@ def test_a_row_whose_name_cannot_be_one(path: Path, tmp_path: Path, name: str) -
     """A mirror wrote outside of its folder. No command sees the row; the good ones are copied."""
     store = Store(path)
     publish(store, {name: store["run/step_1"].row})
-    names = [f"run/step_{step}" for step in range(3)]
+    good = [f"run/step_{step}" for step in range(3)]
     outside = set(tmp_path.rglob("*"))
-    assert [s.name for s in Store(path).snapshots()] == names
-    assert sorted(Store(path).copy(to=tmp_path / "copied").copied) == names
+    assert [s.name for s in Store(path).snapshots()] == good
+    assert sorted(Store(path).copy(to=tmp_path / "copied").copied) == good
     mirrored = Store(path, mirror=tmp_path / "mirror")
     mirrored.wait_mirrored(60)
-    assert [s.name for s in Store(tmp_path / "mirror").snapshots()] == names
+    assert [s.name for s in Store(tmp_path / "mirror").snapshots()] == good
     new = set(tmp_path.rglob("*")) - outside
     ours = {path, tmp_path / "copied", tmp_path / "mirror", tmp_path / "casnap-cache"}
     assert [p for p in new if not ours & {p, *p.parents}] == []
-    assert {p.name for p in path.iterdir()} - {"tmp"} == {
-        CONFIG_KEY,
-        "index",
-        "packs",
-        "roots",
-        "run",
-    }
+    assert {p.name for p in path.iterdir()} == {"casnap-store", "run"}
 
 
 def test_a_row_that_is_passed_over_is_repaired(path: Path) -> None:
@@ -335,7 +345,7 @@ def test_no_key_climbs_out(path: Path) -> None:
     backend = LocalBackend(path)
     for call in (backend.read, backend.delete, backend.size, backend.names, backend.sizes):
         with pytest.raises(BackendError, match="not in the store"):
-            call("packs/../../other/casnap.json")
+            call("packs/../../other/casnap-store/casnap.json")
 
 
 # --- markers ----------------------------------------------------------------------------------
@@ -385,7 +395,7 @@ def test_a_marker_that_changes_between_the_look_and_its_removal(path: Path) -> N
 
     assert backend.unmark(["run/step_0/casnap-snapshot.json"], is_stale) == {}
     assert marker(path, "run/step_0").read_bytes() == new
-    assert list((path / "tmp").iterdir()) == []
+    assert list((path / "casnap-store/tmp").iterdir()) == []
 
 
 def test_a_snapshot_that_is_called_as_the_first_roots(tmp_path: Path) -> None:
@@ -405,3 +415,144 @@ def test_a_link_to_a_whole_store_is_followed(path: Path, tmp_path: Path) -> None
     assert Snapshot(path / "run/step_7").read_object("s/step") == 7
     with pytest.raises(InvalidNameError):
         Snapshot(tmp_path / "here")
+
+
+def test_a_link_into_another_store_of_the_reader(path: Path, other: Path) -> None:
+    """A name below a store that is a link to another store is a name of the first one."""
+    (path / "run").rename(path / "away")
+    for target in (other, other / "run"):
+        (path / "run").symlink_to(target)
+        with untouched(other):
+            Snapshot.take(path / "run/step_7", state(7))
+            assert Snapshot(path / "run/step_2").read_object("s/step") == 2
+            assert Store(path / "run").opened.uri == str(path / "run")
+            Store(path / "run").prune(Retention(keep_last=2))
+            Store(path / "run").gc(grace=0)
+        assert [s.name for s in Store(path).snapshots()] == ["run/step_2", "run/step_7"]
+        Store(path).delete("run/step_7")
+        (path / "run").unlink()
+
+
+# --- what fresh eyes found ---------------------------------------------------------------------
+
+
+FOLDERS = ("packs", "packs/ab", "index", "tmp")
+
+
+def test_folders_that_nobody_can_list(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deeper than a path can be, or of another user, in each folder of the store."""
+    inner = path / "casnap-store"
+    Store(path).delete("run/step_0")
+    for name in FOLDERS:
+        (inner / name).mkdir(exist_ok=True)
+        (inner / name / "closed").mkdir(0o700)
+        folder = os.open(inner / name, os.O_PATH)
+        for _ in range(200):
+            os.mkdir("d" * 50, dir_fd=folder)
+            below = os.open("d" * 50, os.O_PATH, dir_fd=folder)
+            os.close(folder)
+            folder = below
+        os.close(folder)
+
+    def work() -> None:
+        assert Store(path).check().ok
+        assert Store(path).gc(grace=0).deleted_packs
+
+    work()
+    if os.geteuid() == 0:
+        Store(path).delete("run/step_1")
+        subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", path], check=True)
+        for name in FOLDERS:
+            os.chown(inner / name / "closed", 0, 0)
+        as_nobody(tmp_path, monkeypatch, work)
+
+
+def test_names_that_are_endless() -> None:
+    """What is no name is not kept."""
+    before = names._is_row_name.cache_info().currsize
+    assert not is_row_name("a" * (1 << 20))
+    assert not is_row_name(f"{names.UNFINISHED}{'a' * (1 << 20)}")
+    assert names._is_row_name.cache_info().currsize == before
+
+
+@pytest.mark.parametrize("name", ["Casnap-Store/0", "a/CASNAP-SNAPSHOT.JSON"])
+def test_names_that_differ_by_case_alone(name: str) -> None:
+    assert not is_row_name(name)
+
+
+def test_a_marker_of_lists_of_lists(path: Path) -> None:
+    marker(path, "run/step_0").write_bytes(b'{"a":' + b"[" * 8000 + b"]" * 8000 + b"}")
+    Store(path).prune(Retention(keep_last=1))
+    assert marker(path, "run/step_0").exists()
+    assert not marker(path, "run/step_1").exists()
+    assert Store(path).prune_missing_folders().forgotten == []
+
+
+def test_a_umask_that_takes_every_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_root()
+    (tmp_path / "shared").mkdir()
+    os.chown(tmp_path / "shared", NOBODY, NOBODY)
+    (tmp_path / "shared").chmod(0o2775)
+
+    def work() -> None:
+        Store(tmp_path / "shared").take(state(0), "a")
+        before = os.umask(0o777)
+        Store(tmp_path / "shared").take(state(1), "b")
+        Store(tmp_path / "shared").take(state(1), "in/b")
+        os.umask(before)
+        Store(tmp_path / "shared").take(state(2), "c")
+        for folder in (tmp_path / "shared/casnap-store").rglob("*"):
+            assert folder.stat().st_mode & 0o777 in (0o775, 0o664), (
+                folder,
+                oct(folder.stat().st_mode),
+            )
+
+    as_nobody(tmp_path, monkeypatch, work)
+
+
+def test_a_marker_on_another_disk(path: Path) -> None:
+    Store(path).delete("run/step_0")
+    with tmpfs(path / "mounted", "1m"):
+        Store(path).take(state(3), "mounted/step_3")
+        Store(path).delete("mounted/step_3")
+        assert not marker(path, "mounted/step_3").exists()
+
+
+def test_what_is_no_marker_at_the_second_look_stays(path: Path) -> None:
+    place = marker(path, "run/step_0")
+
+    def is_stale(_key: str, _content: bytes) -> bool:
+        place.unlink()
+        place.mkdir()
+        (place / "precious").touch()
+        return True
+
+    errors = LocalBackend(path).unmark(["run/step_0/casnap-snapshot.json"], is_stale)
+    assert "is a folder" in str(errors["run/step_0/casnap-snapshot.json"])
+    assert [p.name for p in place.parent.rglob("*")] == [place.name, "precious"]
+
+
+def test_a_lease_of_another_process(path: Path) -> None:
+    """As a file server takes on what it exports: the reader waits until it is given up."""
+    (pack,) = [p for p in (path / "casnap-store/packs").glob("*/*") if p.stat().st_size > 150_000][
+        :1
+    ]
+    ready, child = os.pipe(), os.fork()
+    if not child:
+        fd = os.open(pack, os.O_RDWR)
+        signal.signal(signal.SIGIO, lambda *_: fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK))
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        os.write(ready[1], b"x")
+        signal.pause()
+        os._exit(0)
+    assert os.read(ready[0], 1) == b"x"
+    assert Store(path).check(data=True).ok
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_path_that_is_not_unicode(tmp_path: Path) -> None:
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    Store(folder).take(state(0), "a")
+    assert Store(folder)["a"].read_object("s/step") == 0

@@ -166,7 +166,7 @@ def test_a_collector_does_not_believe_in_a_root_that_may_be_lost(tmp_path: Path)
     store.delete("step_1")
     for k in itertools.count():
         shutil.copytree(tmp_path / "store", copy := tmp_path / str(k))
-        with Disk(copy, k, copy / "roots/0").used() as disk:
+        with Disk(copy, k, copy / "casnap-store/roots/0").used() as disk:
             try:
                 Store(copy).gc(grace=0)
             except BackendError:
@@ -195,5 +195,5 @@ def test_what_others_wrote_before_a_sync_failed(tmp_path: Path, folder: str, who
             first.sync()
         second.sync()
         crashed = disk.after_a_crash(tmp_path.parent / f"{tmp_path.name}-crashed") / "store"
-    assert (crashed / "packs/ab/y").read_bytes() == b"second"
-    assert {p.name for p in (crashed / "packs/ab").iterdir()} <= {"x", "y"}
+    assert (crashed / "casnap-store/packs/ab/y").read_bytes() == b"second"
+    assert {p.name for p in (crashed / "casnap-store/packs/ab").iterdir()} <= {"x", "y"}

@@ -123,15 +123,19 @@ def test_a_disk_that_is_full(tmp_path: Path, how: Take) -> None:
         def free() -> int:
             return os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
 
-        before, packs, roots = free(), files(disk, "store/packs"), files(disk, "store/roots")
+        before, packs, roots = (
+            free(),
+            files(disk / "store", "packs"),
+            files(disk / "store", "roots"),
+        )
         large = {"s": StateDict(x=torch.arange(16 << 20))}
         with pytest.raises(StorageFullError, match="earlier snapshots are whole") as e:
             how(store, large, "large")
         assert isinstance(e.value.__cause__, OSError)
         assert e.value.__cause__.errno == errno.ENOSPC
         assert before - free() < 64 << 10
-        assert files(disk, "store/packs") == packs
-        assert files(disk, "store/roots") == roots
+        assert files(disk / "store", "packs") == packs
+        assert files(disk / "store", "roots") == roots
         assert_store(store.uri, {0})
         how(store, app_state(1), "step_1", metadata={"step": 1})
         assert_store(store.uri, {0, 1})

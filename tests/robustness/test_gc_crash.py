@@ -155,7 +155,7 @@ def unindexed(littered: Path) -> Path:
     """Return a littered store that has lost its index."""
     path = littered.with_name("unindexed")
     shutil.copytree(littered, path)
-    shutil.rmtree(path / "index")
+    shutil.rmtree(path / "casnap-store/index")
     return path
 
 

@@ -308,7 +308,7 @@ def test_hostile_roots(forger: Forger, case: str) -> None:
 )
 def test_roots_of_garbage(forger: Forger, body: bytes) -> None:
     forger.publish({"s": forger.tree(STATE)})
-    (forger.folder / root_key(2)).write_bytes(seal(b"r", body))
+    (forger.folder / "casnap-store" / root_key(2)).write_bytes(seal(b"r", body))
     assert_refused(forger.folder)
 
 

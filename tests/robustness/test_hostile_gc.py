@@ -136,7 +136,7 @@ def test_ids_of_the_future(folder: Path, pack: bytes) -> None:
         forger.pack = pack  # type: ignore[assignment]
         plain(forger)
         for key in (f"packs/fe/{'fe' * 16}", f"index/{'ff' * 16}", f"index/{'00' * 16}"):
-            path = forger.folder / key
+            path = forger.folder / "casnap-store" / key
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(b"left over")
 

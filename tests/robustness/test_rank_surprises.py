@@ -118,7 +118,9 @@ def test_ranks_that_write_to_a_copy_of_the_store_are_told_so(world, tmp_path):
     for name in ("store", "copy"):
         store = Store(tmp_path / name)
         assert store.snapshots() == []
-        assert not [path for path in (tmp_path / name / "packs").rglob("*") if path.is_file()]
+        assert not [
+            path for path in (tmp_path / name / "casnap-store/packs").rglob("*") if path.is_file()
+        ]
 
 
 def of_rank(rank: int) -> torch.Tensor:
@@ -134,7 +136,11 @@ def lose_a_pack(path: str, hurt: int, late: bool, background: bool) -> str | Non
     if rank == hurt:
         pack = Path(path, pack_key(record_of(Path(path), of_rank(rank))[1].pack))
         act = after_call(pack.unlink)
-        fault = Fault(act if late else before(pack.unlink), "size", str(pack.relative_to(path)))
+        fault = Fault(
+            act if late else before(pack.unlink),
+            "size",
+            str(pack.relative_to(path / "casnap-store")),
+        )
         store = Store(FaultyBackend(LocalBackend(Path(path)), fault))
     try:
         if background:

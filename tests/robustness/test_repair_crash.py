@@ -50,9 +50,9 @@ def wreck(store: Path, *, index: bool) -> None:
     """Damage a chunk, cut off a pack, and maybe lose a segment."""
     damage_chunk(store, FROZEN)
     _, place = record_of(store, WEIGHT)
-    change(store / pack_key(place.pack), lambda raw: raw[:-30])
+    change(store / "casnap-store" / pack_key(place.pack), lambda raw: raw[:-30])
     if index:
-        sorted((store / "index").iterdir())[2].unlink()
+        sorted((store / "casnap-store/index").iterdir())[2].unlink()
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -103,7 +103,7 @@ def test_a_take_that_relied_on_a_damaged_pack(store: Path) -> None:
 def test_a_take_meanwhile(store: Path) -> None:
     """A take commits while a repair is about to: the repair looks again."""
     damage_chunk(store, FROZEN)
-    sorted((store / "index").iterdir())[2].unlink()
+    sorted((store / "casnap-store/index").iterdir())[2].unlink()
     taken: list[object] = []
 
     @elsewhere
@@ -164,7 +164,7 @@ def test_a_collector_meanwhile(store: Path) -> None:
 def test_collected_afterwards(store: Path) -> None:
     """What a repair took out of the index is garbage, and what it saved is not."""
     damage_chunk(store, WEIGHT)
-    shutil.rmtree(store / "index")
+    shutil.rmtree(store / "casnap-store/index")
     repair(store)
     assert collect(Store(store).objects, GcOptions(grace=0)).deleted_packs == 6
     assert check(store).orphans == 0
@@ -195,14 +195,21 @@ def test_no_whole_chunk_is_lost(pristine: Path, seed: int) -> None:
 
 def _survivors(store: Path, pristine: Path, packs: tuple[PackId, ...]) -> set[Digest]:
     """Return what is whole and can be found, told without any code of a repair."""
-    segments = [f.name for f in (pristine / "index").iterdir()]
-    same = [n for n in segments if _bytes(store / "index" / n) == _bytes(pristine / "index" / n)]
+    segments = [f.name for f in (pristine / "casnap-store/index").iterdir()]
+    same = [
+        n
+        for n in segments
+        if _bytes(store / "casnap-store/index" / n) == _bytes(pristine / "casnap-store/index" / n)
+    ]
     survivors: set[Digest] = set()
     whole = listing_of(pristine)
     for pack in packs:
-        now, before = _bytes(store / pack_key(pack)), _bytes(pristine / pack_key(pack))
+        now, before = (
+            _bytes(store / "casnap-store" / pack_key(pack)),
+            _bytes(pristine / "casnap-store" / pack_key(pack)),
+        )
         footer = len(before) - len(whole.of_pack(pack)) * 49 - 44
-        listed = any(pack in _bytes(store / "index" / name) for name in same)
+        listed = any(pack in _bytes(store / "casnap-store/index" / name) for name in same)
         if listed or now[-(len(before) - footer) :] == before[footer:]:
             for digest, p in whole.of_pack(pack):
                 if digest_of(now[p.offset : p.offset + p.stored]) == digest:

@@ -38,7 +38,7 @@ def forge(victim: Path, hostile: Path) -> None:
     place = Place(pack, 0, WANTED.nbytes, WANTED.nbytes, 0)
     ident = new_id(root.seq)
     content = encode_segment(Segment((pack,), [(digest_of(WANTED.numpy().tobytes()), place)]))
-    (hostile / segment_key(ident)).write_bytes(content)
+    (hostile / "casnap-store" / segment_key(ident)).write_bytes(content)
     assert put_next_root(objects.backend, root, segments=(*root.segments, SegmentRef(ident, 1)))
 
 
@@ -124,9 +124,9 @@ def test_the_config_of_a_store_tells_its_places_apart(victim: Path) -> None:
     backend = Store(victim).objects.backend
     before = backend.identity
     assert Store(victim).objects.backend.identity == before
-    content = (victim / CONFIG_KEY).read_bytes()
-    (victim / CONFIG_KEY).unlink()
-    (victim / CONFIG_KEY).write_bytes(content)
+    content = (victim / "casnap-store" / CONFIG_KEY).read_bytes()
+    (victim / "casnap-store" / CONFIG_KEY).unlink()
+    (victim / "casnap-store" / CONFIG_KEY).write_bytes(content)
     assert backend.identity != before
     take(victim, 1)
     assert_store(victim, {0, 1})

@@ -237,7 +237,7 @@ def test_damage_in_the_store_stays_known(far: Path) -> None:
     """A chunk that is whole here alone: it is read, but not relied on by the next take."""
     reader = Reader(far).restore()
     place = _place(reader.store, "step_0", "model/w0.0")
-    path = far / pack_key(place.pack)
+    path = far / "casnap-store" / pack_key(place.pack)
     path.chmod(0o600)
     with path.open("r+b") as file:
         file.seek(place.offset)

@@ -52,7 +52,7 @@ def whole_elsewhere(path: Path, step: int) -> None:
 
 
 def pack_of(path: Path, raw: torch.Tensor = FROZEN) -> Path:
-    return path / pack_key(record_of(path, raw)[1].pack)
+    return path / "casnap-store" / pack_key(record_of(path, raw)[1].pack)
 
 
 def cut(file: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_pack_that_is_harmed_before_a_take(
 def test_all_packs_are_harmed_before_a_take(path: Path, harm: str) -> None:
     """Those of nodes too: what the snapshot needs is all there is."""
     for key in files(path, "packs"):
-        HARM[harm](path / key)
+        HARM[harm](path / "casnap-store" / key)
     # The table is what no take stores anew as a whole; it is cached here.
     take(path, 1, overwrite=True)
     whole_elsewhere(path, 1)
@@ -96,7 +96,7 @@ def after_the_first_look(path: Path, harm: Callable[[Path], object]) -> FaultyBa
         harm(pack)
         return size
 
-    key = str(pack.relative_to(path))
+    key = str(pack.relative_to(path / "casnap-store"))
     return FaultyBackend(LocalBackend(path), Fault(act, "size", key))
 
 
@@ -156,7 +156,7 @@ def test_a_segment_that_is_harmed_is_not_built_on(path: Path, harm: str) -> None
     """A process that has it in its cache would not notice; others could not read what follows."""
     (ref, *_) = Store(path).objects.newest().segments
     before = files(path, "roots")
-    HARM[harm](path / segment_key(ref.id))
+    HARM[harm](path / "casnap-store" / segment_key(ref.id))
     with pytest.raises(DamagedError, match="casnap repair"):
         take(path, 2)
     assert files(path, "roots") == before
@@ -189,7 +189,7 @@ def find_out(path: Path) -> None:
 def harm(path: Path) -> tuple[Path, bytes]:
     """Damage a chunk; return the pack, and what it held."""
     place = record_of(path, FROZEN)[1]
-    pack = path / pack_key(place.pack)
+    pack = path / "casnap-store" / pack_key(place.pack)
     whole = pack.read_bytes()
     change(pack, flip(place.offset + 11))
     return pack, whole
@@ -270,7 +270,7 @@ def test_what_cannot_be_read_is_no_damage(path: Path, error: type[BackendError])
     def act(_call: Call) -> object:
         raise error("too many open files")
 
-    key = str(pack_of(path).relative_to(path))
+    key = str(pack_of(path).relative_to(path / "casnap-store"))
     backend = FaultyBackend(LocalBackend(path), Fault(act, "read_into", key, times=None))
     with pytest.raises(BackendError, match="too many open files"):
         Store(backend)["step_0"].restore({"state": StateDict(content(1))})
@@ -289,7 +289,7 @@ def test_damage_is_told_though_commits_come_with_every_look(path: Path) -> None:
         writer.tag("step_1", f"tag{fault.struck}")
         return call.go()
 
-    fault = Fault(act, "read_into", str(pack.relative_to(path)), times=most)
+    fault = Fault(act, "read_into", str(pack.relative_to(path / "casnap-store")), times=most)
     snapshot = Store(FaultyBackend(LocalBackend(path), fault))["step_0"]
     with pytest.raises(DamagedError, match="differ"):
         snapshot.restore({"state": StateDict(content(1))})

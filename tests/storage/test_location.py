@@ -48,7 +48,7 @@ def names(store: Store, prefix: str | None = None) -> list[str]:
 def test_the_parent_becomes_a_store(tmp_path: Path) -> None:
     first = Snapshot.take(tmp_path / "run/step_1", LARGE)
     second = Snapshot.take(tmp_path / "run/step_2", LARGE)
-    assert (tmp_path / "run/casnap.json").is_file()
+    assert (tmp_path / "run/casnap-store/casnap.json").is_file()
     assert first.name == "step_1"
     assert first.path == str(tmp_path / "run/step_1")
     assert first.store.id == second.store.id
@@ -106,8 +106,8 @@ def test_a_mount_ends_the_walk(tmp_path: Path) -> None:
             Snapshot(disk / "run/step")
         Snapshot.take(disk / "run/step", tiny(1))
         Snapshot.take(disk / "step", tiny(2))
-        assert (disk / "run/casnap.json").is_file()
-        assert (disk / "casnap.json").is_file()
+        assert (disk / "run/casnap-store/casnap.json").is_file()
+        assert (disk / "casnap-store/casnap.json").is_file()
         assert names(Store(disk)) == ["step"]
         assert value_of(Snapshot(disk / "run/step")) == 1
     assert names(outer) == []
@@ -140,7 +140,7 @@ def test_ways_to_write_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
     assert Snapshot.take(full, tiny()).path == str(tmp_path / "run/step")
     assert value_of(Snapshot(full)) == 1
     assert value_of(Snapshot(tmp_path / "run/step")) == 1
-    assert (tmp_path / "run/casnap.json").is_file()
+    assert (tmp_path / "run/casnap-store/casnap.json").is_file()
 
 
 def test_a_pending_take_stays_where_it_was_sent(
@@ -236,7 +236,13 @@ def test_markers_come_and_go(tmp_path: Path) -> None:
     for name in ("step_1", "deep/er/step_2", "deep/step_3"):
         snapshot = store.take(tiny(), name)
         content = json.loads(marker(store, name).read_text())
-        assert content == {"casnap": "snapshot", "name": name, "commit": snapshot.commit_id}
+        assert content.pop("note").startswith("Only a marker")
+        assert content == {
+            "casnap": "snapshot",
+            "name": name,
+            "commit": snapshot.commit_id,
+            "store": store.uri,
+        }
     assert [p.name for p in (tmp_path / "store").glob("step_*")] == ["step_1"]
     again = store.take(tiny(2), "step_1", overwrite=True)
     assert json.loads(marker(store, "step_1").read_text())["commit"] == again.commit_id
@@ -302,7 +308,7 @@ def test_where_no_store_is_made_unasked(crowded: tuple[Path, Path]) -> None:
         assert not Path(folder, "casnap.json").exists()
     for folder in crowded:
         Snapshot.take(folder / "ckpts/step", tiny())
-        assert (folder / "ckpts/casnap.json").is_file()
+        assert (folder / "ckpts/casnap-store/casnap.json").is_file()
 
 
 def test_where_a_store_is_made_when_asked(crowded: tuple[Path, Path]) -> None:
@@ -316,12 +322,12 @@ def test_where_a_store_is_made_when_asked(crowded: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("foreign", ["roots", "packs", "index"])
 def test_nothing_is_made_beside_what_looks_like_a_store(tmp_path: Path, foreign: str) -> None:
-    (tmp_path / foreign).mkdir()
-    (tmp_path / foreign / "mine").write_text("mine")
+    (tmp_path / "casnap-store" / foreign).mkdir(parents=True)
+    (tmp_path / "casnap-store" / foreign / "mine").write_text("mine")
     for make in (lambda: Store(tmp_path), lambda: Snapshot.take(tmp_path / "step", tiny())):
         with pytest.raises(StoreError, match=f"holds {foreign}.*another folder"):
             make()
-    assert files(tmp_path) == {f"{foreign}/mine"}
+    assert files(tmp_path) == {f"casnap-store/{foreign}/mine"}
 
 
 def test_a_folder_of_torchsnapshot(tmp_path: Path) -> None:
@@ -358,7 +364,7 @@ def test_a_creation_that_was_cut_off_is_finished(tmp_path: Path) -> None:
     ]
     for go_on in finish:
         for folder in ("roots", "packs", "index", "tmp"):
-            shutil.rmtree(tmp_path / "store" / folder, ignore_errors=True)
+            shutil.rmtree(tmp_path / "store/casnap-store" / folder, ignore_errors=True)
         with pytest.raises(NotAStoreError, match="no root"):
             Store(tmp_path / "store", create=False).snapshots()
         with pytest.raises(NotAStoreError, match="no root"):
@@ -373,7 +379,7 @@ def test_a_creation_that_was_cut_off_is_finished(tmp_path: Path) -> None:
 def test_a_store_that_lost_its_roots_is_not_made_empty(tmp_path: Path, left: str) -> None:
     Snapshot.take(tmp_path / "store/step", LARGE)
     for folder in {"roots", "packs", "index"} - set(left.split()):
-        shutil.rmtree(tmp_path / "store" / folder)
+        shutil.rmtree(tmp_path / "store/casnap-store" / folder)
     before = files(tmp_path)
     for use in (
         lambda: Store(tmp_path / "store").snapshots(),
@@ -392,7 +398,7 @@ def test_a_store_that_lost_its_roots_is_not_made_empty(tmp_path: Path, left: str
 
 def give_away(store: Path) -> None:
     needs_root()
-    os.chown(store / "casnap.json", NOBODY, NOBODY)
+    os.chown(store / "casnap-store/casnap.json", NOBODY, NOBODY)
 
 
 def test_the_store_of_another_must_be_named(
@@ -409,18 +415,14 @@ def test_the_store_of_another_must_be_named(
         lambda: Snapshot(tmp_path / "store/run/step_1"),
         lambda: Store(tmp_path / "store/run"),
     ):
-        with pytest.raises(UntrustedStoreError, match=f"uid {NOBODY}.*casnap trust"):
+        with pytest.raises(UntrustedStoreError, match=f"uid {NOBODY}.*store="):
             use()
     assert files(tmp_path) == before
     assert value_of(Store(tmp_path / "store")["run/step_1"]) == 1
     assert value_of(Snapshot("run/step_1", store=tmp_path / "store")) == 1
     Snapshot.take("run/step_2", tiny(2), store=str(tmp_path / "store"))
     Snapshot.take("run/step_3", tiny(3), store=Store(tmp_path / "store"))
-    trusted = CliRunner().invoke(cli, ["trust", str(tmp_path / "store")])
-    assert trusted.exit_code == 0, trusted.output
-    assert value_of(Snapshot(tmp_path / "store/run/step_3")) == 3
-    Snapshot.take(tmp_path / "store/run/step_4", tiny(4))
-    assert names(Store(tmp_path / "store/run")) == [f"step_{i}" for i in (1, 2, 3, 4)]
+    assert names(Store(tmp_path / "store")) == [f"run/step_{i}" for i in (1, 2, 3)]
 
 
 def test_a_link_to_a_file_of_ours_is_no_store_of_ours(
@@ -429,10 +431,12 @@ def test_a_link_to_a_file_of_ours_is_no_store_of_ours(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     Store(tmp_path / "ours")
     Store(tmp_path / "planted")
-    (tmp_path / "planted/casnap.json").unlink()
-    (tmp_path / "planted/casnap.json").symlink_to(tmp_path / "ours/casnap.json")
+    (tmp_path / "planted/casnap-store/casnap.json").unlink()
+    (tmp_path / "planted/casnap-store/casnap.json").symlink_to(
+        tmp_path / "ours/casnap-store/casnap.json"
+    )
     needs_root()
-    os.lchown(tmp_path / "planted/casnap.json", NOBODY, NOBODY)
+    os.lchown(tmp_path / "planted/casnap-store/casnap.json", NOBODY, NOBODY)
     with pytest.raises(UntrustedStoreError):
         Snapshot.take(tmp_path / "planted/step", tiny())
 
@@ -497,3 +501,84 @@ def test_two_users_of_one_group_share_a_store(
     store.delete("run/step_2")
     store.take(tiny(4), "run/step_1", overwrite=True)
     assert names(store) == ["run/step_1"]
+
+
+# --- stores that were made unasked -------------------------------------------------------------
+
+
+def test_a_store_that_a_path_has_made_captures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A take right in a project's folder made every later store below a view of that one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    Snapshot.take("ckpt", tiny(1))
+    assert {p.name for p in tmp_path.iterdir()} - {"casnap-cache"} == {
+        "casnap-store",
+        "ckpt",
+        "train.py",
+    }
+    Store("ckpts").take(tiny(2), "step_1")
+    Snapshot.take("runs/a/step_1", tiny(3))
+    assert names(Store(".")) == ["ckpt"]
+    assert names(Store("ckpts")) == ["step_1"]
+    assert names(Store("runs/a")) == ["step_1"]
+    shutil.rmtree("ckpts")
+    assert Store("ckpts").latest() is None
+    # What is right in the folder is found, also by the command.
+    assert value_of(Snapshot("ckpt")) == 1
+    done = CliRunner().invoke(cli, ["show", "ckpt"])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("how", ["init", "a deeper name"])
+def test_a_store_that_is_to_serve_all_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Snapshot.take("all/ckpt", tiny(1))
+    if how == "init":
+        assert CliRunner().invoke(cli, ["init", "all"]).exit_code == 0
+    else:
+        Store("all").take(tiny(2), "run/step_0")
+    Snapshot.take("all/run/step_1", tiny(3))
+    assert "run/step_1" in names(Store("all"))
+    assert not (tmp_path / "all/run/casnap-store").exists()
+
+
+def test_no_store_is_made_in_the_folder_of_a_snapshot(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "ckpts/step_1", tiny(1))
+    for use in (
+        lambda: Snapshot.take(tmp_path / "ckpts/step_1/x", tiny()),
+        lambda: Store(tmp_path / "ckpts/step_1/x").take(tiny(), "y"),
+    ):
+        with pytest.raises(CasnapError, match="is a snapshot"):
+            use()
+    assert names(Store(tmp_path / "ckpts")) == ["step_1"]
+
+
+@pytest.mark.parametrize("how", ["copied", "moved"])
+def test_a_store_that_is_copied_or_moved(tmp_path: Path, how: str) -> None:
+    Snapshot.take(tmp_path / "ckpts/step_1", tiny(1))
+    if how == "copied":
+        shutil.copytree(tmp_path / "ckpts", tmp_path / "there")
+    else:
+        (tmp_path / "there").mkdir()
+        for path in (tmp_path / "ckpts").iterdir():
+            path.rename(tmp_path / "there" / path.name)
+    assert value_of(Snapshot(tmp_path / "there/step_1")) == 1
+    Snapshot.take(tmp_path / "there/step_2", tiny(2))
+    assert names(Store(tmp_path / "there")) == ["step_1", "step_2"]
+
+
+def test_the_folder_of_a_snapshot_that_is_copied_alone(tmp_path: Path) -> None:
+    """It holds a marker only; the error says where the bytes were, and how to copy them."""
+    Snapshot.take(tmp_path / "ckpts/step_1", tiny(1))
+    shutil.copytree(tmp_path / "ckpts/step_1", tmp_path / "there/step_1")
+    for use in (
+        lambda: Snapshot(tmp_path / "there/step_1"),
+        lambda: Store(tmp_path / "there/step_1", create=False),
+    ):
+        with pytest.raises(NotAStoreError, match=rf"only a marker.*{tmp_path}/ckpts.*casnap cp"):
+            use()
+    assert "only a marker" in CliRunner().invoke(cli, ["ls", str(tmp_path / "there/step_1")]).output

@@ -50,8 +50,8 @@ class Gateway(LocalBackend):
         if self.overwrites and (not self.exclusive or self.size_if_there(key) is None):
             new = self.folder / os.urandom(8).hex()
             new.write_bytes(content)
-            (self.folder / key).parent.mkdir(parents=True, exist_ok=True)
-            new.replace(self.folder / key)
+            (self.folder / "casnap-store" / key).parent.mkdir(parents=True, exist_ok=True)
+            new.replace(self.folder / "casnap-store" / key)
             return True
         return super().put_if_absent(key, content)
 

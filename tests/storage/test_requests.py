@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from casnap import Retention, Snapshot, StateDict, Store
+from casnap import Snapshot, StateDict, Store
 from casnap.errors import DamagedError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.records import Root, pack_key
 from casnap.storage.objects import Objects
@@ -166,17 +166,6 @@ def test_a_pack_that_is_gone_is_stored_anew_after_a_read_has_missed_it(name: str
     store.take(state_of(), "second")
     for path, tensor in state_of()["model"].items():
         assert torch.equal(store["second"].read_object(f"model/{path}"), tensor)
-
-
-def test_a_prune_removes_its_markers_together(name: str) -> None:
-    backend = RemoteDouble(name)
-    backend.mark = backend.write  # type: ignore[method-assign]
-    store = Store(backend)
-    for number in range(4):
-        store.take({"s": StateDict(x=number)}, f"step_{number}")
-    backend.reset()
-    assert len(store.prune(Retention(keep_last=1)).forgotten) == 4
-    assert backend.requests["delete"] == 1, backend.log
 
 
 # --- opening and reading ---

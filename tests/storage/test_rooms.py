@@ -41,7 +41,7 @@ class _Changing(LocalBackend):
         def then_change(number: int) -> None:
             use(number)
             if self.change is not None:
-                with Path(self.folder, key).open("r+b") as pack:
+                with Path(self.folder, "casnap-store", key).open("r+b") as pack:
                     pack.seek(self.change[0])
                     pack.write(self.change[1])
 
@@ -57,7 +57,7 @@ def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
     digest = contents.chunks(inner, entry)[0][0]
     [place] = store.objects.index.find(store.objects.view(), [digest])
     assert place is not None
-    content = bytearray((tmp_path / "source" / pack_key(place.pack)).read_bytes())
+    content = bytearray((tmp_path / "source" / "casnap-store" / pack_key(place.pack)).read_bytes())
     begin = place.offset + HALF
     content[begin : begin + 64] = os.urandom(64)
     other = digest_of(bytes(content[begin : begin + place.raw]))

@@ -123,13 +123,13 @@ def test_an_unknown_codec_stops_takes_alone(tmp_path: Path, codec: object) -> No
     store.take(state(1), "a")
     store.take(state(2), "b")
     put_setting(store, codec)
-    packs = set((tmp_path / "s/packs").rglob("?" * 32))
+    packs = set((tmp_path / "s/casnap-store/packs").rglob("?" * 32))
     for take in (store.take, store.async_take):
         with pytest.raises(
             UnsupportedFormatError, match=r"update casnap.*casnap config .*codec=raw"
         ):
             take(state(3), "c")
-    assert set((tmp_path / "s/packs").rglob("?" * 32)) == packs
+    assert set((tmp_path / "s/casnap-store/packs").rglob("?" * 32)) == packs
     store["a"].restore(state(0))
     store.tag("a", "best")
     store.prune(Retention(keep_last=1))

@@ -64,7 +64,7 @@ def test_what_is_of_others_stays_and_is_told(
         assert report.deleted_packs > 0
         assert report.freed_bytes > 0
         assert report.refused
-        assert report.refused.keys() <= files(sticky)
+        assert report.refused.keys() <= files(sticky, "packs") | files(sticky, "index")
         assert all("Operation not permitted" in why for why in report.refused.values())
         assert len(before - files(sticky, "packs")) == report.deleted_packs
         again = store.gc(grace=0, repack=0)
@@ -84,7 +84,7 @@ def test_what_is_of_others_stays_and_is_told(
 
     as_user(NOBODY, make)
     # What one user is writing just now, or left half-written.
-    left = sticky / "tmp" / ("a" * 24)
+    left = sticky / "casnap-store/tmp" / ("a" * 24)
     left.write_bytes(b"half")
     left.chmod(0o600)
     os.chown(left, NOBODY, NOBODY)

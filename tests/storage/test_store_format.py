@@ -65,7 +65,7 @@ def assert_restores(store: Store, name: str, n: int) -> None:
 def test_a_store_of_format_1_stays_one(tmp_path: Path) -> None:
     """Older versions go on reading what this one writes into their store."""
     store = old_store(tmp_path / "s")
-    config = (tmp_path / "s/casnap.json").read_bytes()
+    config = (tmp_path / "s/casnap-store/casnap.json").read_bytes()
     assert json.loads(config)["format"] == 1
     for n in range(12):
         store.take(state(n % 3), f"run/{n}", metadata=LARGE)
@@ -78,7 +78,7 @@ def test_a_store_of_format_1_stays_one(tmp_path: Path) -> None:
     assert version == b"1"
     assert fields.keys() == FIELDS
     assert store.format == 1
-    assert (tmp_path / "s/casnap.json").read_bytes() == config
+    assert (tmp_path / "s/casnap-store/casnap.json").read_bytes() == config
     table = store.objects.table(store.objects.newest())
     for row in dict(table.items()).values():
         assert row.metadata == LARGE
@@ -88,7 +88,7 @@ def test_a_store_of_format_1_stays_one(tmp_path: Path) -> None:
 
 def test_new_stores_have_the_newest_format(tmp_path: Path) -> None:
     store = Store(tmp_path / "s")
-    assert json.loads((tmp_path / "s/casnap.json").read_bytes())["format"] == 2
+    assert json.loads((tmp_path / "s/casnap-store/casnap.json").read_bytes())["format"] == 2
     version, fields = newest_record(store)
     assert (version, store.format) == (b"2", 2)
     assert fields["read_features"] == ["deep-table"]
@@ -105,11 +105,11 @@ def test_upgrade(tmp_path: Path) -> None:
         store.take(state(n % 3), f"run/{n}", metadata=LARGE if n % 2 else {"n": n})
     store.tag("run/3", "best")
     before = {s.name: (s.commit_id, s.metadata.user, s.tags) for s in store.snapshots()}
-    config = (tmp_path / "s/casnap.json").read_bytes()
+    config = (tmp_path / "s/casnap-store/casnap.json").read_bytes()
     assert store.upgrade()
     assert not store.upgrade()
     assert (newest_record(store)[0], store.format) == (b"2", 2)
-    assert (tmp_path / "s/casnap.json").read_bytes() == config
+    assert (tmp_path / "s/casnap-store/casnap.json").read_bytes() == config
     again = Store(tmp_path / "s", create=False)
     assert before == {s.name: (s.commit_id, s.metadata.user, s.tags) for s in again.snapshots()}
     store.take(state(50), "run/50", metadata=LARGE)
@@ -181,14 +181,14 @@ def test_large_metadata_stand_apart(tmp_path: Path) -> None:
     store.gc(grace=0, repack=1.0)
     assert store.check(data=True).damages == []
     assert Store(tmp_path / "s")["run/step_57"].metadata.user == {**LARGE, "n": 57}
-    assert bytes_in(tmp_path / "s/packs") < 3 * 150_000
+    assert bytes_in(tmp_path / "s/casnap-store/packs") < 3 * 150_000
 
 
 def damage_metadata(store: Store, name: str, cache_dir: Path) -> None:
     """Flip a bit of a snapshot's metadata, at all their places."""
     node = Digest(store.row(name).metadata_node)
     for place in store.objects.index.find_all(store.objects.view(), node):
-        path = Path(store.uri) / pack_key(place.pack)
+        path = Path(store.uri) / "casnap-store" / pack_key(place.pack)
         content = bytearray(path.read_bytes())
         content[place.offset + 9] ^= 1
         path.write_bytes(content)
@@ -355,4 +355,4 @@ def test_a_take_does_not_list_what_has_a_name_for_each_snapshot(
     Snapshot.take(tmp_path / "s/b", state(1))
     Snapshot(tmp_path / "s/b").restore(state(0))
     assert listed
-    assert not {tmp_path / "s", tmp_path / "s/index"} & set(listed)
+    assert not {tmp_path / "s", tmp_path / "s/casnap-store/index"} & set(listed)

@@ -78,7 +78,7 @@ def digests_of(snapshot: Snapshot) -> set[bytes]:
 def digests_in(folder: Path) -> set[bytes]:
     """Return what lies in the packs of a store, by their footers."""
     found: set[bytes] = set()
-    for path in (folder / "packs").rglob("?" * 32):
+    for path in (folder / "casnap-store/packs").rglob("?" * 32):
         try:
             records = read_pack_footer(PackId(bytes.fromhex(path.name)), path.read_bytes())
         except DamagedError:

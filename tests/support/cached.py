@@ -64,7 +64,10 @@ class Reader:
         """How many requests have read packs of chunks since this was last asked."""
         log, self.backend.log = self.backend.log, []
         read = [key for kind, key in log if kind == "get" and key.startswith("packs/")]
-        return sum(b"CASNAPp1" in (self.backend.folder / key).read_bytes()[-44:] for key in read)
+        return sum(
+            b"CASNAPp1" in (self.backend.folder / "casnap-store" / key).read_bytes()[-44:]
+            for key in read
+        )
 
 
 def kept() -> Path:

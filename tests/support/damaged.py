@@ -98,16 +98,17 @@ def flip(at: int, bit: int = 0) -> Callable[[bytes], bytes]:
 def objects_of(store: Path) -> list[Path]:
     tops = ("roots", "packs", "index", "casnap.json")
     files = [p for p in sorted(store.rglob("*")) if p.is_file()]
-    return [p for p in files if p.relative_to(store).parts[0] in tops]
+    inner = store / "casnap-store"
+    return [p for p in files if inner in p.parents and p.relative_to(inner).parts[0] in tops]
 
 
 def newest(store: Path) -> Path:
-    return max((store / "roots" / "0").iterdir(), key=lambda p: int(p.name))
+    return max((store / "casnap-store/roots" / "0").iterdir(), key=lambda p: int(p.name))
 
 
 def forget_copies(store: Path) -> None:
     """Leave the newest root without a copy."""
-    shutil.rmtree(store / "roots" / "copies")
+    shutil.rmtree(store / "casnap-store/roots" / "copies")
 
 
 def _cut_off(length: int, raw: bytes) -> bytes:
@@ -137,14 +138,18 @@ def forget_cache(cache_dir: Path) -> None:
 def all_places_of(store: Path) -> list[Record]:
     root = Store(store).objects.newest()
     keys = [segment_key(SegmentId(ref.id)) for ref in root.segments]
-    return [r for k in keys for r in decode_segment((store / k).read_bytes(), k).records]
+    return [
+        r
+        for k in keys
+        for r in decode_segment((store / "casnap-store" / k).read_bytes(), k).records
+    ]
 
 
 def damage_everywhere(store: Path, digest: bytes) -> None:
     """Flip a bit at all the places of a chunk or node."""
     for other, place in all_places_of(store):
         if other == digest:
-            file = store / pack_key(place.pack)
+            file = store / "casnap-store" / pack_key(place.pack)
             file.write_bytes(flip(place.offset)(file.read_bytes()))
 
 
@@ -212,7 +217,7 @@ def lost_in(path: Path) -> set[bytes]:
 
 def damage_chunk(path: Path, raw: torch.Tensor) -> Record:
     digest, place = record_of(path, raw)
-    change(path / pack_key(place.pack), flip(place.offset + 11))
+    change(path / "casnap-store" / pack_key(place.pack), flip(place.offset + 11))
     return digest, place
 
 

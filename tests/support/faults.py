@@ -94,8 +94,8 @@ def assert_store(path: Path | str, steps: set[int], maybe: int | None = None) ->
 
 
 def files(folder: Path | str, under: str = "") -> set[str]:
-    """Return the files of a store, as keys."""
-    top = f"{folder}/"
+    """Return the files in a folder; with ``under``, those of a store, as keys."""
+    top = f"{folder}/casnap-store/" if under else f"{folder}/"
     # A walk by pathlib takes three times as long.
     return {
         f"{place}/{name}".replace("//", "/")[len(top) :]

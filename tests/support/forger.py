@@ -85,7 +85,7 @@ class Forger:
     @property
     def good_packs(self) -> list[bytes]:
         """The ids of the packs of the honest snapshot."""
-        names = (path.name for path in (self.folder / "packs").rglob("?" * 32))
+        names = (path.name for path in (self.folder / "casnap-store/packs").rglob("?" * 32))
         return [bytes.fromhex(name) for name in names]
 
     def keep_good(self) -> None:
@@ -137,7 +137,7 @@ class Forger:
         return seal(b"s", self.body(body))
 
     def _write(self, key: str, content: bytes) -> None:
-        path = self.folder / key
+        path = self.folder / "casnap-store" / key
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
 

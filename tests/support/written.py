@@ -148,5 +148,5 @@ def publish(store: Store, rows: dict[str, Row]) -> None:
 
 
 def configure(path: Path, **changes: Any) -> None:
-    config = json.loads((path / CONFIG_KEY).read_text())
-    (path / CONFIG_KEY).write_text(json.dumps(config | changes))
+    config = json.loads((path / "casnap-store" / CONFIG_KEY).read_text())
+    (path / "casnap-store" / CONFIG_KEY).write_text(json.dumps(config | changes))

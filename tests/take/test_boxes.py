@@ -418,7 +418,7 @@ def test_a_box_is_healed_from_a_file(disk, tmp_path, source):
     write(disk, "a", {"m": {"w": weight}}, boxes={"m/w": halves(40, 1000, 4)})
     folder = Path(disk.uri)
     digest, place = record_of(folder, weight[:, 250:500].contiguous())
-    change(folder / pack_key(place.pack), flip(place.offset + 5))
+    change(folder / "casnap-store" / pack_key(place.pack), flip(place.offset + 5))
     (damage,) = disk.check(data=True).damages
     assert (damage.digest, [h.path for h in damage.hurts]) == (digest.hex(), ["m/w"])
     report = repair(folder, SOURCES[source](tmp_path, weight))

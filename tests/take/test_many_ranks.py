@@ -31,7 +31,7 @@ def weights(seed: int, mib: int = 3) -> dict[str, torch.Tensor]:
 
 
 def stored_bytes(store: Path) -> int:
-    return sum(p.stat().st_size for p in (store / "packs").rglob("*") if p.is_file())
+    return sum(p.stat().st_size for p in (store / "casnap-store/packs").rglob("*") if p.is_file())
 
 
 def take_equal(path: str, options: dict[str, Any]) -> dict[str, Any]:

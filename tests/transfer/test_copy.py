@@ -410,7 +410,7 @@ def test_damage_at_the_source_is_told_and_not_copied(source: Store, tmp_path: Pa
     view = source.objects.view()
     place = source.objects.index.find(view, [min(digests)])[0]
     assert place is not None
-    pack = tmp_path / "source" / pack_key(place.pack)
+    pack = tmp_path / "source" / "casnap-store" / pack_key(place.pack)
     content = bytearray(pack.read_bytes())
     content[place.offset] ^= 1
     pack.chmod(0o600)

@@ -314,7 +314,7 @@ def test_a_damaged_snapshot_does_not_hold_up_others(tmp_path: Path, there: Fault
     store.wait_mirrored(60)
     with there.during(DEAD):
         take(store, 1)
-        for pack in (tmp_path / "here/packs").rglob("?" * 32):
+        for pack in (tmp_path / "here/casnap-store/packs").rglob("?" * 32):
             pack.write_bytes(bytes(pack.stat().st_size))
         store.take({"s": StateDict(x=[b"y" * CHUNK])}, "whole")
     with pytest.raises(MirrorError, match="step_1"):

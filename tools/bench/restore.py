@@ -63,7 +63,7 @@ class Restores:
             self.loads[name] = partial(load, self.target, path)
             self._check(name, state)
         self.both = {name: contenders[name] for name in (peers.CASNAP, peers.DCP)}
-        self.packs = self.paths[peers.CASNAP] / "packs"
+        self.packs = self.paths[peers.CASNAP] / "casnap-store/packs"
         self.memory = bytearray(b"1") * sum(p.stat().st_size for p in files_below(self.packs))
         self.disk = RawDisk(settings, self.nbytes)
         self.disk.prepare_reads()

@@ -83,7 +83,7 @@ class Synthetic:
             writer.records += [
                 (d, Place(pack, i * _CHUNK, _CHUNK, _CHUNK, 0)) for i, d in enumerate(some)
             ]
-            path = self._folder / pack_key(pack)
+            path = self._folder / "casnap-store" / pack_key(pack)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
             os.truncate(path, len(some) * _CHUNK)
