@@ -87,7 +87,7 @@ endef
 $(TRAINERS_STAMP): $(STAMP) Makefile
 	$(call over_venv,$(TRAINERS))
 	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints.txt --editable '.[accelerate,lightning,transformers]'
+		-c constraints.txt --editable '.[accelerate,lightning,transformers]' peft
 	@touch $@
 
 $(TITAN_STAMP): $(STAMP) Makefile constraints-torchtitan.txt

@@ -13,10 +13,12 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from casnap.errors import SnapshotNotFoundError, StateError
 from casnap.format.names import MARKER
+from casnap.integrations.notices import notice, put_whole
 from casnap.integrations.trainers import Value, check_version, load_own, snapshot_at
 from casnap.ranks.joining import own_rank
 from casnap.snapshot import Snapshot
@@ -24,9 +26,15 @@ from casnap.state.stateful import RNGState, Stateful
 
 check_version("transformers", "5.23", "5.24")
 
-from transformers import Trainer  # noqa: E402
+from transformers import PreTrainedModel, Trainer  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints  # noqa: E402
-from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME  # noqa: E402
+from transformers.utils import (  # noqa: E402
+    ADAPTER_SAFE_WEIGHTS_NAME,
+    ADAPTER_WEIGHTS_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+    is_peft_available,
+)
 
 __all__ = ["CasnapTrainerMixin"]
 
@@ -37,6 +45,16 @@ else:
 _log = logging.getLogger("casnap")
 _UNFINISHED = "checkpoint-is-incomplete.txt"
 """What the Trainer puts into the folder while it saves after a SIGTERM."""
+_MODEL = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+_ADAPTER = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)
+_STATE = ("optimizer.pt", "scheduler.pt")
+"""Files of the Trainer without which it would go on with a fresh optimizer, and say nothing."""
+_NO_TENSOR = 64
+"""A file of safetensors that holds any tensor is larger than this."""
+_NOTICE = (
+    "This checkpoint is a snapshot of casnap, which holds the optimizer and all else that a run "
+    "goes on with. Use a Trainer with casnap.integrations.transformers.CasnapTrainerMixin"
+)
 
 
 class CasnapTrainerMixin(_Base):
@@ -45,7 +63,8 @@ class CasnapTrainerMixin(_Base):
     ``output_dir`` is the store, unless there is one above it. Weights, optimizer, scheduler, scaler
     and random states are in the snapshot; the small files that the Trainer and its users look for
     (``trainer_state.json``, ``config.json``, the tokenizer) are in it too, and in the folder of the
-    checkpoint. The snapshot is committed last: a checkpoint is whole if there is one.
+    checkpoint. A checkpoint is whole if there is a snapshot. The folder holds no weights, but for
+    the adapter of PEFT: that is put there whole, after the commit, as PEFT itself saves it.
 
     Checkpoints that the Trainer itself has written are still loaded and rotated.
     """
@@ -103,25 +122,64 @@ class CasnapTrainerMixin(_Base):
         finally:
             self._saving_checkpoint = False
             self.args.save_total_limit = limit
-        files: dict[str, bytes] = {}
-        if self.args.should_save:
-            # Everything but the weights, as the Trainer itself does for DeepSpeed.
-            self._save(str(folder), state_dict={})
-            for weights in (WEIGHTS_NAME, SAFE_WEIGHTS_NAME):
-                (folder / weights).unlink(missing_ok=True)
-            for path in sorted(folder.iterdir()):
-                if path.is_file() and path.name not in (MARKER, _UNFINISHED):
-                    files[path.name] = path.read_bytes()
-        state: dict[str, Stateful] = {"model": self._plain_model(), "files": Value(files)}
+        state: dict[str, Stateful] = {"model": self._plain_model()}
         if not self.args.save_only_model:
             state |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
             state |= {"scaler": self._scaler} if self._scaler is not None else {}
             state["rng"] = RNGState()
-        taken = Snapshot.take(
-            folder.absolute(), state, overwrite=True, metadata=self._casnap_metadata()
-        )
-        if self.args.should_save:
-            self._rotate(run_dir, taken)
+        with TemporaryDirectory(prefix="casnap-") as staged:
+            files = self._put_files(folder, Path(staged)) if self.args.should_save else {}
+            taken = Snapshot.take(
+                folder.absolute(),
+                state | {"files": Value(files)},
+                overwrite=True,
+                metadata=self._casnap_metadata(),
+            )
+            if self.args.should_save:
+                self._put_weights(folder, Path(staged))
+                self._rotate(run_dir, taken)
+
+    def _put_files(self, folder: Path, staged: Path) -> dict[str, bytes]:
+        """Put the small files into the folder of a checkpoint, and return them.
+
+        Everything is written elsewhere first: a save that is killed leaves no file of weights.
+        """
+        # Without an adapter nothing but the small files is wanted; the Trainer asks for them in
+        # the same way for DeepSpeed.
+        self._save(str(staged), state_dict=None if self._has_adapter else {})
+        for old in (*_weights_in(folder), *(folder / name for name in _STATE)):
+            if old.is_file():  # of an earlier run
+                old.unlink()
+        for path in sorted(staged.rglob("*")):
+            if path.is_file() and path.name not in (*_MODEL, *_ADAPTER):
+                put = folder / path.relative_to(staged)
+                put.parent.mkdir(parents=True, exist_ok=True)
+                put.write_bytes(path.read_bytes())
+        found = (path for path in sorted(folder.iterdir()) if path.is_file())
+        return {p.name: p.read_bytes() for p in found if p.name not in (MARKER, _UNFINISHED)}
+
+    def _put_weights(self, folder: Path, staged: Path) -> None:
+        """Put the adapter beside the snapshot, whole, for the tools of PEFT."""
+        if not self._has_adapter:
+            return
+        if not self.args.save_only_model:
+            for name in _STATE:
+                put_whole(folder / name, notice(_NOTICE))
+        for path in sorted(staged.rglob("*")):
+            if path.name in _ADAPTER:
+                put_whole(folder / path.relative_to(staged), path)
+
+    @property
+    def _has_adapter(self) -> bool:
+        """Whether PEFT saves the adapter alone: its own model, or one that has had one added."""
+        model = self._plain_model()
+        if isinstance(model, PreTrainedModel):
+            return bool(model._hf_peft_config_loaded)
+        if not is_peft_available():
+            return False
+        from peft import PeftModel
+
+        return isinstance(model, PeftModel)
 
     def _rotate(self, run_dir: str, taken: Snapshot) -> None:
         before = set(Path(run_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
@@ -187,7 +245,8 @@ class CasnapTrainerMixin(_Base):
             # A snapshot that was copied here, or whose files were cut off, brings them along.
             Path(resume_from_checkpoint).mkdir(parents=True, exist_ok=True)
             for name, data in snapshot.read_object("0/files").items():
-                Path(resume_from_checkpoint, Path(name).name).write_bytes(data)
+                if Path(name).name not in (*_MODEL, *_ADAPTER):
+                    Path(resume_from_checkpoint, Path(name).name).write_bytes(data)
         snapshot.restore({"model": self._plain_model() if model is None else model})
 
     def _load_best_model(self) -> None:
@@ -219,11 +278,19 @@ class CasnapTrainerMixin(_Base):
             _log.warning("%s has no random state of rank %d", checkpoint, own_rank())
 
 
-def _has_weights(folder: Path) -> bool:
-    """Whether a folder holds weights that the Trainer itself has written."""
+def _weights_in(folder: Path) -> list[Path]:
+    """Return what passes for weights in a folder: files, or a folder of FSDP."""
     names = ("*.safetensors", "*.bin", "*.index.json", "*/adapter_model.*", "pytorch_model_fsdp*")
     found = (path for name in names for path in folder.glob(name))
-    return any(path.name != "training_args.bin" for path in found)
+    return [path for path in found if path.name != "training_args.bin"]
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights that the Trainer itself has written."""
+    return any(
+        path.suffix != ".safetensors" or path.stat().st_size > _NO_TENSOR
+        for path in _weights_in(folder)
+    )
 
 
 def _last_whole(output_dir: str) -> str | None:

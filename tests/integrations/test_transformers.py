@@ -34,7 +34,14 @@ class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
-def trainer_of(folder: Path, *, plain: bool = False, dropout: float = 0.1, **arguments: Any) -> Any:
+def trainer_of(
+    folder: Path,
+    *,
+    plain: bool = False,
+    dropout: float = 0.1,
+    adapter: str | None = None,
+    **arguments: Any,
+) -> Any:
     import transformers
 
     from casnap.integrations.transformers import CasnapTrainerMixin
@@ -50,6 +57,8 @@ def trainer_of(folder: Path, *, plain: bool = False, dropout: float = 0.1, **arg
     )  # fmt: skip
     model = transformers.GPT2LMHeadModel(config)
     model.transformer.wte.requires_grad_(requires_grad=False)  # tied to the head, and frozen
+    if adapter is not None:
+        model = adapted(model, adapter)
     often = {"max_steps": 8, "save_steps": 2, "save_total_limit": 2, "logging_steps": 1}
     arguments = often | arguments
     return kind(
@@ -65,6 +74,21 @@ def trainer_of(folder: Path, *, plain: bool = False, dropout: float = 0.1, **arg
         train_dataset=Numbers(),
         eval_dataset=Numbers(),
     )
+
+
+def adapted(model: Any, how: str) -> Any:
+    """Return a model with an adapter: wrapped by PEFT, added by Transformers, or two of them."""
+    import peft
+
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_proj"], lora_dropout=0.1)
+    if how == "added":
+        model.add_adapter(config)
+        return model
+    model = peft.get_peft_model(model, config)
+    if how == "two":
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["c_attn"]))
+    return model
 
 
 def run(
@@ -205,6 +229,109 @@ def test_goes_on_from_the_checkpoints_of_the_trainer(uninterrupted: Path, tmp_pa
     assert in_child(lambda: run(out, tmp_path / "end", resume=True)) == 0
     assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
     assert not (out / "checkpoint-4").exists()
+
+
+def adapter_of(trainer: Any) -> dict[str, torch.Tensor]:
+    from peft import get_peft_model_state_dict
+
+    return {k: v.detach().clone() for k, v in get_peft_model_state_dict(trainer.model).items()}
+
+
+@pytest.mark.parametrize("how", ["wrapped", "two", "added"])
+def test_an_adapter_stands_beside_its_snapshot_as_peft_saves_it(tmp_path: Path, how: str) -> None:
+    def train(name: str, **arguments: Any) -> Any:
+        trainer = trainer_of(tmp_path / name, adapter=how, max_steps=4, **arguments)
+        trainer.train()
+        return trainer
+
+    def both() -> None:
+        from safetensors.torch import load_file
+
+        ours, theirs = train("ours"), train("theirs", plain=True)
+        assert_same(adapter_of(ours), adapter_of(theirs))
+        own, plain = (tmp_path / name / "checkpoint-4" for name in ("ours", "theirs"))
+        weights = {path.relative_to(plain) for path in plain.rglob("*.safetensors")}
+        assert weights == {path.relative_to(own) for path in own.rglob("*.safetensors")}
+        assert len(weights) == 1 + (how == "two")
+        for name in weights:
+            assert_same(load_file(own / name), load_file(plain / name))
+            assert load_file(own / name)
+        assert not list(own.rglob("*.partial"))
+        if how == "added":
+            return
+        import peft
+
+        base = trainer_of(tmp_path / "base").model
+        loaded = peft.PeftModel.from_pretrained(base, own)
+        assert_same(peft.get_peft_model_state_dict(loaded), adapter_of(theirs))
+
+    assert in_child(both) == 0
+
+
+def test_a_plain_trainer_does_not_go_on_with_a_fresh_optimizer(tmp_path: Path) -> None:
+    def go() -> None:
+        trainer_of(tmp_path / "out", adapter="wrapped", max_steps=4).train()
+        plain = trainer_of(tmp_path / "out", adapter="wrapped", plain=True, max_steps=6)
+        with pytest.raises(Exception, match="read_this_with_casnap"):
+            plain.train(resume_from_checkpoint=True)
+
+    assert in_child(go) == 0
+
+
+def test_a_save_with_an_adapter_that_is_killed_is_passed_over(tmp_path: Path) -> None:
+    """Killed right before and right after the commit."""
+    import casnap
+
+    def train(name: str, *, resume: bool = False, **arguments: Any) -> None:
+        run(
+            tmp_path / name, tmp_path / f"{name}-end", resume=resume, adapter="wrapped", **arguments
+        )
+
+    def killed(name: str, when: str) -> None:
+        from casnap.integrations import transformers
+
+        taken = casnap.Snapshot.take
+
+        def take(path: Path, *args: Any, **kwargs: Any) -> Any:
+            if path.name == "checkpoint-6" and when == "before":
+                kill()
+            result = taken(path, *args, **kwargs)
+            if path.name == "checkpoint-6":
+                kill()
+            return result
+
+        transformers.Snapshot.take = take  # type: ignore[method-assign]
+        train(name)
+
+    def weights(name: str) -> list[Path]:
+        return [*(tmp_path / name).glob("checkpoint-6/*.safetensors")]
+
+    assert in_child(lambda: train("whole")) == 0
+    for when, last in (("before", 4), ("after", 6)):
+        assert in_child(lambda when=when: killed(when, when)) == -9
+        assert (tmp_path / when / "checkpoint-6/adapter_config.json").exists()
+        assert not weights(when)
+        kept = [s.name for s in Store(tmp_path / when, create=False).snapshots()]
+        assert kept[-1] == f"checkpoint-{last}"
+        assert in_child(lambda when=when: train(when, resume=True)) == 0
+        assert_same(load(tmp_path / f"{when}-end"), load(tmp_path / "whole-end"))
+    # What an older casnap left there: an adapter without a tensor.
+    from safetensors.torch import save_file
+
+    (tmp_path / "whole/checkpoint-9").mkdir()
+    save_file({}, tmp_path / "whole/checkpoint-9/adapter_model.safetensors", {"format": "pt"})
+    assert in_child(lambda: train("whole", resume=True, max_steps=8)) == 0
+
+
+def test_a_checkpoint_that_is_saved_again_has_no_weights_of_before(tmp_path: Path) -> None:
+    def go() -> None:
+        trainer_of(tmp_path / "out", plain=True, max_steps=2).train()
+        trainer_of(tmp_path / "out", max_steps=2).train()
+
+    assert in_child(go) == 0
+    beside = {path.name for path in (tmp_path / "out/checkpoint-2").iterdir()}
+    assert "config.json" in beside
+    assert not beside & {"model.safetensors", "optimizer.pt", "scheduler.pt"}
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""Files beside a snapshot, for programs that look for those of another library.
+
+A notice stands where a library's own file would be. Whoever unpickles it gets an error that says
+casnap: torch's safe unpickler refuses the name of the function in it, and any other one calls it,
+or does not find casnap. So it never passes for what it stands for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import NoReturn
+
+from casnap.errors import StateError
+
+_CALL = b"\x80\x02c%b\n%b\nX%b%b\x85R."
+"""A pickle of protocol 2 that calls a function of a module with one text."""
+
+
+def notice(what: str) -> bytes:
+    """Return the content of a file whose unpickling fails, with an error that says casnap.
+
+    Args:
+        what: The message: what is in the snapshot, and how to read it.
+    """
+    text = what.encode()
+    module, function = __name__.encode(), read_this_with_casnap.__name__.encode()
+    return _CALL % (module, function, len(text).to_bytes(4, "little"), text)
+
+
+def is_notice(path: Path) -> bool:
+    """Whether a file is a notice: not what its name says."""
+    head = b"\x80\x02c" + __name__.encode()
+    try:
+        with path.open("rb") as file:
+            return file.read(len(head)) == head
+    except OSError:
+        return False
+
+
+def read_this_with_casnap(what: str) -> NoReturn:
+    """Fail: this is what a notice calls when something unpickles it.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(what)
+
+
+def put_whole(path: Path, content: bytes | Path) -> None:
+    """Put a file that appears whole under its name, or not at all.
+
+    Args:
+        path: Its name; a file of that name is replaced.
+        content: The bytes, or a file to copy.
+    """
+    # The other name ends in nothing that a library reads.
+    partial = path.with_name(f".{path.name}.{os.urandom(6).hex()}.partial")
+    try:
+        with partial.open("xb") as file:
+            if isinstance(content, Path):
+                with content.open("rb") as source:
+                    shutil.copyfileobj(source, file, 1 << 20)
+            else:
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    fd = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
