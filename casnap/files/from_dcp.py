@@ -80,6 +80,11 @@ def read_dcp(folder: Path, key: str | None) -> SourceFiles:
     try:
         metadata = _read_metadata(mapped.view)
     except _CodeError as e:
+        if str(e).startswith("casnap."):  # casnap/integrations/notices.py
+            raise FileFormatError(
+                f"{folder} is a snapshot of casnap, and its .metadata holds nothing: `casnap cp` "
+                "copies it to another store"
+            ) from e
         raise FileFormatError(
             f"{file} is a pickle that asks for {e}, not for a metadata class of DCP, so it "
             "was refused; nothing of it was run. On a machine where you trust it, load it with "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
 from casnap import Snapshot, Store
-from casnap.errors import StateError, StoreError
+from casnap.errors import FileFormatError, StateError, StoreError
 from casnap.integrations.dcp import CasnapReader, CasnapWriter, install, uninstall
 from casnap.integrations.dcp.redirect import FsspecReader, FsspecWriter
 from tests.support.bitwise import assert_same
@@ -57,7 +59,9 @@ def names(folder: Path) -> list[str]:
 
 
 def files_of_dcp(folder: Path) -> list[Path]:
-    return [*folder.rglob("*.metadata"), *folder.rglob("*.distcp")]
+    """Return the files that DCP itself has written."""
+    found = (*folder.rglob("*.metadata"), *folder.rglob("*.distcp"))
+    return [path for path in found if b"casnap" not in path.read_bytes()[:20]]
 
 
 # --- paths ------------------------------------------------------------------------------------
@@ -252,9 +256,69 @@ def test_a_subclass_of_a_reader_is_replaced_where_there_is_a_snapshot(tmp_path: 
         assert type(OwnReader(tmp_path / other)) is OwnReader
 
 
-def test_files_of_dcp_are_for_stores_in_folders() -> None:
+def test_files_of_dcp_are_for_stores_in_folders(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="not in a folder"):
         install("memory://a", dcp_files=True)
+    install("memory://a")
+    dcp.save(state(), checkpoint_id="memory://a/x")
+    assert_same(loaded(checkpoint_id="memory://a/x"), state())
+    install(tmp_path, dcp_files=False)
+    dcp.save(state(), checkpoint_id=tmp_path / "x")
+    assert not (tmp_path / "x/.metadata").exists()
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the steps of whole checkpoints, as scripts that use DCP look for them."""
+    return sorted(int(path.parent.name.split("_")[1]) for path in folder.glob("step_*/.metadata"))
+
+
+def test_a_script_finds_its_last_checkpoint_by_the_metadata_of_dcp(tmp_path: Path) -> None:
+    def train(last: int) -> list[int]:
+        install(tmp_path)
+        done = steps(tmp_path)
+        found = {"x": torch.zeros(5, dtype=torch.int64), "step": 0}
+        if done:
+            dcp.load(found, checkpoint_id=tmp_path / f"step_{done[-1]}")
+        made = []
+        for step in range(found["step"] + 1, last + 1):
+            dcp.save({"x": torch.arange(5) * step, "step": step},
+                     checkpoint_id=tmp_path / f"step_{step}")  # fmt: skip
+            made.append(step)
+        uninstall()
+        return made
+
+    assert train(2) == [1, 2]
+    assert train(3) == [3]
+    assert steps(tmp_path) == [1, 2, 3]
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_without_casnap_those_files_are_no_checkpoint(tmp_path: Path) -> None:
+    install(tmp_path)
+    dcp.save(state(), checkpoint_id=tmp_path / "a")
+    uninstall()
+    # torch 2.10 does not pass the reason on.
+    with pytest.raises(CheckpointException, match=r"snapshot of casnap|metadata is None"):
+        loaded(checkpoint_id=tmp_path / "a")
+    for name in (".metadata", "__0_0.distcp"):
+        with pytest.raises(pickle.UnpicklingError, match="read_this_with_casnap"):
+            torch.load(tmp_path / "a" / name)
+        with pytest.raises(StateError, match="snapshot of casnap"):
+            torch.load(tmp_path / "a" / name, weights_only=False)
+    # Where casnap is not installed either.
+    script = (
+        "import pickle, sys; sys.modules['casnap'] = None; pickle.load(open(sys.argv[1], 'rb'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "a/.metadata"], capture_output=True, check=False
+    )
+    assert done.returncode == 1
+    assert b"No module named 'casnap" in done.stderr
+    with pytest.raises(FileFormatError, match="is a snapshot of casnap"):
+        Store(tmp_path / "b").import_file(tmp_path / "a", "a")
+    Store(tmp_path).delete("a")
+    with pytest.raises(CheckpointException, match="holds no snapshot"):
+        loaded(storage_reader=CasnapReader(tmp_path / "a"))
 
 
 def test_until_that_is_undone(tmp_path: Path) -> None:
@@ -366,7 +430,7 @@ def composed(seed: int) -> dict[str, Any]:
 def save_and_load_as_composer(folder: Path) -> None:
     """Make the calls of ``composer.utils.checkpoint`` of mosaicml 0.32.1, which needs torch 2.7."""
     dist.init_process_group("gloo")
-    install(folder, dcp_files=True)
+    install(folder)
     for epoch in (1, 1, 2):
         state = composed(epoch)
         if dist.get_rank() > 0:
@@ -413,7 +477,8 @@ def test_the_calls_of_composer(tmp_path: Path) -> None:
     store = Store(tmp_path, create=False)
     assert names(tmp_path) == ["run/ep1-ba10", "run/ep2-ba20"]
     assert store["run/ep1-ba10"].stats.new_bytes == 0
-    assert [path.stat().st_size for path in files_of_dcp(tmp_path)] == [0] * 6
+    assert files_of_dcp(tmp_path) == []
+    assert len([*tmp_path.rglob("*.distcp")]) == 4
     store.delete("run/ep1-ba10")
     with pytest.raises(CheckpointException, match=NO_SNAPSHOT) as error:
         dcp.load({}, storage_reader=CasnapReader(tmp_path / "run/ep1-ba10"))

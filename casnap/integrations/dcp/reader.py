@@ -22,6 +22,7 @@ from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
 from casnap.files.dcp_names import Stored, described
 from casnap.integrations.dcp.load import PlanLoad
 from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
+from casnap.integrations.notices import is_notice
 from casnap.opened.finding import find
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.restore.shared_reads import fetch_shared
@@ -164,8 +165,7 @@ def _naming_pickles(place: SnapshotPath) -> Iterator[None]:
     except (NotAStoreError, SnapshotNotFoundError) as e:
         path = place.id
         metadata = Path(path, ".metadata")
-        # install(dcp_files=True) puts an empty one.
-        if "://" in path or not metadata.exists() or not metadata.stat().st_size:
+        if "://" in path or not metadata.exists() or is_notice(metadata):
             raise
         raise type(e)(
             f"{path} is a checkpoint of DCP's own FileSystemWriter, not a snapshot. Its .metadata "

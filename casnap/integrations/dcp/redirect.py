@@ -22,6 +22,7 @@ from casnap.errors import InvalidNameError, StateError
 from casnap.integrations.dcp.place import name_below
 from casnap.integrations.dcp.reader import CasnapReader
 from casnap.integrations.dcp.writer import CasnapWriter
+from casnap.integrations.notices import notice, put_whole
 from casnap.ranks.joining import own_rank
 from casnap.storage.folders import check_has_folders
 from casnap.store import Store
@@ -35,6 +36,12 @@ except ImportError:  # its name before torch 2.15, where that name warns
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 _log = logging.getLogger("casnap")
+
+_NOTICE = (
+    "This is a snapshot of casnap; .metadata and *.distcp only stand there for code that looks for "
+    "them. Load it after casnap.integrations.dcp.install(store), or by "
+    "dcp.load(..., storage_reader=casnap.integrations.dcp.CasnapReader(path))"
+)
 
 _WRITERS: tuple[type, ...] = (FileSystemWriter, FsspecWriter)
 _READERS: tuple[type, ...] = (FileSystemReader, FsspecReader)
@@ -55,7 +62,7 @@ def install(
     store: Store | str | os.PathLike[str],
     *,
     allow_pickle: bool = False,
-    dcp_files: bool = False,
+    dcp_files: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Use casnap for every checkpoint of DCP below a store, from now on, in this process.
@@ -70,8 +77,10 @@ def install(
     Args:
         store: A store, or its path or URI; it is made if there is none.
         allow_pickle: As for :class:`CasnapWriter` and :class:`CasnapReader`.
-        dcp_files: Put empty files beside each snapshot, of the names that DCP gives to its own
-            (``.metadata``, ``__0_0.distcp``), for trainers that look whether these exist.
+        dcp_files: Put files beside each snapshot, of the names that DCP gives to its own
+            (``.metadata``, ``__0_0.distcp``), for code that looks for these to find its last
+            checkpoint. They hold no tensor; read without casnap, they give an error that says so.
+            By default, where the store is in a folder.
         storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
 
     Returns:
@@ -82,8 +91,11 @@ def install(
     """
     if not isinstance(store, Store):
         store = Store(store, storage_options=storage_options)
+    backend = store.objects.backend
     if dcp_files:
-        check_has_folders(store.objects.backend)
+        check_has_folders(backend)
+    elif dcp_files is None:
+        dcp_files = backend.folder is not None
     _installed[store.uri] = _Installed(store, allow_pickle, dcp_files)
     for kind in (FileSystemWriter, FileSystemReader):
         kind.__new__ = _new_of(kind)  # type: ignore[method-assign]
@@ -178,16 +190,16 @@ def _made(
 
 
 class _WriterWithFiles(CasnapWriter):
-    """Puts empty files beside a snapshot, once that is durable."""
+    """Puts files of DCP's names beside a snapshot, once that is durable."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Take the snapshot, then put the files of this rank."""
         done = super().write_data(plan, planner)
         folder, number = Path(self._save.place.id), plan.storage_data.index(own_rank())
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"__{number}_0.distcp").touch()
+        put_whole(folder / f"__{number}_0.distcp", notice(_NOTICE))
         if number == 0:
-            (folder / ".metadata").touch()
+            put_whole(folder / ".metadata", notice(_NOTICE))
         return done
 
 
