@@ -6,10 +6,15 @@
 
     trainer = Trainer(plugins=[CasnapCheckpointIO()], callbacks=[ModelCheckpoint("/ckpts/run1")])
     trainer.fit(model, ckpt_path="last")
+
+``load_from_checkpoint`` of a module of Lightning asks no plugin. In a process that has imported
+``casnap.integrations.lightning``, it reads snapshots as well.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -18,7 +23,7 @@ from typing import Any
 
 import torch
 
-from casnap.errors import SnapshotNotFoundError
+from casnap.errors import SnapshotNotFoundError, StateError, UnsupportedTypeError
 from casnap.integrations.trainers import check_version, snapshot_at, take_alone, values_of
 from casnap.snapshot import Snapshot
 from casnap.take.options import TakeOptions
@@ -27,10 +32,12 @@ check_version("lightning", "2.6", "2.7")
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
 from lightning.fabric.utilities.apply_func import move_data_to_device  # noqa: E402
+from lightning.pytorch.core import saving  # noqa: E402
 
 __all__ = ["CasnapCheckpointIO"]
 
 StrPath = str | os.PathLike[str]
+_log = logging.getLogger("casnap")
 
 
 class CasnapCheckpointIO(TorchCheckpointIO):
@@ -43,8 +50,9 @@ class CasnapCheckpointIO(TorchCheckpointIO):
         async_save: Return once the state is copied, and store it in the background. The next save,
             load or the end of the run waits for it, and raises its error. A checkpoint that
             Lightning removes is kept until the one that replaces it is stored.
-        allow_pickle: Store values that have no safe encoding by pickle, as the hyperparameters of
-            some models are, and unpickle them.
+        allow_pickle: Unpickle values that have no safe encoding, as the hyperparameters of some
+            models. Without it they are stored by pickle too, as Lightning does, and you are
+            warned; loading them needs it, or ``weights_only=False``.
         storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
     """
 
@@ -57,6 +65,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
     ) -> None:
         self._async_save = async_save
         self._allow_pickle = allow_pickle
+        self._pickles = allow_pickle
         self._storage_options = storage_options
         self._wait: Callable[[], Snapshot] | None = None
         self._outdated: list[StrPath] = []
@@ -78,17 +87,35 @@ class CasnapCheckpointIO(TorchCheckpointIO):
             CasnapError: It, or the one before it, cannot be stored.
         """
         self.wait()
-        wait = take_alone(
+        try:
+            wait = self._take(checkpoint, path, storage_options)
+        except UnsupportedTypeError as e:
+            if self._pickles:
+                raise
+            # Lightning pickles all it saves, and this comes up at the end of an epoch at best:
+            # no training is given up for a value of the hyperparameters.
+            _log.warning(
+                "%s. It is stored by pickle, as Lightning does; to load this checkpoint, use "
+                "CasnapCheckpointIO(allow_pickle=True), or weights_only=False",
+                e,
+            )
+            self._pickles = True
+            wait = self._take(checkpoint, path, storage_options)
+        if self._async_save:
+            self._wait = wait
+
+    def _take(
+        self, checkpoint: dict[str, Any], path: StrPath, options: Mapping[str, Any] | None
+    ) -> Callable[[], Snapshot]:
+        return take_alone(
             path,
             checkpoint,
             TakeOptions(
-                metadata=_metadata_of(checkpoint), overwrite=True, allow_pickle=self._allow_pickle
+                metadata=_metadata_of(checkpoint), overwrite=True, allow_pickle=self._pickles
             ),
-            storage_options=storage_options or self._storage_options,
+            storage_options=options or self._storage_options,
             later=self._async_save,
         )
-        if self._async_save:
-            self._wait = wait
 
     def load_checkpoint(
         self, path: StrPath, map_location: Any = None, weights_only: bool | None = None
@@ -116,12 +143,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
                 f"there is no checkpoint at {os.fspath(path)!r}, neither a snapshot nor a file"
             )
         allow_pickle = self._allow_pickle or weights_only is False
-        checkpoint = values_of(snapshot, allow_pickle=allow_pickle)
-        if isinstance(map_location, str | torch.device):
-            checkpoint = move_data_to_device(checkpoint, torch.device(map_location))
-        elif map_location is not None:
-            raise TypeError(f"map_location= is a device here, not {map_location!r:.80}")
-        return checkpoint
+        return _moved(values_of(snapshot, allow_pickle=allow_pickle), map_location)
 
     def remove_checkpoint(self, path: StrPath) -> None:
         """Forget a snapshot, or remove a file; `casnap gc` frees the bytes.
@@ -159,6 +181,40 @@ class CasnapCheckpointIO(TorchCheckpointIO):
     def teardown(self) -> None:
         """Wait for the save that is under way."""
         self.wait()
+
+
+def _moved(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:
+    """Return a checkpoint with its tensors on a device."""
+    if isinstance(map_location, str | torch.device):
+        moved: dict[str, Any] = move_data_to_device(checkpoint, torch.device(map_location))
+        return moved
+    if map_location is not None:
+        raise TypeError(f"map_location= is a device here, not {map_location!r:.80}")
+    return checkpoint
+
+
+_load_file = saving.pl_load
+
+
+@functools.wraps(_load_file)
+def _load_any(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """Read a file as Lightning does; where there is a snapshot in place of a file, read that."""
+    try:
+        return _load_file(path, map_location=map_location, weights_only=weights_only)
+    except (FileNotFoundError, IsADirectoryError):
+        if not isinstance(path, str | os.PathLike) or (snapshot := snapshot_at(path)) is None:
+            raise
+    checkpoint = values_of(snapshot, allow_pickle=weights_only is False)
+    if "pytorch-lightning_version" not in checkpoint:
+        raise StateError(
+            f"{snapshot.path} was saved by a sharded strategy, or not by Lightning; make the model "
+            'and read its weights into it: casnap.Snapshot(path).restore({"state_dict": model})'
+        )
+    # Lightning's default is a function of tensors in files; those of a snapshot come to the CPU.
+    return _moved(checkpoint, None if callable(map_location) else map_location)
+
+
+saving.pl_load = _load_any
 
 
 def _metadata_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

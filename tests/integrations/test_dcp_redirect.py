@@ -29,6 +29,7 @@ from casnap.errors import FileFormatError, StateError, StoreError
 from casnap.integrations.dcp import CasnapReader, CasnapWriter, install, uninstall
 from casnap.integrations.dcp.redirect import FsspecReader, FsspecWriter
 from tests.support.bitwise import assert_same
+from tests.support.dcp_saves import files_of_dcp
 from tests.support.faults import in_child
 from tests.support.launched import launched
 
@@ -56,12 +57,6 @@ def loaded(**how: Any) -> dict[str, Any]:
 
 def names(folder: Path) -> list[str]:
     return [snapshot.name for snapshot in Store(folder, create=False).snapshots()]
-
-
-def files_of_dcp(folder: Path) -> list[Path]:
-    """Return the files that DCP itself has written."""
-    found = (*folder.rglob("*.metadata"), *folder.rglob("*.distcp"))
-    return [path for path in found if b"casnap" not in path.read_bytes()[:20]]
 
 
 # --- paths ------------------------------------------------------------------------------------

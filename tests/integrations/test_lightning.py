@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -11,8 +13,16 @@ import pytest
 import torch
 
 from casnap import RNGState, Snapshot, Store
-from casnap.errors import DamagedError, SnapshotExistsError, SnapshotNotFoundError
+from casnap.errors import (
+    DamagedError,
+    InvalidNameError,
+    SnapshotExistsError,
+    SnapshotNotFoundError,
+    StateError,
+    UnsupportedTypeError,
+)
 from tests.support.bitwise import assert_same
+from tests.support.dcp_saves import files_of_dcp
 from tests.support.faults import in_child, kill
 from tests.support.launched import launched
 from tests.support.pages import run_examples
@@ -193,7 +203,7 @@ def test_a_sharded_strategy_resumes_through_the_redirect(tmp_path: Path, sharded
         assert snapshot.stats.logical_bytes > FROZEN
         if "epoch=0" not in snapshot.name:
             assert snapshot.stats.new_bytes < FROZEN // 10
-    assert list((tmp_path / "run").rglob("*.distcp")) == []
+    assert files_of_dcp(tmp_path / "run") == []
 
     # One process loads it, too: all epochs are done.
     assert launched(1, lambda: go("run", devices=1)) == [0]
@@ -248,6 +258,113 @@ def test_links_files_and_what_is_missing(tmp_path: Path) -> None:
             os.truncate(pack, 100)
     with pytest.raises(DamagedError):
         io.load_checkpoint(tmp_path / "a.ckpt")
+
+
+def configured() -> Any:
+    """Return a class of modules with hyperparameters."""
+    import lightning
+
+    class Configured(lightning.LightningModule):
+        def __init__(self, width: int, options: Any = None, scale: float = 1.0) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.layer = torch.nn.Linear(4, width)
+
+        def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
+            return self.layer(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Configured
+
+
+def fit(folder: Path, model: Any, epochs: int = 1, **options: Any) -> str:
+    """Train a module, and return the path of its last checkpoint."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from casnap.integrations.lightning import CasnapCheckpointIO
+
+    data = torch.utils.data.TensorDataset(torch.randn(8, 4))
+    kept = ModelCheckpoint(folder, save_last=True)
+    trainer = lightning.Trainer(
+        max_epochs=epochs, accelerator="cpu", plugins=[CasnapCheckpointIO(**options)],
+        callbacks=[kept], logger=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, torch.utils.data.DataLoader(data, 4), ckpt_path="last")
+    return str(kept.last_model_path)
+
+
+def test_load_from_checkpoint_reads_snapshots_and_their_hyperparameters(tmp_path: Path) -> None:
+    def work() -> None:
+        kind = configured()
+        model = kind(3, {"deep": [1, 2]}, scale=0.5)
+        path = fit(tmp_path / "ckpts", model)
+        for at in (path, Path(path)):
+            again = kind.load_from_checkpoint(at, scale=2.0)
+            assert again.hparams == {"width": 3, "options": {"deep": [1, 2]}, "scale": 2.0}
+            assert_same(again.state_dict(), model.state_dict())
+        assert kind.load_from_checkpoint(path, map_location="cpu").hparams["scale"] == 0.5
+        with pytest.raises(FileNotFoundError, match="missing"):
+            kind.load_from_checkpoint(tmp_path / "missing.ckpt")
+        with pytest.raises(InvalidNameError, match="is a store itself"):
+            kind.load_from_checkpoint(tmp_path / "ckpts")
+        # A file is read as before.
+        import lightning
+
+        trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        trainer.strategy.connect(model)
+        trainer.save_checkpoint(tmp_path / "own.ckpt", weights_only=True)
+        assert kind.load_from_checkpoint(tmp_path / "own.ckpt").hparams["scale"] == 0.5
+        Snapshot.take(tmp_path / "other/a", {"state_dict": model})
+        with pytest.raises(StateError, match="sharded strategy"):
+            kind.load_from_checkpoint(tmp_path / "other/a")
+
+    assert in_child(work) == 0
+
+
+def test_hyperparameters_without_a_safe_encoding_are_pickled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind, folder = configured(), tmp_path / "ckpts"
+    options = argparse.Namespace(lr=0.1, loss=torch.nn.functional.mse_loss)
+    with caplog.at_level(logging.WARNING, "casnap"):
+        path = fit(folder, kind(3, options), epochs=2)
+    assert caplog.text.count("It is stored by pickle, as Lightning does") == 1
+    with pytest.raises(UnsupportedTypeError, match=r"options.* allow_pickle=True"):
+        fit(folder, kind(3, options), epochs=3)
+    fit(folder, kind(3, options), epochs=3, allow_pickle=True)
+    again = kind.load_from_checkpoint(path, weights_only=False)
+    assert again.hparams["options"] == options
+    with pytest.raises(UnsupportedTypeError, match="allow_pickle=True"):
+        kind.load_from_checkpoint(path)
+
+
+def test_fabric_saves_and_loads(tmp_path: Path) -> None:
+    def work() -> None:
+        from lightning.fabric import Fabric
+
+        from casnap.integrations.lightning import CasnapCheckpointIO
+
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=[CasnapCheckpointIO()])
+        model = torch.nn.Linear(40, 30)
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+        for step in (1, 2):
+            fabric.backward(model(torch.randn(2, 40)).sum())
+            optimizer.step()
+            state = {"model": model, "optimizer": optimizer, "step": step}
+            fabric.save(tmp_path / f"step_{step}", state)
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        model.weight.data.zero_()
+        found = {"model": model, "optimizer": optimizer, "step": 0}
+        assert fabric.load(tmp_path / "step_2", found) == {}
+        assert found["step"] == 2
+        assert_same(dict(model.state_dict()), before)
+        assert fabric.load(tmp_path / "step_1")["step"] == 1
+        assert [s.name for s in Store(tmp_path, create=False).snapshots()] == ["step_1", "step_2"]
+
+    assert in_child(work) == 0
 
 
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
