@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from casnap.errors import SnapshotNotFoundError, StateError
+from casnap.errors import SnapshotExistsError, SnapshotNotFoundError, StateError
 from casnap.integrations.trainers import Value, check_version, load_own, snapshot_at
 from casnap.ranks.joining import own_rank
 from casnap.snapshot import Snapshot
@@ -26,6 +26,7 @@ check_version("accelerate", "1.15", "1.16")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
+from accelerate.utils.constants import RNG_STATE_NAME  # noqa: E402
 
 __all__ = ["load_state", "save_state"]
 
@@ -53,7 +54,8 @@ def save_state(
 
     Raises:
         StateError: The Accelerator splits the model in a way that this does not support.
-        SnapshotExistsError: With automatic naming, there is one of that number.
+        SnapshotExistsError: With automatic naming, there is one of that number; or the Accelerator
+            itself has written a checkpoint there.
     """
     _check_supported(accelerator)
     automatic = accelerator.project_configuration.automatic_checkpoint_naming
@@ -61,6 +63,13 @@ def save_state(
         output_dir = _project(accelerator) / f"checkpoint_{accelerator.save_iteration}"
     elif output_dir is None:
         raise StateError("no output_dir, and automatic_checkpoint_naming is off")
+    if _is_its_own(output_dir):
+        raise SnapshotExistsError(
+            f"{os.fspath(output_dir)} holds a checkpoint that the Accelerator itself has written, "
+            "and one name is not for two states: save under another one, or remove that folder"
+            + automatic
+            * "; accelerator.project_configuration.iteration is the next number"
+        )
     state = dict(_parts(accelerator))
     weights = [model.state_dict() for model in _models(accelerator)]
     for hook in accelerator._save_model_state_pre_hook.values():
@@ -78,7 +87,8 @@ def save_state(
     if automatic:
         limit = accelerator.project_configuration.total_limit
         if limit is not None and accelerator.is_main_process:
-            for _, folder in _checkpoints(_project(accelerator))[:-limit]:
+            own = [path for path in _checkpoints(_project(accelerator)) if not _is_its_own(path)]
+            for folder in own[:-limit]:
                 _forget(folder)
     accelerator.project_configuration.iteration += 1
     return taken
@@ -93,7 +103,7 @@ def load_state(
 ) -> None:
     """Load a snapshot into what was prepared, in place. All processes call it.
 
-    A folder that the Accelerator itself has written is loaded by it.
+    A folder that the Accelerator itself has written is loaded by it, also where it is the last one.
 
     Args:
         accelerator: The Accelerator, after ``prepare``.
@@ -112,12 +122,19 @@ def load_state(
             raise StateError("no input_dir, and automatic_checkpoint_naming is off")
         found = _checkpoints(_project(accelerator))
         if not found:
-            raise SnapshotNotFoundError(f"there is no checkpoint in {_project(accelerator)}")
-        accelerator.project_configuration.iteration, input_dir = found[-1][0] + 1, found[-1][1]
+            raise SnapshotNotFoundError(
+                f"there is no checkpoint in {_project(accelerator)}, neither a snapshot nor one of "
+                "the Accelerator's own"
+            )
+        input_dir = found[-1]
+        accelerator.project_configuration.iteration = _number(input_dir) + 1
     snapshot = snapshot_at(_absolute(input_dir))
     if snapshot is None:
-        if not any(Path(input_dir).glob("*.*")):
-            raise SnapshotNotFoundError(f"there is no checkpoint at {os.fspath(input_dir)!r}")
+        if not _is_its_own(input_dir):
+            raise SnapshotNotFoundError(
+                f"there is no checkpoint at {os.fspath(input_dir)!r}, neither a snapshot nor one "
+                "of the Accelerator's own"
+            )
         accelerator.load_state(os.fspath(input_dir), **load_model_func_kwargs)
         return
     models = list(accelerator._models)
@@ -195,11 +212,23 @@ def _absolute(path: StrPath) -> StrPath:
     return path if "://" in os.fspath(path) else Path(path).expanduser().absolute()
 
 
-def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Return number and path of all checkpoints of a project that are whole, the oldest first."""
-    found = ((re.fullmatch(r"checkpoint_(\d+)", path.name), path) for path in folder.glob("*"))
-    numbered = sorted((int(match[1]), path) for match, path in found if match)
-    return [(number, path) for number, path in numbered if snapshot_at(path) is not None]
+def _number(folder: Path) -> int:
+    """Return the number of a checkpoint; -1 for another name."""
+    match = re.fullmatch(r"checkpoint_(\d+)", folder.name)
+    return int(match[1]) if match else -1
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Return all checkpoints of a project that are whole, by their numbers."""
+    numbered = sorted((path for path in folder.glob("*") if _number(path) >= 0), key=_number)
+    return [path for path in numbered if _is_its_own(path) or snapshot_at(path) is not None]
+
+
+def _is_its_own(path: StrPath) -> bool:
+    """Whether the Accelerator itself has written a checkpoint: the random states come last."""
+    return "://" not in os.fspath(path) and any(
+        Path(path).expanduser().glob(f"{RNG_STATE_NAME}_*.pkl")
+    )
 
 
 def _forget(folder: Path) -> None:

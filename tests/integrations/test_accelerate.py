@@ -242,6 +242,53 @@ def test_names_hooks_and_folders_of_its_own(tmp_path: Path) -> None:
     assert in_child(work) == 0
 
 
+def test_goes_on_from_checkpoints_of_its_own(tmp_path: Path) -> None:
+    from casnap.integrations.accelerate import load_state, save_state
+
+    def work() -> None:
+        accelerator, progress, model, *_ = prepared(tmp_path / "run", limit=1)
+        for epoch in (1, 2):
+            progress["epoch"] = epoch
+            accelerator.project_configuration.total_limit = None
+            accelerator.save_state()
+        accelerator.project_configuration.total_limit = 1
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+
+        accelerator.project_configuration.iteration = 0
+        folder = tmp_path / "run/checkpoints"
+        files = sorted(path.name for path in (folder / "checkpoint_0").iterdir())
+        for output in (None, folder / "checkpoint_0"):
+            accelerator.project_configuration.automatic_checkpoint_naming = output is None
+            with pytest.raises(SnapshotExistsError, match="the Accelerator itself has written"):
+                save_state(accelerator, output)
+        assert sorted(path.name for path in (folder / "checkpoint_0").iterdir()) == files
+        accelerator.project_configuration.automatic_checkpoint_naming = True
+
+        model[2].weight.data.zero_()
+        progress["epoch"] = -1
+        load_state(accelerator)
+        assert progress["epoch"] == 2
+        assert_same(dict(model.state_dict()), before)
+        for epoch in (3, 4):
+            progress["epoch"] = epoch
+            save_state(accelerator)
+        # total_limit is for snapshots.
+        assert sorted(p.name for p in folder.glob("checkpoint_*")) == [
+            "checkpoint_0", "checkpoint_1", "checkpoint_3",
+        ]  # fmt: skip
+        progress["epoch"] = -1
+        load_state(accelerator)
+        assert progress["epoch"] == 4
+        (folder / "checkpoint_7").mkdir()  # a save of its own that was killed
+        (folder / "checkpoint_7/model.safetensors").touch()
+        load_state(accelerator)
+        assert accelerator.project_configuration.iteration == 4
+        with pytest.raises(SnapshotNotFoundError, match=r"no checkpoint at .*checkpoint_7"):
+            load_state(accelerator, folder / "checkpoint_7")
+
+    assert in_child(work) == 0
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     from casnap.integrations.accelerate import load_state, save_state
 
