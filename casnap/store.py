@@ -28,6 +28,7 @@ from casnap.runtime.progress import Progress, told_what
 from casnap.runtime.threads import check_count
 from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.storage.folders import check_followed
+from casnap.storage.foreign import hint_in
 from casnap.storage.mirrored import in_order
 from casnap.storage.retention import Retention, check_retention
 from casnap.storage.settings import codec_named
@@ -298,6 +299,9 @@ class Store(Upkeep):
     def latest(self, prefix: str | None = None) -> Snapshot | None:
         """Return the snapshot that was committed last, or None if there is no snapshot.
 
+        If there is none, but a checkpoint of another form right in that folder, a warning is
+        logged that says so.
+
         With a mirror, the last ones of both sides are compared. If this store holds the last one of
         the mirror too, its own last one is the newest; otherwise the time that the takes noted
         decides. If the mirror cannot be reached, this store's last one is returned, with a warning.
@@ -315,6 +319,10 @@ class Store(Upkeep):
                 raise
             _log.warning("%s is the newest snapshot here; its mirror fails: %s", newest.name, e)
             return newest
+        if newest is None and other is None:
+            base = self.opened.objects.backend.folder
+            if base is not None and (hint := hint_in(base / self.opened.folder(prefix))):
+                _log.warning("%s", hint)
         if newest is None or other is None:
             return newest or other
         is_known = any(s.commit_id == other.commit_id for s in own)

@@ -28,6 +28,7 @@ from casnap.runtime.environment import threads_asked
 from casnap.storage.chunk_cache import room_for
 from casnap.storage.config import object_error
 from casnap.storage.creation import Made, create_store
+from casnap.storage.foreign import hint_at
 from casnap.storage.location import Location, locate_store
 from casnap.storage.mirrored import not_that_mirror, place_of
 from casnap.storage.objects import Objects
@@ -179,7 +180,9 @@ class OpenStore:
         def found(table: Table) -> Row:
             row = table.get(full)
             if row is None:
-                hint = nearest(full, (name for name, _ in snapshots_in(table)))
+                folder = self.objects.backend.folder
+                hint = "" if folder is None else hint_at(folder / full)
+                hint = hint or nearest(full, (name for name, _ in snapshots_in(table)))
                 raise SnapshotNotFoundError(
                     f"{self.objects.backend.uri} holds no snapshot {full!r}{hint}"
                 )

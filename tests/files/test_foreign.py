@@ -1,0 +1,86 @@
+"""Where a folder holds checkpoints of another form, "there is none" says so, with the import."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from casnap import Snapshot, StateDict, Store
+from casnap.errors import SnapshotNotFoundError
+from casnap.integrations.dcp import install, uninstall
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is ", "ignore:TypedStorage is deprecated"
+)
+
+
+def save(form: str, folder: Path) -> Path:
+    """Save a checkpoint of another form; return its path."""
+    if form == "torch.distributed.checkpoint":
+        dcp.save({"x": torch.ones(3)}, checkpoint_id=folder / "step_1")
+    elif form == "TorchSnapshot":
+        (folder / "step_1").mkdir()
+        (folder / "step_1/.snapshot_metadata").write_text("{}")
+    elif form == "safetensors":
+        (folder / "step_1").mkdir()
+        save_file({"x": torch.ones(3)}, folder / "step_1/model.safetensors")
+    else:
+        torch.save({"x": torch.ones(3)}, folder / "step_1.pt")
+        return folder / "step_1.pt"
+    return folder / "step_1"
+
+
+FORMS = ["torch.distributed.checkpoint", "TorchSnapshot", "safetensors", "torch.save"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_snapshot_but_a_checkpoint_of_another_form(
+    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path)
+    with caplog.at_level(logging.WARNING, "casnap"):
+        assert store.latest() is None
+        assert caplog.text == ""
+        path = save(form, tmp_path)
+        assert store.latest() is None
+    assert f"{path.name}, a checkpoint of {form}: `casnap import {path} " in caplog.text
+    with pytest.raises(SnapshotNotFoundError, match=rf"a checkpoint of {form}, .*casnap import"):
+        _ = store[path.name]
+    with pytest.raises(SnapshotNotFoundError, match=r"no snapshot 'step_9'$"):
+        _ = store["step_9"]
+
+    caplog.clear()
+    Snapshot.take(tmp_path / "step_2", {"s": StateDict(step=2)})
+    latest = store.latest()
+    assert latest is not None
+    assert latest.name == "step_2"
+    assert caplog.text == ""
+
+
+def test_the_newest_is_named_and_folders_of_casnap_do_not_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path)
+    for step in (1, 2):
+        torch.save(torch.ones(3), tmp_path / f"run-{step}.pt")
+        os.utime(tmp_path / f"run-{step}.pt", (step, step))
+    assert store.latest() is None
+    assert "run-2.pt, a checkpoint of torch.save, and 1 more" in caplog.text
+    for step in (1, 2):
+        (tmp_path / f"run-{step}.pt").unlink()
+
+    # What install() puts beside a snapshot stays when that is forgotten.
+    caplog.clear()
+    install(store)
+    dcp.save({"x": torch.ones(3)}, checkpoint_id=tmp_path / "step_3")
+    uninstall()
+    store.delete("step_3")
+    assert (tmp_path / "step_3/.metadata").exists()
+    assert store.latest() is None
+    assert "holds no snapshot" not in caplog.text
