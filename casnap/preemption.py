@@ -149,7 +149,7 @@ class Preemption:
         return found
 
     def _take(self, step: int, until: float) -> None:
-        from casnap.take.pending import wait_for_last
+        from casnap.take.pending import held_back, wait_for_last
 
         ended = wait_for_last(max(0.0, until - time.monotonic()))
         if self._group is not None:
@@ -157,17 +157,19 @@ class Preemption:
         if not ended:
             self._too_late("the take before was still pending, so no last snapshot was taken")
             return
-        pending: PendingSnapshot = self._store.async_take(
-            self._app_state,
-            self._name.format(step=step),
-            metadata={"step": step, "preempted": True},
-            overwrite=True,
-            pg=self._pg,
-        )
-        if wait_for_last(max(0.0, until - time.monotonic())):
-            self.snapshot = pending.wait()
-        else:
-            self._too_late("the last take goes on in the background, until the process is killed")
+        # If an earlier take failed, this one is needed all the more.
+        with held_back():
+            pending: PendingSnapshot = self._store.async_take(
+                self._app_state,
+                self._name.format(step=step),
+                metadata={"step": step, "preempted": True},
+                overwrite=True,
+                pg=self._pg,
+            )
+            if wait_for_last(max(0.0, until - time.monotonic())):
+                self.snapshot = pending.wait()
+                return
+        self._too_late("the last take goes on in the background, until the process is killed")
 
     def _too_late(self, what: str) -> None:
         text = "%s: %g s after a signal, %s; earlier snapshots are whole"

@@ -216,8 +216,10 @@ class Snapshot(Reading):
     ) -> PendingSnapshot:
         """Take a snapshot of the state as it is now; return once the state may change.
 
-        The take goes on in the background. :meth:`PendingSnapshot.wait` ends it, and raises the
-        first error. The arguments are those of :meth:`take`, and two more.
+        The take goes on in the background. :meth:`PendingSnapshot.wait` ends it, and raises its
+        error. An error is also logged at once; if no ``wait()`` has raised it, the next take of the
+        store does, on all ranks, and does not begin. The arguments are those of :meth:`take`, and
+        two more.
 
         ``max_staging_bytes`` bounds the memory for the copies of all pending takes together, which
         is kept for the next take; at least a few blocks of 64 MiB are used. If the states are
@@ -439,7 +441,8 @@ class PendingSnapshot:
         """Wait until the snapshot is durable, and return it.
 
         Raises:
-            CasnapError: The take failed; nothing was committed.
+            CasnapError: The take failed; nothing was committed. Or this snapshot is durable, but an
+                earlier take of the store failed, and no call has raised that yet: call again.
         """
         taken = self._take.wait()
         return Snapshot(Found(self._opened, self._name, *astuple(taken)), self._pg)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from casnap.errors import StateError
+from casnap.errors import CasnapError, StateError
 from casnap.runtime.handlers import says_no_thread
 from casnap.runtime.threads import NO_THREADS, Worker
 from casnap.take.publish import Taken
 
+_log = logging.getLogger("casnap")
 # One take at a time begins in a process, and one stores: so pending takes keep their order, and
 # share their buffers. The lock covers what the caller's thread does; ``_line`` tells the rest. One
 # lock for both would pass from thread to thread, and an interrupt could lose it.
@@ -22,12 +25,16 @@ turn = threading.Lock()
 _LOOK = 0.02
 # The takes that were started, in the order of their calls; replaced, never changed.
 _line: tuple[PendingTake, ...] = ()
+# How many takes stood in line so far.
+_count = 0
+# The takes that are not stored, and whose error the caller has not got, in the order of the calls.
+_unseen: dict[PendingTake, None] = {}
 
 
 def _free_turn_after_fork() -> None:
     global turn, _line
     turn, _line = threading.Lock(), ()
-    _unstored.clear()
+    _unseen.clear()
 
 
 def _under_way() -> tuple[PendingTake, ...]:
@@ -67,12 +74,19 @@ class PendingTake:
     """A take in a background thread; the interpreter waits for it before it exits.
 
     Args:
+        store: The id of the store.
         name: The name of the snapshot.
         finish: Does the rest of the take.
+
+    Attributes:
+        number: Its place among all takes of this process that stood in line, from 1 on.
+        error_seen: Whether the caller has got its error, or gets it from the call that began it.
     """
 
-    def __init__(self, name: str, finish: Callable[[], Taken]) -> None:
+    def __init__(self, store: str, name: str, finish: Callable[[], Taken]) -> None:
+        self.store = store
         self.name = name
+        self.number = 0
         self.error_seen = False
         self._finish: Callable[[], Taken] | None = finish
         self._taken: Taken | None = None
@@ -92,7 +106,7 @@ class PendingTake:
         Raises:
             StateError: No thread can be started.
         """
-        global _line
+        global _line, _count
         with self._lock:
             if self._thread is not None:
                 return
@@ -101,13 +115,16 @@ class PendingTake:
                 self._thread = thread
                 self._before = before[-1] if before else None
                 _line = (*before, self)
-                _unstored.add(self)
+                _count += 1
+                self.number = _count
+                _unseen[self] = None
                 thread.start()
             except BaseException as e:
                 # If it does not run yet, it must not run at all.
                 if thread.give_up():
                     _line, self._thread = before, None
-                    _unstored.discard(self)
+                    _count -= 1
+                    _unseen.pop(self, None)
                 if isinstance(e, RuntimeError) and says_no_thread(e):
                     raise StateError(NO_THREADS) from e
                 raise
@@ -120,9 +137,11 @@ class PendingTake:
                 # Its own handle says what became of it.
                 self._before.wait_for_end()
             self._taken = self._finish()
-            _unstored.discard(self)
-        except BaseException as e:  # noqa: BLE001 - raised by wait
+            _unseen.pop(self, None)
+        except BaseException as e:  # noqa: BLE001 - raised by wait, or by the next take
             self._error = e
+            if not self.error_seen:
+                _log.error("%s", self.what_failed)
         finally:
             # These refer to descriptions of states, which need not live as long as this object.
             self._finish = self._before = None
@@ -136,30 +155,99 @@ class PendingTake:
         assert self._thread is not None
         self._thread.wait()
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error that it has ended with; None if there is none yet."""
+        return self._error
+
+    @property
+    def what_failed(self) -> str:
+        """What to tell of its error."""
+        error = self._error
+        return f"the snapshot {self.name!r} was NOT stored: {type(error).__name__}: {error}"
+
+    def note_seen(self) -> None:
+        """Note that the caller has got its error."""
+        self.error_seen = True
+        _unseen.pop(self, None)
+
     def wait(self) -> Taken:
-        """Wait for the end; return the result, or raise the error."""
+        """Wait for the end; return the result, or raise the error.
+
+        Raises:
+            CasnapError: This take failed. Or an earlier one of the same store failed, and no call
+                has raised that yet; this one is stored then, and another call returns the result.
+        """
         self.wait_for_end()
         if self._error is not None:
-            self.error_seen = True
+            self.note_seen()
             raise self._error
         if self._taken is None:
             raise StateError(
                 f"the take of {self.name!r} goes on in the process that began it; wait for it "
                 "there, not in a fork"
             )
+        _raise_unseen(self.store, self.number, f"{self.name!r} is stored")
         return self._taken
 
 
-_unstored: set[PendingTake] = set()
+def raise_unseen(store: str, name: str, max_pending: int, *, alone: bool) -> None:
+    """Raise the errors of earlier takes of a store, if no call has raised them yet.
+
+    On many ranks, all do this alike: a take that may still be pending on another rank is left out.
+
+    Args:
+        store: The id of the store.
+        name: The name of the take that is about to begin.
+        max_pending: How many takes may be pending, together with that one.
+        alone: Whether this process takes alone, so that each take that has ended counts.
+
+    Raises:
+        CasnapError: Such a take failed.
+    """
+    last = _count if alone else _count - (max_pending - 1)
+    _raise_unseen(store, last, f"the take of {name!r} has not begun: call again for it")
+
+
+def _raise_unseen(store: str, last: int, so: str) -> None:
+    failed = [
+        take
+        for take in list(_unseen)
+        if take.store == store and take.number <= last and take.error and not take.error_seen
+    ]
+    if _held_back or not failed:
+        return
+    for take in failed:
+        take.note_seen()
+    error = failed[0].error
+    text = f"earlier, {'; and '.join(take.what_failed for take in failed)} ({so})"
+    if isinstance(error, CasnapError):
+        told = type(error)(text)
+        told.__dict__.update(error.__dict__)
+        raise told from error
+    raise CasnapError(text) from error
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Have no error of an earlier take raised meanwhile: what is taken now may be the last."""
+    global _held_back
+    _held_back = True
+    try:
+        yield
+    finally:
+        _held_back = False
+
+
+_held_back = False
 
 
 @atexit.register
 def _warn_of_unseen_errors() -> None:
-    for pending in list(_unstored):
+    for pending in list(_unseen):
         if not pending.error_seen:
             # Logging may be torn down by now, and this must be seen.
             print(
-                f"casnap: WARNING: the snapshot {pending.name!r} was NOT stored, and "
-                f"wait() was not called: {type(pending._error).__name__}: {pending._error}",
+                f"casnap: WARNING: {pending.what_failed} (no wait() and no later take raised this)",
                 file=sys.stderr,
             )

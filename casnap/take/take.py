@@ -51,6 +51,7 @@ def take(
     """Take a snapshot and return once it is durable.
 
     Raises:
+        CasnapError: An earlier take in the background failed, and no call has raised that yet.
         StateError: Something in the state cannot be taken.
         SnapshotExistsError: The name is taken.
         StoreError: The store failed; nothing was committed.
@@ -59,6 +60,7 @@ def take(
     started = time.monotonic()
     with background.turn:
         background.wait_for_last()
+        background.raise_unseen(objects.config.store_id, name, 1, alone=comm.size == 1)
         work = _begin(objects, name, asked, options, comm, started)
         for tries in count(1):
             try:
@@ -80,6 +82,8 @@ def async_take(
 ) -> PendingTake:
     """Copy the state and return; the rest goes on in the background.
 
+    The error of an earlier take of the store that no call has raised yet is raised first.
+
     This blocks while ``max_pending`` earlier takes of this process are pending. If
     ``max_staging_bytes`` do not hold their states, it also blocks until enough has been stored.
     """
@@ -88,10 +92,12 @@ def async_take(
     try:
         with background.turn:
             background.wait_for_room(options.max_pending - 1)
+            store, most = objects.config.store_id, options.max_pending
+            background.raise_unseen(store, name, most, alone=comm.size == 1)
             work = _begin(objects, name, asked, options, comm, started)
             copies = StagedCopies(options.max_staging_bytes, options.threads)
             in_call = Counter(objects.backend.requests) - Counter(work.requests_before)
-            pending = PendingTake(name, partial(_store_copies, work, copies, in_call))
+            pending = PendingTake(store, name, partial(_store_copies, work, copies, in_call))
             try:
                 if options.max_pending > 1:
                     comm.leave()
@@ -103,7 +109,7 @@ def async_take(
                 if not pending.started:
                     undisturbed(lambda _: copies.release())
                     _tell_ranks_later(work, name, e)
-                pending.error_seen = True
+                pending.note_seen()
                 raise
             return pending
     except BaseException as e:
@@ -130,7 +136,7 @@ def _tell_ranks_later(work: _Take, name: str, error: BaseException) -> None:
     if work.options.max_pending == 1:
         work.comm.__exit__(type(error), error, None)
         return
-    telling = PendingTake(name, tell)
+    telling = PendingTake(work.objects.config.store_id, name, tell)
     telling.error_seen = True
     try:
         telling.start()

@@ -163,14 +163,15 @@ def assert_taken(snapshot: Snapshot, step: int) -> None:
 
 
 def fail_in_the_background(path: str) -> list[Seen]:
-    """Have one rank's disk fail behind a first async take; a second one is begun meanwhile."""
+    """Have one rank's disk fail behind a first async take; the next call raises that everywhere."""
     backend = FaultyBackend(LocalBackend(Path(path)))
     store = Store(backend, chunk_size=CHUNK)
     if dist.get_rank() == 1:
         backend.faults.append(Fault(fail(), "write", "packs/*"))
     first = store.async_take(state(1), "same")
+    seen = [watch(lambda: store.async_take(state(2), "other"))]
     second = store.async_take(state(2), "other")
-    seen = [watch(first.wait), watch(first.wait), watch(second.wait)]
+    seen += [watch(first.wait), watch(first.wait), watch(second.wait)]
     assert first.done()
     assert second.done()
     third = store.async_take(state(3), "same")
@@ -181,10 +182,11 @@ def fail_in_the_background(path: str) -> list[Seen]:
 
 def test_a_failure_behind_reaches_all_who_wait(world: Worlds, tmp_path: Path) -> None:
     Store(tmp_path / "s", chunk_size=CHUNK)
-    for rank, (first, once_more, *others) in enumerate(
+    for rank, (call, first, once_more, *others) in enumerate(
         world(3).run(fail_in_the_background, str(tmp_path / "s"))
     ):
-        assert first.error == once_more.error == "BackendError"
+        assert call.error == first.error == once_more.error == "BackendError"
+        assert "'same' was NOT stored" in call.text
         assert first.text == once_more.text
         assert ("rank 1: " in first.text) == (rank != 1)
         assert [seen.error for seen in others] == ["", "", ""]

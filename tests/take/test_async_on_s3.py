@@ -16,6 +16,7 @@ PROGRAM = """
 import os, signal, sys, threading, time
 import torch
 from casnap import StateDict, Store
+from casnap.errors import AccessDeniedError
 
 uri, endpoint, secret, writer, reader = sys.argv[1:]
 def store_of(user):
@@ -39,7 +40,7 @@ try:
 except KeyboardInterrupt:
     print("interrupted:", sorted(backend.sizes("")))
 
-# A take that is refused, and for which wait() is not called.
+# A take that is refused, and for which wait() is not called: the next one tells.
 store_of(reader).async_take(state(2), "denied")
 
 # A wait that Ctrl-C interrupts. The take goes on when the process ends.
@@ -51,6 +52,10 @@ def late(key, content):
     threading.main_thread().join()
     return put(key, content)
 backend.write = late
+try:
+    store.async_take(state(3), "late")
+except AccessDeniedError as e:
+    print(str(e).partition(":")[0])
 pending = store.async_take(state(3), "late")
 try:
     waiting.set()
@@ -73,10 +78,12 @@ def test_takes_that_are_interrupted_refused_or_late(bucket: Bucket) -> None:
         env=dict(os.environ),
     )
     empty = "interrupted: ['casnap.json', 'roots/0/0']"
-    assert (done.returncode, done.stdout) == (0, f"{empty}\nnot done: False\n"), done.stderr
-    [warning] = done.stderr.splitlines()
-    assert "'denied' was NOT stored, and wait() was not called: AccessDeniedError" in warning
-    assert SECRET not in warning
+    told = "earlier, the snapshot 'denied' was NOT stored"
+    said = f"{empty}\n{told}\nnot done: False\n"
+    assert (done.returncode, done.stdout) == (0, said), done.stderr
+    [logged] = done.stderr.splitlines()
+    assert "the snapshot 'denied' was NOT stored: AccessDeniedError" in logged
+    assert SECRET not in logged
     assert [snapshot.name for snapshot in made.snapshots()] == ["late"]
     assert torch.equal(made["late"].read_object("s/x"), torch.arange(3_000_000) + 3)
     assert made.check(data=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from itertools import repeat
 from pathlib import Path
 
 import pytest
 import torch
 
-from casnap import RNGState, Snapshot, StateDict, Store, release_memory
-from casnap.errors import BackendError, CasnapError, SnapshotExistsError
+from casnap import RNGState, Snapshot, StateDict, Store, on_preemption, release_memory
+from casnap.errors import BackendError, CasnapError, SnapshotExistsError, StorageFullError
 from casnap.runtime.buffers import SLOTS, _all_pools, shared_pool
 from tests.support.bitwise import assert_same
 from tests.support.gates import Gate
@@ -234,6 +235,8 @@ def test_an_error_does_not_keep_the_next_take_from_its_turn(store, max_staging_b
     first = store.async_take(
         {"s": StateDict(x=torch.randn(500_000))}, "a", max_staging_bytes=max_staging_bytes
     )
+    with pytest.raises(BackendError, match="'a' was NOT stored"):
+        store.async_take({"s": StateDict(x=1)}, "b")
     second = store.async_take({"s": StateDict(x=torch.randn(500_000))}, "b")
     for pending in (first, second):
         with pytest.raises(CasnapError, match="on purpose"):
@@ -304,8 +307,84 @@ store.async_take({"s": StateDict(x=torch.randn(300_000))}, "unseen")
     assert "'unseen'" in done.stderr
     assert "no space left, on purpose" in done.stderr
     assert "StorageFullError" in done.stderr
-    assert "'seen'" not in done.stderr
+    logged, warning = done.stderr.splitlines()[-2:]
+    assert logged in warning
+    assert "'seen'" not in warning
     assert store.snapshots() == []
+
+
+def begin_to_fail(store, name, **options):
+    """Begin a take whose first write fails; return it once it has ended."""
+    gate = Gate(store, [StorageFullError("no space left, on purpose")])
+    pending = store.async_take({"s": StateDict(x=torch.randn(30_000))}, name, **options)
+    gate.open.set()
+    while not pending.done():
+        time.sleep(0.001)
+    return pending
+
+
+def test_a_failure_is_logged_at_once(store, caplog):
+    pending = begin_to_fail(store, "a")
+    [record] = caplog.records
+    assert (record.name, record.levelname) == ("casnap", "ERROR")
+    assert "the snapshot 'a' was NOT stored: StorageFullError" in record.getMessage()
+    with pytest.raises(StorageFullError):
+        pending.wait()
+
+
+@pytest.mark.parametrize("call", ["take", "async_take", "Snapshot.take"])
+def test_the_next_take_raises_a_failure_that_nobody_waited_for(store, call):
+    state = {"s": StateDict(x=torch.arange(30_000))}
+    begin_to_fail(store, "a")
+    take = {
+        "take": lambda name: store.take(state, name),
+        "async_take": lambda name: store.async_take(state, name).wait(),
+        "Snapshot.take": lambda name: Snapshot.take(f"{store.uri}/{name}", state),
+    }[call]
+    Store("memory://another").take(state, "not concerned", overwrite=True)
+    with pytest.raises(StorageFullError, match=r"'a' was NOT stored.* 'b' has not begun") as e:
+        take("b")
+    assert isinstance(e.value.__cause__, StorageFullError)
+    assert store.snapshots() == []
+    take("b")
+    take("c")
+    assert [s.name for s in store.snapshots()] == ["b", "c"]
+
+
+def test_a_loop_that_never_waits_ends_at_the_second_failure(store):
+    names = []
+    with pytest.raises(StorageFullError, match="'step_0' was NOT stored"):  # noqa: PT012
+        for step in range(5):
+            begin_to_fail(store, f"step_{step}")
+            names.append(step)
+    assert names == [0]
+
+
+def test_the_wait_for_a_later_take_raises_a_failure_too(store):
+    first = begin_to_fail(store, "a", max_pending=3)
+    state = {"s": StateDict(x=torch.arange(30_000))}
+    with pytest.raises(StorageFullError):
+        store.take(state, "b")
+    gate = Gate(store, [StorageFullError("on purpose")])
+    pending = [store.async_take(state, name, max_pending=3) for name in "bcd"]
+    gate.open.set()
+    with pytest.raises(StorageFullError, match=r"'b' was NOT stored.*\('d' is stored\)"):
+        pending[2].wait()
+    assert [p.wait().name for p in pending[1:]] == ["c", "d"]
+    for failed in first, pending[0]:
+        with pytest.raises(StorageFullError):
+            failed.wait()
+
+
+def test_a_last_take_after_a_signal_is_made_in_spite_of_a_failure(store):
+    state = {"s": StateDict(x=torch.arange(30_000))}
+    with on_preemption(store, state, within=60) as preemption:
+        begin_to_fail(store, "a")
+        preemption._hear(15, None)
+        assert preemption.step(7)
+        assert preemption.snapshot.name == "preempted_7"
+    with pytest.raises(StorageFullError, match="'a' was NOT stored"):
+        store.take(state, "b")
 
 
 # --- memory -----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from casnap.errors import BackendError, RankError, SnapshotExistsError, StateErr
 from casnap.ranks.group import Group
 from casnap.runtime.buffers import Pool
 from casnap.take import staging
-from casnap.take.pending import PendingTake
+from casnap.take.pending import PendingTake, wait_for_last
 from tests.support.bitwise import assert_same
 from tests.support.gates import Gate
 from tests.support.remote import RemoteDouble
@@ -97,6 +97,8 @@ def test_the_second_goes_on_if_the_first_fails(store):
     gate = Gate(store, [BackendError("on purpose")])
     first, second = [begin(store, numbers(i), name) for i, name in enumerate("ab")]
     gate.open.set()
+    with pytest.raises(BackendError, match=r"'a' was NOT stored.*on purpose.*'b' is stored"):
+        second.wait()
     assert_same(second.wait().read_object("0/s/x"), numbers(1))
     with pytest.raises(BackendError, match="on purpose"):
         first.wait()
@@ -265,6 +267,22 @@ def failing_in_line(uri: str) -> list[str]:
     return ends
 
 
+def never_waiting(uri: str) -> list[str]:
+    """Return which calls raised what, in a loop without a wait; the first take fails on rank 1."""
+    store, rank, ends = Store(uri), dist.get_rank(), []
+    gate = Gate(store, [BackendError("on purpose")] if rank == 1 else [])
+    gate.open.set()
+    for i, most in enumerate((1, 1, 1, 2, 2, 2)):
+        if i == 3 and rank == 0 and wait_for_last():
+            gate.errors = iter([BackendError("on purpose")])
+        try:
+            begin(store, numbers(10 * i + rank), f"step_{i}", max_pending=most)
+        except (BackendError, RankError) as e:
+            ends.append(f"{i} {'NOT stored' in str(e)} {'on purpose' in str(e)}")
+    store.take({"s": StateDict(x=1)}, "last")
+    return ends
+
+
 def skipping(uri: str) -> list[str]:
     """Return how two takes end on this rank, if the call of the first fails on rank 1, untold."""
     store, rank = Store(uri), dist.get_rank()
@@ -328,6 +346,12 @@ def test_ranks_stay_in_step_after_failures(world, store):
     assert [e[1:] for e in ends] == [["b", "e True", "c", "g"]] * 2
     assert all(e[0].endswith("True") for e in ends)
     assert [s.name for s in store.snapshots()] == ["b", "c", "g"]
+
+
+def test_ranks_raise_alike_what_no_wait_has_told(world, store):
+    first, second = world(2).run(never_waiting, store.uri)
+    assert first == second == ["1 True True", "5 True True"]
+    assert [s.name for s in store.snapshots()] == ["step_2", "step_4", "last"]
 
 
 def test_a_call_that_fails_waits_for_its_turn_to_tell(world, store):
