@@ -194,6 +194,15 @@ class RankError(CasnapError):
         self.ranks = ranks
 
 
+def retold(error: BaseException, text: str) -> CasnapError:
+    """Return an error of the same type with another text; a CasnapError for a foreign type."""
+    if not isinstance(error, CasnapError):
+        return CasnapError(text)
+    told = type(error)(text)
+    told.__dict__.update(error.__dict__)
+    return told
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the end of a message: the names that are most like one that does not exist.
 

@@ -273,8 +273,8 @@ class Snapshot(Reading):
 
         Args:
             app_state: The values to restore, by key.
-            strict: If modules and snapshot differ, raise before anything is written. Otherwise
-                restore what fits.
+            strict: If modules, optimizers or dicts differ from the snapshot, raise before anything
+                is written. Otherwise restore what fits.
             allow_pickle: Unpickle values that were taken with ``allow_pickle=True``. Use this only
                 for a store that you trust as you trust code.
             progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
@@ -288,7 +288,9 @@ class Snapshot(Reading):
             What was not restored, or has no counterpart in the snapshot.
 
         Raises:
-            MismatchError: Modules and snapshot differ. The error lists all differences.
+            MismatchError: State and snapshot differ. The error lists all differences. Or a
+                ``load_state_dict`` raised an error; this one names the key, and what was restored
+                before.
             DamagedError: Stored bytes are missing or damaged.
             SnapshotNotFoundError: The snapshot was deleted, and its bytes were collected.
             RankError: Another rank failed, died or did not answer in time.

@@ -12,7 +12,7 @@ class RestoreReport:
     Attributes:
         missing: Paths of the state that the snapshot lacks, or keeps only for other ranks.
         unexpected: Paths of the snapshot that the state lacks.
-        mismatched: Paths whose shapes differ.
+        mismatched: Paths whose shapes, sizes or kinds differ, in words.
         left_behind: Keys of ranks that this world does not have, with the ranks. Not an error.
     """
 
@@ -32,7 +32,7 @@ def mismatch_message(report: RestoreReport, where: str) -> str:
     for what, paths in (
         ("missing in the snapshot", report.missing),
         ("unexpected in the snapshot", report.unexpected),
-        ("of another shape", report.mismatched),
+        ("of another shape, size or kind", report.mismatched),
     ):
         lines += [f"  {what} ({len(paths)}):"] + [f"    {p}" for p in paths] if paths else []
     lines.append("Pass strict=False to restore what fits.")

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
 
-from casnap.errors import MismatchError
-from casnap.format.entries import Entry, TensorEntry
+from casnap.errors import CasnapError, MismatchError, retold
+from casnap.format.entries import Entry, TensorEntry, ValueEntry
 from casnap.format.names import component_of, key_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
-from casnap.restore.key_state import key_state
+from casnap.restore.key_state import KeyState, key_state
 from casnap.restore.loading import Loading
 from casnap.restore.modules import compare, load_what_fits
+from casnap.restore.other_states import why_unfit
 from casnap.restore.report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.shared_trees import share_trees
@@ -31,6 +33,7 @@ from casnap.state.overlap import conflicting_groups, fill_shared_memory
 from casnap.state.sharded import Shards
 from casnap.state.stateful import RNGState, Stateful, random_states_first
 from casnap.state.tensors import Leaf
+from casnap.state.values import check_pickle_allowed
 from casnap.storage.contents import Contents
 
 
@@ -50,8 +53,12 @@ def restore(
     """Restore an app state, or some of its keys. All ranks call this.
 
     Raises:
-        MismatchError: With ``strict``, the snapshot lacks a key, or a module differs from it. The
-            message lists every difference, and no rank has written anything.
+        MismatchError: With ``strict``, the snapshot lacks a key, or a module, optimizer or dict
+            differs from it. The message lists every difference, and no rank has written anything.
+            Or a ``load_state_dict`` raised an error, which is the cause of this one; the message
+            tells what was restored before.
+        UnsupportedTypeError: A value was pickled, and ``allow_pickle`` is False; nothing was
+            written.
         DamagedError: Something is damaged. No ``load_state_dict`` was called, but tensors that
             are restored in place may already hold new values.
         RankError: Another rank failed, died or hangs.
@@ -61,16 +68,14 @@ def restore(
     keys = [key for key in map(key_of, agreed.order) if key in app_state]
     report = RestoreReport(left_behind=_left_behind(contents, comm.size))
     found = (key_state(contents, key, app_state[key], report, comm.rank) for key in keys)
-    states = [state for state in found if state is not None]
-    targets: dict[str, Shards] = {}
-    with collector_paused(), plain():
-        for i, state in enumerate(states):
-            if isinstance(state.stateful, torch.nn.Module):
-                states[i] = compare(state, state.stateful, report)
-            targets |= targets_of(states[i])
+    # Their state is read in the modes of the caller.
+    states, targets = _compared([state for state in found if state is not None], report)
     if options.strict and report:
         raise MismatchError(mismatch_message(report, contents.where))
     entries = {path: entry for state in states for path, entry in state.entries.items()}
+    for path, entry in entries.items():
+        if isinstance(entry, ValueEntry) and not options.allow_pickle:
+            check_pickle_allowed(path, entry.kind)
     comm.enter_phase("reading")
     leaves = _load(contents, entries, targets, options, comm, agreed)
     for state in states:
@@ -79,15 +84,67 @@ def restore(
     comm.all_gather(b"")
     comm.enter_phase("loading states")
     # The random state comes last, since loading the others may draw random numbers.
-    for state in sorted(states, key=lambda s: isinstance(s.stateful, RNGState)):
-        with plain():
-            value = inflate(state.component, leaves, allow_pickle=options.allow_pickle)
-        if isinstance(state.stateful, torch.nn.Module) and not options.strict:
-            load_what_fits(state, state.stateful, value, report)
-        else:
-            state.stateful.load_state_dict(value)
+    states.sort(key=lambda s: isinstance(s.stateful, RNGState))
+    with plain():
+        values = [inflate(s.component, leaves, allow_pickle=options.allow_pickle) for s in states]
+    for i, state in enumerate(states):
+        try:
+            _load_state(state, values[i], report, strict=options.strict)
+        except Exception as e:
+            text = _what_failed(state, e, states[:i], states[i:], targets)
+            known = e if isinstance(e, CasnapError) else MismatchError()
+            raise retold(known, f"{contents.where}: {text}") from e
     comm.all_gather(b"")
     return report
+
+
+@collector_paused()
+@plain()
+def _compared(
+    found: Iterable[KeyState], report: RestoreReport
+) -> tuple[list[KeyState], dict[str, Shards]]:
+    """Report how the keys differ from the snapshot.
+
+    Returns:
+        The keys that can be restored, as far as they fit, and their tensors to fill in place.
+    """
+    states: list[KeyState] = []
+    targets: dict[str, Shards] = {}
+    for state in found:
+        if unfit := why_unfit(state):
+            report.mismatched += unfit
+            continue
+        if isinstance(state.stateful, torch.nn.Module):
+            states.append(compare(state, state.stateful, report))
+        else:
+            states.append(state)
+        targets |= targets_of(states[-1])
+    return states, targets
+
+
+def _load_state(state: KeyState, value: Any, report: RestoreReport, *, strict: bool) -> None:
+    if isinstance(state.stateful, torch.nn.Module) and not strict:
+        load_what_fits(state, state.stateful, value, report)
+    else:
+        state.stateful.load_state_dict(value)
+
+
+def _what_failed(
+    state: KeyState,
+    error: Exception,
+    before: Iterable[KeyState],
+    others: Iterable[KeyState],
+    targets: Iterable[str],
+) -> str:
+    """Return what to tell of an error of a ``load_state_dict``, and of what was written already."""
+    filled = {path.partition("/")[0] for path in targets}
+    loaded = ", ".join(key_of(s.component) for s in before)
+    partly = ", ".join(key_of(s.component) for s in others if s.component in filled)
+    return (
+        f"load_state_dict() of {key_of(state.component)!r} raised {type(error).__name__}: {error}. "
+        f"Restored before: {loaded or 'nothing'}"
+        + (f"; only tensors were filled in place of: {partly}" if partly else "")
+    )
 
 
 class _Asked(msgspec.Struct, array_like=True):

@@ -74,6 +74,7 @@ _SPARSE = {
     torch.sparse_bsr: ("sparse_bsr", ("crow_indices", "col_indices", "values")),
     torch.sparse_bsc: ("sparse_bsc", ("ccol_indices", "row_indices", "values")),
 }
+DICT_KINDS = frozenset({"dict", "OrderedDict", "defaultdict", "Counter"})
 _SPARSE_KINDS = {kind: (layout, parts) for layout, (kind, parts) in _SPARSE.items()}
 
 

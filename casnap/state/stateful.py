@@ -5,12 +5,15 @@ Torch is imported only where a random state is read or set, so importing this mo
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import UserDict
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from casnap.errors import NotStatefulError
+
+_log = logging.getLogger("casnap")
 
 
 @runtime_checkable
@@ -59,7 +62,12 @@ class RNGState:
     """The global random states of torch (CPU and initialised CUDA devices), Python and numpy.
 
     The state of numpy's legacy functions (``numpy.random.*``) is included if numpy is imported.
+    Of a state that lacks some parts, as TorchSnapshot's has only torch's, the others are left as
+    they are, and this is logged.
     """
+
+    torch_names = ("torch", "rng_state")
+    """The names of the state of torch's generator on the CPU: here, and in TorchSnapshot."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random states as numbers and tensors."""
@@ -89,9 +97,18 @@ class RNGState:
 
         from casnap.runtime.torch_modes import plain
 
-        version, words, gauss = state_dict["python"]
+        of_torch = next((state_dict[n] for n in self.torch_names if n in state_dict), None)
+        if of_torch is None:
+            raise KeyError(f"no random state of torch: none of {', '.join(self.torch_names)}")
         with plain():
-            random.setstate((version, tuple(words.tolist()), gauss))
+            if "python" in state_dict:
+                version, words, gauss = state_dict["python"]
+                random.setstate((version, tuple(words.tolist()), gauss))
+            else:
+                _log.warning(
+                    "this random state holds only that of torch: those of Python and numpy stay as "
+                    "they are"
+                )
             if "numpy" in state_dict:
                 _set_numpy_state(state_dict["numpy"])
             if torch.cuda.is_available():
@@ -99,7 +116,7 @@ class RNGState:
                     range(torch.cuda.device_count()), state_dict.get("cuda", ()), strict=False
                 ):
                     torch.cuda.set_rng_state(state.cpu(), device)
-            torch.set_rng_state(state_dict["torch"].cpu())
+            torch.set_rng_state(of_torch.cpu())
 
 
 def same_random_state(a: Any, b: Any) -> bool:

@@ -292,6 +292,19 @@ def decode_value(path: str, kind: str, data: bytes, *, allow_pickle: bool = Fals
         raise DamagedError(f"{path} is not a valid {kind}: {e}", (path,)) from e
 
 
+def check_pickle_allowed(path: str, kind: str) -> None:
+    """Check that a value can be read without ``allow_pickle``, as far as its kind tells.
+
+    Raises:
+        UnsupportedTypeError: It was pickled.
+    """
+    if kind == "pickle":
+        raise UnsupportedTypeError(
+            f"{path} was stored with allow_pickle=True; if you trust the author of this "
+            "snapshot, pass allow_pickle=True here too"
+        )
+
+
 # --- enums ------------------------------------------------------------------------------------
 
 
@@ -390,10 +403,7 @@ def _torch_load(data: bytes, *, weights_only: bool) -> object:
 def _decode_object(path: str, kind: str, data: bytes, allow_pickle: bool) -> object:
     if kind == "pickle":
         if not allow_pickle:
-            raise UnsupportedTypeError(
-                f"{path} was stored with allow_pickle=True; if you trust the author of this "
-                "snapshot, pass allow_pickle=True here too"
-            )
+            check_pickle_allowed(path, kind)
         return _torch_load(data, weights_only=False)
     try:
         return _load(data if allow_pickle else bounded_archive(data))

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from casnap.errors import CasnapError, StateError
+from casnap.errors import StateError, retold
 from casnap.runtime.handlers import says_no_thread
 from casnap.runtime.threads import NO_THREADS, Worker
 from casnap.take.publish import Taken
@@ -221,11 +221,8 @@ def _raise_unseen(store: str, last: int, so: str) -> None:
         take.note_seen()
     error = failed[0].error
     text = f"earlier, {'; and '.join(take.what_failed for take in failed)} ({so})"
-    if isinstance(error, CasnapError):
-        told = type(error)(text)
-        told.__dict__.update(error.__dict__)
-        raise told from error
-    raise CasnapError(text) from error
+    assert error is not None
+    raise retold(error, text) from error
 
 
 @contextmanager

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from casnap import StateDict, Store
-from casnap.errors import MismatchError
+from casnap import RNGState, StateDict, Store
+from casnap.errors import MismatchError, StoreError, UnsupportedTypeError
+from casnap.integrations.trainers import Value
 from tests.support.bitwise import assert_same, raw
 
 
@@ -66,7 +67,7 @@ def test_one_error_lists_everything_and_nothing_was_written(snapshot):
     assert isinstance(e.value, RuntimeError)
     message = str(e.value)
     missing, rest = message.split("missing in the snapshot")[1].split("unexpected in the snapshot")
-    unexpected, shapes = rest.split("of another shape")
+    unexpected, shapes = rest.split("of another shape, size or kind")
     assert all(p in missing for p in ("a/added", "b/y", "absent"))
     assert all(p in unexpected for p in ("a/gone", "b/z"))
     assert all(p in shapes for p in ("a/wider", "(300, 101)", "(300, 100)", "a/turned", "(7, 4)"))
@@ -273,22 +274,102 @@ def test_a_load_state_dict_that_knows_no_strict(store):
         assert raw(new.w) == raw(old.w)
 
 
-def test_an_error_of_load_state_dict_is_passed_on(store):
-    class Failing(StateDict):
-        def load_state_dict(self, state_dict):
-            raise ZeroDivisionError("on purpose")
-
-    snapshot = store.take({"s": StateDict(x=1)}, "step")
-    with pytest.raises(ZeroDivisionError, match="on purpose"):
-        snapshot.restore({"s": Failing()})
+class Failing(StateDict):
+    def load_state_dict(self, state_dict):
+        raise self["error"]
 
 
-def test_an_optimizer_of_other_groups(store):
-    model = nn.Linear(3, 3)
-    snapshot = store.take({"o": torch.optim.Adam(model.parameters())}, "step")
-    two = torch.optim.Adam([{"params": [model.weight]}, {"params": [model.bias]}])
-    with pytest.raises(ValueError, match="group"):
-        snapshot.restore({"o": two})
+@pytest.mark.parametrize("error", [ZeroDivisionError("on purpose"), StoreError("on purpose")])
+def test_an_error_of_load_state_dict_names_its_key_and_what_was_restored(store, error):
+    x = torch.ones(30_000)
+    state = {"m": Net(w=(3, 3)), "s/1": StateDict(x=x), "last": StateDict(x=x), "small": Net()}
+    snapshot = store.take(state, "step")
+    live = {
+        "m": Net(w=(3, 3)),
+        "s/1": Failing(x=torch.zeros(30_000), error=error),
+        "last": StateDict(x=torch.zeros(30_000)),
+    }
+    kind = StoreError if isinstance(error, StoreError) else MismatchError
+    with pytest.raises(kind) as e:
+        snapshot.restore(live)
+    assert str(e.value) == (
+        f"{snapshot.contents.where}: load_state_dict() of 's/1' raised {type(error).__name__}: on "
+        "purpose. Restored before: m; only tensors were filled in place of: s/1, last"
+    )
+    assert e.value.__cause__ is error
+    assert raw(live["m"].w) == raw(state["m"].w)
+
+
+def adam(*groups):
+    sized = [{"params": [nn.Parameter(torch.zeros(3)) for _ in range(n)]} for n in groups]
+    optimizer = torch.optim.Adam(sized)
+    for group in sized:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones(3)
+    optimizer.step()
+    return optimizer
+
+
+def everything_else():
+    return {
+        "model": Net(w=(3, 3)),
+        "scheduler": torch.optim.lr_scheduler.StepLR(adam(1), 3),
+        "s": StateDict(x=torch.ones(300)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("taken", "live", "told"),
+    [
+        (adam(2, 1), adam(3), "o/param_groups: 1 parameter groups here, 2 in the snapshot"),
+        (adam(2, 1), adam(2, 3), "o/param_groups/1: 3 parameters here, 1 in the snapshot"),
+        (StateDict(x=1), adam(3), "o/param_groups: not in the snapshot; an optimizer needs it"),
+        (Value(7), adam(3), "o: a value of kind int in the snapshot; Adam loads a dict"),
+        (Value(7), StateDict(), "o: a value of kind int in the snapshot; StateDict loads a dict"),
+        (Value([1]), StateDict(), "o: a value of kind list in the snapshot"),
+        (Value(torch.ones(3)), Net(), "o: a tensor in the snapshot; Net loads a dict"),
+        (Value("x"), RNGState(), "o: a value of kind str in the snapshot; RNGState loads a dict"),
+        (StateDict(x=1), RNGState(), "o: no random state of torch in the snapshot"),
+    ],
+)
+def test_what_a_loader_would_refuse_is_found_before_anything_is_written(store, taken, live, told):
+    old = everything_else()
+    snapshot = store.take({**old, "o": taken}, "step")
+    new = {**everything_else(), "o": live}
+    new["s"]["x"].zero_()
+    before = bits({"model": new["model"], "s": new["s"]})
+    with pytest.raises(MismatchError) as e:
+        snapshot.restore(new)
+    assert f"of another shape, size or kind (1):\n    {told}" in str(e.value)
+    assert bits({"model": new["model"], "s": new["s"]}) == before
+    report = snapshot.restore(new, strict=False)
+    assert [told in line for line in report.mismatched] == [True]
+    assert bits(new | {"o": StateDict()}) == bits(old | {"o": StateDict()})
+
+
+def test_an_optimizer_whose_hook_changes_the_state(store):
+    """Such a hook may make it fit, so nothing is checked before."""
+    snapshot = store.take({"o": adam(2, 1)}, "step")
+
+    def join(optimizer, state):
+        first, second = state["param_groups"]
+        return {**state, "param_groups": [{**first, "params": first["params"] + second["params"]}]}
+
+    joined = adam(3)
+    joined.register_load_state_dict_pre_hook(join)
+    assert not snapshot.restore({"o": joined})
+
+
+def test_what_was_pickled_is_refused_before_anything_is_written(store):
+    old = {"m": Net(w=(3, 3)), "s": StateDict(f=Net)}
+    snapshot = store.take(old, "step", allow_pickle=True)
+    new = {"m": Net(w=(3, 3)), "s": StateDict()}
+    before = raw(new["m"].w)
+    with pytest.raises(UnsupportedTypeError, match="s/f was stored with allow_pickle=True"):
+        snapshot.restore(new)
+    assert raw(new["m"].w) == before
+    snapshot.restore(new, allow_pickle=True)
+    assert new["s"]["f"] is Net
 
 
 def test_a_module_with_lazy_parameters(store):
