@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import struct
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from math import prod
@@ -220,6 +221,8 @@ class _Reader:
                 raise RefusedError(f"it is written by {entry.serializer!r:.40}")
             data = bytes(self._file(entry.location).view)
             yield from flattened(decode_value(path, "object", data), path)
+        elif entry.type == "Tensor" and entry.dtype.startswith("torch.q"):
+            yield from self._quantized(path, entry)
         elif entry.type == "Tensor":
             fields = entry.location, entry.serializer, entry.dtype, entry.shape, entry.byte_range
             shard = _Shard((0,) * len(entry.shape), entry.shape, _Tensor(*fields))
@@ -234,6 +237,21 @@ class _Reader:
             yield self._joined(path, entry.shards[0].tensor.dtype, shape, entry.shards)
         else:
             raise RefusedError(f"it is of the unknown type {entry.type!r:.40}")
+
+    def _quantized(self, path: str, entry: _Entry) -> Iterator[Leaf]:
+        """Yield the leaf of a tensor that also has scales, so it is a value of ``torch.save``."""
+        start, stop = entry.byte_range or (0, None)
+        data = bytes(self._file(entry.location).view[start:stop])
+        with warnings.catch_warnings():
+            # torch warns of its own way to read such a tensor.
+            warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
+            value = decode_value(path, "object", data)
+        if (str(getattr(value, "dtype", "")), tuple(getattr(value, "shape", ()))) != (
+            entry.dtype,
+            entry.shape,
+        ):
+            raise RefusedError(f"{entry.location} holds another tensor")
+        yield from flattened(value, path)
 
     def _joined(self, path: str, dtype: str, shape: tuple[int, ...], shards: list[_Shard]) -> Leaf:
         # Ranks may hold the same shard.

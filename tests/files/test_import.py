@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from casnap import StateDict, Store
+from casnap import RNGState, StateDict, Store
 from casnap.errors import FileFormatError
 from tests.support.bitwise import assert_same, noise
-from tests.support.torchsnapshots import tensor_at, torchsnapshot
+from tests.support.torchsnapshots import (
+    SEED,
+    app_of_every_kind,
+    tensor_at,
+    torchsnapshot,
+    write_with_torchsnapshot,
+)
 from tests.support.warm import run_python
 
 CHUNK = 64 << 10
@@ -196,6 +203,30 @@ def test_a_snapshot_of_torchsnapshot(store: Store, tmp_path: Path) -> None:
         "w": value, "b": True, 7: 0.5, "list": [5, [1, "two"]], "a%2Fb": "x", "chunked": value,
     }  # fmt: skip
     assert_same(store["ts"].read_object("app"), want)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_:UserWarning")
+@pytest.mark.parametrize("made", ["before", "now"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_each_kind_of_value_that_torchsnapshot_writes(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture, made: str, strict: bool
+) -> None:
+    folder = Path(__file__).parents[1] / "fixtures" / "torchsnapshot"
+    if made == "now":
+        pytest.importorskip("torchsnapshot")
+        folder = tmp_path / "made"
+        write_with_torchsnapshot(folder)
+    store.import_file(folder, "ts")
+    taken, live = app_of_every_kind(trained=True), app_of_every_kind(trained=False)
+    torch.manual_seed(3)
+    random.seed(3)
+    python = random.getstate()
+    assert not store["ts"].restore({**live, "rng": RNGState()}, strict=strict)
+    for key, value in taken.items():
+        assert_same(dict(live[key].state_dict()), dict(value.state_dict()))
+    assert_same(torch.get_rng_state(), torch.Generator().manual_seed(SEED).get_state())
+    assert random.getstate() == python
+    assert "those of Python and numpy stay as they are" in caplog.text
 
 
 def test_yaml_of_older_torchsnapshots(store: Store, tmp_path: Path) -> None:
