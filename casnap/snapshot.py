@@ -314,7 +314,7 @@ class Snapshot(Reading):
         out: str | os.PathLike[str],
         *,
         path: str | None = None,
-        format: str = "safetensors",
+        format: str | None = None,
         max_shard_size: int | None = None,
         tensors_only: bool = False,
         tied: Sequence[str] | torch.nn.Module = (),
@@ -326,7 +326,9 @@ class Snapshot(Reading):
         Args:
             out: The file to make; with ``max_shard_size``, or for ``dcp``, the folder.
             path: What to export: ``model``. Tensors are named by the keys below, joined by dots.
-            format: ``safetensors``, ``torch`` (one file of ``torch.save``) or ``dcp``.
+            format: ``safetensors``, ``torch`` (one file of ``torch.save``) or ``dcp``. By default,
+                the suffix of ``out`` decides: ``.pt``, ``.pth``, ``.bin`` and ``.ckpt`` are for
+                ``torch``, ``.dcp`` is for ``dcp``, all others are for ``safetensors``.
             max_shard_size: Bytes of tensors in each file, of safetensors with an index, at most.
             tensors_only: Leave out what safetensors cannot hold: values, sparse tensors, …
             tied: Names of tensors to store only under another name, whose bytes they have; or the
@@ -337,17 +339,18 @@ class Snapshot(Reading):
 
         Raises:
             TargetExistsError: There is something at ``out``.
-            FileFormatError: The format cannot hold what is there; the error lists it.
+            FileFormatError: The format cannot hold what is there; the error lists it. Or the suffix
+                of ``out`` means another format.
             EntryNotFoundError: There is no such path.
             DamagedError: Stored bytes are missing or damaged.
         """
         from casnap.files.exporting import export
-        from casnap.files.report import ExportOptions, tied_names
+        from casnap.files.report import ExportOptions, format_of, tied_names
 
         names = tied_names(tied)
         how = ExportOptions(
             path=path,
-            format=format,
+            format=format_of(out, format),
             max_shard_size=max_shard_size,
             tensors_only=tensors_only,
             tied=names,

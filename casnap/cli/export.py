@@ -9,14 +9,14 @@ import click
 from casnap.cli.arguments import endpoint_option, open_part
 from casnap.cli.option_types import size_in_bytes
 from casnap.cli.output import counted, emit, json_option, phases, print_warnings, safe, size
-from casnap.files.report import FORMATS, ExportReport
+from casnap.files.report import FORMATS, ExportReport, format_of
 
 EXAMPLES = """\
 \b
 Examples:
   casnap export models/tuned/v1/model tuned.safetensors
   casnap export models/tuned/v1/model tuned/ --max-shard-size 5GB
-  casnap export runs/run1/step_100 step_100.pt --format torch
+  casnap export runs/run1/step_100 step_100.pt
   casnap export runs/run1/step_100 step_100 --format dcp
 """
 
@@ -25,7 +25,10 @@ Examples:
 @click.argument("part", metavar="STORE/NAME[/PATH]")
 @click.argument("out")
 @click.option(
-    "--format", "kind", type=click.Choice(FORMATS), default="safetensors", help="[safetensors]"
+    "--format",
+    "kind",
+    type=click.Choice(FORMATS),
+    help="[torch for .pt, .pth, .bin, .ckpt; dcp for .dcp; else safetensors]",
 )
 @click.option(
     "--max-shard-size",
@@ -46,7 +49,7 @@ Examples:
 def export(
     part: str,
     out: str,
-    kind: str,
+    kind: str | None,
     max_shard_size: int | None,
     tensors_only: bool,
     tied: tuple[str, ...],
@@ -58,6 +61,7 @@ def export(
     Every byte is verified. OUT must not exist: it appears when it is whole and synced. The names of
     tensors are the keys below PATH, joined by dots.
     """
+    kind = format_of(out, kind)
     if kind == "torch" and max_shard_size is not None:
         raise click.UsageError(
             "--max-shard-size is for safetensors and dcp: torch.save makes one file"

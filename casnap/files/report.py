@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from casnap.errors import FileFormatError
 
 FORMATS = ("safetensors", "torch", "dcp")
 """The formats that can be exported."""
+_SUFFIXES = {
+    ".safetensors": "safetensors",
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"),
+    ".dcp": "dcp",
+}
+
+
+def format_of(out: str | os.PathLike[str], asked: str | None) -> str:
+    """Return the format of an export: the one that was asked for, or the one that the name means.
+
+    Raises:
+        FileFormatError: The two contradict each other.
+        ValueError: There is no such format.
+    """
+    name = os.fspath(out)
+    suffix = Path(name).suffix.lower()
+    meant = _SUFFIXES.get(suffix)
+    if asked is None:
+        return meant or "safetensors"
+    if asked not in FORMATS:
+        raise ValueError(f"format= is one of {', '.join(FORMATS)}; got {asked!r}")
+    if meant is not None and meant != asked:
+        raise FileFormatError(
+            f"{name}: a name that ends in {suffix} is for the format {meant}, not {asked}; choose "
+            "another name, or leave the format out"
+        )
+    return asked
 
 
 @dataclass
@@ -53,8 +84,6 @@ class ExportOptions:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ValueError(f"format= is one of {', '.join(FORMATS)}; got {self.format!r}")
         if isinstance(self.tied, str):
             raise TypeError(f"tied is a list of names, such as [{self.tied!r}]; got a str")
         if self.max_shard_size is not None and self.max_shard_size < 1:

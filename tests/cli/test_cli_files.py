@@ -35,8 +35,12 @@ def test_in_and_out(file: Path, tmp_path: Path) -> None:
     assert (found["name"], found["path"], found["tensors"]) == ("v1", None, 2)
     assert len(list((tmp_path / "sharded").iterdir())) == 3
     assert document("import", tmp_path / "sharded", tmp_path / "models/base/v2")["new_bytes"] < 999
-    invoke("export", there, tmp_path / "s.pt", "--format", "torch")
+    invoke("export", there, tmp_path / "s.pt")
     assert torch.load(tmp_path / "s.pt").keys() == {"model"}
+    wrong = "a name that ends in .pt is for the format torch, not safetensors"
+    assert wrong in failure("export", there, tmp_path / "t.pt", "--format", "safetensors")
+    failure("export", there, tmp_path / "t.pt", "--max-shard-size", "1KB", status=2)
+    assert not (tmp_path / "t.pt").exists()
 
 
 def test_a_store_above(file: Path, tmp_path: Path) -> None:

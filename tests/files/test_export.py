@@ -244,6 +244,28 @@ def test_a_target_of_a_long_name(store: Store, tmp_path: Path, kind: str) -> Non
     assert sorted(p.name for p in tmp_path.iterdir()) == ["store", "é" * 127]
 
 
+def test_the_suffix_decides_the_format(store: Store, tmp_path: Path) -> None:
+    snapshot = store.take({"m": StateDict(w=torch.ones(9))}, "s")
+    formats = {
+        **dict.fromkeys(("a.pt", "b.pth", "c.bin", "d.ckpt", "E.PT"), "torch"),
+        **dict.fromkeys(("f.safetensors", "g", "h.v1", "i.st"), "safetensors"),
+        "j.dcp": "dcp",
+    }
+    for name, kind in formats.items():
+        assert snapshot.export(tmp_path / name, path="m").format == kind
+        loaded = {
+            "torch": torch.load,
+            "safetensors": load_file,
+            "dcp": lambda folder: {"w": torch.ones(9)} if (folder / ".metadata").is_file() else {},
+        }[kind](tmp_path / name)
+        assert_same(loaded, {"w": torch.ones(9)})
+    assert snapshot.export(tmp_path / "k", path="m", format="torch").format == "torch"
+    for name, kind in (("x.pt", "safetensors"), ("x.safetensors", "torch"), ("x.ckpt", "dcp")):
+        with pytest.raises(FileFormatError, match=f"is for the format .*, not {kind}; choose"):
+            snapshot.export(tmp_path / name, path="m", format=kind)
+        assert not (tmp_path / name).exists()
+
+
 def test_targets_and_paths(store: Store, tmp_path: Path) -> None:
     snapshot = store.take({"m": StateDict(w=torch.ones(9))}, "s")
     there = tmp_path / "there"
