@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from casnap.restore.handle import Handle
-    from casnap.restore.load_into import Rename
+    from casnap.restore.renaming import Rename
     from casnap.restore.report import RestoreReport
     from casnap.restore.selection import Index
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from casnap.files.report import ExportReport
+    from casnap.restore.renaming import Rename
     from casnap.restore.report import RestoreReport
     from casnap.state.stateful import Stateful
     from casnap.storage.retention import Retention
@@ -259,6 +260,7 @@ class Snapshot(Reading):
         strict: bool = True,
         *,
         allow_pickle: bool = False,
+        rename: Rename | None = None,
         progress: Progress | None = None,
         read_once: bool | None = None,
         timeout: float | None = None,
@@ -277,6 +279,9 @@ class Snapshot(Reading):
                 is written. Otherwise restore what fits.
             allow_pickle: Unpickle values that were taken with ``allow_pickle=True``. Use this only
                 for a store that you trust as you trust code.
+            rename: The key in ``app_state`` for each key of the snapshot: a mapping, or a function
+                that returns None for keys to leave out. Keys that a mapping lacks stay. It is the
+                same on all ranks. Messages have the keys of the snapshot.
             progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
             read_once: Read each stored byte on one rank, which passes it on to the others (True),
                 or have each rank read for itself (False). By default, ranks that all see the store
@@ -303,6 +308,7 @@ class Snapshot(Reading):
             allow_pickle=allow_pickle,
             progress=told_what(progress),
             read_once=read_once,
+            rename=rename,
         )
         comm = join(self.pg, timeout, f"the restore of {self.name!r}")
         with comm, self.contents.reading():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +12,7 @@ from casnap.format.entries import ContainerEntry, TensorEntry
 from casnap.format.names import key_of
 from casnap.format.region import Region
 from casnap.restore.loading import Loading
+from casnap.restore.renaming import Rename, renamed
 from casnap.restore.report import RestoreReport, mismatch_message
 from casnap.restore.targets import fits, memory_of
 from casnap.runtime.progress import Progress
@@ -22,8 +23,6 @@ from casnap.state.parts import holds_parts, why_not_whole
 from casnap.state.sharded import Shards, shards_of
 from casnap.state.tensors import is_fillable, why_not_writable
 from casnap.storage.contents import Contents, Listed
-
-Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
 
 
 class _ModuleTensor(NamedTuple):
@@ -63,7 +62,10 @@ def load_into(
             f"load_into() fills a torch.nn.Module; got a {type(module).__name__}. restore() fills "
             "other states, and read_object(path, tensor) a tensor"
         )
-    stored = _renamed(contents, _below(contents, prefix), rename)
+    stored = _below(contents, prefix)
+    if rename is not None:
+        names = renamed(contents.where, {n: each.path for n, each in stored.items()}, rename)
+        stored = {new: stored[name] for new, name in names.items()}
     own = dict(_tensors_of(module))
     report = RestoreReport()
     places = _places(own, stored, device, report)
@@ -121,25 +123,6 @@ def _below(contents: Contents, prefix: str) -> dict[str, Listed]:
     keys = sorted(contents.trees(None))
     hint = nearest(prefix, keys) or f"; it has the keys {', '.join(keys)[:200]}"
     raise EntryNotFoundError(f"{contents.where} has nothing below {prefix!r}{hint}")
-
-
-def _renamed(
-    contents: Contents, below: dict[str, Listed], rename: Rename | None
-) -> dict[str, Listed]:
-    """Return the entries below the prefix, by their names in the module; others are left out."""
-    if rename is None:
-        return below
-    renamed: dict[str, Listed] = {}
-    for name, each in below.items():
-        new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
-        if new in renamed:
-            raise MismatchError(
-                f"{contents.where}: rename= gives {renamed[new].path} and {each.path} the same "
-                f"name {new!r}; nothing was read"
-            )
-        if new is not None:
-            renamed[new] = each
-    return renamed
 
 
 # --- what the module has ------------------------------------------------------------------------

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+_MOST_CHARS = 1000
 
 
 @dataclass
@@ -26,8 +29,14 @@ class RestoreReport:
         return bool(self.missing or self.unexpected or self.mismatched)
 
 
-def mismatch_message(report: RestoreReport, where: str) -> str:
-    """Return the message of an error that lists everything that does not fit."""
+def mismatch_message(report: RestoreReport, where: str, keys: Iterable[str] = ()) -> str:
+    """Return the message of an error that lists everything that does not fit.
+
+    Args:
+        report: What does not fit.
+        where: The snapshot.
+        keys: Its keys, if one that it lacks was asked for.
+    """
     lines = [f"{where} does not fit the state; nothing was restored"]
     for what, paths in (
         ("missing in the snapshot", report.missing),
@@ -35,5 +44,9 @@ def mismatch_message(report: RestoreReport, where: str) -> str:
         ("of another shape, size or kind", report.mismatched),
     ):
         lines += [f"  {what} ({len(paths)}):"] + [f"    {p}" for p in paths] if paths else []
+    if told := ", ".join(keys):
+        lines.append(
+            f"The snapshot has the keys {told[:_MOST_CHARS]}. rename= maps them to others."
+        )
     lines.append("Pass strict=False to restore what fits.")
     return "\n".join(lines)

@@ -19,6 +19,7 @@ from casnap.restore.key_state import KeyState, key_state
 from casnap.restore.loading import Loading
 from casnap.restore.modules import compare, load_what_fits
 from casnap.restore.other_states import why_unfit
+from casnap.restore.renaming import Rename, renamed
 from casnap.restore.report import RestoreReport, mismatch_message
 from casnap.restore.shared_reads import fetch_shared
 from casnap.restore.shared_trees import share_trees
@@ -45,6 +46,7 @@ class RestoreOptions:
     allow_pickle: bool = False
     progress: Progress | None = None
     read_once: bool | None = None
+    rename: Rename | None = None
 
 
 def restore(
@@ -64,14 +66,19 @@ def restore(
         RankError: Another rank failed, died or hangs.
     """
     comm.enter_phase("beginning a restore")
+    report = RestoreReport(left_behind=_left_behind(contents, comm.size))
+    if options.rename is not None:
+        app_state = _by_stored_keys(contents, app_state, options.rename, report)
     agreed = _agree(contents, app_state, options, comm)
     keys = [key for key in map(key_of, agreed.order) if key in app_state]
-    report = RestoreReport(left_behind=_left_behind(contents, comm.size))
     found = (key_state(contents, key, app_state[key], report, comm.rank) for key in keys)
     # Their state is read in the modes of the caller.
     states, targets = _compared([state for state in found if state is not None], report)
     if options.strict and report:
-        raise MismatchError(mismatch_message(report, contents.where))
+        has = contents.keys()
+        lacks_key = not has.issuperset(app_state) or options.rename is not None
+        told = sorted(has) if lacks_key else ()
+        raise MismatchError(mismatch_message(report, contents.where, told))
     entries = {path: entry for state in states for path, entry in state.entries.items()}
     for path, entry in entries.items():
         if isinstance(entry, ValueEntry) and not options.allow_pickle:
@@ -145,6 +152,20 @@ def _what_failed(
         f"Restored before: {loaded or 'nothing'}"
         + (f"; only tensors were filled in place of: {partly}" if partly else "")
     )
+
+
+def _by_stored_keys(
+    contents: Contents, app_state: Mapping[str, Stateful], rename: Rename, report: RestoreReport
+) -> dict[str, Stateful]:
+    """Return an app state by the keys of the snapshot; report the keys that it lacks.
+
+    All ranks see the keys of all ranks here, so they find the same.
+    """
+    keys = contents.keys()
+    stored = renamed(contents.where, {key: key for key in sorted(keys)}, rename)
+    asked = random_states_first(app_state)
+    report.missing += [key for key in asked if key not in stored]
+    return {stored[key]: app_state[key] for key in asked if key in stored}
 
 
 class _Asked(msgspec.Struct, array_like=True):

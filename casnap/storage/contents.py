@@ -27,7 +27,7 @@ from casnap.format.entries import (
     payload_of,
 )
 from casnap.format.grid import Cells, grid_of
-from casnap.format.names import rank_names
+from casnap.format.names import key_of, rank_names
 from casnap.format.records import MAX_METADATA_BYTES, Row, decode
 from casnap.format.tiling import tiling_of
 from casnap.storage.objects import Objects
@@ -169,6 +169,11 @@ class Contents:
                 f"{self.where} was deleted or replaced, and what it held was collected as garbage "
                 "while it was being read; a longer `casnap gc --grace` lets readers end"
             ) from e
+
+    def keys(self) -> set[str]:
+        """Return the keys of the app state, those of all ranks."""
+        subtrees = (self.manifest.shared, *self.manifest.ranks.values())
+        return {key_of(component) for subtree in subtrees for component in subtree}
 
     def trees(self, rank: int | None) -> dict[str, Entries]:
         """Return the entries that a rank sees, by key.

@@ -71,7 +71,10 @@ def test_one_error_lists_everything_and_nothing_was_written(snapshot):
     assert all(p in missing for p in ("a/added", "b/y", "absent"))
     assert all(p in unexpected for p in ("a/gone", "b/z"))
     assert all(p in shapes for p in ("a/wider", "(300, 101)", "(300, 100)", "a/turned", "(7, 4)"))
-    assert "not asked for" not in message
+    found, _, keys = message.partition("The snapshot has the keys ")
+    assert "not asked for" not in found
+    assert keys.startswith("a, b, fine, not asked for, progress. rename= maps them to others.\n")
+    message = found + keys.partition("\n")[2]
     assert "strict=False" in message
     for fits in ("a/same", "fine", "progress"):
         assert fits not in message
@@ -272,6 +275,42 @@ def test_a_load_state_dict_that_knows_no_strict(store):
         new = Own(w=(3, 3))
         snapshot.restore({"m": new}, strict=strict)
         assert raw(new.w) == raw(old.w)
+
+
+def test_the_keys_are_told_only_where_one_is_missing(store):
+    snapshot = store.take({"model": Net(w=(3,)), "step": StateDict(n=1)}, "step")
+    with pytest.raises(MismatchError, match="missing in the snapshot \\(1\\):\n    modle\n") as e:
+        snapshot.restore({"modle": Net(w=(3,)), "step": StateDict()})
+    assert "The snapshot has the keys model, step." in str(e.value)
+    with pytest.raises(MismatchError, match="another shape") as e:
+        snapshot.restore({"model": Net(w=(4,))})
+    assert "has the keys" not in str(e.value)
+
+
+def test_keys_are_renamed(store):
+    old = {"model": Net(w=(3,)), "ema/1": Net(w=(3,)), "s": StateDict(n=1)}
+    snapshot = store.take(old, "step")
+    for rename in (
+        {"ema/1": "net", "model": "other"},
+        lambda key: {"ema/1": "net", "model": None}.get(key, key),
+    ):
+        live = {"net": Net(w=(3,)), "s": StateDict()}
+        assert not snapshot.restore(live, rename=rename)
+        assert raw(live["net"].w) == raw(old["ema/1"].w)
+        assert live["s"]["n"] == 1
+    swapped = {"model": Net(w=(3,)), "ema/1": Net(w=(3,))}
+    snapshot.restore(swapped, rename={"model": "ema/1", "ema/1": "model"})
+    assert raw(swapped["model"].w) == raw(old["ema/1"].w)
+    assert raw(swapped["ema/1"].w) == raw(old["model"].w)
+    live = {"model": Net(w=(3,)), "net": Net(w=(3,))}
+    before = bits(live)
+    with pytest.raises(MismatchError, match=r"missing.*\n    model\n.*has the keys ema/1, model, s"):
+        snapshot.restore(live, rename={"model": "net"})
+    with pytest.raises(MismatchError, match="gives ema/1 and model the same name 'model'"):
+        snapshot.restore(live, rename={"ema/1": "model"})
+    assert bits(live) == before
+    assert snapshot.restore(live, rename={"model": "net"}, strict=False).missing == ["model"]
+    assert raw(live["net"].w) == raw(old["model"].w)
 
 
 class Failing(StateDict):

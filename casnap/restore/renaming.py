@@ -1,0 +1,34 @@
+"""Other names here than in the snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from casnap.errors import MismatchError
+
+Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
+
+
+def renamed(where: str, paths: Mapping[str, str], rename: Rename) -> dict[str, str]:
+    """Return the names of a snapshot, by their names here; those renamed to None are left out.
+
+    Args:
+        where: The snapshot, for messages.
+        paths: Name → path, for messages.
+        rename: The new names. A name that a mapping lacks stays.
+
+    Raises:
+        MismatchError: Two names become one.
+    """
+    found: dict[str, str] = {}
+    for name, path in paths.items():
+        new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
+        if new in found:
+            raise MismatchError(
+                f"{where}: rename= gives {paths[found[new]]} and {path} the same name {new!r}; "
+                "nothing was read"
+            )
+        if new is not None:
+            found[new] = name
+    return found
