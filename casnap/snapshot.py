@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import field
 from msgspec.structs import asdict, astuple
 
+from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
 from casnap.format.names import check_name
 from casnap.format.records import Stats
 from casnap.opened.finding import find, find_together
@@ -31,6 +32,20 @@ if TYPE_CHECKING:
     from casnap.storage.retention import Retention
     from casnap.store import Store
     from casnap.take.pending import PendingTake
+
+
+def _check_no_file(path: str | os.PathLike[str], cause: CasnapError) -> None:
+    """Check that the path of a snapshot that was not found is not that of a file.
+
+    Raises:
+        CasnapError: It is; the error is of the type of ``cause``, and says how to import the file.
+    """
+    text = os.fspath(path)
+    if "://" not in text and Path(text).is_file():
+        raise type(cause)(
+            f"{text} is a file, not a snapshot in a store; `casnap import {text} STORE/NAME` makes "
+            "one of a file of safetensors or torch.save"
+        ) from cause
 
 
 class SnapshotMetadata:
@@ -103,10 +118,19 @@ class Snapshot(Reading):
         store: Store | str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        if not isinstance(path, Found):
-            opened, name = find(path, storage_options, store, create=False, cache_bytes=cache_bytes)
-            path = Found(opened, check_name(name), opened.row(name))
-        self._opened, self.name, self.row, requests = path
+        if isinstance(path, Found):
+            found = path
+        else:
+            try:
+                opened, name = find(
+                    path, storage_options, store, create=False, cache_bytes=cache_bytes
+                )
+                found = Found(opened, check_name(name), opened.row(name))
+            except (NotAStoreError, SnapshotNotFoundError) as e:
+                if store is None:
+                    _check_no_file(path, e)
+                raise
+        self._opened, self.name, self.row, requests = found
         self._requests = dict(requests)
         self._store = self._opened.store
         self.pg = pg
@@ -177,8 +201,10 @@ class Snapshot(Reading):
             RankError: Another rank failed, died or did not answer in time.
         """
         from casnap.ranks.joining import join
+        from casnap.state.stateful import check_order
         from casnap.take.options import TakeOptions
 
+        check_order("Snapshot.take(path, app_state)", app_state, path)
         options = TakeOptions(
             metadata=metadata,
             overwrite=overwrite,
@@ -232,8 +258,10 @@ class Snapshot(Reading):
         not here, but by :meth:`PendingSnapshot.wait`.
         """
         from casnap.ranks.joining import join
+        from casnap.state.stateful import check_order
         from casnap.take.options import TakeOptions
 
+        check_order("Snapshot.async_take(path, app_state)", app_state, path)
         options = TakeOptions(
             metadata=metadata,
             overwrite=overwrite,

@@ -203,8 +203,10 @@ class Store(Upkeep):
     ) -> Snapshot:
         """Take a snapshot. :meth:`Snapshot.take` describes the arguments."""
         from casnap.ranks.joining import join
+        from casnap.state.stateful import check_order
         from casnap.take.options import TakeOptions
 
+        check_order("store.take(app_state, name)", app_state, name)
         options = TakeOptions(
             metadata=metadata,
             overwrite=overwrite,
@@ -239,8 +241,10 @@ class Store(Upkeep):
     ) -> PendingSnapshot:
         """Take a snapshot in the background, as :meth:`Snapshot.async_take` does."""
         from casnap.ranks.joining import join
+        from casnap.state.stateful import check_order
         from casnap.take.options import TakeOptions
 
+        check_order("store.async_take(app_state, name)", app_state, name)
         options = TakeOptions(
             metadata=metadata,
             overwrite=overwrite,

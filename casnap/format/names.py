@@ -24,6 +24,7 @@ def check_name(name: str) -> str:
     Raises:
         InvalidNameError: It is empty, too long or reserved, has control characters, or climbs out.
     """
+    _check_text(name)
     clean = name.strip("/")
     parts = clean.split("/")
     problem = None
@@ -52,6 +53,13 @@ def check_name(name: str) -> str:
 def is_deep(name: str) -> bool:
     """Whether a snapshot of this name lies deeper than right in the folder of its store."""
     return "/" in name and not name.startswith(UNFINISHED)
+
+
+def _check_text(name: object) -> None:
+    if not isinstance(name, str):
+        raise InvalidNameError(
+            f"the name of a snapshot is a str, like 'run1/step_100'; got a {type(name).__name__}"
+        )
 
 
 def is_row_name(name: str) -> bool:

@@ -9,7 +9,7 @@ import torch
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.restore.key_state import KeyState
 from casnap.state.containers import DICT_KINDS
-from casnap.state.stateful import RNGState, StateDict
+from casnap.state.stateful import TORCH_NAMES, RNGState, StateDict
 
 
 def why_unfit(state: KeyState) -> list[str]:
@@ -65,7 +65,7 @@ def _other_groups(
 
 
 def _no_random_state(component: str, state: KeyState) -> Iterator[str]:
-    parts = [f"{component}/{name}" for name in RNGState.torch_names]
+    parts = [f"{component}/{name}" for name in TORCH_NAMES]
     if not any(isinstance(state.entries.get(part), TensorEntry) for part in parts):
         yield f"{component}: no random state of torch in the snapshot, none of {', '.join(parts)}"
 

@@ -6,6 +6,7 @@ Torch is imported only where a random state is read or set, so importing this mo
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections import UserDict
 from collections.abc import Mapping
@@ -58,6 +59,10 @@ class StateDict(UserDict[str, Any]):
         self.data.update(state_dict)
 
 
+TORCH_NAMES = ("torch", "rng_state")
+"""What the state of torch's generator on the CPU is called: by RNGState, and in TorchSnapshot."""
+
+
 class RNGState:
     """The global random states of torch (CPU and initialised CUDA devices), Python and numpy.
 
@@ -65,9 +70,6 @@ class RNGState:
     Of a state that lacks some parts, as TorchSnapshot's has only torch's, the others are left as
     they are, and this is logged.
     """
-
-    torch_names = ("torch", "rng_state")
-    """The names of the state of torch's generator on the CPU: here, and in TorchSnapshot."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random states as numbers and tensors."""
@@ -97,9 +99,9 @@ class RNGState:
 
         from casnap.runtime.torch_modes import plain
 
-        of_torch = next((state_dict[n] for n in self.torch_names if n in state_dict), None)
+        of_torch = next((state_dict[n] for n in TORCH_NAMES if n in state_dict), None)
         if of_torch is None:
-            raise KeyError(f"no random state of torch: none of {', '.join(self.torch_names)}")
+            raise KeyError(f"no random state of torch: none of {', '.join(TORCH_NAMES)}")
         with plain():
             if "python" in state_dict:
                 version, words, gauss = state_dict["python"]
@@ -117,6 +119,25 @@ class RNGState:
                 ):
                     torch.cuda.set_rng_state(state.cpu(), device)
             torch.set_rng_state(of_torch.cpu())
+
+
+def check_order(call: str, app_state: object, name: object) -> None:
+    """Check that an app state and a name, or path, were not exchanged.
+
+    Args:
+        call: The call with its arguments in the right order.
+        app_state: What was given as the app state.
+        name: What was given as the name or path.
+
+    Raises:
+        NotStatefulError: They were; or the name is no text.
+    """
+    if isinstance(app_state, str | os.PathLike) or not isinstance(name, str | os.PathLike):
+        what = call.partition("(")[2].rstrip(")").replace("app_state", "").strip(", ")
+        raise NotStatefulError(
+            f"the call is {call}: app_state is a dict of keys and Statefuls, {what} a str; got "
+            f"{type(app_state).__name__} as app_state, {type(name).__name__} as {what}"
+        )
 
 
 def same_random_state(a: Any, b: Any) -> bool:

@@ -142,6 +142,13 @@ def _best(run: Run, metric: str, count: int, mode: str) -> Iterator[tuple[str, s
     yield from ((name, why) for _, _, name in nsmallest(count, ranked))
 
 
+def unknown_metrics(retention: Retention, rows: Iterable[Row]) -> list[str]:
+    """Return the metrics of ``keep_best`` that no row has as a number: so these keep all."""
+    metadata = [row.metadata for row in rows]
+    metrics = (metric for metric, *_ in _best_rules(retention.keep_best))
+    return [m for m in metrics if all(_number(each.get(m)) is None for each in metadata)]
+
+
 def _number(value: object) -> float | None:
     # Only NaN is not equal to itself; math.isnan refuses ints that no float can hold.
     if isinstance(value, int | float) and not isinstance(value, bool) and value == value:

@@ -16,13 +16,15 @@ from casnap.storage.folders import follow_folders
 from casnap.storage.handover import OtherRanks
 from casnap.storage.mirrored import UNMIRRORED
 from casnap.storage.objects import Objects
-from casnap.storage.retention import Pruning, Retention, prune
+from casnap.storage.retention import Pruning, Retention, prune, unknown_metrics
 from casnap.storage.table import mark, setting
 from casnap.storage.transaction import Transaction
 from casnap.take.manifest import BuiltManifest
 from casnap.take.options import TakeOptions
 
 _log = logging.getLogger("casnap")
+# The stores, by id, of which a warning was logged that keep_best keeps every snapshot.
+_warned: set[str] = set()
 
 
 class Taken(msgspec.Struct, frozen=True):
@@ -104,7 +106,18 @@ class Publication:
         return self.name.rpartition("/")[0]
 
     def _prune(self, row: Row, retention: Retention) -> None:
-        prune(self.objects, Pruning(self.objects, retention, self._run, row.commit))
+        verdicts = prune(self.objects, Pruning(self.objects, retention, self._run, row.commit))
+        store = self.objects.config.store_id
+        unknown = unknown_metrics(retention, (v.row for v in verdicts))
+        if unknown and store not in _warned:
+            _warned.add(store)
+            _log.warning(
+                "%s: keep_best keeps every snapshot, since none has %r as a number in its "
+                "metadata; give it to the takes: metadata={%r: ...}",
+                self.name,
+                unknown[0],
+                unknown[0],
+            )
 
     def _follow(self) -> None:
         for verdict in follow_folders(self.objects, self._run):

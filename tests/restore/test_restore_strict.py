@@ -304,7 +304,7 @@ def test_keys_are_renamed(store):
     assert raw(swapped["ema/1"].w) == raw(old["model"].w)
     live = {"model": Net(w=(3,)), "net": Net(w=(3,))}
     before = bits(live)
-    with pytest.raises(MismatchError, match=r"missing.*\n    model\n.*has the keys ema/1, model, s"):
+    with pytest.raises(MismatchError, match=r"missing.*\n    model\n.*the keys ema/1, model, s"):
         snapshot.restore(live, rename={"model": "net"})
     with pytest.raises(MismatchError, match="gives ema/1 and model the same name 'model'"):
         snapshot.restore(live, rename={"ema/1": "model"})

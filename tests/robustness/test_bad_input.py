@@ -487,3 +487,42 @@ def test_big_endian_machines_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     ):
         with pytest.raises(UnsupportedFormatError, match="big-endian"):
             use()
+
+
+@pytest.mark.parametrize("verb", ["take", "async_take"])
+def test_arguments_of_a_take_in_the_other_order(tmp_path: Path, verb: str) -> None:
+    store = Store(tmp_path / "store")
+    state: Any = TINY
+    for call, given, told in (
+        (lambda *a: getattr(store, verb)(*a), ("s3", state), "(app_state, name)"),
+        (lambda *a: getattr(store, verb)(*a), (state, 3), "(app_state, name)"),
+        (lambda *a: getattr(Snapshot, verb)(*a), (state, tmp_path / "x/s"), "(path, app_state)"),
+        (lambda *a: getattr(Snapshot, verb)(*a), (3, state), "(path, app_state)"),
+    ):
+        with pytest.raises(NotStatefulError, match=rf"the call is \w+\.{verb}{re.escape(told)}: "):
+            call(*given)
+    with pytest.raises(NotStatefulError, match="got str as app_state, dict as name"):
+        getattr(store, verb)("s3", state)
+    assert store.snapshots() == []
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    store: Any = Store(tmp_path / "store")
+    for call in (lambda n: store[n], store.delete, lambda n: store.tag(n, "t"), store.full_name):
+        with pytest.raises(InvalidNameError, match="the name of a snapshot is a str"):
+            call(3)
+
+
+def test_a_plain_file_is_for_import(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "f.pt")
+    told = re.escape(
+        f"{tmp_path}/f.pt is a file, not a snapshot in a store; `casnap import {tmp_path}"
+    )
+    with pytest.raises(NotAStoreError, match=told):
+        Snapshot(tmp_path / "f.pt")
+    Store(tmp_path).take(TINY, "s")
+    with pytest.raises(SnapshotNotFoundError, match=told):
+        Snapshot(tmp_path / "f.pt")
+    with pytest.raises(SnapshotNotFoundError, match="holds no snapshot"):
+        Snapshot(tmp_path / "g.pt")

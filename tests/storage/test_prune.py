@@ -453,3 +453,26 @@ def test_within_goes_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(time, "time", lambda: now + 3600)
     store.take(TINY, "new")
     assert [v.name for v in store.prune(Retention(keep_within=600)).forgotten] == ["old"]
+
+
+def test_a_metric_that_no_snapshot_has_is_warned_of_once_a_store(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = Retention(keep_best=[("accuracy", 1, "max"), ("loss", 1)])
+    store = Store(path)
+    for step in range(3):
+        Store(path).take(
+            TINY, f"a/{step}", metadata={"accuracy": step, "loss": "low"}, retention=rule
+        )
+    [record] = caplog.records
+    assert (record.levelname, "none has 'loss' as a number" in record.getMessage()) == (
+        "WARNING",
+        True,
+    )
+    assert len(store.snapshots("a")) == 3
+    other = Store(path.parent / "other")
+    for step in range(3):
+        other.take(TINY, f"a/{step}", metadata={"accuracy": step, "loss": 1.0}, retention=rule)
+    assert len(caplog.records) == 1
+    other.take(TINY, "b/1", retention=Retention(keep_best=("loss", 1)))
+    assert len(caplog.records) == 2
