@@ -13,7 +13,7 @@ from casnap.files.source import MODEL, SourceFiles, flattened
 from casnap.format.names import component_of
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
-from casnap.state.pickles import RefusedError
+from casnap.state.pickles import BrokenError, RefusedError
 from casnap.state.torch_save import inspected
 
 
@@ -54,6 +54,11 @@ def _loaded(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
     except (CasnapError, OSError):
         raise
+    except BrokenError as e:
+        raise FileFormatError(
+            f"{path} is damaged, or was cut off while it was written or copied: {e!s:.300}. Copy "
+            "it anew from where it came, or take another one"
+        ) from e
     except Exception as e:  # torch.load raises errors of many types
         why = " ".join(str(e).split()) if isinstance(e, RefusedError) else str(e).partition("\n")[0]
         raise FileFormatError(

@@ -22,7 +22,8 @@ def why_unfit(state: KeyState) -> list[str]:
         entry = entries[component]
         if not isinstance(entry, ContainerEntry) or entry.kind not in DICT_KINDS:
             wanted = type(stateful).__name__
-            return [f"{component}: {_named(entry)} in the snapshot; {wanted} loads a dict"]
+            read = f"read_object({component!r}) reads it"
+            return [f"{component}: {_named(entry)} in the snapshot; {wanted} loads a dict; {read}"]
     if isinstance(stateful, torch.optim.Optimizer) and _is_of_torch(stateful):
         return list(_other_groups(component, stateful, state))
     if type(stateful) is RNGState and component in entries:

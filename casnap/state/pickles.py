@@ -21,6 +21,10 @@ class RefusedError(ValueError):
     """A pickle is not one of ``torch.save``, or does something that needs permission."""
 
 
+class BrokenError(RefusedError):
+    """What ``torch.save`` wrote is damaged, or cut off."""
+
+
 class Term:
     """A value in a pickle that is not plain.
 
@@ -119,7 +123,7 @@ class PickleMachine:
                 step(self)
             return self._stack.pop()
         except (IndexError, KeyError, struct.error, UnicodeDecodeError) as e:
-            raise RefusedError(f"its pickle is damaged: {e!r}") from e
+            raise BrokenError(f"its pickle is damaged: {e!r}") from e
 
     def spend(self, nbytes: float) -> None:
         """Count memory that loading the pickle takes.

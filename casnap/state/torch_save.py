@@ -18,7 +18,7 @@ import torch
 
 from casnap.runtime.buffers import address_of
 from casnap.runtime.typing import override
-from casnap.state.pickles import PickleMachine, RefusedError, Term, kind_of, size_of
+from casnap.state.pickles import BrokenError, PickleMachine, RefusedError, Term, kind_of, size_of
 from casnap.state.tensors import TENSOR_DTYPES
 
 
@@ -29,6 +29,7 @@ class Archive:
         file: The whole file.
 
     Raises:
+        BrokenError: It is damaged, or cut off.
         RefusedError: torch.save does not write such an archive: it is compressed, say, or its
             members are longer than the file.
     """
@@ -40,7 +41,7 @@ class Archive:
             with zipfile.ZipFile(io.BufferedReader(_Viewed(memoryview(file)))) as archive:
                 infos = archive.infolist()
         except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as e:
-            raise RefusedError(f"its zip archive is damaged: {e}") from e
+            raise BrokenError(f"its zip archive is damaged: {e}") from e
         total = 0
         self.by_name: dict[str, memoryview] = {}
         for info in infos:
@@ -59,11 +60,11 @@ class Archive:
     def _content(file: memoryview, info: zipfile.ZipInfo) -> memoryview:
         head = bytes(file[info.header_offset : info.header_offset + 30])
         if len(head) < 30:
-            raise RefusedError("a member begins behind the end of the file")
+            raise BrokenError("a member begins behind the end of the file")
         start = info.header_offset + 30 + sum(struct.unpack_from("<HH", head, 26))
         content = file[start : start + info.file_size]
         if len(content) < info.file_size:
-            raise RefusedError("a member ends behind the end of the file")
+            raise BrokenError("a member ends behind the end of the file")
         return content
 
 

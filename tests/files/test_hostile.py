@@ -232,8 +232,20 @@ def test_torch_files_that_need_pickle(store: Store, tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
     torch.save(torch.ones(3), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     assert "save it anew" in refused(store, tmp_path / "old.pt")
-    (tmp_path / "cut.pt").write_bytes((tmp_path / "evil.pt").read_bytes()[:300])
-    assert "is not read" in refused(store, tmp_path / "cut.pt")
+
+
+def test_a_torch_file_that_is_cut_off_or_damaged(store: Store, tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(3000)}, "step": 1}, tmp_path / "whole.pt")
+    whole = (tmp_path / "whole.pt").read_bytes()
+    in_pickle = whole.index(b"model")
+    broken = [whole[:cut] for cut in (4, 40, 300, len(whole) // 2, len(whole) - 30, len(whole) - 1)]
+    broken += [whole[:-9000] + bytes(8900) + whole[-100:]]
+    broken += [whole[:in_pickle] + b"\xff" * 40 + whole[in_pickle + 40 :]]
+    for content in broken:
+        (tmp_path / "broken.pt").write_bytes(content)
+        message = refused(store, tmp_path / "broken.pt")
+        assert message.startswith(f"{tmp_path}/broken.pt is damaged, or was cut off while it was")
+        assert "trust" not in message
 
 
 def test_small_files_of_endless_states(store: Store, tmp_path: Path) -> None:
