@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,12 +20,16 @@ class TransientError(Exception):
     Attributes:
         reached: Whether the server was reached at all.
         busy: Whether the server asks for fewer requests.
+        hopeless: Whether this does not pass if the server has never answered.
     """
 
-    def __init__(self, message: str, *, reached: bool = True, busy: bool = False) -> None:
+    def __init__(
+        self, message: str, *, reached: bool = True, busy: bool = False, hopeless: bool = False
+    ) -> None:
         super().__init__(message)
         self.reached = reached
         self.busy = busy
+        self.hopeless = hopeless
 
 
 class TakenError(Exception):
@@ -220,6 +225,19 @@ class Client(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Close the connections."""
+
+
+def tls_problem(errors: Iterable[BaseException | None]) -> TransientError | None:
+    """Return what a failed TLS handshake means; None if there was none, or the line just broke."""
+    for error in errors:
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+            return TransientError(
+                f"the TLS handshake failed ({without_secrets(str(error))}); if the server does not "
+                "speak TLS on this port, name it with http://",
+                reached=False,
+                hopeless=True,
+            )
+    return None
 
 
 def without_secrets(message: str) -> str:

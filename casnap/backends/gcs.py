@@ -32,6 +32,7 @@ from casnap.backends.client import (
     Source,
     TransientError,
     kept_of,
+    tls_problem,
     valid_options,
     without_secrets,
 )
@@ -132,6 +133,8 @@ class GcsClient(Client):
         except aiohttp.InvalidURL as e:
             raise BackendError(f"{self._uri}: wrong address: {without_secrets(str(e))}") from e
         except (OSError, asyncio.TimeoutError, aiohttp.ClientError, ValueError) as e:
+            if (no_tls := tls_problem((e, getattr(e, "os_error", None), e.__cause__))) is not None:
+                raise no_tls from e
             reached = not isinstance(e, _CONNECTING)
             message = f"{type(e).__name__}: {without_secrets(str(e))}"
             raise TransientError(message, reached=reached) from e

@@ -58,6 +58,8 @@ _IN_USE = 3600.0
 _FEW_FOLDERS = 4
 # Held while a client is made.
 _connecting = PerProcess(threading.Lock)
+# The servers that have ever answered this process: none of them is a mistyped address.
+_answered: PerProcess[set[str]] = PerProcess(set)
 
 
 class RemoteBackend(Backend):
@@ -83,9 +85,8 @@ class RemoteBackend(Backend):
         self._retries = retries or Retries()
         self._counts: Counter[str] = Counter()
         self._connected: _Connected | None = None
-        # Whether the server has ever answered, and whether the last thing that it did was to fail
-        # until an operation was given up.
-        self._known = self._failing = False
+        # Whether the last thing that the server did was to fail until an operation was given up.
+        self._failing = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process connect anew."""
@@ -102,13 +103,13 @@ class RemoteBackend(Backend):
     @override
     def identity(self) -> str:
         """The URI and the server's address."""
-        return f"{self.uri} {self._run(self._reach().client.endpoint())}"
+        return f"{self.uri} {self._reach().server}"
 
     @property
     @override
     def endpoint(self) -> str:
         """The server's address, and the bucket."""
-        return f"{self._run(self._reach().client.endpoint())} {'/'.join(self.uri.split('/')[:3])}"
+        return f"{self._reach().server} {'/'.join(self.uri.split('/')[:3])}"
 
     @property
     @override
@@ -302,7 +303,8 @@ class RemoteBackend(Backend):
                 if connected in (None, expired) or connected.pid != pid:
                     client = self._connect()
                     event_loop.run(client.connect())
-                    connected = _Connected(pid, client, asyncio.Semaphore(_REQUESTS))
+                    server = event_loop.run(client.endpoint())
+                    connected = _Connected(pid, client, server, asyncio.Semaphore(_REQUESTS))
                     # Once no request uses them.
                     event_loop.close_with(connected, client.close)
                     self._connected = connected
@@ -339,10 +341,8 @@ class RemoteBackend(Backend):
                     raise BackendError(f"cannot {what} at {self.uri}: {e}") from e
 
     def _operation(self, what: str) -> Operation:
-        given_up = self._failing
-        return Operation(
-            f"{what} at {self.uri}", self._retries, known=self._known, failing=given_up
-        )
+        given_up, known = self._failing, self._reach().server in _answered.value
+        return Operation(f"{what} at {self.uri}", self._retries, known=known, failing=given_up)
 
     async def _pause(self, operation: Operation, error: TransientError) -> None:
         """Wait before the next attempt.
@@ -376,7 +376,8 @@ class RemoteBackend(Backend):
                     raise
                 connected = await asyncio.to_thread(self._reach, connected)
             else:
-                self._known, self._failing = True, False
+                _answered.value.add(connected.server)
+                self._failing = False
                 return result
         raise AssertionError
 
@@ -528,6 +529,7 @@ class _Connected:
 
     pid: int
     client: Client
+    server: str
     slots: asyncio.Semaphore
 
 

@@ -19,6 +19,8 @@ T = TypeVar("T")
 _SLOWEST = 256 << 10
 # How long bytes that have come may wait for this process to take them, in seconds.
 _TAKING = 0.1
+# A delay is doubled so often at most: more would be too much for a float.
+_DOUBLINGS = 50
 # How long an operation may fail before the user is told, and between two such messages, in seconds.
 _PATIENCE = 10.0
 
@@ -34,7 +36,8 @@ class Retries:
     """How patient a remote backend is; all times in seconds.
 
     Attributes:
-        attempts: How often a request is tried at most.
+        attempts: How often a request is tried at most. By default only the time counts: how many
+            attempts a second of refused connections takes is chance.
         deadline: How long one operation may take with all its attempts, and a second longer for
             each 256 KiB that move.
         silence: An attempt fails if no byte moves for so long.
@@ -47,7 +50,7 @@ class Retries:
         longest_delay: How long to wait at most between two attempts.
     """
 
-    attempts: int = 10
+    attempts: float = math.inf
     deadline: float = 120.0
     silence: float = 15.0
     connect: float = 5.0
@@ -86,9 +89,11 @@ class Operation:
         self._attempts += 1
         self._reached |= error.reached
         until = self._limit()
-        delay = self._retries.first_delay * 2 ** (self._attempts - 1 + 2 * error.busy)
+        doublings = min(self._attempts - 1 + 2 * error.busy, _DOUBLINGS)
+        delay = self._retries.first_delay * 2**doublings
         delay = _random.uniform(0, min(delay, self._retries.longest_delay))
-        if self._attempts >= self._retries.attempts or time.monotonic() + delay > until:
+        is_last = self._attempts >= self._retries.attempts or (error.hopeless and not self._reached)
+        if is_last or time.monotonic() + delay > until:
             seconds = time.monotonic() - self._began
             times = f"{self._attempts} attempt{'s' * (self._attempts > 1)}"
             raise UnreachableError(
@@ -132,7 +137,9 @@ class Operation:
                     self._until += max(0, moved - self._furthest) / _SLOWEST
                     self._furthest = max(moved, self._furthest)
                 elif now >= silent:
-                    raise TransientError(f"no byte moved for {self._retries.silence:g} s")
+                    silence = f"no byte moved for {self._retries.silence:g} s"
+                    # A port that takes connections and says nothing has not answered.
+                    raise TransientError(silence, reached=self._reached)
                 if now >= self._limit():
                     answered = "there was no more time" if self._reached else "no answer"
                     raise TransientError(answered, reached=self._reached)

@@ -16,6 +16,7 @@ from casnap.backends.client import (
     ExpiredError,
     TakenError,
     TransientError,
+    tls_problem,
     without_secrets,
 )
 from casnap.errors import (
@@ -127,6 +128,8 @@ def typed(error: Exception, what: str, uri: str) -> Exception:
         )
     if "CERTIFICATE_VERIFY_FAILED" in told:
         return UnreachableError(f"{what}: the server's certificate is not trusted: {told}")
+    if (no_tls := tls_problem(_chain(error))) is not None:
+        return no_tls
     if isinstance(error, _CONNECTING):
         return TransientError(told, reached=False)
     if isinstance(error, _BROKEN):
