@@ -91,11 +91,12 @@ class FsspecClient(Client):
         return self._options
 
     @override
-    async def put(self, key: str, source: Source, *, if_absent: bool = False) -> None:
+    async def put(self, key: str, source: Source, *, if_absent: bool = False) -> str:
         if if_absent:
             raise TakenError("put-if-absent is not asked for here")
         await self._do(key, self._put, self._path(key), bytes(source.content))
         source.nbytes += len(source.content)
+        return ""
 
     def _put(self, path: str, content: bytes) -> None:
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)

@@ -82,6 +82,15 @@ class Backend(ABC):
         return ""
 
     @property
+    def versioning(self) -> str:
+        """A word that says that the bucket keeps old versions, or did; empty if it never has.
+
+        It is as the last put told it, or else as the server says. There are servers that honour
+        put-if-absent only where no versions are kept.
+        """
+        return ""
+
+    @property
     def can_put_if_absent(self) -> bool:
         """Whether the place can be asked to put an object only if it is absent."""
         return True

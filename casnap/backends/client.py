@@ -173,8 +173,11 @@ class Client(ABC):
         """Return what tells this place from those of other servers."""
 
     @abstractmethod
-    async def put(self, key: str, source: Source, *, if_absent: bool = False) -> None:
+    async def put(self, key: str, source: Source, *, if_absent: bool = False) -> str:
         """Put an object, with a checksum that the server verifies.
+
+        Returns:
+            What :meth:`versioning` returns, as the answer tells it.
 
         Raises:
             TakenError: It is there, and ``if_absent`` was asked for.
@@ -221,6 +224,13 @@ class Client(ABC):
     def warnings(self, rules: Sequence[Mapping[str, Any]]) -> Sequence[str]:
         """Return how the rules of all kinds can hurt a store here, in words."""
         return []
+
+    keeps_versions: bool = False
+    """Whether old versions of objects can be kept here, and :meth:`versioning` is a request."""
+
+    async def versioning(self) -> str:
+        """Return in a word that the bucket keeps old versions, or did; empty if it never has."""
+        return ""
 
     @abstractmethod
     async def close(self) -> None:

@@ -87,6 +87,8 @@ class RemoteBackend(Backend):
         self._connected: _Connected | None = None
         # Whether the last thing that the server did was to fail until an operation was given up.
         self._failing = False
+        # As it was told last.
+        self._versioning: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process connect anew."""
@@ -110,6 +112,23 @@ class RemoteBackend(Backend):
     def endpoint(self) -> str:
         """The server's address, and the bucket."""
         return f"{self._reach().server} {'/'.join(self.uri.split('/')[:3])}"
+
+    @property
+    @override
+    def versioning(self) -> str:
+        if self._versioning is None:
+            self._versioning = self._run(self._asked_versioning())
+        return self._versioning
+
+    async def _asked_versioning(self) -> str:
+        if not self._reach().client.keeps_versions:
+            return ""
+        try:
+            return await self._request(
+                "get", "look at the versioning", lambda client: client.versioning()
+            )
+        except AccessDeniedError:
+            return ""  # The first put tells.
 
     @property
     @override
@@ -396,7 +415,9 @@ class RemoteBackend(Backend):
 
     async def _put(self, key: str, content: memoryview) -> None:
         source = Source(content)
-        await self._request("put", f"put {key}", lambda client: client.put(key, source), source)
+        self._versioning = await self._request(
+            "put", f"put {key}", lambda client: client.put(key, source), source
+        )
 
     async def _put_if_absent(self, key: str, content: memoryview) -> bool:
         connected = self._reach()
@@ -414,7 +435,7 @@ class RemoteBackend(Backend):
                 return is_ours
         while True:
             try:
-                await self._once(
+                self._versioning = await self._once(
                     operation,
                     "put",
                     lambda client: client.put(key, source, if_absent=conditional),

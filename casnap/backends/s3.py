@@ -128,7 +128,7 @@ class S3Client(Client):
         return without_secrets(str(self._client.meta.endpoint_url))
 
     @override
-    async def put(self, key: str, source: Source, *, if_absent: bool = False) -> None:
+    async def put(self, key: str, source: Source, *, if_absent: bool = False) -> str:
         condition = {"IfNoneMatch": "*"} if if_absent else {}
         # On other threads, since a hash would hold up all requests.
         crc = (await asyncio.to_thread(zlib.crc32, source.content)).to_bytes(4, "big")
@@ -148,6 +148,8 @@ class S3Client(Client):
             raise TransientError("the answer to a put has no ETag, so it may not be the server's")
         # A server that verifies it says so. Older ones verify an MD5, which costs more.
         self._knows_crc = bool(answer.get("ChecksumCRC32"))
+        version = answer.get("VersionId")
+        return "" if version is None else "suspended" if version == "null" else "enabled"
 
     @override
     async def get(self, key: str, run: tuple[int, int] | None, sink: Sink) -> ObjectStat:
@@ -243,6 +245,12 @@ class S3Client(Client):
             raise
         except BackendError:
             return {}  # There are none of this kind, or the server does not know them.
+
+    keeps_versions = True
+
+    @override
+    async def versioning(self) -> str:
+        return str((await self.rules("get_bucket_versioning")).get("Status", "")).lower()
 
     @override
     def warnings(self, rules: Sequence[Mapping[str, Any]]) -> Sequence[str]:

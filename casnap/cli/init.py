@@ -16,6 +16,7 @@ from casnap.cli.arguments import (
 from casnap.cli.output import CommandError, emit, json_option, quoted, safe
 from casnap.format.records import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
 from casnap.storage.location import locate_store
+from casnap.storage.probe import check_kept_apart
 from casnap.storage.settings import CODEC, change_settings, serving_below
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
@@ -73,6 +74,8 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
             f"{place.uri} is a store already, whose codec is {kept!s:.80}; `casnap config "
             f"{place.uri} codec={codec}` changes it"
         )
+    # A new store was probed. One that is there may lie in a bucket that has begun to keep versions.
+    check_kept_apart(place.objects.backend, place.objects.config)
     if as_json:
         emit(
             {

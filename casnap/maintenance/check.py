@@ -20,6 +20,7 @@ from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.storage.config import read_config
 from casnap.storage.objects import Objects
+from casnap.storage.probe import doubts
 
 
 @dataclass
@@ -121,7 +122,7 @@ def check(
         read_bytes=survey.read_bytes,
         sample=share,
         seed=seed,
-        warnings=_bucket_warnings(backend),
+        warnings=[*_bucket_warnings(backend), *doubts(backend)],
     )
     _count_orphans(backend, survey, report)
     return report

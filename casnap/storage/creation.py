@@ -181,7 +181,7 @@ def _put_config(
         )
     honoured = honours_put_if_absent(backend)
     if not honoured and not backend.exclusive:
-        raise no_put_if_absent_error(backend.uri)
+        raise no_put_if_absent_error(backend)
     config = StoreConfig(os.urandom(16).hex(), chunk_size, version, put_if_absent=honoured)
     is_ours = backend.put_if_absent(CONFIG_KEY, _record(config))
     backend.sync()

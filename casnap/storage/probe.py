@@ -22,17 +22,25 @@ from casnap.runtime.threads import Crew, SharedItems
 _log = logging.getLogger("casnap")
 # How long a host believes what it found, in seconds.
 _BELIEVED = 30 * 86400.0
-# The endpoints that this process knows to honour it.
+# The endpoints, each in a state, that this process knows to honour it.
 _known: set[str] = set()
 
 
-def no_put_if_absent_error(uri: str) -> StoreError:
+def no_put_if_absent_error(backend: Backend) -> StoreError:
     """Return the error for a writer at a place without put-if-absent."""
+    kept = backend.versioning
+    hint = (
+        f", or a bucket that never kept versions (here versioning is {kept}; some servers honour "
+        "it only without)"
+        if kept
+        else ""
+    )
     return StoreError(
-        f"{uri} lies on a server that does not honour put-if-absent (If-None-Match), so of two "
-        "writers at once one can overwrite the other's commit, and snapshots are lost. Use a "
-        "server that honours it; or make sure that no other process takes, deletes, prunes, tags, "
-        "repairs or collects there meanwhile, and pass --exclusive, or Store(..., exclusive=True)"
+        f"{backend.uri} lies on a server that does not honour put-if-absent (If-None-Match), so of "
+        "two writers at once one can overwrite the other's commit, and snapshots are lost. Use a "
+        f"server that honours it{hint}; or make sure that no other process takes, deletes, "
+        "prunes, tags, repairs or collects there meanwhile, and pass --exclusive, or "
+        "Store(..., exclusive=True)"
     )
 
 
@@ -51,27 +59,66 @@ def check_kept_apart(backend: Backend, config: StoreConfig) -> None:
     if backend.exclusive:
         return
     if not config.put_if_absent or (backend.is_remote and not honours_put_if_absent(backend)):
-        raise no_put_if_absent_error(backend.uri)
+        raise no_put_if_absent_error(backend)
+
+
+def check_still_apart(backend: Backend) -> None:
+    """Check, right before or after a root is put, what :func:`check_kept_apart` has checked.
+
+    It costs nothing unless the last put told that the bucket begins, or ceases, to keep versions.
+
+    Raises:
+        StoreError: The place does not honour put-if-absent as it is now.
+    """
+    if backend.is_remote and not backend.exclusive and not honours_put_if_absent(backend):
+        raise no_put_if_absent_error(backend)
+
+
+def doubts(backend: Backend) -> list[str]:
+    """Return, in words, why writers may not be kept apart, as far as this host knows.
+
+    Nothing is put: this is for readers, too.
+    """
+    if not backend.is_remote or not backend.can_put_if_absent or not backend.versioning:
+        return []
+    place = _place(backend)
+    if not place or place in _known or _is_fresh(_note(place)):
+        return []
+    return [
+        f"versioning of the bucket is {backend.versioning}, and this host has not found that the "
+        "server honours put-if-absent then. Some servers, such as Ceph RGW, do not: of two writers "
+        "at once one overwrites the other's commit. `casnap init` with this store tests it"
+    ]
 
 
 def honours_put_if_absent(backend: Backend) -> bool:
     """Whether a place honours put-if-absent. A host asks each endpoint once a month.
+
+    What it found holds for the state that the bucket was in, by whether it keeps versions.
 
     Raises:
         BackendError: The place cannot be written to.
     """
     if not backend.can_put_if_absent:
         return False
-    endpoint = backend.endpoint
-    if not endpoint or endpoint in _known:
-        return True
-    note = _note(endpoint)
-    if not _is_fresh(note):
-        if not (_has_one_winner(backend, 2, threads=1) and _has_one_winner(backend, 4, threads=4)):
-            return False
-        _take_note(note)
-    _known.add(endpoint)
+    while (place := _place(backend)) and place not in _known:
+        note = _note(place)
+        if not _is_fresh(note):
+            if not (
+                _has_one_winner(backend, 2, threads=1) and _has_one_winner(backend, 4, threads=4)
+            ):
+                return False
+            _take_note(note)
+        # The puts may have told of another state: then that is looked at, too.
+        _known.add(place)
     return True
+
+
+def _place(backend: Backend) -> str:
+    """Return what a verdict is about; empty where none is needed."""
+    endpoint = backend.endpoint
+    kept = backend.versioning if endpoint and backend.is_remote else ""
+    return f"{endpoint} versioning {kept}" if kept else endpoint
 
 
 def _has_one_winner(backend: Backend, puts: int, threads: int) -> bool:

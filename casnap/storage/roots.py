@@ -35,6 +35,7 @@ from casnap.format.records import (
     unseal,
 )
 from casnap.runtime.threads import together
+from casnap.storage.probe import check_still_apart
 
 _log = logging.getLogger("casnap")
 # If so many roots were put since the last look, a listing is cheaper than reading them all.
@@ -312,12 +313,29 @@ def put_root(backend: Backend, root: Root) -> bool:
 
     If the number is taken, or the backend fails, the root with this number is read: after a lost
     answer it may be this one.
+
+    Raises:
+        StoreError: The place does not keep writers apart as it is now.
     """
     content = sealed_root(root)
+    # What was put before the root has told in which state the bucket is.
+    check_still_apart(backend)
     stands = _put(backend, root, content)
     if stands:
         _keep_copy(backend, root.seq, content)
+        _check_was_alone(backend, root)
     return stands
+
+
+def _check_was_alone(backend: Backend, root: Root) -> None:
+    """Check that a root was put in a state of the bucket in which no other could be put over it."""
+    try:
+        check_still_apart(backend)
+    except StoreError as e:
+        raise StoreError(
+            f"{backend.uri}/{root_key(root.seq)} was put while versioning of the bucket changed; "
+            f"it may stand in place of another writer's commit, or be overwritten by one: {e}"
+        ) from e
 
 
 def _put(backend: Backend, root: Root, content: bytes) -> bool:

@@ -172,6 +172,11 @@ class FaultyBackend(Backend):
 
     @property
     @override
+    def versioning(self) -> str:
+        return self.inner.versioning
+
+    @property
+    @override
     def can_put_if_absent(self) -> bool:
         return self.inner.can_put_if_absent
 
