@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from casnap.errors import BackendError, CredentialsError, OptionsError
+from casnap.errors import BackendError, OptionsError
 
 
 class TransientError(Exception):
@@ -38,10 +38,6 @@ class TakenError(Exception):
 
 class BehindItsEndError(Exception):
     """A run begins behind the end of its object."""
-
-
-class ExpiredError(CredentialsError):
-    """Credentials have expired. New ones may be there for a new client."""
 
 
 class Transfer:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from casnap.backends.client import BehindItsEndError, ExpiredError, TakenError, TransientError
-from casnap.errors import AccessDeniedError, BackendError, NoBucketError
+from casnap.backends.client import BehindItsEndError, TakenError, TransientError
+from casnap.errors import AccessDeniedError, BackendError, CredentialsError, NoBucketError
 
 _MAY_PASS = (408, 409, 500, 502, 504)
 _BUSY = (429, 503)
@@ -48,7 +48,7 @@ def typed(refusal: StatusError, what: str, uri: str) -> Exception | None:
     if status in _MAY_PASS or (status == 400 and "CRC32C" in text):
         return TransientError(str(refusal))
     if status == 401:
-        return ExpiredError(f"{uri}: the credentials are wrong or have expired ({refusal})")
+        return CredentialsError(f"{uri}: the credentials are wrong or have expired ({refusal})")
     if "requester pays" in text or "UserProjectMissing" in text:
         return AccessDeniedError(
             f"{uri}: the requester pays for this bucket: pass storage_options="

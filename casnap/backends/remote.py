@@ -23,7 +23,6 @@ from casnap.backends.base import (
 )
 from casnap.backends.client import (
     Client,
-    ExpiredError,
     ObjectStat,
     Page,
     Source,
@@ -38,6 +37,7 @@ from casnap.errors import (
     AccessDeniedError,
     BackendError,
     CasnapError,
+    CredentialsError,
     DamagedError,
     UnavailableError,
     UnreachableError,
@@ -307,19 +307,19 @@ class RemoteBackend(Backend):
             raise
         return event_loop.run(work, meanwhile)
 
-    def _reach(self, expired: _Connected | None = None) -> _Connected:
+    def _reach(self, refused: _Connected | None = None) -> _Connected:
         """Return what this process uses; connect first if need be, which may take a while.
 
         On the event loop nothing is connected: the thread that began the work there has done that.
 
         Args:
-            expired: What is not to be used any more. It stays until there is another one.
+            refused: What is not to be used any more. It stays until there is another one.
         """
         pid, connected = os.getpid(), self._connected
-        if connected in (None, expired) or connected.pid != pid:
+        if connected in (None, refused) or connected.pid != pid:
             with _connecting.value:
                 connected = self._connected
-                if connected in (None, expired) or connected.pid != pid:
+                if connected in (None, refused) or connected.pid != pid:
                     client = self._connect()
                     event_loop.run(client.connect())
                     server = event_loop.run(client.endpoint())
@@ -382,7 +382,10 @@ class RemoteBackend(Backend):
         work: Callable[[Client], Coroutine[Any, Any, T]],
         transfer: Transfer | None = None,
     ) -> T:
-        """Make a request once; if the credentials have expired, once more with new ones."""
+        """Make a request once; if the credentials are refused, once more with those there are now.
+
+        They may have expired, or a file of theirs may have been replaced since they were read.
+        """
         transfer = transfer or Transfer()
         connected = self._reach()
         for attempt in range(2):
@@ -390,7 +393,7 @@ class RemoteBackend(Backend):
             self._counts[kind] += 1
             try:
                 result = await operation.watched(work(connected.client), transfer)
-            except ExpiredError:
+            except CredentialsError:
                 if attempt:
                     raise
                 connected = await asyncio.to_thread(self._reach, connected)

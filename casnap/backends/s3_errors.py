@@ -13,7 +13,6 @@ from botocore.parsers import ResponseParserError
 from casnap.backends.base import EXHAUSTED
 from casnap.backends.client import (
     BehindItsEndError,
-    ExpiredError,
     TakenError,
     TransientError,
     tls_problem,
@@ -196,7 +195,7 @@ def _answered(answer: dict[str, Any], what: str, uri: str) -> Exception:
 
 def _refused(status: int, code: str, told: str, what: str, uri: str) -> BackendError:
     if code in _EXPIRED:
-        return ExpiredError(f"{uri}: the credentials have expired; get new ones ({told})")
+        return CredentialsError(f"{uri}: the credentials have expired; get new ones ({told})")
     if code == "RequestTimeTooSkewed":
         return CredentialsError(
             f"{uri}: the clock of this host and the server's differ; set the clock ({told})"

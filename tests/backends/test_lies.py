@@ -21,10 +21,16 @@ from fsspec.implementations.local import LocalFileSystem
 from casnap import StateDict, Store
 from casnap.backends import Backend, backend_at
 from casnap.backends.any_fsspec import FsspecClient
-from casnap.backends.client import ExpiredError, ObjectStat, Sink, TransientError
+from casnap.backends.client import ObjectStat, Sink, TransientError
 from casnap.backends.event_loop import event_loop
 from casnap.backends.remote import RemoteBackend
-from casnap.errors import BackendError, ExhaustedError, UnavailableError, UnreachableError
+from casnap.errors import (
+    BackendError,
+    CredentialsError,
+    ExhaustedError,
+    UnavailableError,
+    UnreachableError,
+)
 from casnap.testing import FaultyProxy, HttpAct, HttpFault, answer, change
 from casnap.testing.proxy import Answer, Exchange
 from tests.support.object_stores import IMPATIENT
@@ -55,7 +61,7 @@ class _Expiring(FsspecClient):
         _Expiring.reads += 1
         number = _Expiring.reads
         if number == 1:
-            raise ExpiredError("expired")
+            raise CredentialsError("expired")
         if number == 2:
             await asyncio.sleep(0.1)
             raise TransientError("a bad moment")

@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from casnap import Store
 from casnap.backends import Backend, backend_at
 from casnap.errors import (
     AccessDeniedError,
@@ -28,8 +30,9 @@ from casnap.errors import (
 from casnap.testing import FaultyProxy, HttpAct, HttpFault, after, answer, change, hang_up, stall
 from casnap.testing.backend_suite import pattern
 from casnap.testing.proxy import Answer, Exchange
-from tests.support.object_stores import IMPATIENT
-from tests.support.servers import NOBODY, SECRET, Bucket, deaf_port
+from tests.support.faults import assert_holds, take
+from tests.support.object_stores import IMPATIENT, store_in
+from tests.support.servers import NOBODY, READER, SECRET, WRITER, Bucket, deaf_port
 
 pytestmark = pytest.mark.servers
 
@@ -236,7 +239,8 @@ def test_errors_say_what_they_mean(
                 call()
             assert type(caught.value).__mro__.index(expected) <= 1
             assert SECRET not in str(caught.value)
-    assert len(proxy.log) <= 6 + 3  # botocore asks for the bucket's region
+    # Botocore asks for the bucket's region. Who is refused looks at the credentials once more.
+    assert len(proxy.log) <= 6 * (1 + (expected is CredentialsError)) + 3
 
 
 def test_credentials_that_expire_are_read_again(
@@ -252,6 +256,42 @@ def test_credentials_that_expire_are_read_again(
     ):
         backend.read("x")
     assert backend.requests == {"get": 4}
+
+
+@pytest.mark.parametrize("code", ["InvalidAccessKeyId", "SignatureDoesNotMatch"])
+def test_keys_that_are_replaced_are_read_again(
+    bucket: Bucket,
+    proxy: FaultyProxy,
+    code: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store that is open goes on with the new key of the file, once the old one is refused."""
+    file = tmp_path / "credentials"
+
+    def write(user: str) -> None:
+        file.write_text(
+            f"[default]\naws_access_key_id = {user}\naws_secret_access_key = {SECRET}\n"
+        )
+
+    take(store_in(bucket), 0)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    write(READER)
+    store = Store(f"{bucket.uri}/run", storage_options={"endpoint_url": proxy.url})
+    assert_holds(store["step_0"], 0)
+    with proxy.during(
+        HttpFault(answer(403, code), times=None, header=f"authorization: *Credential={READER}/*")
+    ) as (refused,):
+        with pytest.raises(CredentialsError, match="does not know these credentials"):
+            store.snapshots()
+        write(WRITER)
+        assert_holds(store["step_0"], 0)
+        take(store, 1)
+        before = refused.struck
+        assert_holds(store["step_1"], 1)
+        assert refused.struck == before
 
 
 @pytest.mark.parametrize(
