@@ -28,7 +28,7 @@ from casnap.backends.client import (
     valid_options,
     without_secrets,
 )
-from casnap.errors import AccessDeniedError, BackendError
+from casnap.errors import AccessDeniedError, BackendError, NoBucketError
 from casnap.format.digest import digest_of
 from casnap.format.names import STORE_FOLDER
 from casnap.runtime.fork import PerProcess
@@ -36,6 +36,8 @@ from casnap.runtime.typing import override
 
 T = TypeVar("T")
 
+# The schemes whose first folder is a container, which somebody has to make.
+_WITH_CONTAINERS = frozenset({"az", "abfs", "abfss"})
 # What is in memory is one dictionary, which a thread may not change while another one lists it.
 _memory = PerProcess(threading.Lock)
 
@@ -57,6 +59,8 @@ class FsspecClient(Client):
         with valid_options(uri):
             self._fs, root = fsspec.url_to_fs(uri, **options)
         self._root = root.rstrip("/")
+        # Until the container is known to be there.
+        self._is_in_container = uri.partition("://")[0] in _WITH_CONTAINERS
         self._options = digest_of(repr(sorted(storage_options.items())).encode()).hex()
         # Else moving is copying, and a copy can be half done: then the file system is taken for an
         # object store, which puts objects whole.
@@ -156,7 +160,17 @@ class FsspecClient(Client):
                     sizes[name[skip:]] = int(info["size"])
                 else:
                     folders.append(name[skip:])
+        if not sizes and not folders:
+            await self._check_container()
         return Page(sizes, folders, None)
+
+    async def _check_container(self) -> None:
+        """Check, once, that it is not the container that is missing."""
+        if self._is_in_container:
+            container = self._root.lstrip("/").partition("/")[0]
+            if not await self._do("", self._fs.exists, container):
+                raise NoBucketError(f"{self._uri}: the container {container} does not exist")
+            self._is_in_container = False
 
     @override
     async def copy(self, key: str, to: str, found: ObjectStat) -> ObjectStat:

@@ -35,8 +35,14 @@ from casnap.backends.client import (
 )
 from casnap.backends.retries import Retries
 from casnap.backends.s3_errors import delete_error, typed
-from casnap.errors import AccessDeniedError, BackendError, CredentialsError, UnavailableError
-from casnap.runtime.environment import aws_files, variables
+from casnap.errors import (
+    AccessDeniedError,
+    BackendError,
+    CredentialsError,
+    OptionsError,
+    UnavailableError,
+)
+from casnap.runtime.environment import aws_endpoint, aws_files, variables
 from casnap.runtime.fork import PerProcess
 from casnap.runtime.typing import override
 
@@ -99,13 +105,27 @@ class S3Client(Client):
                 if self._fs.session is None:
                     self._fs.session = _session(self._fs.kwargs)
                 client = await self._fs.set_session()
+        except OptionsError as e:
+            raise self._wrong_endpoint() or e from e
         except _ERRORS as e:
-            raise typed(e, self._uri, self._uri) from e
+            raise typed(e, self._uri, self._uri, "get_object") from e
         # It would cost a round trip before each body.
         client.meta.events.unregister("before-call.s3", add_expect_header)
         # After a redirect that names no region, botocore would look for it for ever.
         client.meta.events.register("before-call.s3.HeadBucket", _no_region)
         return client
+
+    def _wrong_endpoint(self) -> OptionsError | None:
+        """Return the error for an endpoint of the environment that is no URL, if there is one."""
+        named = aws_endpoint()
+        if named is None or "://" in named[1]:
+            return None
+        if self._fs.endpoint_url or self._fs.client_kwargs.get("endpoint_url"):
+            return None
+        return OptionsError(
+            f"{self._uri}: the environment variable {named[0]} is no URL: "
+            f"{without_secrets(named[1])!r}; write it like https://host:port"
+        )
 
     async def _call(self, method: str, what: str, **arguments: Any) -> dict[str, Any]:
         try:
@@ -113,7 +133,7 @@ class S3Client(Client):
             # statuses, headers and bodies to us.
             return await self._fs._call_s3(method, Bucket=self._bucket, **arguments)  # type: ignore[no-any-return]
         except _ERRORS as e:
-            error = typed(e, what, self._uri)
+            error = typed(e, what, self._uri, method)
             if isinstance(error, CredentialsError | AccessDeniedError):
                 # There may be others by now, for the next client.
                 self._forget()
@@ -164,7 +184,7 @@ class S3Client(Client):
         try:
             size = await receive(body.raw_stream, body.read, run, sink)
         except _ERRORS as e:
-            raise typed(e, what, self._uri) from e
+            raise typed(e, what, self._uri, "get_object") from e
         finally:
             # Nothing is done if the body was read to its end; else this ends the connection.
             body.close()
@@ -293,7 +313,8 @@ def _is_plain(value: object) -> bool:
 def _continuation(answer: Mapping[str, Any], what: str) -> str | None:
     token: str | None = answer.get("NextContinuationToken")
     if "IsTruncated" not in answer:
-        raise TransientError(f"the answer is not a listing of {what}")
+        # Nor does this say that a server of S3 is there.
+        raise TransientError(f"the answer is not a listing of {what}", reached=False)
     if token is None and answer["IsTruncated"]:
         raise TransientError(f"the listing of {what} was cut off")
     return token

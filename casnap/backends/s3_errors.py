@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import botocore.exceptions as boto
@@ -91,7 +91,6 @@ _BROKEN = (
     boto.HTTPClientError,
     boto.IncompleteReadError,
     boto.ResponseStreamingError,
-    ResponseParserError,
     aiohttp.ClientError,
 )
 _NO_CREDENTIALS = (
@@ -103,17 +102,40 @@ _NO_CREDENTIALS = (
 )
 
 
-def typed(error: Exception, what: str, uri: str) -> Exception:
+# What a user has to be allowed for each request.
+_RIGHTS = {
+    "get_object": "s3:GetObject there (and s3:ListBucket, without which a missing object looks so)",
+    "list_objects_v2": "s3:ListBucket on the bucket",
+    "put_object": "s3:PutObject there",
+    "copy_object": "s3:GetObject and s3:PutObject there",
+    "delete_object": "s3:DeleteObject there",
+    "delete_objects": "s3:DeleteObject there",
+    "get_bucket_lifecycle_configuration": "s3:GetLifecycleConfiguration on the bucket",
+    "get_bucket_versioning": "s3:GetBucketVersioning on the bucket",
+    "get_object_lock_configuration": "s3:GetBucketObjectLockConfiguration on the bucket",
+}
+# Statuses of servers of another kind, which name no error of S3.
+_NOT_S3 = frozenset({400, 404, 405, 501})
+
+
+class _Request(NamedTuple):
+    what: str
+    uri: str
+    method: str
+
+
+def typed(error: Exception, what: str, uri: str, method: str) -> Exception:
     """Return the error of ours that one of a client means.
 
     Args:
         error: What the client raised.
         what: The object, for messages.
         uri: The store, for messages.
+        method: The request, as botocore calls it.
     """
     answer = _answer(error)
     if answer is not None:
-        return _answered(answer, what, uri)
+        return _answered(answer, _Request(what, uri, method))
     told = f"{type(error).__name__}: {without_secrets(str(error))}"
     if any(isinstance(e, OSError) and e.errno in EXHAUSTED for e in _chain(error)):
         return ExhaustedError(
@@ -131,6 +153,9 @@ def typed(error: Exception, what: str, uri: str) -> Exception:
         return no_tls
     if isinstance(error, _CONNECTING):
         return TransientError(told, reached=False)
+    if isinstance(error, ResponseParserError):
+        # Cut off, or no answer of S3: the server does not count as reached.
+        return TransientError(told, reached=False)
     if isinstance(error, _BROKEN):
         return TransientError(told)
     return BackendError(f"{what}: {told}")
@@ -142,7 +167,7 @@ def delete_error(error: dict[str, Any], what: str) -> TransientError | BackendEr
     if code in _BUSY | _MAY_PASS:
         return TransientError(f"{code}: {message}", busy=code in _BUSY)
     if code == "AccessDenied":
-        return _denied(code, message, what)
+        return _denied(code, message, what, "delete_objects")
     return BackendError(f"{what} cannot be deleted: {code}: {message}")
 
 
@@ -161,7 +186,8 @@ def _answer(error: Exception) -> dict[str, Any] | None:
     return None
 
 
-def _answered(answer: dict[str, Any], what: str, uri: str) -> Exception:
+def _answered(answer: dict[str, Any], request: _Request) -> Exception:
+    what, uri, _ = request
     meta, error = answer.get("ResponseMetadata", {}), answer.get("Error", {})
     status, code = int(meta.get("HTTPStatusCode", 0)), str(error.get("Code", ""))
     message = without_secrets(str(error.get("Message", "")))
@@ -177,7 +203,8 @@ def _answered(answer: dict[str, Any], what: str, uri: str) -> Exception:
     if code in _BUSY or status in (429, 503):
         return TransientError(told, busy=True)
     if code in _MAY_PASS or status in (408, 409, 500, 502, 504):
-        return TransientError(told)
+        # botocore makes a 500 of a page of HTML, which may come from a server of another kind.
+        return TransientError(told, reached=status != 500 or code not in _no_code(status))
     if code == "InvalidObjectState":
         return ArchivedError(
             f"{what} is archived ({error.get('StorageClass', 'its storage class')}); restore it in "
@@ -190,10 +217,30 @@ def _answered(answer: dict[str, Any], what: str, uri: str) -> Exception:
             f"{uri}: the bucket is in another region; pass storage_options="
             f"{{'client_kwargs': {{'region_name': {named}}}}} or set AWS_REGION ({told})"
         )
-    return _refused(status, code, told, what, uri)
+    return _refused(status, code, told, request)
 
 
-def _refused(status: int, code: str, told: str, what: str, uri: str) -> BackendError:
+def _refused(status: int, code: str, told: str, request: _Request) -> BackendError:
+    what, uri, method = request
+    if status in _NOT_S3 and code in _no_code(status):
+        return BackendError(
+            f"{uri}: what answers there seems to be no S3 server ({told}); check endpoint_url in "
+            "storage_options, AWS_ENDPOINT_URL, or --endpoint-url"
+        )
+    refused = _credentials_error(status, code, told, uri)
+    if refused is not None:
+        return refused
+    if status == 403 or code.startswith("KMS.") or code == "AccessDenied":
+        return _denied(code, told, what, method)
+    return BackendError(f"{what}: {told}")
+
+
+def _no_code(status: int) -> tuple[str, str]:
+    """Return what botocore gives as the code of an answer in which it finds no error of S3."""
+    return "", str(status)
+
+
+def _credentials_error(status: int, code: str, told: str, uri: str) -> CredentialsError | None:
     if code in _EXPIRED:
         return CredentialsError(f"{uri}: the credentials have expired; get new ones ({told})")
     if code == "RequestTimeTooSkewed":
@@ -202,13 +249,11 @@ def _refused(status: int, code: str, told: str, what: str, uri: str) -> BackendE
         )
     if code in _CREDENTIALS or status == 401:
         return CredentialsError(f"{uri}: the server does not know these credentials ({told})")
-    if status == 403 or code.startswith("KMS.") or code == "AccessDenied":
-        return _denied(code, told, what)
-    return BackendError(f"{what}: {told}")
+    return None
 
 
-def _denied(code: str, told: str, what: str) -> AccessDeniedError:
-    hint = "the user needs s3:GetObject, PutObject, DeleteObject and ListBucket there"
+def _denied(code: str, told: str, what: str, method: str) -> AccessDeniedError:
+    hint = f"the user needs {_RIGHTS[method]}"
     if "KMS" in code or "kms" in told:
         hint = "the user needs kms:Decrypt and kms:GenerateDataKey for the bucket's key"
     elif "requester" in told.lower() or code == "InvalidPayer":

@@ -73,12 +73,19 @@ def _others() -> set[str]:
 
 
 def _any(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:
+    from fsspec.registry import known_implementations
+
     from casnap.backends.any_fsspec import FsspecClient
 
     try:
         return FsspecClient(uri, options)
     except ImportError as e:
-        raise BackendError(f"{uri}: {e}") from e
+        scheme = uri.partition("://")[0]
+        needs = known_implementations.get(scheme, {}).get("err") or e
+        raise BackendError(
+            f"{uri}: fsspec, by which casnap reaches {scheme}://, lacks a package: {needs}. "
+            "Install it; s3:// and gs:// are what casnap supports by itself"
+        ) from e
 
 
 def _s3(uri: str, options: Mapping[str, Any], retries: Retries) -> Client:

@@ -167,6 +167,14 @@ def aws_files() -> tuple[tuple[int, int, int] | None, ...]:
     return tuple(found)
 
 
+def aws_endpoint() -> tuple[str, str] | None:
+    """Return the variable that names the server of S3 to botocore, and its value."""
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+        if value := os.environ.get(name):
+            return name, value
+    return None
+
+
 def google_metadata_server() -> tuple[str, int] | None:
     """Return the address of the server that gives credentials to machines of Google's cloud.
 

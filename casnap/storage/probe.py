@@ -20,6 +20,10 @@ from casnap.runtime.environment import cache_folder
 from casnap.runtime.threads import Crew, SharedItems
 
 _log = logging.getLogger("casnap")
+_ALONE = (
+    "or make sure that no other process takes, deletes, prunes, tags, repairs or collects there "
+    "meanwhile, and pass --exclusive, or Store(..., exclusive=True)"
+)
 # How long a host believes what it found, in seconds.
 _BELIEVED = 30 * 86400.0
 # The endpoints, each in a state, that this process knows to honour it.
@@ -28,6 +32,13 @@ _known: set[str] = set()
 
 def no_put_if_absent_error(backend: Backend) -> StoreError:
     """Return the error for a writer at a place without put-if-absent."""
+    if not backend.can_put_if_absent:
+        scheme = backend.uri.partition("://")[0]
+        return StoreError(
+            f"{backend.uri}: casnap does not know how to put an object only if it is absent on "
+            f"{scheme}:// (it does on s3:// and gs://), so of two writers at once one can "
+            f"overwrite the other's commit, and snapshots are lost. Use one of those, {_ALONE}"
+        )
     kept = backend.versioning
     hint = (
         f", or a bucket that never kept versions (here versioning is {kept}; some servers honour "
@@ -38,9 +49,7 @@ def no_put_if_absent_error(backend: Backend) -> StoreError:
     return StoreError(
         f"{backend.uri} lies on a server that does not honour put-if-absent (If-None-Match), so of "
         "two writers at once one can overwrite the other's commit, and snapshots are lost. Use a "
-        f"server that honours it{hint}; or make sure that no other process takes, deletes, "
-        "prunes, tags, repairs or collects there meanwhile, and pass --exclusive, or "
-        "Store(..., exclusive=True)"
+        f"server that honours it{hint}; {_ALONE}"
     )
 
 

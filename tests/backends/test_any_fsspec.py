@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,13 +11,15 @@ import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 from safetensors.numpy import save_file
 
+from casnap import Store
 from casnap.backends import Backend, backend_at
 from casnap.backends.any_fsspec import FsspecClient
 from casnap.backends.client import Page
 from casnap.backends.remote import RemoteBackend
-from casnap.errors import BackendError
+from casnap.errors import BackendError, NoBucketError, NotAStoreError, StoreError
 from casnap.testing.backend_suite import BackendSuite
 from tests.support.cli_calls import document, failure
 
@@ -67,6 +70,32 @@ class TestFolderOfFsspec(BackendSuite):
 def test_a_place_without_put_if_absent(memory: str) -> None:
     with pytest.raises(BackendError, match="exclusive"):
         backend_at(memory).put_if_absent("x", b"x")
+
+
+class _Azure(_Memory):
+    """It has containers."""
+
+    protocol = "abfs"
+
+
+def test_azure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not said that Azure does not honour what casnap does not ask it for."""
+    monkeypatch.setitem(_registry, "abfs", _Azure)
+    with pytest.raises(NoBucketError, match="the container nowhere does not exist"):
+        Store("abfs://nowhere/x", create=False)
+    _Azure().mkdir("/here")
+    with pytest.raises(NotAStoreError, match="make one"):
+        Store("abfs://here/x", create=False)
+    with pytest.raises(StoreError, match=r"does not know how to .* on abfs://") as caught:
+        Store("abfs://here/x")
+    assert "does not honour" not in str(caught.value)
+    assert Store("abfs://here/x", exclusive=True).snapshots() == []
+
+
+def test_a_package_of_fsspec_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(BackendError, match=r"reaches hdfs://.* pyarrow .*s3:// and gs:// are what"):
+        Store("hdfs://host/x")
 
 
 @pytest.mark.usefixtures("memory")

@@ -205,7 +205,7 @@ def test_an_exclusive_writer_looks_first(
     ("status", "code", "expected", "told"),
     [
         (404, "NoSuchBucket", NoBucketError, "bucket does not exist"),
-        (403, "AccessDenied", AccessDeniedError, "s3:ListBucket|ListBucket"),
+        (403, "AccessDenied", AccessDeniedError, "the user needs s3:"),
         (400, "KMS.DisabledException", AccessDeniedError, "kms:Decrypt"),
         (403, "InvalidPayer", AccessDeniedError, "requester_pays"),
         (403, "InvalidAccessKeyId", CredentialsError, "does not know"),
@@ -241,6 +241,41 @@ def test_errors_say_what_they_mean(
             assert SECRET not in str(caught.value)
     # Botocore asks for the bucket's region. Who is refused looks at the credentials once more.
     assert len(proxy.log) <= 6 * (1 + (expected is CredentialsError)) + 3
+
+
+def test_the_right_that_a_request_needs_is_named(backend: Backend, proxy: FaultyProxy) -> None:
+    """That one, and none that a reader should not have."""
+    calls: dict[str, Any] = {
+        "s3:GetObject": lambda: backend.read("x"),
+        "s3:PutObject": lambda: backend.write("x", b"x"),
+        "s3:ListBucket on": lambda: backend.names("packs"),
+        "s3:DeleteObject": lambda: backend.delete("x"),
+    }
+    with proxy.during(HttpFault(answer(403, "AccessDenied"), times=None)):
+        for right, call in calls.items():
+            with pytest.raises(AccessDeniedError, match=right) as caught:
+                call()
+            assert not [other for other in calls if other != right and other in str(caught.value)]
+
+
+@pytest.mark.parametrize("status", [400, 404, 405])
+def test_an_endpoint_that_is_no_s3(bucket: Bucket, proxy: FaultyProxy, status: int) -> None:
+    def page(exchange: Exchange) -> Answer:
+        return answer(status)(exchange).with_content(b"<html><body>hello<br></body></html>")
+
+    options = {**bucket.storage_options, "endpoint_url": proxy.url}
+    with (
+        proxy.during(HttpFault(page, times=None)),
+        pytest.raises(StoreError, match=r"seems to be no S3 server .*endpoint_url"),
+    ):
+        Store(f"{bucket.uri}/run", storage_options=options)
+
+
+def test_an_endpoint_of_the_environment_that_is_no_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:1")
+    options = {"key": "a", "secret": "b"}
+    with pytest.raises(StoreError, match=r"variable AWS_ENDPOINT_URL is no URL: '127\.0\.0\.1:1'"):
+        Store("s3://bucket/run", storage_options=options)
 
 
 def test_credentials_that_expire_are_read_again(
