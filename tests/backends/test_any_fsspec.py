@@ -77,6 +77,10 @@ class _Azure(_Memory):
 
     protocol = "abfs"
 
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("abfs://").strip("/")
+
 
 def test_azure(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not said that Azure does not honour what casnap does not ask it for."""
