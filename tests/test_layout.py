@@ -38,6 +38,8 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in SOURCES if path.is_relative_to(ROOT / "casnap")}
+# `python -m casnap`: one line above all, which runs the command.
+del MODULES["casnap.__main__"]
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

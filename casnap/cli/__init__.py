@@ -20,7 +20,7 @@ try:
 
     import casnap
     from casnap.cli.output import CommandError, quoted, safe
-    from casnap.errors import CasnapError
+    from casnap.errors import CasnapError, nearest
 except KeyboardInterrupt:
     # These imports take most of a short command's time, and main() cannot catch it yet.
     sys.stderr.write("casnap: interrupted\n")
@@ -88,6 +88,15 @@ class Commands(click.Group):
         command: click.Command = getattr(module, module.__name__.rpartition(".")[2])
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the arguments name; a misspelled one names the nearest."""
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            raise click.UsageError(f"No such command {quoted(name)}{nearest(name, COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one line for each command, without importing them."""
         with formatter.section("Commands"):
@@ -106,7 +115,10 @@ class Commands(click.Group):
             raise CommandError(f"{where}{e.strerror or e}") from e
 
 
-@click.group("casnap", cls=Commands, epilog=EXAMPLES, context_settings={"max_content_width": 100})
+_SETTINGS = {"max_content_width": 100, "help_option_names": ["-h", "--help"]}
+
+
+@click.group("casnap", cls=Commands, epilog=EXAMPLES, context_settings=_SETTINGS)
 @click.version_option(casnap.__version__, message="%(prog)s %(version)s")
 def cli() -> None:
     """A content-addressed, deduplicating checkpoint store for PyTorch."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from casnap.cli.output import CommandError, counted, kinds, quoted
+from casnap.backends import Backend
+from casnap.cli.output import CommandError, counted, json_time, kinds, quoted
 from casnap.errors import (
     CasnapError,
     DamagedError,
@@ -188,7 +189,7 @@ def second_snapshot(path: str, first: Snapshot) -> Snapshot:
 
 
 def store_fields(store: Store) -> dict[str, Any]:
-    """Return the store and the prefix, for JSON."""
+    """Return the whole store and the folder in it, for JSON."""
     return {"store": store.objects.backend.uri, "prefix": store.prefix}
 
 
@@ -214,18 +215,37 @@ def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:
         return None
 
 
+def named(backend: Backend, full: str, commit: str | None) -> dict[str, Any]:
+    """Return which snapshot it is, for JSON.
+
+    Args:
+        backend: Its store.
+        full: Its full name there.
+        commit: Its commit id; None for one that does not exist yet.
+    """
+    # No store is looked for above a remote path, so two slashes say where it ends.
+    slash = "//" if backend.is_remote and "/" in full else "/"
+    path = f"{backend.uri}{slash}{full}"
+    return {"store": backend.uri, "name": full, "path": path, "commit": commit}
+
+
+def named_fields(snapshot: Snapshot) -> dict[str, Any]:
+    """Return which snapshot it is, for JSON."""
+    store = snapshot.store
+    full = store.outer_name(snapshot.name)
+    return named(store.objects.backend, full, snapshot.commit_id)
+
+
 def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
     """Return the row of a snapshot, for JSON."""
     return {
-        "name": snapshot.name,
-        "path": snapshot.path,
-        "commit": snapshot.commit_id,
-        "seq": snapshot.seq,
-        "time": snapshot.time,
+        **named_fields(snapshot),
+        "root": snapshot.seq,
+        "time": json_time(snapshot.time),
         "world_size": snapshot.world_size,
         "logical_bytes": snapshot.stats.logical_bytes,
         "new_bytes": snapshot.stats.new_bytes,
-        "entries": snapshot.stats.entries,
+        "entry_count": snapshot.stats.entries,
         "seconds": snapshot.stats.seconds,
         "metadata": metadata_of(snapshot),
         "tags": list(snapshot.tags),

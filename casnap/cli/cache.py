@@ -9,7 +9,17 @@ from typing import Any
 
 import click
 
-from casnap.cli.output import CommandError, emit, json_option, moment, quoted, safe, size, table
+from casnap.cli.output import (
+    CommandError,
+    emit,
+    json_option,
+    json_time,
+    moment,
+    quoted,
+    safe,
+    size,
+    table,
+)
 from casnap.errors import nearest
 from casnap.runtime.environment import cache_folder, why_refused
 from casnap.storage.chunk_cache import FOLDER, URI, CachedPack, cached_packs
@@ -40,13 +50,21 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
         for pack in packs:
             if pack.store_id in chosen:
                 pack.path.unlink(missing_ok=True)
-    total = sum(fields["bytes"] for fields in stores)
+    total = sum(fields["cached_bytes"] for fields in stores)
     if as_json:
-        emit({"folder": str(folder or ""), "stores": stores, "bytes": total, "cleared": clear})
+        listed = [{**s, "used_time": json_time(s["used_time"])} for s in stores]
+        facts = {"folder": str(folder or ""), "cached_bytes": total, "cleared": clear}
+        emit({**facts, "stores": listed})
         return
     if stores:
         rows = [
-            (safe(s["store"]), size(s["bytes"]), f"{s['packs']:,}", moment(s["used"]), s["id"])
+            (
+                safe(s["store"]),
+                size(s["cached_bytes"]),
+                f"{s['pack_count']:,}",
+                moment(s["used_time"]),
+                s["id"],
+            )
             for s in stores
         ]
         table(("STORE", "BYTES", "PACKS", "USED", "ID"), rows, numbers={"BYTES", "PACKS"})
@@ -55,14 +73,14 @@ def cache(store: str | None, clear: bool, as_json: bool) -> None:
 
 
 def _fields(packs: list[CachedPack]) -> dict[str, Any]:
-    """Return what is cached of one store, for JSON."""
+    """Return what is cached of one store, as JSON has it, but for the form of the time."""
     first = packs[0]
     return {
         "store": _uri(first.path.parents[2]),
         "id": first.store_id,
-        "bytes": sum(pack.nbytes for pack in packs),
-        "packs": len(packs),
-        "used": max(pack.used for pack in packs),
+        "cached_bytes": sum(pack.nbytes for pack in packs),
+        "pack_count": len(packs),
+        "used_time": max(pack.used for pack in packs),
     }
 
 

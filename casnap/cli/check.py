@@ -14,10 +14,10 @@ from casnap.cli.arguments import (
     request_fields,
 )
 from casnap.cli.option_types import positive_share
-from casnap.cli.output import counted, emit, json_option, phases, print_warnings, safe, size
+from casnap.cli.output import counted, counts, emit, json_option, phases, print_warnings, safe, size
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.check import check as check_store
-from casnap.maintenance.damage import ALL, Damage
+from casnap.maintenance.damage import ALL, Damage, Hurt
 
 MOST_DAMAGES = 20
 _MOST_HURT = 5
@@ -62,14 +62,27 @@ def check(
 
 
 def _document(uri: str, found: CheckReport) -> dict[str, Any]:
-    lists = {key: list(map(document_of, getattr(found, key))) for key in ("damages", "history")}
-    hurts = [vars(hurt) for hurt in found.hurts]
-    return {"store": uri, "ok": found.ok, "hurt": hurts, **vars(found), **lists}
+    rest = {key: value for key, value in vars(found).items() if key not in _THINGS}
+    return {
+        "store": uri,
+        "ok": found.ok,
+        "hurts": list(map(_hurt_fields, found.hurts)),
+        **rest,
+        **counts(found, *_THINGS),
+        **{key: list(map(document_of, getattr(found, key))) for key in ("damages", "history")},
+    }
+
+
+_THINGS = ("snapshots", "packs", "chunks", "orphans", "temporary")
 
 
 def document_of(damage: Damage) -> dict[str, Any]:
     """Return a damage for JSON."""
-    return {**vars(damage), "hurts": [vars(hurt) for hurt in damage.hurts]}
+    return {**vars(damage), "hurts": list(map(_hurt_fields, damage.hurts))}
+
+
+def _hurt_fields(hurt: Hurt) -> dict[str, Any]:
+    return {"name": hurt.snapshot, "entry": hurt.path}
 
 
 def _print(uri: str, found: CheckReport) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from casnap.cli.arguments import endpoint_option, exclusive_option, open_store
+from casnap.cli.arguments import endpoint_option, exclusive_option, open_store, request_fields
 from casnap.cli.output import emit, json_option, plain, quoted, safe
 from casnap.format.codec import Codec
 
@@ -33,7 +33,15 @@ def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
         except ValueError as e:
             raise click.UsageError(safe(str(e))) from e
     if as_json:
-        emit({"store": place.objects.backend.uri, "settings": place.settings})
+        facts = {"id": place.id, "format": place.format, "chunk_size_bytes": place.chunk_size}
+        emit(
+            {
+                "store": place.objects.backend.uri,
+                **facts,
+                "settings": place.settings,
+                **request_fields(place),
+            }
+        )
         return
     for key, value in sorted(place.settings.items()):
         # The mirror is known by its id, but people name it by its URI.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from dataclasses import asdict
 from typing import Any
 
 import click
@@ -16,9 +15,10 @@ from casnap.cli.arguments import (
     is_exclusive,
     options_for,
     print_requests,
+    request_fields,
 )
 from casnap.cli.option_types import duration
-from casnap.cli.output import CommandError, counted, emit, json_option, phases, safe, size
+from casnap.cli.output import CommandError, counted, counts, emit, json_option, phases, safe, size
 from casnap.errors import NotAStoreError
 from casnap.storage.uris import snapshot_uri, store_uri
 from casnap.store import Store
@@ -90,13 +90,14 @@ def cp(
         report = here.copy(
             name, to=there, rename=rename, dry_run=dry_run, progress=progress, **reach
         )
-    places = {"source": here, "destination": there if isinstance(there, Store) else None}
+    places = [here, there if isinstance(there, Store) else None]
     if as_json:
-        requests = {key: place.requests for key, place in places.items() if place is not None}
-        emit({"source": here.uri, "destination": _uri(there), **asdict(report), **_some(requests)})
+        opened = [place for place in places if place is not None]
+        ends = {"source": here.uri, "destination": _uri(there)}
+        emit({**ends, **_facts_of(report), **request_fields(*opened)})
         return
     _show(report, _uri(there))
-    for place in places.values():
+    for place in places:
         if place is not None:
             print_requests(place)
 
@@ -139,17 +140,21 @@ def _follow(source: str, destination: str, how: FollowOptions, *, as_json: bool)
                 sys.stdout.flush()
     except KeyboardInterrupt:
         pass
+    done = {"copied": copied, "refused": follower.refused}
     if as_json:
-        emit({"copied": copied, "refused": follower.refused})
+        emit({"source": source, "destination": destination, **done})
     else:
         click.echo(f"{counted(len(copied), 'snapshot')} copied")
     if follower.refused:
         raise CommandError("; ".join(f"{name}: {why}" for name, why in follower.refused.items()))
 
 
-def _some(requests: dict[str, dict[str, int]]) -> dict[str, Any]:
-    made = {key: counts for key, counts in requests.items() if counts}
-    return {"requests": made} if made else {}
+def _facts_of(report: CopyReport) -> dict[str, Any]:
+    rest = {key: value for key, value in vars(report).items() if key not in _THINGS}
+    return {**rest, **counts(report, *_THINGS)}
+
+
+_THINGS = ("sent_chunks", "present_chunks")
 
 
 def _uri(place: Store | str) -> str:

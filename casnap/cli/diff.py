@@ -8,6 +8,7 @@ import click
 
 from casnap.cli.arguments import (
     endpoint_option,
+    named_fields,
     open_snapshot,
     request_fields,
     second_snapshot,
@@ -78,15 +79,15 @@ def _document(
     first: Snapshot, second: Snapshot, found: Diff, changes: list[Change]
 ) -> dict[str, Any]:
     return {
-        "a": {"store": first.store.uri, "name": first.name, "commit": first.commit_id},
-        "b": {"store": second.store.uri, "name": second.name, "commit": second.commit_id},
-        "changed": len(found.of("changed")),
-        "added": len(found.of("added")),
-        "removed": len(found.of("removed")),
+        "a": named_fields(first),
+        "b": named_fields(second),
+        "changed_count": len(found.of("changed")),
+        "added_count": len(found.of("added")),
+        "removed_count": len(found.of("removed")),
         "changed_bytes": found.changed_bytes,
         "changes": [
             {
-                "path": change.path,
+                "entry": change.path,
                 "change": change.kind,
                 "changed_bytes": change.changed_bytes,
                 "total_bytes": change.total_bytes,

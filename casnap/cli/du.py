@@ -8,6 +8,7 @@ import click
 
 from casnap.cli.arguments import (
     endpoint_option,
+    named_fields,
     open_store,
     print_requests,
     request_fields,
@@ -36,8 +37,9 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
         usages = usage([s.contents for s in found], objects, report)
     logical, stored = sum(u.logical_bytes for u in usages), stored_bytes(objects)
     if as_json:
-        listed = [{**asdict(u), "name": s.name} for s, u in zip(found, usages, strict=True)]
-        totals = {"logical_bytes": logical, "store_bytes": stored}
+        # The name of a usage is that in the view; here it is that in the store.
+        listed = [{**asdict(u), **named_fields(s)} for s, u in zip(found, usages, strict=True)]
+        totals = {"logical_bytes": logical, "stored_bytes": stored}
         emit({**store_fields(place), "snapshots": listed, **totals, **request_fields(place)})
         return
     if found:

@@ -36,10 +36,10 @@ def type_text(entry: Entry) -> str:
 
 def entry_fields(entry: Entry) -> dict[str, Any]:
     """Return the description of an entry, for JSON."""
-    facts: dict[str, Any] = {"kind": entry.kind, "nbytes": payload_of(entry).nbytes}
+    facts: dict[str, Any] = {"kind": entry.kind, "logical_bytes": payload_of(entry).nbytes}
     if isinstance(entry, TensorEntry):
         scheme = entry.quantization.scheme if entry.quantization is not None else None
-        boxes = {"boxes": len(entry.boxes)} if isinstance(entry, BoxedTensorEntry) else {}
+        boxes = {"box_count": len(entry.boxes)} if isinstance(entry, BoxedTensorEntry) else {}
         return {
             "type": "tensor",
             **facts,
@@ -50,7 +50,7 @@ def entry_fields(entry: Entry) -> dict[str, Any]:
             **boxes,
         }
     if isinstance(entry, ContainerEntry):
-        return {"type": "container", **facts, "count": entry.count}
+        return {"type": "container", **facts, "element_count": entry.count}
     return {"type": "value", **facts}
 
 

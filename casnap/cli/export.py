@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from typing import Any
 
 import click
 
-from casnap.cli.arguments import endpoint_option, open_part
+from casnap.cli.arguments import endpoint_option, named_fields, open_part, request_fields
 from casnap.cli.option_types import size_in_bytes
 from casnap.cli.output import counted, emit, json_option, phases, print_warnings, safe, size
 from casnap.files.report import FORMATS, ExportReport, format_of
@@ -81,9 +81,24 @@ def export(
             progress=progress,
         )
     if as_json:
-        emit({"store": snapshot.store.uri, "name": snapshot.name, "path": path, **asdict(report)})
+        where = {**named_fields(snapshot), "entry": path, "output": out}
+        emit({**where, **_facts_of(report), **request_fields(snapshot.store)})
     else:
         _show(report, out)
+
+
+def _facts_of(report: ExportReport) -> dict[str, Any]:
+    return {
+        "dry_run": report.dry_run,
+        "format": report.format,
+        "files": [{"file": name, "file_bytes": nbytes} for name, nbytes in report.files.items()],
+        "tensor_count": report.tensors,
+        "logical_bytes": report.nbytes,
+        "left_out": report.left_out,
+        "tied": report.tied,
+        "equal": report.equal,
+        "seconds": report.seconds,
+    }
 
 
 def _show(report: ExportReport, out: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from typing import Any
 
 import click
 
@@ -15,7 +15,7 @@ from casnap.cli.arguments import (
     store_fields,
 )
 from casnap.cli.option_types import duration_or_none, share
-from casnap.cli.output import counted, emit, json_option, phases, print_warnings, safe, size
+from casnap.cli.output import counted, counts, emit, json_option, phases, print_warnings, safe, size
 from casnap.maintenance.gc import GcOptions, GcReport, collect
 from casnap.store import Store
 
@@ -68,7 +68,7 @@ def gc(
     place = open_whole_store(store)
     report = collect_garbage(place, GcOptions(grace=grace, repack=repack, dry_run=dry_run))
     if as_json:
-        emit({**store_fields(place), **asdict(report), **request_fields(place)})
+        emit({**store_fields(place), **garbage_fields(report), **request_fields(place)})
     else:
         show(place, report)
         print_requests(place)
@@ -78,6 +78,26 @@ def collect_garbage(place: Store, options: GcOptions) -> GcReport:
     """Collect the garbage of a store, with a progress bar on a terminal."""
     with phases(lambda: place.requests) as report:
         return collect(place.objects, options, report)
+
+
+def garbage_fields(report: GcReport) -> dict[str, Any]:
+    """Return what was done, or would be, for JSON."""
+    rest = {name: value for name, value in vars(report).items() if name not in _THINGS}
+    return {**counts(report, *_THINGS), **rest}
+
+
+_THINGS = (
+    "snapshots",
+    "live_chunks",
+    "condemned_packs",
+    "rescued_packs",
+    "repacked_packs",
+    "merged_segments",
+    "deleted_packs",
+    "deleted_segments",
+    "waiting_packs",
+    "lost_chunks",
+)
 
 
 def show(place: Store, report: GcReport) -> None:

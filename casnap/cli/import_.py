@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from functools import partial
+from typing import Any
 
 import click
 
-from casnap.cli.arguments import endpoint_option, exclusive_option, is_exclusive, options_for
-from casnap.cli.output import counted, emit, json_option, phases, safe, size
+from casnap.cli.arguments import (
+    endpoint_option,
+    exclusive_option,
+    is_exclusive,
+    named,
+    options_for,
+    request_fields,
+)
+from casnap.cli.output import counted, counts, emit, json_option, phases, safe, size
+from casnap.files.report import ImportReport
 from casnap.opened.finding import store_above
+from casnap.opened.open_store import OpenStore
+from casnap.storage.location import locate_snapshot
+from casnap.store import Store
 from casnap.upkeep import import_snapshot
 
 EXAMPLES = """\
@@ -52,13 +62,20 @@ def import_(
     a file runs: a file that needs pickle is refused.
     """
     reach = options_for(snapshot)  # raises for a dry run, too
-    find = partial(store_above, snapshot, reach, create=True, exclusive=is_exclusive())
+    opened: list[tuple[OpenStore, str]] = []
+
+    def find() -> tuple[OpenStore, str]:
+        opened.append(
+            store_above(snapshot, reach, create=True, exclusive=is_exclusive()),
+        )
+        return opened[-1]
+
     with phases() as progress:
         options = {"overwrite": overwrite, "progress": progress}
         place = None if dry_run else find
         report = import_snapshot(source, snapshot, place, options, key=key, rank=rank, metadata={})
     if as_json:
-        emit(asdict(report))
+        emit({**_which(snapshot, reach, *opened), **_facts_of(report)})
         return
     would = "would be " if dry_run else ""
     values = f" and {counted(report.values, 'value')}" if report.values else ""
@@ -69,3 +86,29 @@ def import_(
     )
     new = "" if dry_run else f", {size(report.new_bytes)} new"
     click.echo(f"{size(report.logical_bytes)}{new}, below {', '.join(map(safe, report.keys[:8]))}")
+
+
+def _which(
+    path: str, reach: dict[str, Any] | None, opened: tuple[OpenStore, str] | None = None
+) -> dict[str, Any]:
+    """Return which snapshot it is, and the requests that were made; none by a dry run."""
+    if opened is None:
+        found = locate_snapshot(path, reach)
+        return named(found.backend, found.name, None)
+    place, name = opened
+    store = Store(place)
+    full, commit = place.outer_name(name), place.row(name).commit.hex()
+    return {**named(place.objects.backend, full, commit), **request_fields(store)}
+
+
+def _facts_of(report: ImportReport) -> dict[str, Any]:
+    return {
+        "dry_run": report.dry_run,
+        "format": report.format,
+        "key_names": report.keys,
+        **counts(report, "files", "tensors", "values"),
+        "logical_bytes": report.logical_bytes,
+        "new_bytes": report.new_bytes,
+        "metadata": report.metadata,
+        "seconds": report.seconds,
+    }

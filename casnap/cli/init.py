@@ -81,7 +81,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
             {
                 "store": place.uri,
                 "id": place.id,
-                "chunk_size": place.chunk_size,
+                "chunk_size_bytes": place.chunk_size,
                 CODEC: kept,
                 "created": place.opened.is_new,
                 **request_fields(place),

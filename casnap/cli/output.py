@@ -12,12 +12,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from typing import IO, Any
 
 import click
 
 from casnap.runtime.progress import Progress
 from casnap.runtime.sizes import size as size
+
+JSON_VERSION = 1
+"""The version of what ``--json`` prints: docs/json.md. A key that goes or changes makes another."""
 
 PATIENCE = 0.5
 """Seconds that work may take before a progress bar appears."""
@@ -53,9 +57,9 @@ def quoted(text: str) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Return a time as local date and time."""
+    """Return a time as local date and time, and the zone as hours and minutes from UTC."""
     try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+        return time.strftime("%Y-%m-%d %H:%M:%S%z", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
         return "?"
 
@@ -147,20 +151,49 @@ def check_can_ask(instead: str) -> None:
 def confirm(question: str) -> None:
     """Ask a question, and end the command with status 1 unless the answer is yes."""
     if not click.confirm(question, err=True):
-        raise click.exceptions.Exit(1)
+        raise CommandError("nothing was done")
 
 
 # --- JSON -------------------------------------------------------------------------------------
 
 
 def emit(document: dict[str, Any]) -> None:
-    """Print one JSON document, in ASCII, so that it holds no control sequences."""
+    """Print one JSON document, in ASCII, so that it holds no control sequences.
+
+    docs/json.md lists its keys, and has the rules for their names.
+    """
     import json
 
     import msgspec
 
     # json's own indentation is several times slower.
-    click.echo(msgspec.json.format(json.dumps(plain(document)), indent=2))
+    whole = {"version": JSON_VERSION, **plain(document)}
+    click.echo(msgspec.json.format(json.dumps(whole), indent=2))
+
+
+def json_time(seconds: float | None) -> str | None:
+    """Return a time as ISO 8601 in UTC, such as ``2026-01-31T12:00:00.250000Z``, for JSON."""
+    if seconds is None:
+        return None
+    try:
+        found = datetime.fromtimestamp(seconds, timezone.utc)
+    except (OverflowError, ValueError, OSError):
+        return None
+    return found.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def counts(report: object, *things: str) -> dict[str, int]:
+    """Return attributes of a report that are numbers of things, for JSON.
+
+    Args:
+        report: The report.
+        things: The attributes, such as ``packs``, which JSON calls ``pack_count``.
+    """
+    return {f"{_singular(thing)}_count": getattr(report, thing) for thing in things}
+
+
+def _singular(thing: str) -> str:
+    return f"{thing[:-3]}y" if thing.endswith("ies") else thing.removesuffix("s")
 
 
 def plain(value: Any, *, json: bool = True) -> Any:

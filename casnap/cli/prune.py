@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,13 @@ from click.core import ParameterSource
 from casnap.cli.arguments import (
     endpoint_option,
     exclusive_option,
+    named,
     open_store,
     request_fields,
     snapshots_of,
     store_fields,
 )
-from casnap.cli.gc import collect_garbage, grace_option, show
+from casnap.cli.gc import collect_garbage, garbage_fields, grace_option, show
 from casnap.cli.option_types import duration
 from casnap.cli.output import (
     CommandError,
@@ -28,6 +29,7 @@ from casnap.cli.output import (
     described,
     emit,
     json_option,
+    json_time,
     moment,
     quoted,
     safe,
@@ -121,7 +123,7 @@ def prune(
     if not (dry_run or yes):
         _ask(forget(prefix=prefix, dry_run=True))
     report = forget(prefix=prefix, dry_run=dry_run)
-    document = {**store_fields(place), **_facts_of(report)}
+    document = {**store_fields(place), **_facts_of(place, report)}
     if prefix:
         document["prefix"] = place.outer_name(prefix.strip("/"))
     if not as_json:
@@ -134,7 +136,7 @@ def prune(
             emit({**document, "error": str(e) or "interrupted"})
         raise
     if as_json:
-        collected_too = {} if garbage is None else {"gc": asdict(garbage)}
+        collected_too = {} if garbage is None else {"gc": garbage_fields(garbage)}
         emit({**document, **collected_too, **request_fields(place)})
     elif garbage is not None:
         show(place, garbage)
@@ -184,13 +186,12 @@ def _ask(plan: PruneReport) -> None:
         confirm(f"Forget {counted(count, 'snapshot')}?")
 
 
-def _facts_of(report: PruneReport) -> dict[str, object]:
+def _facts_of(place: Store, report: PruneReport) -> dict[str, object]:
     snapshots = [
         {
-            "name": v.name,
-            "commit": v.row.commit.hex(),
-            "seq": v.row.seq,
-            "time": v.row.time,
+            **named(place.objects.backend, place.outer_name(v.name), v.row.commit.hex()),
+            "root": v.row.seq,
+            "time": json_time(v.row.time),
             "metadata": v.row.metadata,
             "tags": list(v.row.user_tags),
             "kept": v.kept,

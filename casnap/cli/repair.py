@@ -16,7 +16,16 @@ from casnap.cli.arguments import (
     request_fields,
 )
 from casnap.cli.check import document_of, print_damages
-from casnap.cli.output import check_can_ask, confirm, emit, json_option, phases, quoted, safe
+from casnap.cli.output import (
+    check_can_ask,
+    confirm,
+    counts,
+    emit,
+    json_option,
+    phases,
+    quoted,
+    safe,
+)
 from casnap.maintenance.repair import RepairReport
 from casnap.storage.uris import store_uri
 
@@ -72,7 +81,18 @@ def repair(
 
 def _document(done: RepairReport) -> dict[str, Any]:
     lists = {key: list(map(document_of, getattr(done, key))) for key in ("found", "remaining")}
-    return {"ok": done.ok, **vars(done), **lists}
+    rest = {key: value for key, value in vars(done).items() if key not in _THINGS}
+    return {"ok": done.ok, **rest, **counts(done, *_THINGS), **lists}
+
+
+_THINGS = (
+    "dropped_segments",
+    "adopted_packs",
+    "replaced_packs",
+    "saved_chunks",
+    "healed_chunks",
+    "rescued_packs",
+)
 
 
 def _print(uri: str, done: RepairReport) -> None:

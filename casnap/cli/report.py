@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,20 @@ from casnap.cli.arguments import (
     print_requests,
     request_fields,
     snapshots_of,
+    store_fields,
 )
-from casnap.cli.output import CommandError, counted, emit, json_option, phases, quoted, safe
-from casnap.report.facts import Facts, gather
+from casnap.cli.output import (
+    CommandError,
+    counted,
+    counts,
+    emit,
+    json_option,
+    json_time,
+    phases,
+    quoted,
+    safe,
+)
+from casnap.report.facts import Facts, Run, SnapshotFacts, gather
 from casnap.report.page import HEAD, page
 
 
@@ -56,7 +66,7 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
     with phases(lambda: place.requests) as progress:
         facts = gather(place.objects, found, last, progress)
     if as_json:
-        emit({**_document(facts), **request_fields(place)})
+        emit({**store_fields(place), **_document(facts), **request_fields(place)})
         return
     _write(output, page(facts, time.time()))
     click.echo(f"{safe(str(output))}: {counted(len(found), 'snapshot')}")
@@ -64,10 +74,33 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
 
 
 def _document(facts: Facts) -> dict[str, Any]:
-    document = asdict(facts)
-    for run, shown in zip(facts.runs, document["runs"], strict=True):
-        shown["sizes"] = {".".join(path): nbytes for path, nbytes in run.sizes.items()}
-    return document
+    return {
+        "chunk_size_bytes": facts.chunk_size,
+        "snapshot_count": facts.snapshots,
+        "logical_bytes": facts.logical_bytes,
+        "stored_bytes": facts.store_bytes,
+        "live_bytes": facts.live_bytes,
+        "runs": list(map(_run_fields, facts.runs)),
+        "more_run_count": facts.more_runs,
+    }
+
+
+def _run_fields(run: Run) -> dict[str, Any]:
+    return {
+        "folder": run.folder,
+        "snapshots": list(map(_taken_fields, run.snapshots)),
+        "changes": {
+            "names": run.changes.snapshots,
+            "modules": run.changes.modules,
+            "shares": run.changes.shares,
+        },
+        "module_bytes": {".".join(path): nbytes for path, nbytes in run.sizes.items()},
+    }
+
+
+def _taken_fields(taken: SnapshotFacts) -> dict[str, Any]:
+    rest = {key: value for key, value in vars(taken).items() if key != "entries"}
+    return {**rest, **counts(taken, "entries"), "time": json_time(taken.time)}
 
 
 def _check_replaceable(output: Path) -> None:

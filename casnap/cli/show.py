@@ -10,6 +10,7 @@ import click
 from casnap.cli.arguments import (
     endpoint_option,
     metadata_of,
+    named_fields,
     open_snapshot,
     request_fields,
     snapshot_fields,
@@ -52,7 +53,7 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
     if path is None:
         document = {**snapshot_fields(found), "keys": list(_keys(found.contents))}
         if as_json:
-            emit({"store": found.store.uri, **document, **request_fields(found.store)})
+            emit({**document, **request_fields(found.store)})
         else:
             _print_snapshot(found, document)
         return
@@ -60,8 +61,7 @@ def show(snapshot: str, path: str | None, limit: int | None, as_json: bool) -> N
     if as_json:
         if "children" in facts:
             facts["children"] = facts["children"][:limit]
-        named = {"store": found.store.uri, "name": found.name}
-        emit({**named, **facts, **request_fields(found.store)})
+        emit({**named_fields(found), **facts, **request_fields(found.store)})
     else:
         _print_entry(facts, entry, limit or 50)
 
@@ -77,19 +77,19 @@ def _keys(contents: Contents) -> Iterator[Facts]:
         for key, digest in sorted(subtrees.items()):
             tree = contents.tree(digest)
             yield {
-                "path": key if rank is None else f"{rank}/{key}",
+                "entry": key if rank is None else f"{rank}/{key}",
                 "rank": None if rank is None else int(rank),
-                "entries": len(tree),
-                "bytes": sum(payload_of(entry).nbytes for _, entry in tree.items()),
+                "entry_count": len(tree),
+                "logical_bytes": sum(payload_of(entry).nbytes for _, entry in tree.items()),
             }
 
 
 def _entry(contents: Contents, path: str) -> tuple[Facts, Entry]:
     bare, entry, entries = contents.entry(path)
     inner = bare[len(bare.partition("/")[0]) :]
-    facts: Facts = {"path": path, "rank": entries.owner(inner), **entry_fields(entry)}
+    facts: Facts = {"entry": path, "rank": entries.owner(inner), **entry_fields(entry)}
     if isinstance(entry, TensorEntry):
-        facts["chunks"] = len(contents.chunks(bare, entry))
+        facts["chunk_count"] = len(contents.chunks(bare, entry))
         with phases(lambda: contents.objects.backend.requests) as report:
             facts["shared_bytes"] = shared_bytes(contents, bare, entry, report)
     elif isinstance(entry, ContainerEntry):
@@ -107,12 +107,12 @@ def _children(entries: Entries, inner: str, path: str) -> list[Facts]:
     for where, entry in entries.below(f"{inner}/"):
         name = where[len(inner) + 1 :].partition("/")[0]
         child = children.setdefault(
-            name, {"path": f"{path}/{name}", "what": "", "entries": 0, "bytes": 0}
+            name, {"entry": f"{path}/{name}", "what": "", "entry_count": 0, "logical_bytes": 0}
         )
         if len(where) == len(inner) + 1 + len(name):
             child["what"] = type_text(entry)
-        child["entries"] += 1
-        child["bytes"] += payload_of(entry).nbytes
+        child["entry_count"] += 1
+        child["logical_bytes"] += payload_of(entry).nbytes
     if all(name.isascii() and name.isdigit() for name in children):
         return [children[name] for name in sorted(children, key=lambda n: (len(n), n))]
     return list(children.values())
@@ -142,12 +142,15 @@ def _print_snapshot(snapshot: Snapshot, document: Facts) -> None:
         }
     )
     click.echo()
-    rows = [(safe(k["path"]), f"{k['entries']:,}", size(k["bytes"])) for k in document["keys"]]
+    rows = [
+        (safe(k["entry"]), f"{k['entry_count']:,}", size(k["logical_bytes"]))
+        for k in document["keys"]
+    ]
     table(("KEY", "ENTRIES", "BYTES"), rows, numbers={"ENTRIES", "BYTES"})
 
 
 def _print_entry(facts: Facts, entry: Entry, limit: int) -> None:
-    lines = {"path": safe(facts["path"]), "kind": safe(entry.kind)}
+    lines = {"path": safe(facts["entry"]), "kind": safe(entry.kind)}
     if facts["rank"] is not None:
         lines["scope"] = f"rank {facts['rank']}'s own"
     if isinstance(entry, TensorEntry):
@@ -157,13 +160,15 @@ def _print_entry(facts: Facts, entry: Entry, limit: int) -> None:
         lines["quantized"] = safe(facts["quantization"] or "")
         if isinstance(entry, BoxedTensorEntry):
             lines["boxes"] = f"{len(entry.boxes):,}"
-        lines["chunks"] = f"{facts['chunks']:,}" if facts["chunks"] else "none: kept in the tree"
-        lines["bytes"] = _exact(facts["nbytes"])
+        lines["chunks"] = (
+            f"{facts['chunk_count']:,}" if facts["chunk_count"] else "none: kept in the tree"
+        )
+        lines["bytes"] = _exact(facts["logical_bytes"])
         lines["shared"] = f"{_exact(facts['shared_bytes'])} with earlier snapshots"
     elif isinstance(entry, ContainerEntry):
         lines["elements"] = f"{entry.count:,}"
     else:
-        lines["bytes"] = _exact(facts["nbytes"])
+        lines["bytes"] = _exact(facts["logical_bytes"])
         lines["value"] = safe(repr(facts["value"])) if "value" in facts else ""
     _print_facts(lines)
     if facts.get("children"):
@@ -177,7 +182,7 @@ def _exact(nbytes: int) -> str:
 def _print_children(children: list[Facts], limit: int) -> None:
     click.echo()
     rows = [
-        (safe(c["path"]), safe(c["what"]), f"{c['entries']:,}", size(c["bytes"]))
+        (safe(c["entry"]), safe(c["what"]), f"{c['entry_count']:,}", size(c["logical_bytes"]))
         for c in children[:limit]
     ]
     table(("PATH", "TYPE", "ENTRIES", "BYTES"), rows, numbers={"ENTRIES", "BYTES"})

@@ -7,10 +7,12 @@ import click
 from casnap.cli.arguments import (
     endpoint_option,
     exclusive_option,
+    named_fields,
     open_snapshot,
     request_fields,
 )
-from casnap.cli.output import described, emit, json_option, safe
+from casnap.cli.output import CommandError, described, emit, json_option, safe
+from casnap.snapshot import Snapshot
 
 
 @click.command()
@@ -23,21 +25,32 @@ from casnap.cli.output import described, emit, json_option, safe
 def tag(path: str, tags: tuple[str, ...], remove: bool, as_json: bool) -> None:
     """Add tags, which protect a snapshot, or remove them.
 
-    A snapshot with a tag is neither pruned nor overwritten, but `casnap rm` still deletes it.
+    A snapshot with a tag is neither pruned nor overwritten, and `casnap rm` asks for --tagged.
     Without TAG, lists the tags.
     """
     snapshot = open_snapshot(path)
     store, name = snapshot.store, snapshot.name
     if remove and not tags:
         raise click.UsageError("name the tags to remove")
+    if remove:
+        _check_has(snapshot, tags)
     if tags:
         (store.untag if remove else store.tag)(name, *tags)
         snapshot = store[name]
     if as_json:
-        facts = {"name": name, "commit": snapshot.commit_id, "tags": list(snapshot.tags)}
-        emit({"store": store.uri, **facts, **request_fields(store)})
+        facts = {**named_fields(snapshot), "tags": list(snapshot.tags)}
+        emit({**facts, **request_fields(store)})
     elif tags:
         click.echo(f"{safe(snapshot.path)}  {described({}, snapshot.tags) or 'has no tags'}")
     else:
         for each in snapshot.tags:
             click.echo(safe(each))
+
+
+def _check_has(snapshot: Snapshot, tags: tuple[str, ...]) -> None:
+    lacking = [tag for tag in tags if tag not in snapshot.tags]
+    if lacking:
+        has = f"its tags are {', '.join(snapshot.tags)}" if snapshot.tags else "it has no tags"
+        raise CommandError(
+            f"{snapshot.path} has no tag {', '.join(lacking)}, so none was removed; {has}"
+        )

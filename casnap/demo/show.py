@@ -44,13 +44,19 @@ def perform(plan: Plan, screen: Screen) -> dict[str, Any]:
     return {
         "store": plan.store,
         "run": plan.run,
-        "takes": rows,
+        "takes": list(map(_take_fields, rows)),
         "killed": moment(killed.last),
         "resumed_from": resumed.restored["name"] if resumed.restored else None,
         "losses": resumed.last["losses"],
         "equal": not different,
         "differences": different,
     }
+
+
+def _take_fields(row: Event) -> dict[str, Any]:
+    kept = ("name", "phase", "step", "loss", "seconds", "saved_seconds", "saved_bytes")
+    amounts = {"logical_bytes": row["logical"], "new_bytes": row["new"]}
+    return {**{key: row[key] for key in kept}, **amounts}
 
 
 def show_store(plan: Plan, screen: Screen) -> None:

@@ -108,7 +108,7 @@ def test_an_import_makes_a_store_there_for_the_only_writer(tmp_path: Path) -> No
     source = tmp_path / "model.safetensors"
     save_file({"w": np.arange(3.0)}, source)
     assert "pass --exclusive" in failure("import", source, target)
-    assert document("import", source, target, "--exclusive")["tensors"] == 1
+    assert document("import", source, target, "--exclusive")["tensor_count"] == 1
 
 
 class _Paged(FsspecClient):

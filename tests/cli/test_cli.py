@@ -16,6 +16,7 @@ import torch
 import casnap
 from casnap import Snapshot, StateDict, Store
 from casnap.cli import COMMANDS
+from casnap.cli.output import json_time
 from tests.support.cli_calls import (
     CHUNK,
     Terminal,
@@ -44,6 +45,17 @@ def test_every_command_explains_itself(name: str) -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_h_is_help_everywhere() -> None:
+    assert invoke("-h").stdout == invoke("--help").stdout
+    for name in COMMANDS:
+        assert invoke(name, "-h").stdout == invoke(name, "--help").stdout
+
+
+def test_a_misspelled_command_names_the_nearest() -> None:
+    assert "No such command 'sl'; nearest: ls" in failure("sl", status=2)
+    assert "nearest: prune" in failure("prnue", status=2)
+
+
 def test_version() -> None:
     assert invoke("--version").stdout == f"casnap {casnap.__version__}\n"
 
@@ -54,20 +66,25 @@ def test_the_entry_point_and_the_module_are_the_same() -> None:
         [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True
     )
     assert script.stdout == process("--version").stdout
+    module = [sys.executable, "-m", "casnap", "--version"]
+    assert (
+        subprocess.run(module, capture_output=True, text=True, check=True).stdout == script.stdout
+    )
 
 
 # --- ls ---------------------------------------------------------------------------------------
 
 SNAPSHOT_KEYS = {
+    "store",
     "name",
     "path",
     "commit",
-    "seq",
+    "root",
     "time",
     "world_size",
     "logical_bytes",
     "new_bytes",
-    "entries",
+    "entry_count",
     "seconds",
     "metadata",
     "tags",
@@ -85,7 +102,7 @@ def test_ls(store: Path) -> None:
         "run2/step_0",
     ]
     assert rows[1].endswith("loss=1.25 step=1")
-    assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +\d+\.\d kB", rows[0])
+    assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:?\d\d +\d+\.\d kB", rows[0])
 
 
 def test_ls_json(store: Path) -> None:
@@ -98,7 +115,7 @@ def test_ls_json(store: Path) -> None:
     assert listed["name"] == "run1/step_1"
     assert listed["path"] == f"{store}/run1/step_1"
     assert listed["commit"] == snapshot.commit_id
-    assert listed["time"] == snapshot.time
+    assert listed["time"] == json_time(snapshot.time)
     assert listed["metadata"] == {"loss": 1.25, "step": 1}
     assert listed["logical_bytes"] == snapshot.stats.logical_bytes
 
@@ -108,13 +125,13 @@ def test_ls_of_a_prefix(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return [s["name"] for s in document("ls", *arguments)["snapshots"]]
 
     assert names(store, "run2") == ["run2/step_0"]
-    assert names(store / "run2") == ["step_0"]
+    assert names(store / "run2") == ["run2/step_0"]
     assert names(store, "run1/step_1") == ["run1/step_1"]
     monkeypatch.chdir(store)
     assert names() == names(store)
-    assert names("run2") == ["step_0"]
+    assert names("run2") == ["run2/step_0"]
     monkeypatch.chdir(store / "run2")
-    assert names() == ["step_0"]
+    assert names() == ["run2/step_0"]
 
 
 def test_ls_of_a_wrong_prefix_names_the_nearest(store: Path) -> None:
@@ -146,13 +163,15 @@ def test_show_a_snapshot(store: Path) -> None:
 
 def test_show_a_snapshot_json(store: Path) -> None:
     found = document("show", store / "run1/step_1")
-    assert set(found) == {"store", "keys"} | SNAPSHOT_KEYS
-    keys = {key["path"]: key for key in found["keys"]}
+    assert set(found) == {"keys"} | SNAPSHOT_KEYS
+    keys = {key["entry"]: key for key in found["keys"]}
     assert set(keys) == {"model", "progress", "0/rng"}
-    assert all(set(key) == {"path", "rank", "entries", "bytes"} for key in found["keys"])
+    assert all(
+        set(key) == {"entry", "rank", "entry_count", "logical_bytes"} for key in found["keys"]
+    )
     assert (keys["model"]["rank"], keys["0/rng"]["rank"]) == (None, 0)
-    assert sum(key["entries"] for key in found["keys"]) == found["entries"]
-    assert sum(key["bytes"] for key in found["keys"]) == found["logical_bytes"]
+    assert sum(key["entry_count"] for key in found["keys"]) == found["entry_count"]
+    assert sum(key["logical_bytes"] for key in found["keys"]) == found["logical_bytes"]
 
 
 @pytest.mark.parametrize("path", ["0/model/weight", "model/weight"])
@@ -165,16 +184,18 @@ def test_show_a_tensor(store: Path, path: str) -> None:
     assert document("show", store / "run1/step_1", path) == {
         "store": str(store),
         "name": "run1/step_1",
-        "path": path,
+        "path": f"{store}/run1/step_1",
+        "commit": Snapshot(store / "run1/step_1").commit_id,
+        "entry": path,
         "rank": None,
         "type": "tensor",
         "kind": "tensor",
-        "nbytes": 6 * CHUNK,
+        "logical_bytes": 6 * CHUNK,
         "dtype": "float32",
         "shape": [98304],
         "requires_grad": False,
         "quantization": None,
-        "chunks": 6,
+        "chunk_count": 6,
         "shared_bytes": 5 * CHUNK,
     }
 
@@ -194,7 +215,7 @@ def test_what_is_shared_with_later_snapshots_does_not_count(store: Path) -> None
 
 def test_show_a_small_tensor(store: Path) -> None:
     assert "none: kept in the tree" in invoke("show", store / "run1/step_0", "model/bias").stdout
-    assert document("show", store / "run1/step_0", "model/bias")["chunks"] == 0
+    assert document("show", store / "run1/step_0", "model/bias")["chunk_count"] == 0
 
 
 @pytest.mark.parametrize(
@@ -211,7 +232,8 @@ def test_show_a_small_tensor(store: Path) -> None:
 )
 def test_show_a_value(store: Path, path: str, kind: str, value: object) -> None:
     found = document("show", store / "run1/step_1", f"0/progress/{path}")
-    assert set(found) == {"store", "name", "path", "rank", "type", "kind", "nbytes", "value"}
+    facts = {"entry", "rank", "type", "kind", "logical_bytes", "value"}
+    assert set(found) == {"store", "name", "path", "commit", *facts}
     assert (found["type"], found["kind"]) == ("value", kind)
     assert found["value"] == (value.hex() if isinstance(value, bytes) else value)
     assert repr(value) in invoke("show", store / "run1/step_1", f"progress/{path}").stdout
@@ -231,13 +253,15 @@ def test_show_a_container(store: Path) -> None:
     assert re.search(r"^elements +5$", text, re.MULTILINE)
     assert re.search(r"^progress/many +list of 3 +4 ", text, re.MULTILINE)
     found = document("show", store / "run1/step_1", "0/progress/many")
-    assert (found["type"], found["kind"], found["count"]) == ("container", "list", 3)
-    assert [child["path"] for child in found["children"]] == [
+    assert (found["type"], found["kind"], found["element_count"]) == ("container", "list", 3)
+    assert [child["entry"] for child in found["children"]] == [
         "0/progress/many/0",
         "0/progress/many/1",
         "0/progress/many/2",
     ]
-    assert all(set(c) == {"path", "what", "entries", "bytes"} for c in found["children"])
+    assert all(
+        set(c) == {"entry", "what", "entry_count", "logical_bytes"} for c in found["children"]
+    )
 
 
 def test_children_of_a_long_list_are_in_order_and_limited(tmp_path: Path) -> None:
@@ -254,7 +278,7 @@ def test_a_name_that_begins_another_name_is_one_child(tmp_path: Path) -> None:
     path = tmp_path / "store/a"
     Snapshot.take(path, {"s": StateDict(**{"a": {"x": 1}, "a.b": {"y": 1}, "a-": 2})})
     found = document("show", path, "s")["children"]
-    assert {c["path"]: (c["what"], c["entries"]) for c in found} == {
+    assert {c["entry"]: (c["what"], c["entry_count"]) for c in found} == {
         "s/a": ("dict of 1", 2),
         "s/a.b": ("dict of 1", 2),
         "s/a-": ("int", 1),
@@ -291,11 +315,12 @@ def test_diff(store: Path) -> None:
 
 def test_diff_json(store: Path) -> None:
     found = document("diff", store / "run1/step_2", store / "run2/step_0")
-    assert set(found) == {"a", "b", "changed", "added", "removed", "changed_bytes", "changes"}
-    assert set(found["a"]) == {"store", "name", "commit"}
+    totals = {"changed_count", "added_count", "removed_count", "changed_bytes"}
+    assert set(found) == {"a", "b", "changes", *totals}
+    assert set(found["a"]) == {"store", "name", "path", "commit"}
     assert (found["a"]["name"], found["b"]["name"]) == ("run1/step_2", "run2/step_0")
-    changes = {change["path"]: change for change in found["changes"]}
-    keys = {"path", "change", "changed_bytes", "total_bytes", "old", "new"}
+    changes = {change["entry"]: change for change in found["changes"]}
+    keys = {"entry", "change", "changed_bytes", "total_bytes", "old", "new"}
     assert all(set(change) == keys for change in changes.values())
     assert changes["model/extra"]["change"] == "added"
     assert changes["model/extra"]["old"] is None
@@ -303,7 +328,7 @@ def test_diff_json(store: Path) -> None:
     assert changes["model/bias"]["change"] == "removed"
     assert changes["model/bias"]["new"] is None
     assert "model/weight" not in changes
-    assert found["added"] + found["removed"] + found["changed"] == len(changes)
+    assert found["added_count"] + found["removed_count"] + found["changed_count"] == len(changes)
 
 
 @pytest.mark.parametrize("second", ["step_1", "run1/step_1"])
@@ -331,7 +356,7 @@ def test_diff_is_limited(store: Path) -> None:
     assert "1 entry more" in text
     found = document("diff", store / "run1/step_0", "step_1", "--limit", 1)
     assert len(found["changes"]) == 1
-    assert found["changed"] == 2
+    assert found["changed_count"] == 2
 
 
 def test_a_wrong_second_snapshot_names_the_nearest(store: Path) -> None:
@@ -352,15 +377,16 @@ def test_du(store: Path) -> None:
 
 def test_du_json(store: Path) -> None:
     found = document("du", store)
-    assert set(found) == {"store", "prefix", "snapshots", "logical_bytes", "store_bytes"}
-    keys = {"name", "logical_bytes", "stored_bytes", "unique_bytes"}
+    assert set(found) == {"store", "prefix", "snapshots", "logical_bytes", "stored_bytes"}
+    sizes = {"logical_bytes", "stored_bytes", "unique_bytes"}
+    keys = {"store", "name", "path", "commit", *sizes}
     assert all(set(s) == keys for s in found["snapshots"])
     assert found["logical_bytes"] == sum(s["logical_bytes"] for s in found["snapshots"])
     first, _, third, other = found["snapshots"]
     assert CHUNK < first["unique_bytes"] < 2 * CHUNK
     assert third["unique_bytes"] < CHUNK  # its new chunk is in the other run too
     assert other["stored_bytes"] > 6 * CHUNK
-    assert found["store_bytes"] > 8 * CHUNK
+    assert found["stored_bytes"] > 8 * CHUNK
 
 
 def test_du_of_a_prefix_counts_what_others_share(store: Path) -> None:
@@ -368,7 +394,7 @@ def test_du_of_a_prefix_counts_what_others_share(store: Path) -> None:
     (part,) = document("du", store, "run2")["snapshots"]
     assert part == whole["run2/step_0"]
     (part,) = document("du", store / "run2")["snapshots"]
-    assert part == {**whole["run2/step_0"], "name": "step_0"}
+    assert part == whole["run2/step_0"]
 
 
 def test_du_of_an_empty_store(tmp_path: Path) -> None:
@@ -382,18 +408,33 @@ def test_du_of_an_empty_store(tmp_path: Path) -> None:
 def test_rm(own_store: Path) -> None:
     snapshot = Store(own_store)["run1/step_0"]
     found = document("rm", own_store / "run1/step_0", "--yes")
-    assert found == {
-        "deleted": [{"store": str(own_store), "name": "run1/step_0", "commit": snapshot.commit_id}]
-    }
+    assert not found["dry_run"]
+    assert [each["commit"] for each in found["deleted"]] == [snapshot.commit_id]
     assert "run1/step_0" not in Store(own_store)
     text = invoke("rm", own_store / "run1/step_1", own_store / "run2/step_0", "-y").stdout
-    assert len(text.splitlines()) == 2
+    *deleted, last = text.splitlines()
+    assert len(deleted) == 2
+    assert last == "`casnap gc` frees the bytes"
     assert [s.name for s in Store(own_store).snapshots()] == ["run1/step_2"]
 
 
 def test_rm_deletes_all_or_nothing_of_what_it_was_given(own_store: Path) -> None:
     message = failure("rm", own_store / "run1/step_0", own_store / "run1/step_9", "--yes")
     assert "run1/step_9" in message
+    assert len(Store(own_store).snapshots()) == 4
+
+
+def test_rm_of_a_name_that_is_none_names_the_nearest(own_store: Path) -> None:
+    assert "nearest: run1/step_1" in failure("rm", own_store / "run1/stp_1", "--yes")
+    assert "nearest: run1/step_1" in failure("rm", own_store / "rum1/step_1", "--yes")
+
+
+def test_rm_dry_run(own_store: Path) -> None:
+    one = own_store / "run1/step_0"
+    said = invoke("rm", one, "--dry-run").stdout
+    assert said.startswith(f"would be deleted {one}  ")
+    assert "gc" not in said
+    assert document("rm", one, "--dry-run")["dry_run"]
     assert len(Store(own_store).snapshots()) == 4
 
 
@@ -414,7 +455,9 @@ def test_rm_asks_on_a_terminal(own_store: Path, answer: str, status: int, left: 
     asked = terminal.read_until("Delete 1 snapshot?")
     assert str(own_store / "run1/step_0") in asked
     os.write(terminal.master, f"{answer}\n".encode())
-    assert terminal.rest()[0] == status
+    ended, said = terminal.rest()
+    assert ended == status
+    assert ("casnap: nothing was done" in said) == (answer != "y")
     assert len(Store(own_store).snapshots()) == left
 
 

@@ -30,9 +30,9 @@ def test_stores_and_bytes(two: list[Path]) -> None:
     shown = invoke("cache").stdout
     assert all(str(store) in shown for store in two)
     told = document("cache")
-    assert told["bytes"] == kept_bytes()
+    assert told["cached_bytes"] == kept_bytes()
     assert {fields["store"] for fields in told["stores"]} == set(map(str, two))
-    assert sum(fields["packs"] for fields in told["stores"]) == len(kept_files())
+    assert sum(fields["pack_count"] for fields in told["stores"]) == len(kept_files())
     assert not told["cleared"]
     first = told["stores"][0]
     assert document("cache", first["id"])["stores"] == document("cache", first["store"])["stores"]

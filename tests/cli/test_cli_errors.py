@@ -31,7 +31,7 @@ def test_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {
         "store": str(tmp_path / "a"),
         "id": store.id,
-        "chunk_size": 256 << 10,
+        "chunk_size_bytes": 256 << 10,
         "codec": "raw",
         "created": True,
     }
@@ -52,7 +52,7 @@ def test_init_refuses_other_chunk_sizes(tmp_path: Path, size: str) -> None:
 
 @pytest.mark.parametrize("size", ["65536", "64k", "64KiB", "64kb"])
 def test_init_takes_chunk_sizes_in_words(tmp_path: Path, size: str) -> None:
-    assert document("init", tmp_path / "a", f"--chunk-size={size}")["chunk_size"] == 64 << 10
+    assert document("init", tmp_path / "a", f"--chunk-size={size}")["chunk_size_bytes"] == 64 << 10
 
 
 def test_init_inside_a_store_makes_none(store: Path) -> None:

@@ -32,7 +32,7 @@ def test_in_and_out(file: Path, tmp_path: Path) -> None:
     assert said == f"{out}: 2 tensors, 3.6 kB, exported to 1 file\n"
     assert torch.equal(load_file(out)["a"], load_file(file)["a"])
     found = document("export", there, tmp_path / "sharded", "--max-shard-size", "1KB")
-    assert (found["name"], found["path"], found["tensors"]) == ("v1", None, 2)
+    assert (found["name"], found["entry"], found["tensor_count"]) == ("v1", None, 2)
     assert len(list((tmp_path / "sharded").iterdir())) == 3
     assert document("import", tmp_path / "sharded", tmp_path / "models/base/v2")["new_bytes"] < 999
     invoke("export", there, tmp_path / "s.pt")

@@ -29,6 +29,7 @@ from tests.support.damaged import (
 )
 from tests.support.faults import CHUNK, backend_faults, files, take
 from tests.support.forger import Forger
+from tests.support.json_keys import listed_keys
 from tests.support.written import configure
 
 # --- what is damaged --------------------------------------------------------------------------
@@ -242,7 +243,7 @@ def test_a_dry_run_collects_what_would_be_forgotten(tmp_path: Path, prefix: str)
     plan = document("prune", path / prefix, *PRUNE, "--dry-run")["gc"]
     assert files(path) == before
     done = document("prune", path / prefix, *PRUNE, "--yes")["gc"]
-    assert plan["snapshots"] == done["snapshots"]
+    assert plan["snapshot_count"] == done["snapshot_count"]
     assert plan["live_bytes"] == pytest.approx(done["live_bytes"], rel=0.02)
     assert plan["freed_bytes"] == pytest.approx(done["freed_bytes"], rel=0.1)
     assert done["freed_bytes"] > 100_000
@@ -258,7 +259,7 @@ def test_what_is_forgotten_is_kept_where_a_kept_snapshot_is_the_same(runs: Path)
     plan = document("prune", runs, "--prefix", "a", *PRUNE, "--dry-run")
     assert plan["prefix"] == "a"
     assert [s["name"] for s in plan["snapshots"] if not s["kept"]] == ["a/old"]
-    assert plan["gc"]["condemned_packs"] == plan["gc"]["freed_bytes"] == 0
+    assert plan["gc"]["condemned_pack_count"] == plan["gc"]["freed_bytes"] == 0
 
 
 def test_only_a_dry_run_leaves_snapshots_out() -> None:
@@ -274,6 +275,7 @@ def test_where_gc_fails_it_is_known_what_was_forgotten(runs: Path) -> None:
         result = invoke("prune", runs, "--keep-last", 2, "--gc", "--yes", "--json", status=1)
         found = json.loads(result.stdout)
         assert found["error"] == "on purpose"
+        assert "error" in listed_keys("prune")
         assert [s["kept"] for s in found["snapshots"]] == [False, False, True, True]
         assert result.stderr == "casnap: on purpose\n"
         result = invoke("prune", runs, "--keep-last", 1, "--gc", "--yes", status=1)
@@ -295,8 +297,8 @@ def test_where_writers_cannot_be_kept_apart(runs: Path) -> None:
     invoke("gc", runs, "--dry-run")
     assert files(runs) == before
     invoke("tag", path, "best", "--exclusive")
-    assert document("prune", runs, *PRUNE, "--yes", "--exclusive")["gc"]["deleted_packs"]
-    invoke("rm", path, "--yes", "--exclusive")
+    assert document("prune", runs, *PRUNE, "--yes", "--exclusive")["gc"]["deleted_pack_count"]
+    invoke("rm", path, "--tagged", "--yes", "--exclusive")
 
 
 def test_a_copy_of_the_store_does_heal(store: Path, tmp_path: Path) -> None:

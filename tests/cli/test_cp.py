@@ -57,7 +57,7 @@ def test_json(source: Path, tmp_path: Path) -> None:
     assert found["present"] == found["gone"] == []
     again = document("cp", source, there)
     assert (again["copied"], again["present"]) == ([], names(source))
-    assert again["sent_bytes"] == again["sent_chunks"] == 0
+    assert again["sent_bytes"] == again["sent_chunk_count"] == 0
 
 
 def test_what_is_refused(source: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from casnap import Store
 from casnap.cli import run
 from casnap.demo.plan import next_run
 from casnap.demo.processes import Outcome, differences
+from tests.support.json_keys import keys_of, listed_keys
 from tests.support.warm import run_python
 
 SNAPSHOTS = ["base", *(f"step_{step:04d}" for step in range(1, 13))]
@@ -125,6 +126,7 @@ def test_a_second_demo_is_another_run_of_the_store(tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     assert told["run"] == "run2"
     assert told["equal"] is True
+    assert keys_of(told) == listed_keys("demo")
     assert told["differences"] == []
     assert len(told["losses"]) == 8
     assert told["resumed_from"].startswith("run2/")

@@ -100,7 +100,7 @@ def test_command_on_damage(store: Path) -> None:
     found = json.loads(invoke("check", store, "--data", "--json", status=1).stdout)
     assert not found["ok"]
     assert [d["digest"] for d in found["damages"]] == [digest.hex()]
-    assert {"snapshot": "b", "path": f"{KEY}/frozen"} in found["hurt"]
+    assert {"name": "b", "entry": f"{KEY}/frozen"} in found["hurts"]
 
 
 def test_much_damage_is_little_output(tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ def test_the_command(path: Path) -> None:
     assert "condemned" in said
     assert "when the grace is over" in said
     report = document("gc", path, "--grace", "0")
-    assert report["deleted_packs"] > 0
+    assert report["deleted_pack_count"] > 0
     assert report["freed_bytes"] > 80_000
     assert report["store"] == str(path)
     for wrong in (["--grace", "-3h"], ["--grace", "soon"], ["--repack", "300%"]):

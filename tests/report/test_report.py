@@ -86,8 +86,8 @@ def test_the_same_for_programs(folder: Path, tmp_path: Path) -> None:
     facts = document("report", folder, "run1", "-o", tmp_path / "r.html")
     (run,) = facts["runs"]
     assert [taken["metrics"]["step"] for taken in run["snapshots"]] == [0, 1, 2]
-    assert run["sizes"]["model.weight"] == 6 * CHUNK
-    assert facts["live_bytes"] <= facts["store_bytes"]
+    assert run["module_bytes"]["model.weight"] == 6 * CHUNK
+    assert facts["live_bytes"] <= facts["stored_bytes"]
     assert run["changes"]["modules"] == ["model.weight", "progress.step"]
     assert run["changes"]["shares"] == [[1 / 6] * 2, [1.0] * 2]
     assert not (tmp_path / "r.html").exists()

@@ -257,7 +257,7 @@ def test_the_commands(bucket: Bucket, options: dict[str, Any], monkeypatch: Any)
     assert [s["name"] for s in listed["snapshots"]] == ["step_0", "step_1", "step_2"]
     assert listed["requests"]["get"] > 0
     assert document("show", f"{uri}/step_1/", *at)["requests"]["get"] > 0
-    assert document("diff", f"{uri}/step_0", "step_1", *at)["changed"] == 1
+    assert document("diff", f"{uri}/step_0", "step_1", *at)["changed_count"] == 1
     assert document("diff", f"{uri}/step_0", f"{uri}/step_2", *at)["requests"]["get"] > 0
     assert document("du", uri, *at)["requests"]["get"] > 0
     assert " requests: " in invoke("du", uri, *at).stdout

@@ -161,7 +161,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert (made["codec"], made["created"]) == ("zstd", True)
     assert invoke("config", folder).stdout == "codec=zstd\n"
     assert invoke("config", folder, "codec=raw").stdout == "codec=raw\n"
-    assert document("config", folder) == {"store": str(folder), "settings": {"codec": "raw"}}
+    told = document("config", folder)
+    assert (told["store"], told["settings"]) == (str(folder), {"codec": "raw"})
+    assert (told["id"], told["chunk_size_bytes"]) == (made["id"], 1 << 20)
     assert "casnap config" in failure("init", folder, "--codec", "zstd")
     assert document("init", folder, "--codec", "raw")["created"] is False
     assert "write codec=raw" in failure("config", folder, "colour=red", status=2)

@@ -157,11 +157,12 @@ def test_tag(store: Store) -> None:
     assert document("tag", path, "v2") == {
         "store": store.uri,
         "name": "step_0",
+        "path": path,
         "commit": store["step_0"].commit_id,
         "tags": ["best", "v1", "v2"],
     }
     assert "#best #v1 #v2" in invoke("ls", store.uri).stdout
-    assert document("tag", path, "--remove", "v1", "none")["tags"] == ["best", "v2"]
+    assert document("tag", path, "--remove", "v1")["tags"] == ["best", "v2"]
     assert invoke("tag", path, "--remove", "best", "v2").stdout == f"{path}  has no tags\n"
     assert invoke("tag", path).stdout == ""
     assert document("tag", path)["tags"] == []
@@ -175,11 +176,30 @@ def test_tag_refuses(store: Store) -> None:
     assert "No such option" in failure("tag", path, "-a", status=2)
     assert "no snapshot 'step_9'" in failure("tag", f"{store.uri}/step_9", "a")
     assert failure("tag", status=2)
+    assert "has no tag best, so none was removed; it has no tags" in failure(
+        "tag", path, "--remove", "best"
+    )
+    store.tag("step_0", "best", "v1")
+    said = failure("tag", path, "--remove", "v1", "bset", "--json")
+    assert "has no tag bset, so none was removed; its tags are best, v1" in said
+    assert store["step_0"].tags == ("best", "v1")
+
+
+def test_rm_refuses_what_has_a_tag(store: Store) -> None:
+    store.tag("step_1", "best", "v1")
+    tagged = f"{store.uri}/step_1"
+    said = failure("rm", f"{store.uri}/step_0", tagged, "--yes")
+    assert f"{tagged} has a tag, best, v1, which protects it, so nothing was deleted" in said
+    assert "--tagged" in said
+    assert {"step_0", "step_1"} <= {s.name for s in store.snapshots()}
+    (deleted,) = document("rm", tagged, "--tagged", "--yes")["deleted"]
+    assert deleted["tags"] == ["best", "v1"]
+    assert "step_1" not in store
 
 
 def test_rm_shows_tags_and_does_not_delete_what_replaced_what_it_showed(store: Store) -> None:
     store.tag("step_0", "best")
-    terminal = Terminal("rm", f"{store.uri}/step_0")
+    terminal = Terminal("rm", "--tagged", f"{store.uri}/step_0")
     assert "#best" in terminal.read_until("Delete 1 snapshot?")
     store.untag("step_0", "best")
     take(store, 0, overwrite=True)
@@ -189,7 +209,7 @@ def test_rm_shows_tags_and_does_not_delete_what_replaced_what_it_showed(store: S
     assert "replaced in the meantime" in said
     assert_holds(store["step_0"], 0)
     store.tag("step_0", "again")
-    document("rm", f"{store.uri}/step_0", "--yes")
+    document("rm", f"{store.uri}/step_0", "--tagged", "--yes")
     assert "step_0" not in store
 
 

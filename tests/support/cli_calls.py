@@ -48,9 +48,13 @@ def invoke(*arguments: object, status: int = 0) -> Result:
 
 
 def document(*arguments: object) -> Any:
+    """Return the JSON document of a command, without the version that begins it."""
     result = invoke(*arguments, "--json")
     assert result.stdout.isascii()
-    return json.loads(result.stdout)
+    found = json.loads(result.stdout)
+    assert next(iter(found)) == "version"
+    assert found.pop("version") == 1
+    return found
 
 
 def failure(*arguments: object, status: int = 1) -> str:

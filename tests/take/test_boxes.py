@@ -379,15 +379,15 @@ def test_show(disk):
     write(disk, "run/w", states, boxes={"m/w": halves(40, 1000)}, own=own)
     name = f"{disk.uri}/run/w"
     found = document("show", name)
-    assert [k["path"] for k in found["keys"]] == ["m", "0/m", "1/data", "1/m", "2/data", "2/m"]
-    assert sum(k["bytes"] for k in found["keys"]) == found["logical_bytes"]
+    assert [k["entry"] for k in found["keys"]] == ["m", "0/m", "1/data", "1/m", "2/data", "2/m"]
+    assert sum(k["logical_bytes"] for k in found["keys"]) == found["logical_bytes"]
     for path in ("m/w", "2/m/w"):
         shown = document("show", name, path)
-        assert (shown["boxes"], shown["chunks"]) == (2, 4)
+        assert (shown["box_count"], shown["chunk_count"]) == (2, 4)
         assert "boxes" in invoke("show", name, path).stdout
-    assert "boxes" not in document("show", name, "1/m/late")
+    assert "box_count" not in document("show", name, "1/m/late")
     children = document("show", name, "1/m")["children"]
-    assert [c["path"] for c in children] == ["1/m/late", "1/m/seed", "1/m/w", "1/m/where"]
+    assert [c["entry"] for c in children] == ["1/m/late", "1/m/seed", "1/m/w", "1/m/where"]
     assert document("show", name, "2/m/seed")["value"] == 2
 
 
