@@ -253,24 +253,35 @@ class Upkeep(ABC):
         data: bool = False,
         sample: float | None = None,
         seed: int | None = None,
+        name: str | None = None,
         progress: Progress | None = None,
     ) -> CheckReport:
         """Check that nothing in the store is missing or damaged. Nothing is changed.
 
-        The whole store is checked, not only this view.
+        The whole store is checked, not only this view; or with a name, what one snapshot needs.
 
         Args:
             data: Read and verify every chunk, at each of its places.
             sample: Read and verify a random share of the chunks, up to 1.
             seed: Chooses the share. By default it is another share each time.
+            name: The snapshot to check alone.
             progress: Called as ``progress(phase, done, total)``.
 
         Returns:
             All damages, and the parts of snapshots that each one hurts.
+
+        Raises:
+            SnapshotNotFoundError: There is no snapshot of this name.
         """
         from casnap.maintenance.check import check
 
-        return check(self.objects, data=data, sample=sample, seed=seed, progress=progress)
+        full = None
+        if name is not None:
+            self.opened.row(name)
+            full = self.opened.full_name(name)
+        return check(
+            self.objects, data=data, sample=sample, seed=seed, name=full, progress=progress
+        )
 
     @calls.named("repair()")
     def repair(

@@ -9,15 +9,30 @@ import click
 
 from casnap.cli.arguments import (
     endpoint_option,
+    open_snapshot,
+    open_store,
     open_whole_store,
     print_requests,
     request_fields,
 )
 from casnap.cli.option_types import positive_share
-from casnap.cli.output import counted, counts, emit, json_option, phases, print_warnings, safe, size
+from casnap.cli.output import (
+    CommandError,
+    counted,
+    counts,
+    emit,
+    json_option,
+    phases,
+    print_warnings,
+    safe,
+    size,
+)
+from casnap.errors import NotAStoreError, nearest
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.check import check as check_store
 from casnap.maintenance.damage import ALL, Damage, Hurt
+from casnap.storage.uris import store_uri
+from casnap.store import Store
 
 MOST_DAMAGES = 20
 _MOST_HURT = 5
@@ -26,7 +41,7 @@ BEYOND_REPAIR = {"lost", "malformed"}
 
 
 @click.command()
-@click.argument("store", required=False)
+@click.argument("store", metavar="[STORE[/NAME]]", required=False)
 @click.option("--data", is_flag=True, help="Read and verify every byte.")
 @click.option(
     "--sample", type=positive_share, metavar="SHARE", help="Read a random share, like 5%."
@@ -37,28 +52,54 @@ BEYOND_REPAIR = {"lost", "malformed"}
 def check(
     store: str | None, data: bool, sample: float | None, seed: int | None, as_json: bool
 ) -> None:
-    """Check that a store is whole; exit with status 1 if anything is damaged.
+    """Check that a store, or one snapshot, is whole; exit with status 1 if anything is damaged.
 
     Reads every root, index segment and tree, and looks up every pack. --data also reads every
-    chunk, at each of its places. Nothing is changed, and takes may run meanwhile.
+    chunk, at each of its places. Nothing is changed, and takes may run meanwhile. Of a snapshot,
+    only what it needs is looked at.
     """
     if sample is None and seed is not None:
         raise click.UsageError("--seed chooses what --sample reads; give both")
     if sample is not None and data:
         raise click.UsageError("--data reads everything, --sample a share; give one of them")
-    place = open_whole_store(store)
+    place, name = _place(store)
     if sample is not None and seed is None:
         seed = random.SystemRandom().randrange(1 << 32)
     with phases(lambda: place.requests) as report:
-        found = check_store(place.objects, data=data, sample=sample, seed=seed, progress=report)
+        found = check_store(
+            place.objects, data=data, sample=sample, seed=seed, name=name, progress=report
+        )
     uri = place.objects.backend.uri
     if as_json:
-        emit({**_document(uri, found), **request_fields(place)})
+        emit({**_document(uri, found), "name": name, **request_fields(place)})
     else:
         _print(uri, found)
         print_requests(place)
     if not found.ok:
         raise click.exceptions.Exit(1)
+
+
+def _place(text: str | None) -> tuple[Store, str | None]:
+    """Return the store to check, and the full name of the one snapshot to check, if it is one."""
+    try:
+        place = open_store(text)
+    except NotAStoreError:
+        if text is None or store_uri(text) is None:
+            raise
+        snapshot = open_snapshot(text)
+        return snapshot.store, snapshot.store.outer_name(snapshot.name)
+    if text and place.prefix:
+        whole = Store(place.opened.whole())
+        if place.prefix in whole:
+            return place, place.prefix
+        try:
+            place = open_whole_store(text)
+        except CommandError as e:  # there is no such folder
+            hint = nearest(place.prefix, (s.name for s in whole.snapshots()))
+            raise CommandError(f"{e.message}{hint}") from e
+        uri = safe(place.objects.backend.uri)
+        click.echo(f"{safe(text)} is a folder of {uri}: the whole store is checked", err=True)
+    return place, None
 
 
 def _document(uri: str, found: CheckReport) -> dict[str, Any]:
@@ -73,7 +114,7 @@ def _document(uri: str, found: CheckReport) -> dict[str, Any]:
     }
 
 
-_THINGS = ("snapshots", "packs", "chunks", "orphans", "temporary")
+_THINGS = ("snapshots", "packs", "chunks", "orphans", "orphan_segments", "temporary")
 
 
 def document_of(damage: Damage) -> dict[str, Any]:
@@ -106,7 +147,7 @@ def _print(uri: str, found: CheckReport) -> None:
 def _print_advice(uri: str, found: CheckReport) -> None:
     kinds = {damage.kind for damage in found.damages}
     if kinds - BEYOND_REPAIR:
-        click.echo(f"`casnap repair {uri}` saves what can be saved")
+        click.echo(f"`casnap repair {uri}` saves what can be saved (in a script: with --yes)")
     if "lost" in kinds:
         click.echo(f"`casnap repair {uri} --from COPY` heals what is lost, where a copy has it")
     if kinds & BEYOND_REPAIR and ALL not in found.hurts:
@@ -134,6 +175,9 @@ def _print_counts(uri: str, found: CheckReport) -> None:
             f"{counted(found.orphans, 'object')} and {counted(found.temporary, 'temporary file')} "
             f"of {size(left)} are left over, or being written; `casnap gc` frees what is left over"
         )
+    if found.orphan_segments:
+        segments = counted(found.orphan_segments, "object")
+        click.echo(f"of these, {segments} are old segments of the index: each merge leaves some")
 
 
 def print_damages(damages: list[Damage]) -> None:

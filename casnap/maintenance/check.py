@@ -41,6 +41,8 @@ class CheckReport:
         seed: The seed that chose the sample.
         orphans: Packs and segments that the newest root does not name: left over, or about to be
             committed.
+        orphan_segments: How many of these are segments of the index. A take that merges small ones
+            into a larger one leaves them to the collector.
         orphan_bytes: Their bytes.
         temporary: Files that are being written, or were left over while being written.
         temporary_bytes: Their bytes.
@@ -58,6 +60,7 @@ class CheckReport:
     sample: float | None = None
     seed: int | None = None
     orphans: int = 0
+    orphan_segments: int = 0
     orphan_bytes: int = 0
     temporary: int = 0
     temporary_bytes: int = 0
@@ -82,6 +85,7 @@ def check(
     data: bool = False,
     sample: float | None = None,
     seed: int | None = None,
+    name: str | None = None,
     progress: Progress | None = None,
 ) -> CheckReport:
     """Check a store. Takes and collectors may run meanwhile.
@@ -91,6 +95,7 @@ def check(
         data: Read and verify every chunk and node at each of its places.
         sample: Read and verify a random share of them, up to 1.
         seed: Chooses the share; by default a different one each time.
+        name: The full name of a snapshot: check only what that needs.
         progress: Called with the current phase, how much of it is done, and the total.
 
     Returns:
@@ -109,7 +114,9 @@ def check(
         unreadable = Damage("unreadable", root_key(newest), str(e), hurts={ALL: None})
         return CheckReport([*damages, unreadable], damages_of_roots(backend, range(newest)))
     share = (1.0 if data else None) if sample is None else sample
-    survey.run(share=share, seed=seed)
+    survey.run(share=share, seed=seed, only=name)
+    if name is not None:
+        return _of_one(survey, damages, share, seed)
     stood_in_for, history = root_damages(backend, survey.root.seq)
     report = CheckReport(
         damages=[*damages, *stood_in_for, *survey.damages],
@@ -126,6 +133,24 @@ def check(
     )
     _count_orphans(backend, survey, report)
     return report
+
+
+def _of_one(
+    survey: Survey, damages: list[Damage], share: float | None, seed: int | None
+) -> CheckReport:
+    """Return what was found of one snapshot: the damages that hurt it, or what it needs."""
+    needed = {digest.hex() for digest in survey.needed}
+    return CheckReport(
+        damages=[*damages, *(d for d in survey.damages if d.hurts or d.digest in needed)],
+        root=survey.root.seq,
+        snapshots=survey.snapshots,
+        packs=len(survey.packs),
+        chunks=len(needed),
+        stored_bytes=survey.stored_bytes,
+        read_bytes=survey.read_bytes,
+        sample=share,
+        seed=seed,
+    )
 
 
 def _bucket_warnings(backend: Backend) -> list[str]:
@@ -154,6 +179,7 @@ def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> Non
     files = StoredFiles(survey.objects, survey.root)
     named = {ref.id for ref in survey.root.segments}.union(survey.places.packs)
     keys = [segment_key(ident) for ident in files.segments - named]
+    report.orphan_segments = len(keys)
     # An unreadable segment may list any pack, so no pack is known to be left over then.
     if not survey.unreadable:
         keys += [pack_key(ident) for ident in files.packs - named]

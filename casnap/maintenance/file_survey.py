@@ -78,6 +78,7 @@ class FileSurvey:
         self.objects = objects
         self.bad: dict[Record, Why] = {}
         self.read_bytes = 0
+        self._wanted: set[Digest] | None = None
         self.progress = progress or (lambda what, done, total: None)
         try:
             root = objects.newest()
@@ -146,9 +147,20 @@ class FileSurvey:
 
     # --- packs ---
 
+    def narrow(self, digests: set[Digest]) -> None:
+        """Look from now on only at these chunks and nodes, and at the packs that hold them."""
+        self._wanted = digests
+
+    @property
+    def packs(self) -> Sequence[PackId]:
+        """The packs to look at."""
+        if self._wanted is None:
+            return self.places.packs
+        return sorted({PackId(place.pack) for d in self._wanted for place in self.places.of(d)})
+
     def look_at_packs(self) -> None:
         """Compare the size and the footer of each pack with the index."""
-        packs, backend = self.places.packs, self.objects.backend
+        packs, backend = self.packs, self.objects.backend
         listed = listed_packs(backend, many=False) if backend.is_remote else None
         at_once = 1 if listed is None else backend.in_flight
         looks = mapped(lambda pack: self._footer(pack, listed), packs, at_once)
@@ -225,7 +237,7 @@ class FileSurvey:
 
     def read_share(self, share: float, chosen: random.Random) -> None:
         """Read and verify a share of all chunks and nodes."""
-        total = int(self.places.stored_bytes * share)
+        total = int(self.stored_bytes * share)
 
         def told(nbytes: int) -> None:
             self.read_bytes += nbytes
@@ -235,8 +247,17 @@ class FileSurvey:
         for (digest, place), why in bad_records(self.objects, records, told):
             self.note_bad(digest, place, why)
 
+    @property
+    def stored_bytes(self) -> int:
+        """The stored bytes of what is looked at, at all its places."""
+        if self._wanted is None:
+            return self.places.stored_bytes
+        return sum(place.stored for d in self._wanted for place in self.places.of(d))
+
     def _to_read(self) -> Iterator[Record]:
-        for pack in self.places.packs:
+        for pack in self.packs:
             for digest, place in self.places.of_pack(pack):
+                if self._wanted is not None and digest not in self._wanted:
+                    continue
                 if self.is_whole(digest, place):
                     yield digest, place

@@ -125,6 +125,8 @@ class Survey(FileSurvey):
         cuts: Shape → the boxes that hurt tensors of that shape are cut into.
     """
 
+    _only: str | None = None
+
     def look(self, root: Root) -> None:
         """Start over with a root."""
         self.needed: dict[Digest, int] = {}
@@ -142,17 +144,28 @@ class Survey(FileSurvey):
         self._uncached = _UncachedObjects(self)
         super().look(root)
 
-    def run(self, *, share: float | None = None, seed: int | None = None) -> None:
-        """Survey everything.
+    def run(
+        self, *, share: float | None = None, seed: int | None = None, only: str | None = None
+    ) -> None:
+        """Survey everything, or what one snapshot needs.
 
         Args:
             share: The share of all chunks and nodes to read and verify; None to read none.
             seed: Chooses which, if the share is less than 1.
+            only: The full name of the one snapshot.
         """
-        self.look_at_packs()
+        self._only = only
+        if only is not None:
+            self._walk()
+            self.narrow(set(self.needed))
+        else:
+            self.look_at_packs()
         if share is not None:
             self.read_share(share, random.Random(seed))
-        self._snapshots()
+        if only is not None:
+            self.again()
+        else:
+            self._snapshots()
         # What is missing may have been collected or merged since the survey began.
         for _ in range(_LOOKS):
             if not self.damages or self.objects.newest() == self.root:
@@ -217,6 +230,12 @@ class Survey(FileSurvey):
         table, damages = self._reading(partial(self._uncached.table, self.root), "the table")
         self._hurt(damages, ALL.snapshot, "")
         if table is None:
+            return
+        if self._only is not None:
+            row, damages = self._reading(partial(table.get, self._only), "the table")
+            self._hurt(damages, self._only, "")
+            if row is not None:
+                self._snapshot(self._only, row)
             return
         self._rows(table, table.children, len(table))
         self.rejected_names = table.rejected

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from casnap import StateDict, Store
+from casnap.errors import SnapshotNotFoundError
 from casnap.format.records import pack_key
 from casnap.maintenance.gc import GcOptions, collect
 from tests.support.cli_calls import document, failure, invoke
-from tests.support.damaged import FROZEN, KEY, change, check, content, flip, make, record_of
+from tests.support.damaged import FROZEN, KEY, WEIGHT, change, check, content, flip, make, record_of
 from tests.support.faults import CHUNK, backend_faults, elsewhere, faults
 
 
@@ -94,13 +96,36 @@ def test_command_on_damage(store: Path) -> None:
     result = invoke("check", store, "--data", status=1)
     assert digest.hex() in result.stdout
     assert f"hurts run/c {KEY}/frozen" in result.stdout
-    assert f"`casnap repair {store}` saves what can be saved" in result.stdout
-    import json
-
+    assert (
+        f"`casnap repair {store}` saves what can be saved (in a script: with --yes)"
+        in result.stdout
+    )
     found = json.loads(invoke("check", store, "--data", "--json", status=1).stdout)
     assert not found["ok"]
     assert [d["digest"] for d in found["damages"]] == [digest.hex()]
     assert {"name": "b", "entry": f"{KEY}/frozen"} in found["hurts"]
+
+
+def test_one_snapshot_alone(store: Path) -> None:
+    """Only what it needs is read: damage of another snapshot is not seen."""
+    said = invoke("check", store / "run/c", "--data").stdout
+    assert "1 snapshot, " in said
+    assert "no damage found" in said
+    whole, alone = document("check", store, "--data"), document("check", store / "b", "--data")
+    assert (whole["name"], alone["name"]) == (None, "b")
+    assert 0 < alone["read_bytes"] == alone["stored_bytes"] < whole["read_bytes"]
+    digest, place = record_of(store, WEIGHT)
+    change(store / pack_key(place.pack), flip(place.offset))
+    assert document("check", store / "a", "--data")["ok"]
+    hurt = json.loads(invoke("check", store / "b", "--data", "--json", status=1).stdout)
+    assert hurt["hurts"] == [{"name": "b", "entry": f"{KEY}/weight"}]
+    assert [each["digest"] for each in hurt["damages"]] == [digest.hex()]
+    (damage,) = Store(store).check(name="b", data=True).damages
+    assert damage.digest == digest.hex()
+    with pytest.raises(SnapshotNotFoundError, match="nearest"):
+        Store(store).check(name="run/cc")
+    assert "nearest: run/c" in failure("check", store / "run/cc")
+    assert "is a folder of" in invoke("check", store / "run").stderr
 
 
 def test_much_damage_is_little_output(tmp_path: Path) -> None:
@@ -115,3 +140,15 @@ def test_much_damage_is_little_output(tmp_path: Path) -> None:
     assert "178 damages more (--json)" in printed
     assert len(printed.splitlines()) < 60
     assert len(store.check(data=True).damages) == 198
+
+
+def test_whose_a_left_over_is(tmp_path: Path) -> None:
+    """Takes merge segments of the index, and leave the old ones."""
+    store = Store(tmp_path / "s")
+    while not store.check().orphans:
+        count = len(store.snapshots())
+        store.take({"s": StateDict(step=count)}, f"step_{count}")
+    report = store.check()
+    assert report.orphans == report.orphan_segments
+    said = invoke("check", tmp_path / "s").stdout
+    assert f"of these, {report.orphans} objects are old segments of the index" in said
