@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -107,12 +108,27 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except CasnapError as e:
-            raise CommandError(str(e)) from e
+            raise CommandError(self._with_flags(ctx, str(e))) from e
         except OSError as e:
             if e.errno == errno.EPIPE:
                 raise
             where = f"{quoted(os.fsdecode(e.filename))}: " if e.filename else ""
             raise CommandError(f"{where}{e.strerror or e}") from e
+
+    def _with_flags(self, ctx: click.Context, message: str) -> str:
+        """Name the flags of the command that was called where a message names arguments of Python.
+
+        ``overwrite=True`` is ``--overwrite``, and ``rank=0 (--rank 0)`` is ``--rank 0``.
+        """
+        called = self.get_command(ctx, ctx.invoked_subcommand or "")
+        options = [] if called is None else called.params
+        flags = {o.name: o.opts[0] for o in options if o.opts[0].startswith("--")}
+        message = re.sub(r"\b[a-z_]+=\w* \((--[a-z-]+[^)]*)\)", r"\1", message)
+
+        def flag(found: re.Match[str]) -> str:
+            return flags.get(found[1], found[0])
+
+        return re.sub(r"(?<=[ (])([a-z_]+)=(?:True\b|(?=[ ,;)]|$))", flag, message)
 
 
 _SETTINGS = {"max_content_width": 100, "help_option_names": ["-h", "--help"]}

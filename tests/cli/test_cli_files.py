@@ -67,7 +67,9 @@ def test_what_is_refused(file: Path, tmp_path: Path) -> None:
     assert "is not a safetensors file" in failure("import", tmp_path / "bad.safetensors", there)
     assert not (tmp_path / "models").exists()
     invoke("import", file, there)
-    assert "holds a snapshot 'v1' already" in failure("import", file, there)
+    said = failure("import", file, there)
+    assert "holds a snapshot 'v1' already" in said
+    assert "may also pass --overwrite\n" in said
     assert "exists already" in failure("export", there, file)
     assert "has no entry 'model/c'" in failure("export", there / "model/c", tmp_path / "x")
     assert "name a snapshot in it" in failure("export", tmp_path / "models", tmp_path / "x")
