@@ -7,11 +7,11 @@ import re
 import click
 
 from casnap.cli.output import quoted
+from casnap.runtime.sizes import parsed_size
 
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhdw])")
 _WAYS = "write 30s, 15m, 24h, 7d, 2w"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_BYTES = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([kmgt]?)(i?)b?")
 _SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)(%?)")
 
 
@@ -50,9 +50,7 @@ def size_in_bytes(text: str) -> int:
     Raises:
         click.BadParameter: The text is not a size.
     """
-    found = _BYTES.fullmatch(text.strip().lower())
-    step = 1024 if found and found[3] else 1000
-    nbytes = int(float(found[1]) * step ** " kmgt".index(found[2] or " ")) if found else 0
+    nbytes = parsed_size(text)
     if not nbytes:
         raise click.BadParameter(f"{quoted(text)} is not a size; write 500MB, 5GB or 4GiB")
     return nbytes

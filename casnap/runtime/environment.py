@@ -11,6 +11,7 @@ from pathlib import Path
 
 from casnap.errors import StoreError
 from casnap.runtime.handlers import pass_on, system_errors_ignored
+from casnap.runtime.sizes import parsed_size
 
 _log = logging.getLogger("casnap")
 _NETWORK = re.compile(
@@ -74,7 +75,12 @@ def cache_bytes_asked() -> int:
     Raises:
         StoreError: It is not a number of bytes.
     """
-    return _number_asked("CASNAP_CACHE_BYTES", "a number of bytes, such as 50000000000") or 0
+    text = os.environ.get(variable := "CASNAP_CACHE_BYTES", "").strip()
+    nbytes = parsed_size(text) if text else 0
+    if nbytes is None:
+        what = "a number of bytes, such as 50GB, 46GiB or 50000000000"
+        raise StoreError(f"{variable} is {text!r}; set it to {what}")
+    return nbytes
 
 
 def threads_asked() -> int | None:

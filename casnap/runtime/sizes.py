@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_BYTES = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([kmgt]?)(i?)b?")
+
 
 def size(nbytes: float) -> str:
     """Return a number of bytes in the decimal units that disks are sold in."""
@@ -10,3 +14,12 @@ def size(nbytes: float) -> str:
             break
         nbytes /= 1000
     return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+
+
+def parsed_size(text: str) -> int | None:
+    """Return a number of bytes as people write it: ``5GB`` is 5·10⁹, ``5GiB`` 5·2³⁰; None if not."""
+    found = _BYTES.fullmatch(text.strip().lower())
+    if found is None or (found[3] and not found[2]):
+        return None
+    step = (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")
+    return int(float(found[1]) * step) if "." in found[1] else int(found[1]) * step

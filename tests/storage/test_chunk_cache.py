@@ -288,12 +288,24 @@ def test_an_open_store(far: Path) -> None:
         Snapshot("step_0", store=Store(FarFolder(far)), cache_bytes=PLENTY)
 
 
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("10G", 10**10), ("50 GB", 5 * 10**10), ("1.5GiB", 3 << 29), ("4096", 4096), ("0", 0)],
+)
+def test_the_environment_may_say_it_in_units(
+    far: Path, monkeypatch: pytest.MonkeyPatch, text: str, nbytes: int
+) -> None:
+    monkeypatch.setenv("CASNAP_CACHE_BYTES", text)
+    cache = Store(FarFolder(far), create=False).objects.chunk_cache
+    assert (cache.nbytes if cache is not None else 0) == nbytes
+
+
 def test_no_number_of_bytes(far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_bytes: list[Any] = [-1, 1e9, "5000"]
     for nbytes in no_bytes:
         with pytest.raises(ValueError, match="cache_bytes"):
             Store(FarFolder(far), cache_bytes=nbytes)
-    for text in ("50 GB", "-1", "1e9", "9" * 30):
+    for text in ("much", "50 EB", "-1", "1e9", "9" * 30):
         monkeypatch.setenv("CASNAP_CACHE_BYTES", text)
         with pytest.raises(StoreError, match="CASNAP_CACHE_BYTES"):
             Store(FarFolder(far))
