@@ -17,7 +17,7 @@ def size(nbytes: float) -> str:
 
 
 def parsed_size(text: str) -> int | None:
-    """Return a number of bytes as people write it: ``5GB`` is 5·10⁹, ``5GiB`` 5·2³⁰; None if not."""
+    """Return a number of bytes as people write it: ``5GB`` is 5·10⁹, ``5GiB`` 5·2³⁰; or None."""
     found = _BYTES.fullmatch(text.strip().lower())
     if found is None or (found[3] and not found[2]):
         return None

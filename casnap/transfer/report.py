@@ -9,6 +9,7 @@ from typing import NamedTuple
 from casnap.format.records import Row
 
 PART_BYTES = 1 << 30
+PART_SECONDS = 30.0
 
 
 class ChosenSnapshot(NamedTuple):
@@ -36,6 +37,7 @@ class CopyOptions:
         skip_gone: Pass over snapshots that are deleted from the source meanwhile.
         part_bytes: Commit what was sent when it is about so many bytes, so that a repeat goes on
             from there.
+        part_seconds: Commit it also when about so many seconds have passed: a link may be slow.
         on_commit: Called after each snapshot is committed; it is then noted as one that the mirror
             of the destination lacks.
     """
@@ -43,6 +45,7 @@ class CopyOptions:
     dry_run: bool = False
     skip_gone: bool = False
     part_bytes: int = PART_BYTES
+    part_seconds: float = PART_SECONDS
     on_commit: Callable[[], None] | None = None
 
 

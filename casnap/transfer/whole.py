@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 import msgspec
 
@@ -32,6 +33,8 @@ from casnap.transfer.tree import SourceTree
 _BATCH = 1024
 # The most chunks of a part: a tensor has no more boxes.
 _MOST_CHUNKS = 1 << 16
+
+_TURN_BYTES = 32 << 20
 
 RelyOn = Callable[[list[Digest]], "list[Place | None]"]
 Planned = dict[Digest, "Place | None"]
@@ -180,7 +183,10 @@ class WholeCopy:
             try:
                 planned, is_last = self._plan(transaction.relied.rely_on)
                 sent = self._send(transaction, planned, crew)
-                if is_last:
+                if len(sent) < len(planned):  # its time is over
+                    rest = planned.keys() - {digest for digest, _ in sent}
+                    self._pending = chain(filter(rest.__contains__, planned), self._pending)
+                elif is_last:
                     return self._finish(transaction, len(sent))
                 self._keep(transaction, sent)
             except BaseException as e:
@@ -193,7 +199,12 @@ class WholeCopy:
     def _send(
         self, transaction: Transaction, planned: Planned, crew: Crew
     ) -> list[tuple[Digest, int]]:
-        """Copy chunks into new packs; return digest and raw length of each."""
+        """Copy chunks into new packs, until the part's time is over.
+
+        Returns:
+            The digest and the raw length of each.
+        """
+        ends = time.monotonic() + self._options.part_seconds
         sent: list[tuple[Digest, int]] = []
 
         def note(digest: Digest, nbytes: int) -> None:
@@ -205,9 +216,11 @@ class WholeCopy:
         codec = codec_of(transaction.base.root, transaction.objects.backend.uri)
         # A store that compresses compresses all; another one takes chunks as they are.
         transaction.new_packs.use(codec if codec is Codec.ZSTD else codec_among(planned.values()))
-        if planned:
-            chunks = ((digest, False) for digest in planned)
+        for digests in _turns(planned):
+            chunks = ((digest, False) for digest in digests)
             copy_verified(self._source, chunks, transaction.new_packs, note)
+            if time.monotonic() >= ends:
+                break
         return sent
 
     def _keep(self, transaction: Transaction, sent: list[tuple[Digest, int]]) -> None:
@@ -298,6 +311,19 @@ class WholeCopy:
             stand &= row is not None and row.manifest.digest == chosen.row.manifest.digest
         if not stand:
             raise FencedError(COLLECTED)
+
+
+def _turns(planned: Planned) -> Iterator[list[Digest]]:
+    """Cut what is to be sent into turns, after each of which the clock is looked at."""
+    turn, nbytes = list[Digest](), 0
+    for digest, place in planned.items():
+        turn.append(digest)
+        nbytes += place.stored if place is not None else 0
+        if nbytes >= _TURN_BYTES:
+            yield turn
+            turn, nbytes = [], 0
+    if turn:
+        yield turn
 
 
 def _batches(digests: list[Digest]) -> Iterator[list[Digest]]:

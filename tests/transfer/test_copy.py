@@ -203,7 +203,9 @@ class _StopError(Exception):
     pass
 
 
-def interrupted(source: Store, path: Path, after: int, part_bytes: int = CHUNK) -> None:
+def interrupted(
+    source: Store, path: Path, after: int, part_bytes: int = CHUNK, part_seconds: float = 30
+) -> None:
     """Copy one snapshot in small parts, until so many bytes were dealt with."""
 
     def stop(_what: str, done: int, _total: int) -> None:
@@ -211,7 +213,7 @@ def interrupted(source: Store, path: Path, after: int, part_bytes: int = CHUNK) 
             raise _StopError
 
     chosen = [ChosenSnapshot("step_0", "step_0", source.row("step_0"))]
-    options = CopyOptions(part_bytes=part_bytes)
+    options = CopyOptions(part_bytes=part_bytes, part_seconds=part_seconds)
     with pytest.raises(_StopError):
         copy_snapshots(source.objects, opened(path).objects, chosen, options, stop)
 
@@ -241,6 +243,23 @@ def test_an_unfinished_copy_is_kept_and_hidden(source: Store, tmp_path: Path) ->
     assert rest.sent_bytes < whole.sent_bytes - CHUNK
     assert unfinished(there) == []
     assert_copied(source, there, {"step_0"})
+
+
+def test_over_a_slow_link_parts_are_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was sent within a GiB is not sent again either."""
+    monkeypatch.setattr("casnap.transfer.whole._TURN_BYTES", 10 * CHUNK)
+    source = Store(tmp_path / "source", chunk_size=CHUNK)
+    weight = torch.randn(30 * CHUNK // 4)
+    source.take({"state": StateDict(weight=weight)}, "step_0")
+    interrupted(source, tmp_path / "copy", 25 * CHUNK, 1 << 30, part_seconds=0)
+    there = Store(tmp_path / "copy")
+    there.gc(grace=0)
+    report = source.copy(to=there)
+    assert (report.present_chunks, report.sent_chunks) == (20, 10 + 3)
+    assert torch.equal(there["step_0"].read_object("state/weight"), weight)
+    assert unfinished(there) == []
 
 
 def test_a_tensor_larger_than_a_part(tmp_path: Path) -> None:
