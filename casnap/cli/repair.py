@@ -7,16 +7,19 @@ from typing import Any
 
 import click
 
+from casnap.backends import LocalBackend, backend_at
 from casnap.cli.arguments import (
     endpoint_option,
     exclusive_option,
     open_store,
     open_whole_store,
+    options_for,
     print_requests,
     request_fields,
 )
 from casnap.cli.check import document_of, print_damages
 from casnap.cli.output import (
+    CommandError,
     check_can_ask,
     confirm,
     counts,
@@ -26,8 +29,14 @@ from casnap.cli.output import (
     quoted,
     safe,
 )
+from casnap.errors import DamagedError
+from casnap.format.records import CONFIG_KEY
+from casnap.maintenance.config_record import copied_config, restore_config
+from casnap.maintenance.damage import Damage
 from casnap.maintenance.repair import RepairReport
+from casnap.storage.config import read_config
 from casnap.storage.uris import store_uri
+from casnap.store import Store
 
 
 def _source(text: str) -> str:
@@ -62,14 +71,20 @@ def repair(
     folders of .safetensors, .pt, .pth, .bin, .ckpt and .npy. Nothing is deleted: `casnap gc` does
     that later.
     """
-    place = open_whole_store(store)
+    made_anew = False
+    try:
+        place = open_whole_store(store)
+    except DamagedError as e:
+        made_anew = True
+        place = _with_config(store, e, yes=yes, dry_run=dry_run)
     uri = place.objects.backend.uri
-    if not yes and not dry_run:
-        check_can_ask("--yes to repair")
-        confirm(f"Repair {safe(uri)}?")
+    if not (yes or dry_run or made_anew):
+        _ask(uri)
     places = [open_store(s) if store_uri(s) is not None else s for s in sources]
     with phases(lambda: place.requests) as report:
         done = place.repair(sources=places, progress=report, dry_run=dry_run)
+    if made_anew:
+        done.found.insert(0, Damage("missing", CONFIG_KEY, "made anew from the newest root"))
     if as_json:
         emit({"store": uri, **_document(done), **request_fields(place)})
     else:
@@ -77,6 +92,31 @@ def repair(
         print_requests(place)
     if not done.ok:
         raise click.exceptions.Exit(1)
+
+
+def _ask(uri: str) -> None:
+    check_can_ask("--yes to repair, or --dry-run to look")
+    confirm(f"Repair {safe(uri)}?")
+
+
+def _with_config(store: str | None, error: DamagedError, *, yes: bool, dry_run: bool) -> Store:
+    """Make the record of a store anew, without which it cannot be opened; return the store."""
+    uri = store or "."
+    found = store_uri(uri)
+    folder = Path(uri.removeprefix("file://")).resolve()
+    backend = LocalBackend(folder) if found is None else backend_at(found.store, options_for(uri))
+    try:
+        read_config(backend)
+    except DamagedError:
+        config = copied_config(backend)
+    else:
+        raise error
+    if dry_run:
+        raise CommandError(f"{error}. A repair would make it anew, and then look at the rest")
+    if not yes:
+        _ask(backend.uri)
+    restore_config(backend, config)
+    return open_whole_store(store)
 
 
 def _document(done: RepairReport) -> dict[str, Any]:
@@ -112,6 +152,8 @@ def _print(uri: str, done: RepairReport) -> None:
     for what, count in steps.items():
         if count:
             click.echo(f"{what}: {count:,}")
+    if any(damage.object == CONFIG_KEY for damage in done.found):
+        click.echo(f"{CONFIG_KEY} {'would be ' if done.dry_run else ''}made anew")
     if any(damage.object.startswith("roots/") for damage in done.found):
         click.echo("roots are damaged or lost (see `casnap check`): no snapshot needs them")
     if done.ok:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from casnap.backends import Backend
-from casnap.errors import AccessDeniedError, CasnapError, DamagedError, UnavailableError
-from casnap.format.records import CONFIG_KEY, pack_key, root_key, segment_key
+from casnap.errors import AccessDeniedError, DamagedError
+from casnap.format.records import pack_key, root_key, segment_key
+from casnap.maintenance.config_record import config_damages
 from casnap.maintenance.damage import (
     ALL,
     Damage,
@@ -18,7 +19,6 @@ from casnap.maintenance.damage import (
 from casnap.maintenance.files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
-from casnap.storage.config import read_config
 from casnap.storage.objects import Objects
 from casnap.storage.probe import doubts
 
@@ -106,7 +106,7 @@ def check(
     if data and sample is not None:
         raise ValueError("data reads all, sample a share; give one of them")
     backend = objects.backend
-    damages = _damaged_config(objects)
+    damages = config_damages(objects)
     try:
         survey = Survey(objects, progress)
     except DamagedError as e:
@@ -161,18 +161,6 @@ def _bucket_warnings(backend: Backend) -> list[str]:
             "this user may not look at the rules of the bucket (expiration, versions, locks), so "
             "whether they hurt the store is unknown; docs/object-stores.md says which rules do"
         ]
-
-
-def _damaged_config(objects: Objects) -> list[Damage]:
-    try:
-        if read_config(objects.backend) == objects.config:
-            return []
-        why = "it has changed since this store was opened; restore it from a backup"
-    except UnavailableError:
-        raise
-    except CasnapError as e:
-        why = str(e)
-    return [Damage("changed", CONFIG_KEY, why, hurts={ALL: None})]
 
 
 def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> None:

@@ -35,6 +35,7 @@ from casnap.format.records import (
     SegmentRef,
     pack_key,
 )
+from casnap.maintenance.config_record import config_damages, restore_config
 from casnap.maintenance.damage import Damage, root_damages
 from casnap.maintenance.file_survey import FileSurvey
 from casnap.maintenance.files import StoredFiles
@@ -146,7 +147,10 @@ class _Repair:
         survey.run(share=1.0)
         self._refuse_unreadable()
         stood_in_for, history = root_damages(self._objects.backend, survey.root.seq)
-        self.report.found = [*history, *stood_in_for, *survey.damages]
+        record = config_damages(self._objects)
+        self.report.found = [*record, *history, *stood_in_for, *survey.damages]
+        if record and not self.report.dry_run:
+            restore_config(self._objects.backend, self._objects.config)
         self._must_replace = {survey.root.seq} if stood_in_for else set()
         try:
             if self.report.dry_run:

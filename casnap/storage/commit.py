@@ -119,7 +119,7 @@ class _Publishing:
         relied = self._all_relied(m, latest)
         if relied is None:
             return None
-        like = with_config(self._become(m), self._objects.config, self._objects.backend)
+        like = with_config(self._become(m), self._objects.config)
         new_table = self._write_table(m, like)
         like = self._serving_all(like)
         if self._objects.backend.is_remote:

@@ -28,14 +28,14 @@ from casnap.format.records import (
 )
 
 RECORD = "record"
-"""The setting of a remote store that is a copy of ``casnap.json``."""
+"""The setting of a store that is a copy of ``casnap.json``."""
 
 
 def no_config_error(uri: str) -> DamagedError:
     """Return the error for a store that has roots, but no ``casnap.json``."""
     return DamagedError(
         f"{uri} is a damaged store: it has roots, but {CONFIG_KEY} is missing or unreadable. "
-        "Restore that file from a backup"
+        f"`casnap repair {uri}` makes it anew, or restore it from a backup"
     )
 
 
@@ -93,13 +93,18 @@ def read_config(backend: Backend) -> StoreConfig:
             )
         config = json_decoder(StoreConfig).decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as e:
-        raise DamagedError(f"{where} is damaged: {e}; restore it from a backup") from e
+        raise DamagedError(f"{where} is damaged: {e}; `casnap repair` makes it anew") from e
     _check_features(config, where)
     if not _is_possible(config):
         raise DamagedError(
             f"{where} is damaged: chunk size {config.chunk_size}, id {config.store_id!r}"
         )
     return config
+
+
+def config_content(config: StoreConfig) -> bytes:
+    """Return the bytes of ``casnap.json``."""
+    return msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
 
 
 def config_in(root: Root, uri: str) -> StoreConfig | None:
@@ -118,9 +123,12 @@ def config_in(root: Root, uri: str) -> StoreConfig | None:
     return config
 
 
-def with_config(root: Root, config: StoreConfig, backend: Backend) -> Root:
-    """Return a root of a remote store with a copy of ``casnap.json``, which spares a request."""
-    if not backend.is_remote or root.format == 1 or RECORD in root.settings:
+def with_config(root: Root, config: StoreConfig) -> Root:
+    """Return a root with a copy of ``casnap.json``.
+
+    It spares a request on a remote store, and a repair makes a lost record anew from it.
+    """
+    if root.format == 1 or RECORD in root.settings:
         return root
     settings = {**root.settings, RECORD: msgspec.to_builtins(config)}
     return msgspec.structs.replace(root, settings=settings)

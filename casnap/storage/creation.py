@@ -27,7 +27,13 @@ from casnap.format.records import (
     root_key,
 )
 from casnap.runtime.environment import crowded_folders
-from casnap.storage.config import config_in, object_error, read_config, with_config
+from casnap.storage.config import (
+    config_content,
+    config_in,
+    object_error,
+    read_config,
+    with_config,
+)
 from casnap.storage.location import exists, holds
 from casnap.storage.probe import honours_put_if_absent, no_put_if_absent_error
 from casnap.storage.roots import read_root, sealed_root
@@ -116,7 +122,7 @@ def _first_root(backend: Backend, config: StoreConfig, codec: Codec, *, asked: b
     if not asked and backend.folder is not None:
         settings[FOLDER_ONLY] = True
     root = msgspec.structs.replace(root, format=2, read_features=(DEEP_TABLE,), settings=settings)
-    return with_config(root, config, backend)
+    return with_config(root, config)
 
 
 def _settled(backend: Backend, *, is_ours: bool) -> StoreConfig:
@@ -132,12 +138,8 @@ def _settled(backend: Backend, *, is_ours: bool) -> StoreConfig:
     if is_ours and first != config:
         # This process was held up between its look and its put, which came later than root 0.
         backend.delete(CONFIG_KEY)
-        backend.put_if_absent(CONFIG_KEY, _record(first))
+        backend.put_if_absent(CONFIG_KEY, config_content(first))
     return first
-
-
-def _record(config: StoreConfig) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
 
 
 def _warn_of_rules(backend: Backend) -> None:
@@ -183,7 +185,7 @@ def _put_config(
     if not honoured and not backend.exclusive:
         raise no_put_if_absent_error(backend)
     config = StoreConfig(os.urandom(16).hex(), chunk_size, version, put_if_absent=honoured)
-    is_ours = backend.put_if_absent(CONFIG_KEY, _record(config))
+    is_ours = backend.put_if_absent(CONFIG_KEY, config_content(config))
     backend.sync()
     return config if is_ours and not foreign else None
 

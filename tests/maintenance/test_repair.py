@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from inspect import stack
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -18,10 +19,10 @@ from casnap.backends import LocalBackend
 from casnap.backends.base import Target
 from casnap.errors import BackendError, DamagedError
 from casnap.format.digest import digest_of
-from casnap.format.records import PackId, pack_key
+from casnap.format.records import CONFIG_KEY, PackId, pack_key, root_key
 from casnap.maintenance.gc import GcOptions, collect
 from casnap.maintenance.survey import Survey
-from casnap.storage.roots import put_next_root
+from casnap.storage.roots import put_next_root, sealed_root
 from tests.support.cli_calls import Terminal, failure, invoke
 from tests.support.damaged import (
     FROZEN,
@@ -422,3 +423,48 @@ def test_command_asks(store: Path, answer: str, status: int) -> None:
     os.write(terminal.master, f"{answer}\n".encode())
     assert terminal.rest()[0] == status
     assert (Store(store).objects.newest() == root) == (answer == "n")
+
+
+# --- casnap.json ------------------------------------------------------------------------------
+
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+
+
+@pytest.mark.parametrize("how", ["deleted", "damaged"])
+def test_casnap_json_is_made_anew_from_the_roots(store: Path, how: str) -> None:
+    file = store / CONFIG_KEY
+    before = file.read_bytes()
+    opened = Store(store)
+    file.unlink()
+    if how == "damaged":
+        file.write_bytes(before[: len(before) // 2])
+    assert "casnap repair" in failure("ls", store)
+    (damage,) = opened.check().damages
+    assert damage.object == CONFIG_KEY
+    assert damage.kind == ("missing" if how == "deleted" else "changed")
+    assert "would make it anew" in failure("repair", store, "--dry-run")
+    assert "pass --yes" in failure("repair", store, status=2)
+    said = invoke("repair", store, "--yes").stdout
+    assert f"{CONFIG_KEY} made anew" in said
+    assert "everything is whole" in said
+    assert file.read_bytes() == before
+    assert "no damage found" in invoke("check", store, "--data").stdout
+    # An open store knows it, too.
+    file.unlink()
+    assert [damage.object for damage in opened.repair().found] == [CONFIG_KEY]
+    assert file.read_bytes() == before
+
+
+def test_without_a_copy_of_casnap_json_in_the_roots(tmp_path: Path) -> None:
+    """As earlier versions made local stores: of format 2 the id is known, the chunk size never."""
+    shutil.copytree(FIXTURES / "store-v1", tmp_path / "one")
+    (tmp_path / "one" / CONFIG_KEY).unlink()
+    said = failure("repair", tmp_path / "one", "--yes")
+    assert "Its store_id and chunk_size are not known" in said
+    two = Store(tmp_path / "two")
+    first = msgspec.structs.replace(two.objects.newest(), settings={})
+    change(tmp_path / "two" / root_key(0), lambda _: sealed_root(first))
+    (tmp_path / "two" / CONFIG_KEY).unlink()
+    said = failure("repair", tmp_path / "two", "--yes")
+    assert f"Its store_id is {two.id}, as root 0 says; its chunk_size is not known" in said
