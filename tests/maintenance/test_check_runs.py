@@ -115,7 +115,7 @@ def test_one_snapshot_alone(store: Path) -> None:
     assert (whole["name"], alone["name"]) == (None, "b")
     assert 0 < alone["read_bytes"] == alone["stored_bytes"] < whole["read_bytes"]
     digest, place = record_of(store, WEIGHT)
-    change(store / pack_key(place.pack), flip(place.offset))
+    change(store / "casnap-store" / pack_key(place.pack), flip(place.offset))
     assert document("check", store / "a", "--data")["ok"]
     hurt = json.loads(invoke("check", store / "b", "--data", "--json", status=1).stdout)
     assert hurt["hurts"] == [{"name": "b", "entry": f"{KEY}/weight"}]

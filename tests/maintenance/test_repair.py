@@ -433,7 +433,7 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 @pytest.mark.parametrize("how", ["deleted", "damaged"])
 def test_casnap_json_is_made_anew_from_the_roots(store: Path, how: str) -> None:
-    file = store / CONFIG_KEY
+    file = store / "casnap-store" / CONFIG_KEY
     before = file.read_bytes()
     opened = Store(store)
     file.unlink()
@@ -459,12 +459,12 @@ def test_casnap_json_is_made_anew_from_the_roots(store: Path, how: str) -> None:
 def test_without_a_copy_of_casnap_json_in_the_roots(tmp_path: Path) -> None:
     """As earlier versions made local stores: of format 2 the id is known, the chunk size never."""
     shutil.copytree(FIXTURES / "store-v1", tmp_path / "one")
-    (tmp_path / "one" / CONFIG_KEY).unlink()
+    (tmp_path / "one" / "casnap-store" / CONFIG_KEY).unlink()
     said = failure("repair", tmp_path / "one", "--yes")
     assert "Its store_id and chunk_size are not known" in said
     two = Store(tmp_path / "two")
     first = msgspec.structs.replace(two.objects.newest(), settings={})
-    change(tmp_path / "two" / root_key(0), lambda _: sealed_root(first))
-    (tmp_path / "two" / CONFIG_KEY).unlink()
+    change(tmp_path / "two" / "casnap-store" / root_key(0), lambda _: sealed_root(first))
+    (tmp_path / "two" / "casnap-store" / CONFIG_KEY).unlink()
     said = failure("repair", tmp_path / "two", "--yes")
     assert f"Its store_id is {two.id}, as root 0 says; its chunk_size is not known" in said
