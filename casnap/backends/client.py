@@ -206,9 +206,12 @@ class Client(ABC):
     deletes: int = 1000
     """How many objects one request can delete."""
 
+    is_bucket: bool = False
+    """Whether the URI is a whole bucket, and so no object."""
+
     @abstractmethod
     async def is_object(self) -> bool:
-        """Whether the URI is itself an object."""
+        """Whether the URI is itself an object. It is not asked of a bucket."""
 
     rule_kinds: Sequence[str] = ()
     """The rules of the bucket that can be looked at, one request each."""

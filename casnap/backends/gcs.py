@@ -82,6 +82,7 @@ class GcsClient(Client):
             raise UnreachableError(f"{uri}: the credentials cannot be checked: {told}") from None
         self._bucket, _, prefix = uri.partition("://")[2].partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
+        self.is_bucket = not self._prefix
         self._timeout = aiohttp.ClientTimeout(
             # Silence is watched by `Operation`; this only ends what has no waiter left.
             total=None,
@@ -326,8 +327,6 @@ class GcsClient(Client):
     @override
     async def is_object(self) -> bool:
         name = quote(self._prefix.rstrip("/"), safe="")
-        if not name:
-            return False
         try:
             await self._ask("GET", f"{self._objects()}/{name}", self._uri)
         except FileNotFoundError:

@@ -137,6 +137,8 @@ class RemoteBackend(Backend):
 
     @override
     def is_object(self) -> bool:
+        if self._reach().client.is_bucket:
+            return False
         return self._run(
             self._request("get", f"look at {self.uri}", lambda client: client.is_object())
         )

@@ -86,6 +86,7 @@ class S3Client(Client):
         # Not `split_path`, which takes a part of some names for a version.
         self._bucket, _, prefix = uri.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self.is_bucket = not self._prefix
         self._client: Any = None
         self._knows_crc = True
 
@@ -240,8 +241,6 @@ class S3Client(Client):
     @override
     async def is_object(self) -> bool:
         key = self._prefix.rstrip("/")
-        if not key:
-            return False
         try:
             answer = await self._call("get_object", self._uri, Key=key, Range="bytes=0-0")
         except BehindItsEndError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -200,11 +201,11 @@ def request_fields(*stores: Store) -> dict[str, Any]:
     return {"requests": dict(made)} if made else {}
 
 
-def print_requests(store: Store) -> None:
-    """Print how many requests were made so far, if any were."""
-    if store.requests:
-        total = counted(sum(store.requests.values()), "request")
-        click.echo(f"{total}: {kinds(store.requests)}")
+def print_requests(requests: Mapping[str, int]) -> None:
+    """Print how many requests were made, by kind, if any were."""
+    if requests:
+        total = counted(sum(requests.values()), "request")
+        click.echo(f"{total}: {kinds(requests)}")
 
 
 def metadata_of(snapshot: Snapshot) -> dict[str, Any] | None:

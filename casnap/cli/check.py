@@ -74,7 +74,7 @@ def check(
         emit({**_document(uri, found), "name": name, **request_fields(place)})
     else:
         _print(uri, found)
-        print_requests(place)
+        print_requests(place.requests)
     if not found.ok:
         raise click.exceptions.Exit(1)
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections import Counter
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from casnap.backends import Backend
 from casnap.cli.arguments import (
     endpoint_option,
     exclusive_option,
     is_exclusive,
     options_for,
     print_requests,
-    request_fields,
 )
 from casnap.cli.option_types import duration
 from casnap.cli.output import CommandError, counted, counts, emit, json_option, phases, safe, size
 from casnap.errors import NotAStoreError
+from casnap.opened.open_store import located, open_store
 from casnap.storage.uris import snapshot_uri, store_uri
 from casnap.store import Store
 from casnap.transfer.choice import check_pair, choose
@@ -81,25 +83,28 @@ def cp(
         how = FollowOptions(interval, give_up_after)
         _follow(source, destination, how, as_json=as_json)
         return
-    here, name = _opened_or_above(source)
-    there, rename = _destination(destination)
-    reach: dict[str, Any] = {}
-    if isinstance(there, str):
-        reach = {"storage_options": _options(there), "exclusive": is_exclusive()}
+    asked: dict[str, list[Backend]] = {"source": [], "destination": []}
+    here, name = _opened_or_above(source, asked["source"])
+    there, rename = _destination(destination, asked["destination"])
+    exclusive = is_exclusive() and not isinstance(there, Store)
     with phases() as progress:
         report = here.copy(
-            name, to=there, rename=rename, dry_run=dry_run, progress=progress, **reach
+            name,
+            to=_place(there, asked["destination"]),
+            rename=rename,
+            dry_run=dry_run,
+            progress=progress,
+            exclusive=exclusive,
         )
-    places = [here, there if isinstance(there, Store) else None]
+    made = [_requests(backends) for backends in asked.values()]
     if as_json:
-        opened = [place for place in places if place is not None]
-        ends = {"source": here.uri, "destination": _uri(there)}
-        emit({**ends, **_facts_of(report), **request_fields(*opened)})
+        requests = dict(sum(map(Counter, made), Counter[str]()))
+        told = {"requests": requests} if requests else {}
+        emit({"source": here.uri, "destination": _uri(there), **_facts_of(report), **told})
         return
     _show(report, _uri(there))
-    for place in places:
-        if place is not None:
-            print_requests(place)
+    for requests in made:
+        print_requests(requests)
 
 
 def _check_usage(*, follow: bool, dry_run: bool) -> None:
@@ -115,8 +120,8 @@ def _follow(source: str, destination: str, how: FollowOptions, *, as_json: bool)
     """Copy until a signal ends it; then say what was copied."""
 
     def open_pair() -> Pair:
-        here, name = _opened_or_above(source)
-        there, rename = _destination(destination)
+        here, name = _opened_or_above(source, [])
+        there, rename = _destination(destination, [])
         if isinstance(there, str):
             options, size = _options(there), here.chunk_size
             there = Store(there, chunk_size=size, storage_options=options, exclusive=is_exclusive())
@@ -157,6 +162,11 @@ def _facts_of(report: CopyReport) -> dict[str, Any]:
 _THINGS = ("sent_chunks", "present_chunks")
 
 
+def _requests(backends: list[Backend]) -> dict[str, int]:
+    """Return how many requests were made, by kind, also to find out that there is no store."""
+    return dict(sum((Counter(backend.requests) for backend in backends), Counter[str]()))
+
+
 def _uri(place: Store | str) -> str:
     return place.uri if isinstance(place, Store) else place
 
@@ -166,20 +176,36 @@ def _options(uri: str) -> dict[str, Any] | None:
     return None if store_uri(uri) is None else options_for(uri)
 
 
-def _opened(uri: str) -> tuple[Store, str | None]:
-    """Return the store that a URI lies in, and the name or folder in it, if there is one."""
-    place = Store(uri, create=False, storage_options=_options(uri), exclusive=is_exclusive())
-    return Store(place.opened.whole()), place.prefix or None
+def _place(there: Store | str, asked: list[Backend]) -> Store | Backend | str:
+    """Return where to copy to, so that the requests by which a store is made are counted."""
+    if isinstance(there, Store) or store_uri(there) is None:
+        return there
+    place = located(there, _options(there)).backend
+    asked.append(place)
+    return place
 
 
-def _opened_or_above(uri: str) -> tuple[Store, str | None]:
+def _opened(uri: str, asked: list[Backend]) -> tuple[Store, str | None]:
+    """Return the store that a URI lies in, and the name or folder in it, if there is one.
+
+    Args:
+        uri: The URI.
+        asked: Gets the backend that is asked.
+    """
+    place = located(uri, _options(uri))
+    asked.append(place.backend)
+    opened = open_store(place, create=False, exclusive=is_exclusive())
+    return Store(opened.whole()), opened.prefix or None
+
+
+def _opened_or_above(uri: str, asked: list[Backend]) -> tuple[Store, str | None]:
     """Return the same; the URI of a remote snapshot may do, whose store is its parent.
 
     Raises:
         NotAStoreError: There is no store at either place.
     """
     try:
-        return _opened(uri)
+        return _opened(uri, asked)
     except NotAStoreError:
         remote = store_uri(uri)
         if remote is None or remote.name or remote.is_bucket:
@@ -187,16 +213,16 @@ def _opened_or_above(uri: str) -> tuple[Store, str | None]:
         snapshot = snapshot_uri(uri)
         assert snapshot is not None
         try:
-            return _opened(snapshot.store)[0], snapshot.name
+            return _opened(snapshot.store, asked)[0], snapshot.name
         except NotAStoreError:
             pass
         raise
 
 
-def _destination(uri: str) -> tuple[Store | str, str | None]:
+def _destination(uri: str, asked: list[Backend]) -> tuple[Store | str, str | None]:
     """Return the store to copy to, or where it is to be made; and the new name, if there is one."""
     try:
-        return _opened_or_above(uri)
+        return _opened_or_above(uri, asked)
     except NotAStoreError:
         found = store_uri(uri)
         if found is not None and found.name:

@@ -51,4 +51,4 @@ def du(store: str | None, prefix: str | None, as_json: bool) -> None:
         table(header, rows, numbers={"LOGICAL", "STORED", "UNIQUE"})
     what = f"{counted(len(found), 'snapshot')} of {size(logical)}"
     click.echo(f"{what}; {safe(objects.backend.uri)} takes up {size(stored)} in packs")
-    print_requests(place)
+    print_requests(place.requests)

@@ -71,7 +71,7 @@ def gc(
         emit({**store_fields(place), **garbage_fields(report), **request_fields(place)})
     else:
         show(place, report)
-        print_requests(place)
+        print_requests(place.requests)
 
 
 def collect_garbage(place: Store, options: GcOptions) -> GcReport:

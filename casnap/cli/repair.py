@@ -89,7 +89,7 @@ def repair(
         emit({"store": uri, **_document(done), **request_fields(place)})
     else:
         _print(uri, done)
-        print_requests(place)
+        print_requests(place.requests)
     if not done.ok:
         raise click.exceptions.Exit(1)
 

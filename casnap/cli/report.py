@@ -70,7 +70,7 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
         return
     _write(output, page(facts, time.time()))
     click.echo(f"{safe(str(output))}: {counted(len(found), 'snapshot')}")
-    print_requests(place)
+    print_requests(place.requests)
 
 
 def _document(facts: Facts) -> dict[str, Any]:

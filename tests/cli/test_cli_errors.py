@@ -22,7 +22,7 @@ from casnap.format.records import Row
 from tests.support.cli_calls import COMMAND, document, failure, invoke, process
 from tests.support.written import publish
 
-# --- init, trust ------------------------------------------------------------------------------
+# --- init -------------------------------------------------------------------------------------
 
 
 def test_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,18 +61,10 @@ def test_init_inside_a_store_makes_none(store: Path) -> None:
 
 
 def test_init_where_something_else_is(tmp_path: Path) -> None:
-    (tmp_path / "casnap-store/packs").mkdir()
+    (tmp_path / "casnap-store/packs").mkdir(parents=True)
     assert "packs" in failure("init", tmp_path)
     (tmp_path / "file").write_text("")
     assert "is a file" in failure("init", tmp_path / "file")
-
-
-def test_trust(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert document("trust", store) == {"store": str(store), "trusted": True}
-    assert str(store) in (tmp_path / "casnap/trusted").read_text().splitlines()
-    assert str(store) in failure("trust", store / "run1")
-    assert "not a casnap store" in failure("trust", tmp_path)
 
 
 # --- what goes wrong --------------------------------------------------------------------------
@@ -92,7 +84,7 @@ def test_not_a_store(tmp_path: Path, command: str) -> None:
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "init", "trust"])
+@pytest.mark.parametrize("command", ["ls", "du", "init"])
 def test_a_store_of_a_newer_format(own_store: Path, command: str) -> None:
     config = json.loads((own_store / "casnap-store/casnap.json").read_text())
     (own_store / "casnap-store/casnap.json").write_text(json.dumps({**config, "format": 99}))
@@ -109,11 +101,11 @@ def test_the_store_itself_is_no_snapshot(store: Path) -> None:
     assert "needs a name" in failure("show", store)
 
 
-def test_a_folder_that_cannot_be_read(own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_system(own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> bool:
         raise PermissionError(13, "Permission denied", "/a\x1b/b")
 
-    monkeypatch.setattr(Path, "is_file", refuse)
+    monkeypatch.setattr(Path, "is_symlink", refuse)
     assert failure("ls", own_store) == "casnap: '/a\\x1b/b': Permission denied\n"
 
 

@@ -127,7 +127,7 @@ def restore_what_is_gone(path: str, caches: str) -> str:
     assert snapshot.contents.manifest.shared
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(f"{path}/packs")
+        shutil.rmtree(f"{path}/casnap-store/packs")
     dist.barrier()
     try:
         snapshot.restore(state(5))

@@ -167,7 +167,7 @@ def test_a_store_of_a_newer_casnap(base: Path, change: dict[str, Any], empty: bo
     if empty:
         # Its layout may be another one: what looks like a creation that was cut off is not ours.
         for folder in ("roots", "packs", "index"):
-            shutil.rmtree(base / folder)
+            shutil.rmtree(base / "casnap-store" / folder)
     before = files(base)
     for open_it in (
         lambda: Store(base),
@@ -214,8 +214,8 @@ def test_unknown_features_of_writing_let_readers_pass(base: Path) -> None:
 NO_NAMES = {
     "is empty": ["", "/", "//"],
     "empty, '.' or '..'": [".", "..", "../a", "a/..", "a/../../b", "a//b", "./a", "a/."],
-    "the store uses itself": [
-        *("roots", "packs/a", "index/a/b", "tmp", "casnap.json"),
+    "a store uses itself": [
+        *("casnap-store", "casnap-store/a", "a/casnap-store/b", "Casnap-Store"),
         *("casnap-snapshot.json", "a/casnap-snapshot.json/b"),
     ],
     "control characters": ["a\nb", "a\0b", "\x1b[2J", "a\x7f", "\ud800", "\udcff"],
@@ -244,7 +244,7 @@ def test_names_that_cannot_be_used(base: Path, name: str, why: str) -> None:
     assert files(base) == before
 
 
-@pytest.mark.parametrize("name", ["roots", "packs/a", "casnap.json", "a\nb", "a\0b", "x" * 256])
+@pytest.mark.parametrize("name", ["casnap-store", "casnap-store/a", "a\nb", "a\0b", "x" * 256])
 def test_paths_that_end_in_no_name(base: Path, name: str) -> None:
     before = files(base)
     for use in (lambda: Snapshot.take(base / name, TINY), lambda: Snapshot(base / name)):

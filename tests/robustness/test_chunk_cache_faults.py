@@ -131,7 +131,7 @@ def test_many_damaged_files(far: Path) -> None:
 
 def test_damage_here_and_in_the_store(far: Path) -> None:
     Reader(far).restore()
-    for path in (*kept_files(), *far.glob("packs/*/*")):
+    for path in (*kept_files(), *far.glob("casnap-store/packs/*/*")):
         path.chmod(0o600)
         for seed in range(3):
             garble(path, random.Random(seed))

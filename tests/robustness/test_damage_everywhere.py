@@ -78,7 +78,16 @@ def make(folder: Path) -> None:
     orphan = folder / "casnap-store" / pack_key(ORPHAN)
     orphan.parent.mkdir(exist_ok=True)
     orphan.write_bytes(next((folder / "casnap-store/packs").rglob("?" * 32)).read_bytes())
-    (folder / TEMPORARY).write_bytes(b"cut off" * 9)
+    path_of(folder, TEMPORARY).write_bytes(b"cut off" * 9)
+
+
+def path_of(folder: Path, key: str) -> Path:
+    """Return where an object or marker is."""
+    return folder / key if MARKER in key else folder / "casnap-store" / key
+
+
+def keys_in(folder: Path) -> set[str]:
+    return {name.removeprefix("casnap-store/") for name in files(folder)}
 
 
 # --- the store --------------------------------------------------------------------------------
@@ -96,7 +105,7 @@ class Sample:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         make(folder)
-        self.content = {key: (folder / key).read_bytes() for key in sorted(files(folder))}
+        self.content = {key: path_of(folder, key).read_bytes() for key in sorted(keys_in(folder))}
         # The copy of a root goes when another root comes.
         self.lasting = {key for key in self.content if not key.startswith(COPIES)}
         self.answers = {name: ask(self.open()) for name, ask in QUESTIONS.items()}
@@ -135,16 +144,16 @@ class Sample:
 
     def reset(self) -> None:
         """Put every file back as it was."""
-        for key in files(self.folder) - self.content.keys():
-            (self.folder / key).unlink()
+        for key in keys_in(self.folder) - self.content.keys():
+            path_of(self.folder, key).unlink()
         for key, content in self.content.items():
-            path = self.folder / key
+            path = path_of(self.folder, key)
             if not path.exists() or path.stat().st_size != len(content):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
 
     def put(self, key: str, content: bytes) -> None:
-        (self.folder / key).write_bytes(content)
+        path_of(self.folder, key).write_bytes(content)
 
 
 def names_of(store: Store) -> list[str]:
@@ -290,13 +299,13 @@ def look(sample: Sample, case: Case) -> None:
 def collect(sample: Sample, case: Case) -> None:
     """A collector deletes nothing because of damage: without that, everything is there again."""
     foreseen = ask(sample, case, "dry run", lambda s: s.gc(grace=0, dry_run=True))
-    assert files(sample.folder) == sample.content.keys()
+    assert keys_in(sample.folder) == sample.content.keys()
     collected = ask(sample, case, "gc", lambda s: s.gc(grace=0, repack=0.5))
     assert isinstance(foreseen, CasnapError) == isinstance(collected, CasnapError)
     key = case.layout.key
-    if (sample.folder / key).exists():
+    if path_of(sample.folder, key).exists():
         sample.put(key, sample.content[key])
-    if not files(sample.folder) >= sample.lasting:
+    if not keys_in(sample.folder) >= sample.lasting:
         for name in STEPS:
             restored(sample.open(), name)
 
@@ -305,7 +314,7 @@ def take(sample: Sample, case: Case) -> None:
     """What is taken is whole once that is which it relied on."""
     taken = ask(sample, case, "take", lambda s: s.take(state_of(8), "new"))
     sample.put(case.layout.key, sample.content[case.layout.key])
-    assert files(sample.folder) >= sample.lasting
+    assert keys_in(sample.folder) >= sample.lasting
     if not isinstance(taken, CasnapError):
         restored(sample.open(), "new")
 

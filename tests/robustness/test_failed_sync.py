@@ -190,7 +190,7 @@ def test_what_others_wrote_before_a_sync_failed(tmp_path: Path, folder: str, who
         second = first if who == "the same" else LocalBackend(tmp_path / "store")
         first.write("packs/ab/x", b"first")
         second.write("packs/ab/y", b"second")
-        disk.fail_at, disk.of = 0, tmp_path / "store" / folder
+        disk.fail_at, disk.of = 0, tmp_path / "store/casnap-store" / folder
         with pytest.raises(BackendError):
             first.sync()
         second.sync()

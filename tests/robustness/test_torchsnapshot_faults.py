@@ -49,7 +49,7 @@ def place_of(snapshot, entry_path):
     digests = snapshot.contents.digests(entry.data, grid, entry_path)
     place = objects.index.find(objects.view(), split_digests(digests))[0]
     hexed = place.pack.hex()
-    (found,) = Path(snapshot.store.uri).glob(f"packs/*/{hexed}")
+    (found,) = Path(snapshot.store.uri).glob(f"casnap-store/packs/*/{hexed}")
     return found, place.offset
 
 
