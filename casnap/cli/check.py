@@ -177,7 +177,9 @@ def _print_counts(uri: str, found: CheckReport) -> None:
         )
     if found.orphan_segments:
         segments = counted(found.orphan_segments, "object")
-        click.echo(f"of these, {segments} are old segments of the index: each merge leaves some")
+        click.echo(
+            f"of these, {segments} of the index: takes that merge its segments leave the old ones"
+        )
 
 
 def print_damages(damages: list[Damage]) -> None:

@@ -19,6 +19,7 @@ from casnap.maintenance.damage import (
 from casnap.maintenance.files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
+from casnap.storage.folders import unknown_markers
 from casnap.storage.objects import Objects
 from casnap.storage.probe import doubts
 
@@ -46,7 +47,8 @@ class CheckReport:
         orphan_bytes: Their bytes.
         temporary: Files that are being written, or were left over while being written.
         temporary_bytes: Their bytes.
-        warnings: What hurts a store in the long run: rules of its bucket.
+        warnings: What hurts a store in the long run: rules of its bucket; and markers of snapshots
+            that it does not have, as where its newest root was lost.
     """
 
     damages: list[Damage] = field(default_factory=list)
@@ -131,6 +133,8 @@ def check(
         seed=seed,
         warnings=[*_bucket_warnings(backend), *doubts(backend)],
     )
+    if report.ok:  # a damaged store could not tell what it holds
+        report.warnings += _lost_commits(objects)
     _count_orphans(backend, survey, report)
     return report
 
@@ -151,6 +155,17 @@ def _of_one(
         sample=share,
         seed=seed,
     )
+
+
+def _lost_commits(objects: Objects) -> list[str]:
+    """Return warnings of commits that markers tell of, and the newest root does not."""
+    return [
+        f"the marker in {name} names the commit {commit.hex()}, which no snapshot of root "
+        f"{objects.newest().seq} has. If the folder was not copied there by hand, a newer root was "
+        "lost: put it back into roots/ from a backup or a mirror before the next take, and run no "
+        "gc until then; else delete the marker"
+        for name, commit in unknown_markers(objects).items()
+    ]
 
 
 def _bucket_warnings(backend: Backend) -> list[str]:

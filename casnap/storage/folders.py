@@ -30,6 +30,7 @@ from casnap.storage.retention import Judging, Verdict, prune
 from casnap.storage.table import Table, commit_in, snapshots_in
 
 _NOTE = b"folders"
+_OWN = {"packs", "index", "roots", "tmp"}
 
 
 class _Sightings(msgspec.Struct, array_like=True):
@@ -217,3 +218,32 @@ def _listed(backend: Backend, path: str, run: str) -> _Listing | None:
         except (FileNotFoundError, NotADirectoryError):
             return None
     return _Listing(backend, run, found.st_dev, found.st_ino, frozenset(names))
+
+
+def unknown_markers(objects: Objects) -> dict[str, bytes]:
+    """Return the markers that name a commit which no snapshot has; nothing for a remote store.
+
+    A marker is written after its commit, and removed with its snapshot. So such a one is of a
+    commit whose root is lost, or of a folder that a user has copied from elsewhere.
+
+    Returns:
+        The commit by the name of the snapshot's folder. Looked at are the folders of all runs that
+        have a snapshot, and those right in the store's folder.
+    """
+    backend = objects.backend
+    if backend.folder is None:
+        return {}
+    rows = dict(snapshots_in(objects.table(objects.newest())))
+    base = check_has_folders(backend)
+    top = _listed(backend, str(base), "")
+    runs = {name.rpartition("/")[0] for name in rows} | {""} | (top.names if top else set())
+    found: dict[str, bytes] = {}
+    for run in sorted(runs - _OWN):
+        listing = _listed(backend, str(base / run), run)
+        for name in sorted(listing.names) if listing is not None else ():
+            commit = listing.marked(name) if listing is not None else None
+            if commit is not None:
+                found[f"{run}/{name}".strip("/")] = commit
+    # A take may have committed meanwhile.
+    known = {row.commit for _, row in snapshots_in(objects.table(objects.newest()))}
+    return {name: commit for name, commit in found.items() if commit not in known}

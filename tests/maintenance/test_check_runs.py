@@ -13,7 +13,19 @@ from casnap.errors import SnapshotNotFoundError
 from casnap.format.records import pack_key
 from casnap.maintenance.gc import GcOptions, collect
 from tests.support.cli_calls import document, failure, invoke
-from tests.support.damaged import FROZEN, KEY, WEIGHT, change, check, content, flip, make, record_of
+from tests.support.damaged import (
+    FROZEN,
+    KEY,
+    WEIGHT,
+    change,
+    check,
+    content,
+    flip,
+    forget_copies,
+    make,
+    newest,
+    record_of,
+)
 from tests.support.faults import CHUNK, backend_faults, elsewhere, faults
 
 
@@ -151,4 +163,17 @@ def test_whose_a_left_over_is(tmp_path: Path) -> None:
     report = store.check()
     assert report.orphans == report.orphan_segments
     said = invoke("check", tmp_path / "s").stdout
-    assert f"of these, {report.orphans} objects are old segments of the index" in said
+    assert f"of these, {report.orphans} objects of the index: takes that merge" in said
+
+
+def test_a_newest_root_that_was_lost(store: Path) -> None:
+    """The store stands one snapshot earlier; the marker of that snapshot tells it."""
+    lost = Store(store)["run/c"].commit_id
+    assert check(store).warnings == []
+    newest(store).unlink()
+    forget_copies(store)
+    names = [s.name for s in Store(store).snapshots()]
+    assert names == ["a", "b"]
+    (warning,) = check(store).warnings
+    assert f"the marker in run/c names the commit {lost}, which no snapshot" in warning
+    assert f"warning: {warning}" in invoke("check", store).stdout
