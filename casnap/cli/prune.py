@@ -37,6 +37,7 @@ from casnap.cli.output import (
 )
 from casnap.errors import CasnapError
 from casnap.maintenance.gc import GcOptions, GcReport, check_allowed
+from casnap.storage.folders import NOT_SEEN
 from casnap.storage.retention import Best, PruneReport, Retention
 from casnap.store import Store
 
@@ -128,6 +129,11 @@ def prune(
         document["prefix"] = place.outer_name(prefix.strip("/"))
     if not as_json:
         _show(report)
+        if missing_folders and any(NOT_SEEN in verdict.reasons for verdict in report.kept):
+            click.echo(
+                "what had lost its folder before this host saw its marker is kept: `casnap rm` "
+                "deletes it; Store(..., follow_folders=True) sees the marker at each take"
+            )
     try:
         garbage = _collect_after(report, place, options) if collect else None
     except (CasnapError, OSError, KeyboardInterrupt) as e:

@@ -162,8 +162,8 @@ def _lost_commits(objects: Objects) -> list[str]:
     return [
         f"the marker in {name} names the commit {commit.hex()}, which no snapshot of root "
         f"{objects.newest().seq} has. If the folder was not copied there by hand, a newer root was "
-        "lost: put it back into roots/ from a backup or a mirror before the next take, and run no "
-        "gc until then; else delete the marker"
+        "lost: put it back into roots/ from a backup before the next take and the next gc, or copy "
+        "the snapshot back from a mirror by `casnap cp`. Else delete the marker"
         for name, commit in unknown_markers(objects).items()
     ]
 

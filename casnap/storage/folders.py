@@ -21,7 +21,7 @@ from casnap.backends.door import opened
 from casnap.errors import BackendError, DamagedError, StoreError, UnavailableError
 from casnap.format.decoding import decoder
 from casnap.format.digest import digest_of
-from casnap.format.names import MARKER
+from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import Row, encode
 from casnap.runtime.typing import override
 from casnap.storage.mirrored import in_order, is_unmirrored, was_taken_here
@@ -29,8 +29,11 @@ from casnap.storage.objects import Objects
 from casnap.storage.retention import Judging, Verdict, prune
 from casnap.storage.table import Table, commit_in, snapshots_in
 
+NOT_SEEN = "this host saw no marker of it"
+"""Why a snapshot is kept that has no folder, and of which nothing is noted."""
+
 _NOTE = b"folders"
-_OWN = {"packs", "index", "roots", "tmp"}
+_OWN = {STORE_FOLDER}
 
 
 class _Sightings(msgspec.Struct, array_like=True):
@@ -163,7 +166,7 @@ class MissingFolders(Judging):
                 stays = last in seen or (
                     last in listing.names and listing.marked(last) == row.commit
                 )
-                reasons[last] = "its folder stands" if stays else "this host saw no marker of it"
+                reasons[last] = "its folder stands" if stays else NOT_SEEN
             if stays:
                 left[last] = row.commit
         now = _Sightings(listing.device, listing.inode, left)

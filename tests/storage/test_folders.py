@@ -67,6 +67,20 @@ def test_a_trainer_that_deletes_folders(tmp_path: Path, run: str) -> None:
     assert store.check(data=True).ok
 
 
+def test_the_command_says_why_it_forgets_none(tmp_path: Path) -> None:
+    """Where no take and no earlier call saw the markers that are gone."""
+    store = Store(tmp_path / "store")
+    for step in range(3):
+        take(store, step, "run")
+    shutil.rmtree(tmp_path / "store/run/step_0")
+    said = invoke("prune", tmp_path / "store", "--missing-folders", "--yes").stdout
+    assert "0 snapshots forgotten, 3 kept\nwhat had lost its folder before" in said
+    assert "`casnap rm` deletes it" in said
+    shutil.rmtree(tmp_path / "store/run/step_1")
+    said = invoke("prune", tmp_path / "store", "--missing-folders", "--yes").stdout
+    assert "1 snapshot forgotten, 2 kept" in said
+
+
 def test_a_take_looks_only_at_its_own_run(path: Path) -> None:
     store = Store(path, follow_folders=True)
     shutil.rmtree(path / "run/step_0")
