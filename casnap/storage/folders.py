@@ -34,6 +34,7 @@ NOT_SEEN = "this host saw no marker of it"
 
 _NOTE = b"folders"
 _OWN = {STORE_FOLDER}
+_MOST_NAMES = 10_000
 
 
 class _Sightings(msgspec.Struct, array_like=True):
@@ -231,7 +232,8 @@ def unknown_markers(objects: Objects) -> dict[str, bytes]:
 
     Returns:
         The commit by the name of the snapshot's folder. Looked at are the folders of all runs that
-        have a snapshot, and those right in the store's folder.
+        have a snapshot, and those right in the store's folder; but none with very many names, and
+        none that is a link.
     """
     backend = objects.backend
     if backend.folder is None:
@@ -242,9 +244,16 @@ def unknown_markers(objects: Objects) -> dict[str, bytes]:
     runs = {name.rpartition("/")[0] for name in rows} | {""} | (top.names if top else set())
     found: dict[str, bytes] = {}
     for run in sorted(runs - _OWN):
-        listing = _listed(backend, str(base / run), run)
-        for name in sorted(listing.names) if listing is not None else ():
-            commit = listing.marked(name) if listing is not None else None
+        try:
+            listing = _listed(backend, str(base / run), run)
+        except UnavailableError:
+            raise
+        except BackendError:
+            continue
+        if listing is None or len(listing.names) > _MOST_NAMES:
+            continue
+        for name in sorted(listing.names):
+            commit = listing.marked(name)
             if commit is not None:
                 found[f"{run}/{name}".strip("/")] = commit
     # A take may have committed meanwhile.

@@ -411,7 +411,9 @@ def test_each_byte_is_read_once(
     total = sum(n for reads in by_rank for *_, n in reads)
     assert 0.9 * stored < total < 1.1 * stored
     # One rank reads all of a pack below 16 MiB; how much each rank wrote is chance.
-    largest = max(p.stat().st_size for p in Path(folder, "casnap-store/packs").rglob("*") if p.is_file())
+    largest = max(
+        p.stat().st_size for p in Path(folder, "casnap-store/packs").rglob("*") if p.is_file()
+    )
     most = max(sum(n for *_, n in reads) for reads in by_rank)
     assert most < 1.5 * max(stored / size, largest)
 
