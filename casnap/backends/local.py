@@ -78,6 +78,7 @@ class LocalBackend(Backend):
         # What goes into _durable with the next sync.
         self._noted: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
+        self._is_there = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process reach the same folder."""
@@ -242,26 +243,31 @@ class LocalBackend(Backend):
             try:
                 folder = stack.enter_context(opened(path))
             except FileNotFoundError:
-                if path == self.uri:
+                # Nothing is made anew of a store that was removed while it is open.
+                if path == self.uri or (path == self._base and self._is_there):
                     raise
                 self._make_folder(path, durable=durable)
                 folder = stack.enter_context(opened(path))
+            self._is_there |= path.startswith(self._base)
             yield folder
 
     def _make_folder(self, path: str, *, durable: bool) -> None:
         above, _, name = path.rpartition("/")
         with self._opened_or_made(above, durable=durable) as folder:
             like = self._model(above)
+            mode = stat.S_IMODE(like.st_mode)
+            # A store in a folder like /tmp is not meant for all who may write there.
+            is_open = path == self._base and mode & stat.S_IWOTH and not mode & stat.S_ISGID
             try:
-                os.mkdir(name, stat.S_IMODE(like.st_mode), dir_fd=folder)
+                os.mkdir(name, 0o777 if is_open else mode, dir_fd=folder)
             except FileExistsError:
                 return
-        if _is_shared(like) or like.st_gid != os.getegid():
+        if not is_open and (_is_shared(like) or like.st_gid != os.getegid()):
             with opened(path) as made:
                 # The umask may have taken the right to open it otherwise.
                 handle = f"/proc/self/fd/{made}"
                 if _is_shared(like):
-                    os.chmod(handle, stat.S_IMODE(like.st_mode))
+                    os.chmod(handle, mode)
                 _follow_group(handle, like.st_gid)
         if durable:
             self._new.add(path)
@@ -449,10 +455,9 @@ class LocalBackend(Backend):
                     # Another process may have put a new marker since the look.
                     was_stale = is_stale(self.read_marker(f"{key.rpartition('/')[0]}/{aside}"))
                 finally:
-                    if was_stale:
-                        _unlink_at(aside, folder)
-                    else:
-                        os.rename(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
+                    if not was_stale:
+                        _put_back(aside, name, folder)
+                    _unlink_at(aside, folder)
             for place in self._up_to_store(path.rpartition("/")[0]):
                 with opened_above(place) as (folder, name):
                     try:
@@ -505,6 +510,16 @@ def _lock(fd: int) -> bool:
 def _link_at(name: str, folder: int, to: str, target: int) -> None:
     """Give a file in an open folder a second name in another one."""
     os.link(name, to, src_dir_fd=folder, dst_dir_fd=target, follow_symlinks=False)
+
+
+def _put_back(aside: str, name: str, folder: int) -> None:
+    """Give a file or folder its name again, unless there is another one by now."""
+    try:
+        _link_at(aside, folder, name, folder)
+    except FileExistsError:
+        return
+    except OSError:  # it is a folder
+        os.rename(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def _unlink_at(name: str, folder: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from casnap.backends import Backend
 from casnap.backends.client import without_secrets
 from casnap.errors import FileFormatError, TargetExistsError
+from casnap.format.names import STORE_FOLDER
 
 # A Path has one slash where a URI has two.
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -116,7 +117,7 @@ def check_place(out: Path, backend: Backend) -> None:
     if not out.parent.is_dir():
         raise FileNotFoundError(2, "No such folder", str(out.parent))
     real = out.resolve()
-    if backend.folder is not None and backend.folder.resolve() in real.parents:
+    if backend.folder is not None and backend.folder.resolve() / STORE_FOLDER in real.parents:
         raise FileFormatError(
             f"{real} is inside of the store {backend.uri}, where only casnap writes; export to a "
             "folder beside it"

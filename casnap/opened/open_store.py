@@ -21,7 +21,7 @@ from casnap.errors import (
     nearest,
 )
 from casnap.format.codec import Codec
-from casnap.format.names import check_name
+from casnap.format.names import STORE_FOLDER, check_name
 from casnap.format.records import DEFAULT_CHUNK_SIZE, Row, StoreConfig
 from casnap.runtime import calls
 from casnap.runtime.environment import threads_asked
@@ -29,7 +29,7 @@ from casnap.storage.chunk_cache import room_for
 from casnap.storage.config import object_error
 from casnap.storage.creation import Made, create_store
 from casnap.storage.foreign import hint_at
-from casnap.storage.location import Location, locate_store
+from casnap.storage.location import Location, exists, locate_store
 from casnap.storage.mirrored import not_that_mirror, place_of
 from casnap.storage.objects import Objects
 from casnap.storage.settings import CODEC, settings_of
@@ -359,9 +359,13 @@ def open_store(
         if made.root is not None and backend.is_remote:
             objects.note_newest(made.root)
     elif objects is None and not found.exists:
-        raise only_marker_error(backend, "") or NotAStoreError(
-            f"{backend.uri} is not a casnap store, nor is any folder above it; make one "
-            f"with `casnap init {backend.uri}`, or check the path"
+        raise (
+            only_marker_error(backend, "")
+            or _no_name_error(backend)
+            or NotAStoreError(
+                f"{backend.uri} is not a casnap store, nor is any folder above it; make one "
+                f"with `casnap init {backend.uri}`, or check the path"
+            )
         )
     objects = objects or new_objects()
     if room is not None:
@@ -371,6 +375,17 @@ def open_store(
     # A new store is set to its codec, so takes need not be told.
     options = replace(options, codec=None) if is_new else options
     return OpenStore(objects, found.name, options, mirror, is_new=is_new)
+
+
+def _no_name_error(backend: Backend) -> NotAStoreError | None:
+    """Return the error for a path right in the folder of a store that has no such name."""
+    folder = backend.folder
+    if folder is None or not exists(folder.parent / STORE_FOLDER):
+        return None
+    return NotAStoreError(
+        f"{folder} is not a casnap store, and the store {folder.parent} has no snapshot "
+        f"{folder.name!r}; `casnap ls {folder.parent}` lists those that it has"
+    )
 
 
 def located(

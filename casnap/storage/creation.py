@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -216,6 +217,13 @@ def _check_folder(folder: Path, *, asked: bool) -> None:
         raise NotAStoreError(f"{folder} is a file; a store is a folder")
     if exists(folder / STORE_FOLDER / CONFIG_KEY):
         return
+    with suppress(OSError):
+        owner = (folder / STORE_FOLDER).lstat().st_uid
+        if not asked and owner not in (os.geteuid(), 0):
+            raise StoreError(
+                f"{folder / STORE_FOLDER} is a folder of another user (uid {owner}); take to "
+                "another place, or name it: `casnap init`, Store(...)"
+            )
     if not asked and folder in crowded_folders():
         raise StoreError(
             f"no store is made unasked in {folder}. Make one with `casnap init FOLDER`, or take to "

@@ -11,12 +11,19 @@ import logging
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from casnap.backends import Backend, LocalBackend, backend_at
-from casnap.errors import InvalidNameError, NotAStoreError, StoreError, UntrustedStoreError
+from casnap.errors import (
+    CasnapError,
+    InvalidNameError,
+    NotAStoreError,
+    StoreError,
+    UntrustedStoreError,
+)
 from casnap.format.names import STORE_FOLDER, check_name
 from casnap.format.records import CONFIG_KEY, root_key, serves_below
 from casnap.runtime.handlers import pass_on
@@ -80,7 +87,7 @@ def locate_snapshot(
     store, below = found
     if not below and (why := _why_distrusted(store, is_parent=True)) is not None:
         raise _untrusted(store, why)
-    return Location(LocalBackend(store), check_name(f"{below}/{last}"), exists=True)
+    return Location(LocalBackend(store), check_name(f"{below}/{last}".lstrip("/")), exists=True)
 
 
 def locate_store(
@@ -126,7 +133,15 @@ def _local(
     """Return a local path as it was given, and without ``file://``."""
     text = os.fspath(path)
     _check_no_options(text, storage_options)
-    return text, text.removeprefix("file://")
+    plain = text.removeprefix("file://")
+    parts = Path(plain).parts
+    if STORE_FOLDER in parts:
+        above = str(Path(*parts[: parts.index(STORE_FOLDER)]))
+        raise InvalidNameError(
+            f"{text!r:.500} lies in {STORE_FOLDER}, where a store keeps its files; name the folder "
+            f"above it, {above!r:.500}"
+        )
+    return text, plain
 
 
 def _check_no_options(path: str, storage_options: Mapping[str, Any] | None) -> None:
@@ -182,14 +197,16 @@ def _find_store(folder: Path) -> tuple[Path, str] | None:
     for way in dict.fromkeys((as_written(folder), _resolved(folder))):
         found: Path | None = None
         for place in _mounted_above(way):
-            # A name below a store that leads through a link to another one is a name of the first.
-            is_nearest = found is None or any(map(Path.is_symlink, _between(found, place)))
             named = place == way
-            if (
-                is_nearest
-                and _holds_store(place, named=named)
-                and (named or _is_usable(place, str(way.relative_to(place))))
-            ):
+            links = [] if found is None else [p for p in _between(found, place) if p.is_symlink()]
+            if (found is not None and not links) or not _holds_store(place, named=named):
+                continue
+            if found is not None:
+                # A name below a store that leads to another one is a name of the first, if that
+                # has such names: somebody may have put the link in the place of their folder.
+                if any(_has_below(place, str(link.relative_to(place))) for link in links):
+                    found = place
+            elif named or _is_usable(place, str(way.relative_to(place))):
                 found = place
         if found is not None:
             return found.resolve(), "" if found == way else str(way.relative_to(found))
@@ -219,6 +236,16 @@ def _between(place: Path, above: Path) -> Iterator[Path]:
         place = place.parent
 
 
+def _has_below(place: Path, folder: str) -> bool:
+    """Whether a store has a snapshot of a name, or below it; False for one that cannot be read."""
+    try:
+        objects = Objects(LocalBackend(place))
+        table = objects.table(objects.newest())
+        return table.get(folder) is not None or any(True for _ in table.below(f"{folder}/"))
+    except CasnapError:
+        return False
+
+
 def _holds_store(place: Path, *, named: bool) -> bool:
     """Whether a store is in a folder.
 
@@ -231,8 +258,8 @@ def _holds_store(place: Path, *, named: bool) -> bool:
     """
     inner = place / STORE_FOLDER
     # In this order: a new store has its record before it has a root.
-    has_roots = _has_own_roots(inner)
-    if exists(inner / CONFIG_KEY):
+    has_roots = _has_roots(inner, named=named)
+    if exists(inner / CONFIG_KEY) and not (inner / CONFIG_KEY).is_dir():
         return True
     # Where every user may write, any of them can put roots.
     if has_roots and (named or not place.stat().st_mode & stat.S_IWOTH):
@@ -254,6 +281,9 @@ def _is_usable(place: Path, below: str) -> bool:
     why = _why_distrusted(store, is_parent=False)
     if why is None:
         return _serves(store, below)
+    with suppress(CasnapError):
+        if not _serves(store, below):
+            return False
     if place.stat().st_mode & stat.S_IWOTH:
         # Any user may put such a folder there. It must not stop the users of all folders below.
         _warn(f"{why}, where every user may write, so casnap skips it. {_ADVICE}")
@@ -272,17 +302,18 @@ def _serves(store: Path, below: str) -> bool:
         # Nothing can be below a snapshot; the take says so.
         return any(table.get("/".join(parts[: n + 1])) is not None for n in range(len(parts)))
     except NotAStoreError:
-        # It is being made, or its making was cut off, which the next use finishes.
-        return True
+        # It is being made, or its making was cut off: a use that names it finishes that.
+        return False
 
 
-def _has_own_roots(inner: Path) -> bool:
+def _has_roots(inner: Path, *, named: bool) -> bool:
+    """Whether there are roots; of this user, unless the folder was named."""
     try:
         first = (inner / root_key(0)).lstat()
     except (OSError, ValueError) as e:
         pass_on(e)
         return False
-    return stat.S_ISREG(first.st_mode) and first.st_uid == os.geteuid()
+    return stat.S_ISREG(first.st_mode) and (named or first.st_uid == os.geteuid())
 
 
 @cache

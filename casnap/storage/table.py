@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -94,6 +95,26 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
         raise SnapshotExistsError(
             f"{uri}: {name!r} is the folder of the snapshot {inner[0]!r}; choose another name"
         )
+
+
+def check_no_store_between(backend: Backend, name: str) -> None:
+    """Check that no other store is in the folder of a snapshot, or above it in this one.
+
+    Raises:
+        SnapshotExistsError: There is one, to which the path of the snapshot leads.
+    """
+    place = backend.folder
+    for part in name.split("/") if place is not None else ():
+        assert place is not None
+        place /= part
+        if place.is_symlink():
+            # What it leads to is not in this store.
+            return
+        if os.path.lexists(place / STORE_FOLDER):
+            raise SnapshotExistsError(
+                f"{place} is a store itself, so {name!r} cannot be a snapshot of {backend.uri}; "
+                "take it into that store, or choose another name"
+            )
 
 
 def setting(name: str, row: Callable[[int], Row], *, overwrite: bool, uri: str) -> Change:

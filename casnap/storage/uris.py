@@ -12,7 +12,7 @@ import re
 from typing import NamedTuple
 
 from casnap.errors import InvalidNameError, NotAStoreError
-from casnap.format.names import check_name
+from casnap.format.names import STORE_FOLDER, check_name
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # What becomes of a URI that went through a Path.
@@ -126,6 +126,10 @@ def _check(scheme: str, place: str) -> None:
                 "missing in another, so writers cannot be kept apart; name the bucket of one region"
             )
         raise NotAStoreError(f"{what} is an ARN; name the bucket, or the access point's alias")
+    if STORE_FOLDER in folders:
+        raise NotAStoreError(
+            f"{what} lies in {STORE_FOLDER}, where a store keeps its objects; name what is above it"
+        )
     if any(part in (".", "..") for part in folders) or not what.isprintable():
         raise NotAStoreError(
             f"{what!r} has a '.' or '..' component, or characters that do not print; "

@@ -13,7 +13,7 @@ from casnap.format.records import Root
 from casnap.ranks.comm import Comm
 from casnap.storage.objects import Objects
 from casnap.storage.settings import codec_of
-from casnap.storage.table import check_free
+from casnap.storage.table import check_free, check_no_store_between
 from casnap.take.options import TakeOptions
 
 
@@ -95,6 +95,7 @@ def agree_on_request(
 
 def _check_name_is_free(objects: Objects, name: str, options: TakeOptions) -> Root:
     """Check it in the newest root, and return that."""
+    check_no_store_between(objects.backend, name)
 
     def check(root: Root) -> Root:
         table = objects.table(root)

@@ -134,12 +134,13 @@ def lose_a_pack(path: str, hurt: int, late: bool, background: bool) -> str | Non
     state = {"a": StateDict(x=of_rank(rank))}
     store.take(state, "base")
     if rank == hurt:
-        pack = Path(path, pack_key(record_of(Path(path), of_rank(rank))[1].pack))
+        key = pack_key(record_of(Path(path), of_rank(rank))[1].pack)
+        pack = Path(path, "casnap-store", key)
         act = after_call(pack.unlink)
         fault = Fault(
             act if late else before(pack.unlink),
             "size",
-            str(pack.relative_to(path / "casnap-store")),
+            key,
         )
         store = Store(FaultyBackend(LocalBackend(Path(path)), fault))
     try:

@@ -359,7 +359,6 @@ def test_a_creation_that_was_cut_off_is_finished(tmp_path: Path) -> None:
     finish: list[Callable[[], object]] = [
         lambda: Store(tmp_path / "store"),
         lambda: Snapshot.take(tmp_path / "store/step", tiny()),
-        lambda: Snapshot.take(tmp_path / "store/run/step", tiny()),
         lambda: CliRunner().invoke(cli, ["init", str(tmp_path / "store")]),
     ]
     for go_on in finish:

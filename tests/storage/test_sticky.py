@@ -22,7 +22,7 @@ def sticky(tmp_path: Path) -> Path:
     needs_root()
     folder = tmp_path / "store"
     folder.mkdir()
-    folder.chmod(0o1777)
+    folder.chmod(0o3777)
     for user in (NOBODY, OTHER):
         (tmp_path / str(user)).mkdir()
         os.chown(tmp_path / str(user), user, user)

@@ -314,7 +314,7 @@ def dying(uri: str, takes: int, early: bool) -> list[str]:
         takes: How many there are.
         early: Whether it dies before the ranks have met in the background.
     """
-    store, both = Store(uri), Path(uri, "tmp", "both pending")
+    store, both = Store(uri), Path(uri, "casnap-store/tmp", "both pending")
     gate = Gate(store)
     if dist.get_rank() and early:
         Group.behind = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign,return-value]
