@@ -226,7 +226,7 @@ def take_while_collected(path: str, folder: str, verb: str, how: str, handed_ove
         yard.wait("collected" if how == "gone" else "fenced")
         if how == "one gone":
             for key in yard.text("packs").splitlines():
-                Path(path, key).unlink()
+                Path(path, "casnap-store", key).unlink()
         return call.go()
 
     if rank == 0:

@@ -116,9 +116,7 @@ def test_signatures_in_a_uri_are_not_shown(tmp_path: Path) -> None:
             assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "path", ["s3://bucket", "gs://bucket/", "s3://bucket/run/casnap-store", "s3://b/"]
-)
+@pytest.mark.parametrize("path", ["s3://bucket", "gs://bucket/", "s3://b/"])
 def test_what_is_no_name(path: str) -> None:
     with pytest.raises(InvalidNameError):
         Snapshot(path)
