@@ -242,6 +242,9 @@ def only_marker_error(backend: Backend, name: str) -> NotAStoreError | None:
         backend: The place.
         name: The name of the folder in it; empty for the place itself.
     """
+    if backend.folder is None:
+        # The error of a remote place says how to name a store further up.
+        return None
     try:
         marker = json_decoder(_Marker).decode(
             backend.read_marker(f"{name}/{MARKER}" if name else MARKER)

@@ -108,7 +108,9 @@ def test_an_answer_that_stays_unclear(backend: Backend, proxy: FaultyProxy) -> N
     """The error comes after a bounded number of requests, and nothing is deleted."""
     with (
         proxy.during(HttpFault(answer(409, "ConditionalRequestConflict"), "PUT", times=None)),
-        pytest.raises(UnreachableError, match=r"put roots/0/7 at s3://.* 5 attempts .*409"),
+        pytest.raises(
+            UnreachableError, match=r"put casnap-store/roots/0/7 at s3://.* 5 attempts .*409"
+        ),
     ):
         backend.put_if_absent(KEY, b"mine")
     assert backend.requests == {"put": 5, "get": 5}
@@ -169,7 +171,7 @@ def test_a_user_who_waits_is_told_why(
     monkeypatch.setattr("casnap.backends.retries._PATIENCE", 0.0)
     with proxy.during(HttpFault(answer(503, "SlowDown"), "PUT", times=1)):
         backend.write(KEY, b"mine")
-    assert f"still trying to put {KEY} at s3://" in caplog.text
+    assert f"still trying to put casnap-store/{KEY} at s3://" in caplog.text
     assert "SlowDown" in caplog.text
 
 
