@@ -108,9 +108,7 @@ def test_an_answer_that_stays_unclear(backend: Backend, proxy: FaultyProxy) -> N
     """The error comes after a bounded number of requests, and nothing is deleted."""
     with (
         proxy.during(HttpFault(answer(409, "ConditionalRequestConflict"), "PUT", times=None)),
-        pytest.raises(
-            UnreachableError, match=r"put casnap-store/roots/0/7 at .* 5 attempts .*409"
-        ),
+        pytest.raises(UnreachableError, match=r"put casnap-store/roots/0/7 at .* 5 attempts .*409"),
     ):
         backend.put_if_absent(KEY, b"mine")
     assert backend.requests == {"put": 5, "get": 5}
