@@ -198,15 +198,15 @@ def _find_store(folder: Path) -> tuple[Path, str] | None:
         found: Path | None = None
         for place in _mounted_above(way):
             named = place == way
-            links = [] if found is None else [p for p in _between(found, place) if p.is_symlink()]
-            if (found is not None and not links) or not _holds_store(place, named=named):
-                continue
             if found is not None:
                 # A name below a store that leads to another one is a name of the first, if that
                 # has such names: somebody may have put the link in the place of their folder.
-                if any(_has_below(place, str(link.relative_to(place))) for link in links):
-                    found = place
-            elif named or _is_usable(place, str(way.relative_to(place))):
+                links = [p for p in _between(found, place) if p.is_symlink()]
+                if not any(_has_below(place, str(link.relative_to(place))) for link in links):
+                    continue
+            if _holds_store(place, named=named) and (
+                named or _is_usable(place, str(way.relative_to(place)))
+            ):
                 found = place
         if found is not None:
             return found.resolve(), "" if found == way else str(way.relative_to(found))

@@ -100,6 +100,23 @@ def test_a_store_of_another_user_right_above_a_snapshot(
     assert Snapshot.take("step", STATE, store=place).store.uri == str(place)
 
 
+@pytest.mark.parametrize("mode", [0o1777, 0o755])
+def test_a_store_of_another_user_above_a_link_to_ours(
+    tmp_path: Path, shared: Path, mode: int
+) -> None:
+    """It has snapshots of the names below the link; still it does not get those that are taken."""
+    place = planted(tmp_path / "scratch", shared, mode, NOBODY)
+    ours = Store(tmp_path / "ours")
+    (place / "run").symlink_to(tmp_path / "ours")
+    before = files(place)
+    if mode & 0o002:
+        assert Snapshot.take(place / "run/step", STATE).store.uri == ours.uri
+    else:
+        with pytest.raises(UntrustedStoreError, match="of another user"):
+            Snapshot.take(place / "run/step", STATE)
+    assert files(place) == before
+
+
 def test_a_link_in_place_of_the_folder_of_a_store(tmp_path: Path, shared: Path) -> None:
     place = tmp_path / "scratch"
     place.mkdir()
