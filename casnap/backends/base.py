@@ -18,6 +18,7 @@ from casnap.errors import (
     StorageFullError,
     UnavailableError,
 )
+from casnap.format.records import MAX_SEGMENT_BYTES
 from casnap.runtime.handlers import pass_on
 
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
@@ -30,8 +31,8 @@ TEMPORARY = re.compile("[0-9a-f]{24}")
 """The names of casnap's own files in ``tmp/``. Other files there are not casnap's."""
 MAX_MARKER_BYTES = 16 << 10
 """The most bytes of a file that is meant for people."""
-MAX_WHOLE_BYTES = 256 << 20
-"""The most bytes of an object that is read whole: a segment of the index."""
+MAX_WHOLE_BYTES = MAX_SEGMENT_BYTES
+"""The most bytes of an object that is read whole."""
 Target: TypeAlias = tuple[int, memoryview]
 """Where a run of an object begins, and the buffer that it is read into."""
 

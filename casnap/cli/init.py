@@ -14,10 +14,15 @@ from casnap.cli.arguments import (
     request_fields,
 )
 from casnap.cli.output import CommandError, emit, json_option, quoted, safe
-from casnap.format.records import DEFAULT_CHUNK_SIZE, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE
+from casnap.format.records import (
+    DEFAULT_CHUNK_SIZE,
+    MAX_CHUNK_SIZE,
+    MIN_CHUNK_SIZE,
+    serving_below,
+)
 from casnap.storage.location import locate_store
 from casnap.storage.probe import check_kept_apart
-from casnap.storage.settings import CODEC, change_settings, serving_below
+from casnap.storage.settings import CODEC, change_settings
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 

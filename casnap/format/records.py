@@ -26,6 +26,7 @@ KNOWN_FEATURES = frozenset({DEEP_TABLE})
 DEFAULT_CHUNK_SIZE = 1 << 20
 MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 64 << 10, 64 << 20
 MAX_NODE_BYTES = MAX_ROOT_BYTES = 64 << 20
+MAX_SEGMENT_BYTES = 256 << 20
 MAX_CONFIG_BYTES = MAX_METADATA_BYTES = 64 << 10
 INLINE_METADATA_BYTES = 256
 """Larger metadata of a row stand in a node of their own."""
@@ -152,6 +153,11 @@ FOLDER_ONLY = "folder-only"
 def serves_below(root: Root) -> bool:
     """Whether a path deeper than right in the folder of a store may lead to it."""
     return not root.settings.get(FOLDER_ONLY)
+
+
+def serving_below(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a store that serves all paths below it."""
+    return {key: value for key, value in settings.items() if key != FOLDER_ONLY}
 
 
 class StoreConfig(Struct, frozen=True):
@@ -318,7 +324,7 @@ def max_segment_bytes(count: int) -> int:
 
     Each pack that it lists has a record there; a few more may be left of packs that were lost.
     """
-    return (1 << 20) + count * (_RECORD.size + ID_SIZE)
+    return min((1 << 20) + count * (_RECORD.size + ID_SIZE), MAX_SEGMENT_BYTES)
 
 
 def _checked_records(body: memoryview, n_packs: int, what: str) -> Iterator[RawRecord]:

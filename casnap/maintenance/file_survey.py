@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from casnap.backends.base import MAX_WHOLE_BYTES
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.digest import Digest
 from casnap.format.records import (
@@ -139,8 +138,7 @@ class FileSurvey:
                 damage.hurts[ALL] = None
 
     def _read_segment(self, ref: SegmentRef, key: str) -> bytes:
-        most = min(max_segment_bytes(ref.count), MAX_WHOLE_BYTES)
-        content = self.objects.backend.read(key, most)
+        content = self.objects.backend.read(key, max_segment_bytes(ref.count))
         if merged_segment([(content, key)])[2] != ref.count:
             raise DamagedError(f"{key} is another index segment than the root says")
         return content

@@ -18,7 +18,6 @@ from casnap.format.digest import Digest
 from casnap.format.hints import named_in, names_nodes
 from casnap.format.names import is_deep
 from casnap.format.records import (
-    FOLDER_ONLY,
     INLINE_METADATA_BYTES,
     PackId,
     Root,
@@ -27,6 +26,7 @@ from casnap.format.records import (
     SegmentRef,
     encode,
     serves_below,
+    serving_below,
 )
 from casnap.storage.config import with_config
 from casnap.storage.handover import OtherRanks
@@ -178,8 +178,7 @@ class _Publishing:
         """Return a root that serves the names that this commit sets: by them it is meant to."""
         if serves_below(root) or not any(map(is_deep, self._names)):
             return root
-        settings = {key: value for key, value in root.settings.items() if key != FOLDER_ONLY}
-        return msgspec.structs.replace(root, settings=settings)
+        return msgspec.structs.replace(root, settings=serving_below(root.settings))
 
     def _upper_lists(self, top: Digest | None) -> list[bytes]:
         """Return the upper lists of the table that this commit does not write, from the top down.

@@ -19,7 +19,7 @@ from typing import TypeVar
 import lmdb
 import msgspec
 
-from casnap.backends.base import EXHAUSTED, MAX_WHOLE_BYTES, Backend
+from casnap.backends.base import EXHAUSTED, Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.decoding import decoder
 from casnap.format.digest import Digest, digest_of
@@ -322,7 +322,7 @@ class Index:
         key = segment_key(ref.id)
         what = self._backend.where(key)
         try:
-            data = self._backend.read(key, min(max_segment_bytes(ref.count), MAX_WHOLE_BYTES))
+            data = self._backend.read(key, max_segment_bytes(ref.count))
         except FileNotFoundError:
             raise DamagedError(f"the index segment {what} is missing; see `casnap check`") from None
         if self._backend.is_remote:

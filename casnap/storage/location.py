@@ -29,6 +29,7 @@ from casnap.format.records import CONFIG_KEY, root_key, serves_below
 from casnap.runtime.handlers import pass_on
 from casnap.storage.config import no_config_error
 from casnap.storage.objects import Objects
+from casnap.storage.roots import newest_root
 from casnap.storage.uris import Uri, snapshot_uri, store_uri
 
 _log = logging.getLogger("casnap")
@@ -293,12 +294,12 @@ def _is_usable(place: Path, below: str) -> bool:
 
 def _serves(store: Path, below: str) -> bool:
     """Whether a store serves a path below it: any, or only those of its own snapshots."""
-    objects = Objects(LocalBackend(store))
+    backend = LocalBackend(store)
     try:
-        root = objects.newest()
+        root = newest_root(backend)
         if serves_below(root):
             return True
-        table, parts = objects.table(root), below.split("/")
+        table, parts = Objects(backend).table(root), below.split("/")
         # Nothing can be below a snapshot; the take says so.
         return any(table.get("/".join(parts[: n + 1])) is not None for n in range(len(parts)))
     except NotAStoreError:

@@ -9,7 +9,7 @@ import msgspec
 
 from casnap.errors import StoreError, UnsupportedFormatError
 from casnap.format.codec import Codec
-from casnap.format.records import FOLDER_ONLY, Root, Row
+from casnap.format.records import Root, Row
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table, change_table, snapshots_in
 
@@ -55,11 +55,6 @@ def codec_of(root: Root, uri: str) -> Codec:
             "so it takes no snapshot there; update casnap, or set another codec: "
             f"`casnap config {uri} codec=raw`"
         ) from None
-
-
-def serving_below(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a store that serves all paths below it."""
-    return {key: value for key, value in settings.items() if key != FOLDER_ONLY}
 
 
 def change_settings(
