@@ -35,6 +35,11 @@ from typing import Any, NamedTuple
 _GRACE = 2.0
 """Seconds for a rank to say where it hangs, or to end."""
 
+_JOINING = 300.0
+"""Seconds for all ranks to join a group: a machine may be busy, and no call is timed by that."""
+
+_JOINED = b"joined"
+
 _PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
@@ -110,8 +115,7 @@ class _Call(NamedTuple):
     environment: dict[str, str]
     path: list[str]
     work: bytes
-    # By the clock of the host, so that a rank that begins late still says in time where it hangs.
-    deadline: float
+    seconds: float
 
 
 def _serve(calls: Connection, log: str) -> None:
@@ -135,8 +139,7 @@ def _serve(calls: Connection, log: str) -> None:
             call: _Call = pickle.loads(calls.recv_bytes())
         except (EOFError, OSError):
             os._exit(0)  # the destructor of a broken group might hang
-        faulthandler.dump_traceback_later(max(0.01, call.deadline - time.monotonic()))
-        answer = _answer(call, current)
+        answer = _answer(call, current, calls)
         faulthandler.cancel_dump_traceback_later()
         current = call.group
         calls.send_bytes(answer)
@@ -160,12 +163,14 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def _answer(call: _Call, current: _Group | None) -> bytes:
+def _answer(call: _Call, current: _Group | None, calls: Connection) -> bytes:
     try:
         os.environ.clear()
         os.environ.update(call.environment)
         sys.path[:] = call.path
         _join(call.group, current)
+        calls.send_bytes(_JOINED)
+        faulthandler.dump_traceback_later(call.seconds)
         work, args = pickle.loads(call.work)
         return pickle.dumps((True, work(*args)))
     except BaseException as e:  # noqa: BLE001 - pytest.fail is one, too
@@ -184,7 +189,7 @@ def _join(group: _Group, current: _Group | None) -> None:
         # Models in cycles keep groups alive, and each group has a thread that polls.
         gc.collect()
     timeout = timedelta(seconds=group.seconds)
-    server = TCPStore("127.0.0.1", group.port, is_master=False, timeout=timeout)
+    server = TCPStore("127.0.0.1", group.port, is_master=False, timeout=timedelta(seconds=_JOINING))
     store = PrefixStore(group.prefix, server)
     dist.init_process_group(
         "gloo", store=store, rank=group.rank, world_size=group.size, timeout=timeout
@@ -242,10 +247,16 @@ class _Rank:
         """Return what the rank wrote to stdout and stderr in its last call."""
         return self._log.read_bytes()[self._heard :].decode(errors="replace")[-8000:]
 
-    def answer(self) -> tuple[Any, bool]:
-        """Return the result or error that has arrived, and whether it is an error."""
+    def answer(self) -> tuple[Any, bool] | None:
+        """Return the result or error that has arrived, and whether it is an error.
+
+        None says that the rank has joined its group, and has begun.
+        """
         try:
-            fine, value = pickle.loads(self.calls.recv_bytes())
+            message = self.calls.recv_bytes()
+            if message == _JOINED:
+                return None
+            fine, value = pickle.loads(message)
         except (EOFError, OSError):
             self.process.join(_GRACE)
             code = self.process.exitcode
@@ -283,8 +294,10 @@ class World:
             work: A function that can be imported by its name: one of a module.
             args: Must be picklable; the same for every rank, which knows ``dist.get_rank()``.
             expect_errors: Return errors in place of results, rather than raise.
-            timeout: Seconds until the ranks that have not answered are killed.
-            group_timeout: Seconds until a collective gives up waiting; as ``timeout`` by default.
+            timeout: Seconds, from when all ranks have joined their group, until those that have
+                not answered are killed.
+            group_timeout: Seconds until a collective gives up waiting; by default longer than
+                any test.
 
         Returns:
             What each rank returned, by rank. An error's ``__cause__`` has the rank's traceback.
@@ -292,7 +305,7 @@ class World:
         Raises:
             RanksFailed: A rank raised, died or hung, and errors are not expected.
         """
-        outcomes = self._pool.run(self.size, (work, args), timeout, group_timeout or timeout)
+        outcomes = self._pool.run(self.size, (work, args), timeout, group_timeout or _JOINING)
         errors = {rank: value for rank, (value, failed) in enumerate(outcomes) if failed}
         if errors and not expect_errors:
             raise RanksFailed(errors)
@@ -340,13 +353,12 @@ class Pool:
         prefix = self._prefix(size, group_timeout)
         ranks = self._ranks[:size]
         environment = {**os.environ, **_QUIET}
-        deadline = time.monotonic() + timeout
         try:
             for number, rank in enumerate(ranks):
                 group = _Group(prefix, self._port, number, size, group_timeout)
-                call = _Call(group, environment, sys.path, packed, deadline)
+                call = _Call(group, environment, sys.path, packed, timeout)
                 rank.call(call)
-            outcomes = self._collect(ranks, deadline + _GRACE)
+            outcomes = self._collect(ranks, timeout + _GRACE)
         except BaseException:
             self._replace(ranks)
             raise
@@ -384,14 +396,19 @@ class Pool:
             self._ranks.remove(rank)
             rank.end()
 
-    def _collect(self, ranks: list[_Rank], deadline: float) -> list[tuple[Any, bool]]:
+    def _collect(self, ranks: list[_Rank], seconds: float) -> list[tuple[Any, bool]]:
         outcomes: dict[_Rank, tuple[Any, bool]] = {}
+        joining = set(ranks)
+        deadline = time.monotonic() + _JOINING + _GRACE
         while waiting := {rank.calls: rank for rank in ranks if rank not in outcomes}:
             left = max(0.0, deadline - time.monotonic())
             answered = multiprocessing.connection.wait(list(waiting), left)
             for line in answered:
                 rank = waiting[line]  # type: ignore[index]
-                outcomes[rank] = rank.answer()
+                if (outcome := rank.answer()) is not None:
+                    outcomes[rank] = outcome
+            if joining and not (joining := joining - {waiting[line] for line in answered}):  # type: ignore[index]
+                deadline = time.monotonic() + seconds
             if not answered:
                 for rank in waiting.values():
                     outcomes[rank] = RankHung(f"gave no answer in time\n{rank.said()}"), True
