@@ -92,4 +92,4 @@ def open_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE) -> Sto
         DeprecationWarning,
         stacklevel=2,
     )
-    return Store(backend, chunk_size=chunk_size)
+    return Store(backend, chunk_size=chunk_size).make()

@@ -339,7 +339,7 @@ def test_a_real_death(tmp_path: Path) -> None:
 def test_a_store_is_opened_where_none_was(tmp_path: Path) -> None:
     for inner in (LocalBackend(tmp_path / "deep" / "store"), MemoryBackend(str(tmp_path))):
         backend = FaultyBackend(FaultyBackend(inner))
-        store = Store(backend, chunk_size=CHUNK)
+        store = Store(backend, chunk_size=CHUNK).make()
         assert store.chunk_size == CHUNK
         assert Store(inner).id == store.id
         assert ("put_if_absent", "casnap.json") in backend.log

@@ -69,5 +69,5 @@ def test_what_is_refused(source: Path, tmp_path: Path) -> None:
         "cp", source, tmp_path / "copy", "--endpoint-url", "http://x", status=2
     )
     assert not (tmp_path / "copy").exists()
-    Store(tmp_path / "large", chunk_size=2 * CHUNK)
+    Store(tmp_path / "large", chunk_size=2 * CHUNK).make()
     assert "--chunk-size 64K" in failure("cp", source, tmp_path / "large")
