@@ -16,7 +16,15 @@ from collections import Counter
 from pathlib import Path
 
 _SAY_LITTLE = frozenset(
-    ["above", "added", "ahead", "alone", "apart", "asked", "away", "back", "begun", "behind", "below", "beside", "built", "called", "came", "chosen", "closed", "come", "copied", "counted", "cut", "done", "ended", "even", "far", "filled", "first", "found", "given", "gone", "heard", "held", "here", "how", "judged", "kept", "known", "last", "late", "left", "little", "located", "lost", "made", "many", "marked", "meant", "met", "missing", "moved", "much", "named", "needed", "new", "next", "none", "noted", "old", "once", "opened", "other", "own", "past", "pinned", "plain", "proven", "pruned", "put", "read", "relied", "removed", "rest", "said", "same", "seen", "sent", "shown", "still", "stored", "such", "taken", "tagged", "tell", "then", "there", "tied", "told", "too", "took", "tried", "under", "untagged", "used", "waited", "wanted", "what", "when", "where", "whether", "which", "whole", "why", "written"]
+    """
+    above added ahead alone apart asked away back begun behind below beside built called came
+    chosen closed come copied counted cut done ended even far filled first found given gone
+    heard held here how judged kept known last late left little located lost made many marked
+    meant met missing moved much named needed new next none noted old once opened other own past
+    pinned plain proven pruned put read relied removed rest said same seen sent shown still
+    stored such taken tagged tell then there tied told too took tried under untagged used waited
+    wanted what when where whether which whole why written
+    """.split()  # noqa: SIM905
 )
 _EMPTY = {
     tokenize.COMMENT,
