@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from casnap.opened.open_store import (
 )
 from casnap.runtime import calls
 from casnap.runtime.environment import threads_asked
-from casnap.runtime.progress import Progress, told_what
+from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
 from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.storage.folders import check_followed
@@ -56,8 +55,6 @@ class Store(Upkeep):
         chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
         codec: For a new store: how new chunks are stored, "raw" or "zstd" (where that makes them
             smaller). :meth:`configure` changes it.
-        compress: Deprecated. ``True`` is ``codec="zstd"`` for a new store; in an existing one it
-            holds for the takes of this object.
         storage_options: How to reach a remote store: what s3fs, gcsfs or another file system of
             fsspec takes, such as ``{"endpoint_url": ...}``. It is neither stored nor shown.
         exclusive: You make sure that no other process writes to this store. This is asked
@@ -98,7 +95,6 @@ class Store(Upkeep):
         create: bool = True,
         chunk_size: int = DEFAULT_CHUNK_SIZE,
         codec: str | None = None,
-        compress: bool | None = None,
         storage_options: Mapping[str, Any] | None = None,
         exclusive: bool = False,
         markers: bool = True,
@@ -113,13 +109,11 @@ class Store(Upkeep):
             check_count("threads", threads)
         if not isinstance(uri, OpenStore):
             how = _how_to_mirror(mirror, mirror_options, mirror_retention)
-            pinned = None if compress is None else _pinned(codec, compress=compress)
-            chosen = codec_named(codec) if codec is not None else pinned
+            chosen = Codec.RAW if codec is None else codec_named(codec)
             place = located(uri, storage_options)
             if follow_folders:
                 check_followed(place.backend, markers=markers)
             options = StoreOptions(
-                codec=pinned,
                 markers=markers,
                 follow_folders=follow_folders,
                 threads=threads or threads_asked(),
@@ -129,7 +123,7 @@ class Store(Upkeep):
                 place,
                 create=create,
                 chunk_size=chunk_size,
-                codec=chosen or Codec.RAW,
+                codec=chosen,
                 exclusive=exclusive,
                 cache_bytes=cache_bytes,
                 options=options,
@@ -211,7 +205,7 @@ class Store(Upkeep):
             metadata=metadata,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
-            progress=told_what(progress),
+            progress=progress,
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -251,7 +245,7 @@ class Store(Upkeep):
             allow_pickle=allow_pickle,
             max_staging_bytes=max_staging_bytes,
             max_pending=max_pending,
-            progress=told_what(progress),
+            progress=progress,
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -484,19 +478,6 @@ def _how_to_mirror(
     from casnap.transfer.mirror_report import HowToMirror
 
     return HowToMirror(mirror, options, retention)
-
-
-def _pinned(codec: str | None, *, compress: bool) -> Codec:
-    """Return the codec that ``compress=`` of old means, and warn of it."""
-    if codec is not None:
-        raise ValueError("codec= and compress= mean the same; give codec= alone")
-    warnings.warn(
-        "compress= is deprecated: how chunks are stored is a setting of the store; Store(uri, "
-        'codec="zstd") makes one that compresses, configure(codec="zstd") changes one',
-        DeprecationWarning,
-        stacklevel=4,
-    )
-    return Codec.ZSTD if compress else Codec.RAW
 
 
 OpenStore.store_class = Store

@@ -246,9 +246,9 @@ def read_root(backend: Backend, seq: int) -> Root:
 def _read(backend: Backend, key: str, seq: int) -> Root:
     data = backend.read(key, MAX_ROOT_BYTES)
     what = backend.where(key)
-    body = unseal(b"r", data, what, b"12")
+    body = unseal(b"r", data, what)
     root = decode(body, Root, what)
-    problem = _problem(root, seq, data[7:8])
+    problem = _problem(root, seq)
     if problem:
         raise DamagedError(f"{what} {problem}")
     # A writer would drop unknown fields, so they count as unknown write features.
@@ -259,20 +259,11 @@ def _read(backend: Backend, key: str, seq: int) -> Root:
 
 def sealed_root(root: Root) -> bytes:
     """Return the bytes of a root."""
-    fields = msgspec.structs.asdict(root)
-    if root.format == 1:
-        for name in ("format", "read_features", "write_features", "settings"):
-            del fields[name]
-    return seal(b"r", encode(fields), root.format)
+    return seal(b"r", encode(root))
 
 
-def _problem(root: Root, seq: int, version: bytes) -> str | None:
+def _problem(root: Root, seq: int) -> str | None:
     """Return what is impossible about a root, if anything."""
-    if b"%d" % root.format != version:
-        return f"says that it is of format {root.format}"
-    if root.format == 1 and (root.read_features or root.write_features or root.settings):
-        # The next root of format 1 would lose them.
-        return "has features or settings, which format 1 does not allow"
     if root.seq != seq or seq >= 1 << 48:
         return f"says that it is root {root.seq}"
     if any(len(ref.id) != ID_SIZE or not 0 <= ref.count < 1 << 32 for ref in root.segments):
