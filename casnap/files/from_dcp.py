@@ -36,7 +36,6 @@ _KNOWN = {
     f"{_META}_MEM_FORMAT_ENCODING", "torch.serialization._get_layout",
     "pathlib.PosixPath", "pathlib._local.PosixPath", "collections.OrderedDict",
 }  # fmt: skip
-_SPARE, _RATIO = 64 << 20, 64
 
 
 class _FileRange(NamedTuple):
@@ -114,14 +113,13 @@ class _CodeError(ValueError):
     """The metadata ask for a class or function that DCP's metadata do not need."""
 
 
-def _only_known(machine: PickleMachine, verb: str, term: Term) -> None:
+def _only_known(verb: str, term: Term) -> None:
     if verb == "storage" or term.name not in _KNOWN:
         raise _CodeError(term.name or "a storage")
 
 
 def _read_metadata(data: memoryview) -> _Metadata:
-    budget = _SPARE + _RATIO * len(data)
-    top = PickleMachine(data, 0, budget, _only_known, newest=5).run()
+    top = PickleMachine(data, 0, _only_known, newest=5).run()
     fields = _fields(top, _METADATA)
     described = _pairs(fields["state_dict_metadata"])
     values = {_text(name): _value(term) for name, term in described}

@@ -14,7 +14,7 @@ from casnap.format.names import component_of
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
 from casnap.state.pickles import BrokenError, RefusedError
-from casnap.state.torch_save import inspected
+from casnap.state.torch_save import checked_members
 
 
 def read_torch(path: Path, key: str | None) -> SourceFiles:
@@ -49,8 +49,7 @@ def _loaded(path: Path) -> Any:
             )
     mapped = MappedFile(path)
     try:
-        # What would take much memory is refused first.
-        inspected(mapped.view)
+        checked_members(mapped.view)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
     except (CasnapError, OSError):
         raise
