@@ -16,10 +16,11 @@ import torch
 from casnap.errors import FileFormatError, StateError, UnsupportedTypeError
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.files.mapped import MappedFile, joined_leaf
-from casnap.files.source import SourceFiles, below, flattened
+from casnap.files.source import SourceFiles, below
 from casnap.format.region import Region
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
+from casnap.state.flatten import flatten
 from casnap.state.pickles import PickleMachine, RefusedError, Term, kind_of
 from casnap.state.tensors import Leaf
 from casnap.state.torch_save import tensor_in
@@ -225,7 +226,7 @@ class _Files:
             if tensor is None:
                 file, at, nbytes = self._place(name, None)
                 value = decode_value(path, "object", bytes(file.view[at : at + nbytes]))
-                yield from flattened(value, path)
+                yield from flatten(value, path)
             else:
                 self._check_parts(name, tensor)
                 parts = [(box, self._part(name, tensor, box)) for box in _held(tensor)]

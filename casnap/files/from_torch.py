@@ -9,10 +9,11 @@ import torch
 
 from casnap.errors import CasnapError, FileFormatError
 from casnap.files.mapped import MappedFile
-from casnap.files.source import MODEL, SourceFiles, flattened
+from casnap.files.source import MODEL, SourceFiles
 from casnap.format.names import component_of
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
+from casnap.state.flatten import flatten
 from casnap.state.pickles import BrokenError, RefusedError
 from casnap.state.torch_save import checked_members
 
@@ -29,7 +30,7 @@ def read_torch(path: Path, key: str | None) -> SourceFiles:
     if key is None and _has_keys(state):
         states = dict(state)
     with plain(), collector_paused():
-        leaves = {name: list(flattened(each, component_of(name))) for name, each in states.items()}
+        leaves = {name: list(flatten(each, component_of(name))) for name, each in states.items()}
     return SourceFiles("torch", 1, leaves)
 
 
