@@ -19,8 +19,6 @@ from casnap.format.decoding import decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 
 FORMAT = 1
-KNOWN_FEATURES: frozenset[str] = frozenset()
-"""The features that this version knows beyond the format."""
 
 DEFAULT_CHUNK_SIZE = 1 << 20
 MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 64 << 10, 64 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from casnap.errors import (
 from casnap.format.digest import DIGEST_SIZE
 from casnap.format.records import (
     ID_SIZE,
-    KNOWN_FEATURES,
     MAX_ROOT_BYTES,
     Root,
     decode,
@@ -68,9 +67,9 @@ def newest_root(backend: Backend, known: Root | None = None, *, stands: bool = F
         if backend.is_remote and root.seq == first + _MOST_PROBES:
             root = max(root, last_listed(backend), key=lambda r: r.seq)
         newer = _after(backend, root)
-    unknown = set(root.read_features) - KNOWN_FEATURES
-    if unknown:
-        raise UnsupportedFormatError(_lacks(f"to read {backend.uri}", unknown))
+    # This version knows none.
+    if root.read_features:
+        raise UnsupportedFormatError(_lacks(f"to read {backend.uri}", root.read_features))
     return root
 
 
@@ -112,15 +111,14 @@ def _lacks(doing: str, features: Collection[str]) -> str:
     )
 
 
-def check_writable(uri: str, features: Iterable[str], doing: str = "write to") -> None:
-    """Check that this version may write to a store of these write features.
+def check_writable(uri: str, features: Collection[str], doing: str = "write to") -> None:
+    """Check that this version, which knows no write features, may write to a store of some.
 
     Raises:
-        UnsupportedFormatError: It does not know one of them.
+        UnsupportedFormatError: There is one.
     """
-    unknown = set(features) - KNOWN_FEATURES
-    if unknown:
-        raise UnsupportedFormatError(_lacks(f"to {doing} {uri}", unknown))
+    if features:
+        raise UnsupportedFormatError(_lacks(f"to {doing} {uri}", features))
 
 
 def _stands(backend: Backend, root: Root) -> bool:
