@@ -1,4 +1,4 @@
-"""Boxes of a tensor: whether they cover it, and which disjoint boxes do."""
+"""The boxes that ranks hold of a tensor: whether they cover it, and which disjoint boxes do."""
 
 from __future__ import annotations
 
