@@ -6,13 +6,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from casnap.backends import Backend
-from casnap.errors import MirrorError, SnapshotNotFoundError, StoreError
+from casnap.errors import MirrorError, NotAStoreError, SnapshotNotFoundError, StoreError
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
-from casnap.format.records import DEFAULT_CHUNK_SIZE, Row
+from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, Row
 from casnap.opened.open_store import (
     Found,
     OpenStore,
@@ -26,9 +29,12 @@ from casnap.runtime.environment import threads_asked
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
 from casnap.snapshot import PendingSnapshot, Snapshot
+from casnap.storage.creation import check_chunk_size
 from casnap.storage.folders import check_followed
 from casnap.storage.foreign import hint_in
+from casnap.storage.location import Location, holds
 from casnap.storage.mirrored import in_order
+from casnap.storage.objects import Objects
 from casnap.storage.retention import Retention, check_retention
 from casnap.storage.settings import codec_named
 from casnap.storage.table import change_table, editing, snapshots_in, tagged, unmark, untagged
@@ -51,7 +57,9 @@ class Store(Upkeep):
             ``memory://name``, or a :class:`casnap.backends.Backend`. A folder below an existing
             store opens a view of that store, and so does ``s3://bucket/ckpts//run1``. The full
             names of all snapshots in the view begin with the rest of the path.
-        create: Make the store if there is none.
+        create: If there is no store, make one with the first take, import or copy to it, or with
+            :meth:`make`. Reading makes none: where there is no store, there is no snapshot. With
+            ``mirror``, the store is made at once.
         chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
         codec: For a new store: how new chunks are stored, "raw" or "zstd" (where that makes them
             smaller). :meth:`configure` changes it.
@@ -107,40 +115,118 @@ class Store(Upkeep):
     ) -> None:
         if threads is not None:
             check_count("threads", threads)
-        if not isinstance(uri, OpenStore):
-            how = _how_to_mirror(mirror, mirror_options, mirror_retention)
-            chosen = Codec.RAW if codec is None else codec_named(codec)
-            place = located(uri, storage_options)
-            if follow_folders:
-                check_followed(place.backend, markers=markers)
-            options = StoreOptions(
-                markers=markers,
-                follow_folders=follow_folders,
-                threads=threads or threads_asked(),
-                mirror=how,
-            )
-            uri = open_store(
-                place,
-                create=create,
-                chunk_size=chunk_size,
-                codec=chosen,
-                exclusive=exclusive,
-                cache_bytes=cache_bytes,
-                options=options,
-            )
-            if uri.mirror is not None:
-                uri.mirror.start()
-        self.opened = uri
-        uri.note_store(self)
-        self.objects = uri.objects
-        self.prefix = uri.prefix
+        self._opened: OpenStore | None = None
+        self._create = create
+        if isinstance(uri, OpenStore):
+            self._note(uri)
+            return
+        how = _how_to_mirror(mirror, mirror_options, mirror_retention)
+        chosen = Codec.RAW if codec is None else codec_named(codec)
+        place = self._place = located(uri, storage_options)
+        self._uri = place.backend if isinstance(uri, Backend) else str(uri)
+        if follow_folders:
+            check_followed(place.backend, markers=markers)
+        options = StoreOptions(
+            markers=markers,
+            follow_folders=follow_folders,
+            threads=threads or threads_asked(),
+            mirror=how,
+        )
+        self._open = partial(
+            open_store,
+            chunk_size=chunk_size,
+            codec=chosen,
+            exclusive=exclusive,
+            cache_bytes=cache_bytes,
+            options=options,
+        )
+        if how is not None and create:
+            self._note(self._open(place, create=True))
+        elif self._look() is None:
+            check_chunk_size(chunk_size)
+
+    # --- the store, which may not be there yet ---
+
+    def _note(self, opened: OpenStore) -> OpenStore:
+        self._opened = opened
+        opened.note_store(self)
+        if opened.mirror is not None:
+            opened.mirror.start()
+        return opened
+
+    def _locate(self) -> Location:
+        """Return where the store is now: one above may have been made."""
+        if self._place.backend.is_remote:
+            return self._place  # no other one is looked for
+        place = located(self._uri, None)
+        return place._replace(exists=place.exists and holds(place.backend, CONFIG_KEY))
+
+    def _look(self) -> OpenStore | None:
+        """Return the open store; None if there is none yet, and it may be made."""
+        if self._opened is None:
+            place = self._locate()
+            if not self._create or (place.exists and not place.backend.is_remote):
+                # If the making of the store was cut off, this finishes it.
+                self._note(self._open(place, create=self._create))
+            elif place.backend.is_remote:
+                with suppress(NotAStoreError):
+                    self._note(self._open(place, create=False))
+        return self._opened
+
+    def _at_mirror(self) -> OpenStore | None:
+        opened = self._look()
+        return None if opened is None else opened.at_mirror()
+
+    def _folder(self, prefix: str | None) -> Path | None:
+        """Return the folder of this machine that snapshots are, or would be, marked in."""
+        opened = self._look()
+        backend = self._locate().backend if opened is None else opened.objects.backend
+        below = (prefix or "").strip("/") if opened is None else opened.folder(prefix)
+        return None if backend.folder is None else backend.folder / below
+
+    def make(self) -> Store:
+        """Make the store now, if there is none; return this object.
+
+        A take does so by itself. A run that calls this when it starts learns at once if no store
+        can be made at its place.
+
+        Raises:
+            StoreError: A store cannot be made at this place.
+        """
+        if self._opened is None:
+            self._note(self._open(self._locate(), create=self._create))
+        return self
+
+    @property
+    def opened(self) -> OpenStore:
+        """The open store.
+
+        Raises:
+            NotAStoreError: There is none yet.
+        """
+        # If there is none, opening it says so.
+        return self._look() or self._note(self._open(self._locate(), create=False))
+
+    @property
+    def objects(self) -> Objects:
+        """The objects of the open store."""
+        return self.opened.objects
 
     # --- properties ---
 
     @property
     def uri(self) -> str:
         """The URI of the store, and the prefix of this view."""
-        return self.opened.uri
+        opened = self._look()
+        if opened is not None:
+            return opened.uri
+        return self._locate().backend.uri
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of the full names of all snapshots in this view; empty for a store."""
+        opened = self._look()
+        return "" if opened is None else opened.prefix
 
     @property
     def id(self) -> str:
@@ -155,13 +241,15 @@ class Store(Upkeep):
     @property
     def requests(self) -> dict[str, int]:
         """How many requests this object has made, by kind; empty for a store on this machine."""
-        return dict(self.objects.backend.requests)
+        return {} if self._look() is None else dict(self.objects.backend.requests)
 
     def __repr__(self) -> str:
         return f"Store({self.uri!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew; the pickle holds the storage options."""
+        if self._look() is None:
+            return _store_to_make, (self._uri, self._place, self._open)
         return type(self), (self.opened,)
 
     def full_name(self, name: str) -> str:
@@ -170,11 +258,12 @@ class Store(Upkeep):
         Raises:
             InvalidNameError: The name cannot be used.
         """
-        return self.opened.full_name(name)
+        opened = self._look()
+        return check_name(name) if opened is None else opened.full_name(name)
 
     def outer_name(self, name: str) -> str:
         """Return the full name for a name that is known to be valid."""
-        return self.opened.outer_name(name)
+        return f"{self.prefix}/{name}" if self.prefix else name
 
     # --- snapshots ---
 
@@ -212,7 +301,9 @@ class Store(Upkeep):
             threads=threads,
         )
         comm = join(pg, timeout, f"the take of {self.full_name(name)!r}")
-        return Snapshot(self.opened.take(comm, app_state, name, options), pg)
+        with comm.reporting_errors():
+            opened = self.make().opened
+        return Snapshot(opened.take(comm, app_state, name, options), pg)
 
     @calls.named("async_take()", is_take=True)
     def async_take(
@@ -252,8 +343,10 @@ class Store(Upkeep):
             threads=threads,
         )
         comm = join(pg, timeout, f"the async_take of {self.full_name(name)!r}")
-        pending = self.opened.async_take(comm, app_state, name, options)
-        return PendingSnapshot(self.opened, pending, check_name(name), pg)
+        with comm.reporting_errors():
+            opened = self.make().opened
+        pending = opened.async_take(comm, app_state, name, options)
+        return PendingSnapshot(opened, pending, check_name(name), pg)
 
     def row(self, name: str) -> Row:
         """Return the row that the store's table has for a snapshot.
@@ -261,7 +354,13 @@ class Store(Upkeep):
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
         """
-        return self.opened.row(name)
+        opened = self._look()
+        if opened is None:
+            raise SnapshotNotFoundError(
+                f"there is no snapshot {check_name(name)!r}: {self.uri} is not a store yet; the "
+                "first take to it makes one"
+            )
+        return opened.row(name)
 
     def __getitem__(self, name: str) -> Snapshot:
         """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`.
@@ -269,9 +368,10 @@ class Store(Upkeep):
         One that this store does not have is looked for at its mirror.
         """
         try:
-            return Snapshot(Found(self.opened, check_name(name), self.row(name)))
+            row = self.row(name)
+            return Snapshot(Found(self.opened, check_name(name), row))
         except SnapshotNotFoundError:
-            there = self.opened.at_mirror()
+            there = self._at_mirror()
             if there is None:
                 raise
         return Snapshot(Found(there, check_name(name), there.row(name)))
@@ -288,7 +388,9 @@ class Store(Upkeep):
     @calls.named("snapshots()")
     def snapshots(self, prefix: str | None = None) -> list[Snapshot]:
         """Return all snapshots, or those below a prefix, in the order of their commits."""
-        opened = self.opened
+        opened = self._look()
+        if opened is None:
+            return []
         folder = opened.folder(prefix)
         rows = opened.read(lambda table: list(snapshots_in(table, folder)))
         named = [(opened.inner_name(name), row) for name, row in in_order(rows)]
@@ -310,7 +412,7 @@ class Store(Upkeep):
         own = self.snapshots(prefix)
         newest = own[-1] if own else None
         try:
-            there = self.opened.at_mirror()
+            there = self._at_mirror()
             other = None if there is None else Store(there).latest(prefix)
         except StoreError as e:
             if newest is None:
@@ -318,8 +420,8 @@ class Store(Upkeep):
             _log.warning("%s is the newest snapshot here; its mirror fails: %s", newest.name, e)
             return newest
         if newest is None and other is None:
-            base = self.opened.objects.backend.folder
-            if base is not None and (hint := hint_in(base / self.opened.folder(prefix))):
+            folder = self._folder(prefix)
+            if folder is not None and (hint := hint_in(folder)):
                 _log.warning("%s", hint)
         if newest is None or other is None:
             return newest or other
@@ -329,7 +431,8 @@ class Store(Upkeep):
     @property
     def mirror(self) -> Mirror | None:
         """The mirror: its ``status()``, and ``stop()``. None if there is none."""
-        return self.opened.mirror
+        opened = self._look()
+        return None if opened is None else opened.mirror
 
     @calls.named("wait_mirrored()")
     def wait_mirrored(self, timeout: float | None = None) -> None:
@@ -345,13 +448,14 @@ class Store(Upkeep):
         """
         from casnap.take.pending import wait_for_last
 
-        if self.opened.mirror is None:
+        mirror = self.mirror
+        if mirror is None:
             raise MirrorError(f"{self.uri} was opened without mirror=")
         until = None if timeout is None else time.monotonic() + timeout
         if not wait_for_last(timeout):
             raise MirrorError(f"{self.uri}: a take is still pending after {timeout:g} s")
         left = None if until is None else max(0.0, until - time.monotonic())
-        self.opened.mirror.wait(left, timeout)
+        mirror.wait(left, timeout)
 
     @calls.named("delete()")
     def delete(self, name: str, *, commit_id: str | None = None) -> None:
@@ -448,7 +552,9 @@ class Store(Upkeep):
         from casnap.transfer.report import CopyOptions
 
         chosen = choose(self.objects, self.prefix, name, rename)
-        there = to.opened if isinstance(to, Store) else None
+        there: OpenStore | None
+        if isinstance(to, Store):
+            there = to._look() if dry_run else to.make().opened
         if not isinstance(to, Store):
             place = located(to, storage_options)
             size = self.chunk_size
@@ -478,6 +584,13 @@ def _how_to_mirror(
     from casnap.transfer.mirror_report import HowToMirror
 
     return HowToMirror(mirror, options, retention)
+
+
+def _store_to_make(uri: str | Backend, place: Location, open_place: partial[OpenStore]) -> Store:
+    store = Store.__new__(Store)
+    store._opened, store._create = None, True
+    store._uri, store._place, store._open = uri, place, open_place
+    return store
 
 
 OpenStore.store_class = Store

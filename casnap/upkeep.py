@@ -31,15 +31,25 @@ if TYPE_CHECKING:
 
 
 class Upkeep(ABC):
-    """The half of :class:`casnap.Store` that looks after a store.
+    """The half of :class:`casnap.Store` that looks after a store."""
 
-    Attributes:
-        opened: The open store.
-        objects: Its objects.
-    """
+    @property
+    @abstractmethod
+    def opened(self) -> OpenStore:
+        """The open store."""
 
-    opened: OpenStore
-    objects: Objects
+    @property
+    @abstractmethod
+    def objects(self) -> Objects:
+        """Its objects."""
+
+    @abstractmethod
+    def make(self) -> Upkeep:
+        """Make the store, if there is none."""
+
+    @abstractmethod
+    def full_name(self, name: str) -> str:
+        """Return the full name of a snapshot."""
 
     @abstractmethod
     def __getitem__(self, name: str) -> Snapshot:
@@ -88,8 +98,8 @@ class Upkeep(ABC):
             SnapshotExistsError: The name is taken.
             StoreError: The store cannot be used; nothing was committed.
         """
-        full = self.opened.full_name(name)
-        where = (lambda: (self.opened, name)) if not dry_run else None
+        full = self.full_name(name)
+        where = (lambda: (self.make().opened, name)) if not dry_run else None
         how = {"overwrite": overwrite, "progress": progress}
         return import_snapshot(
             source, full, where, how, key=key, rank=rank, metadata=dict(metadata or {})
@@ -171,6 +181,7 @@ class Upkeep(ABC):
         """
         if mirror not in (None, "none"):
             raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
+        self.make()
         changed = False
         if codec is not None:
             new = codec_settings(codec_named(codec))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections import Counter
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import click
@@ -68,7 +69,8 @@ def cp(
     """Copy snapshots into another store, and send only the chunks that it lacks.
 
     SRC is a store, a snapshot in it, or a folder of snapshots. DST is a store, or the new name of
-    the snapshot or folder in one. If there is no store, DST itself becomes one. Snapshots keep
+    the snapshot or folder in one. If there is no store, DST itself becomes one; but for one
+    snapshot whose name DST ends in, the folder above it does, as in a take. Snapshots keep
     their metadata, tags and commit ids. A snapshot that DST has already is not copied again.
     Repeat an interrupted copy to resume it.
 
@@ -85,7 +87,7 @@ def cp(
         return
     asked: dict[str, list[Backend]] = {"source": [], "destination": []}
     here, name = _opened_or_above(source, asked["source"])
-    there, rename = _destination(destination, asked["destination"])
+    there, rename = _destination(destination, asked["destination"], name if name in here else None)
     exclusive = is_exclusive() and not isinstance(there, Store)
     with phases() as progress:
         report = here.copy(
@@ -121,10 +123,11 @@ def _follow(source: str, destination: str, how: FollowOptions, *, as_json: bool)
 
     def open_pair() -> Pair:
         here, name = _opened_or_above(source, [])
-        there, rename = _destination(destination, [])
+        there, rename = _destination(destination, [], name if name in here else None)
         if isinstance(there, str):
             options, size = _options(there), here.chunk_size
             there = Store(there, chunk_size=size, storage_options=options, exclusive=is_exclusive())
+            there.make()
         target = there.opened
         check_pair(here.objects, target.objects)
 
@@ -219,14 +222,27 @@ def _opened_or_above(uri: str, asked: list[Backend]) -> tuple[Store, str | None]
         raise
 
 
-def _destination(uri: str, asked: list[Backend]) -> tuple[Store | str, str | None]:
-    """Return the store to copy to, or where it is to be made; and the new name, if there is one."""
+def _destination(
+    uri: str, asked: list[Backend], name: str | None
+) -> tuple[Store | str, str | None]:
+    """Return the store to copy to, or where it is to be made; and the new name, if there is one.
+
+    Args:
+        uri: The destination.
+        asked: Gets the backends that are asked.
+        name: The one snapshot that is copied; None for more.
+    """
     try:
         return _opened_or_above(uri, asked)
     except NotAStoreError:
         found = store_uri(uri)
         if found is not None and found.name:
             return found.store, found.name
+        last = PurePosixPath(uri).name
+        if name is not None and last == PurePosixPath(name).name:
+            # As of a take, the path is that of the snapshot, and its parent becomes the store.
+            whole = snapshot_uri(uri)
+            return (str(Path(uri).parent), last) if whole is None else (whole.store, last)
         return uri, None
 
 

@@ -66,7 +66,7 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
             "all snapshots below it; there is nothing to make"
         )
     size = chunk_size or DEFAULT_CHUNK_SIZE
-    place = open_store(store, create=True, chunk_size=size, codec=codec)
+    place = open_store(store, create=True, chunk_size=size, codec=codec).make()
     change_settings(place.objects, serving_below)
     kept = place.settings[CODEC]
     if chunk_size not in (None, place.chunk_size):

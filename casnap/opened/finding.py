@@ -59,7 +59,7 @@ def find(
         raise ValueError(f"{store.uri} is open already; give storage_options to Store(...)")
     elif cache_bytes is not None:
         raise ValueError(f"{store.uri} is open already; give cache_bytes to Store(...)")
-    return store.opened, os.fspath(path)
+    return (store.make() if create else store).opened, os.fspath(path)
 
 
 class _FoundPath(msgspec.Struct, array_like=True):

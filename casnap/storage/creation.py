@@ -77,8 +77,7 @@ def create_store(
         StoreError: No store can be made here.
         ValueError: The chunk size is not possible.
     """
-    if not MIN_CHUNK_SIZE <= chunk_size <= MAX_CHUNK_SIZE or chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size is a power of two from 64 KiB to 64 MiB; got {chunk_size}")
+    check_chunk_size(chunk_size)
     if isinstance(backend, LocalBackend):
         _check_folder(backend.folder, asked=asked)
     backend.make()
@@ -107,6 +106,12 @@ def create_store(
     if is_new:
         _warn_of_rules(backend)
     return Made(is_new, config, root)
+
+
+def check_chunk_size(chunk_size: int) -> None:
+    """Raise ValueError if no store has chunks of this size."""
+    if not MIN_CHUNK_SIZE <= chunk_size <= MAX_CHUNK_SIZE or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size is a power of two from 64 KiB to 64 MiB; got {chunk_size}")
 
 
 def _first_root(backend: Backend, config: StoreConfig, codec: Codec, *, asked: bool) -> Root:

@@ -86,12 +86,12 @@ def test_azure(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not said that Azure does not honour what casnap does not ask it for."""
     monkeypatch.setitem(_registry, "abfs", _Azure)
     with pytest.raises(NoBucketError, match="the container nowhere does not exist"):
-        Store("abfs://nowhere/x", create=False)
+        Store("abfs://nowhere/x", create=False).make()
     _Azure().mkdir("/here")
     with pytest.raises(NotAStoreError, match="make one"):
-        Store("abfs://here/x", create=False)
+        Store("abfs://here/x", create=False).make()
     with pytest.raises(StoreError, match=r"does not know how to .* on abfs://") as caught:
-        Store("abfs://here/x")
+        Store("abfs://here/x").make()
     assert "does not honour" not in str(caught.value)
     assert Store("abfs://here/x", exclusive=True).snapshots() == []
 
@@ -99,7 +99,7 @@ def test_azure(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_package_of_fsspec_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(BackendError, match=r"reaches hdfs://.* pyarrow .*s3:// and gs:// are what"):
-        Store("hdfs://host/x")
+        Store("hdfs://host/x").make()
 
 
 @pytest.mark.usefixtures("memory")

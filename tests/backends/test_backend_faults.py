@@ -338,7 +338,7 @@ def test_a_real_death(tmp_path: Path) -> None:
 def test_a_store_is_opened_where_none_was(tmp_path: Path) -> None:
     for inner in (LocalBackend(tmp_path / "deep" / "store"), MemoryBackend(str(tmp_path))):
         backend = FaultyBackend(FaultyBackend(inner))
-        store = Store(backend, chunk_size=CHUNK)
+        store = Store(backend, chunk_size=CHUNK).make()
         assert store.chunk_size == CHUNK
         assert Store(inner).id == store.id
         assert ("put_if_absent", "casnap.json") in backend.log
@@ -348,6 +348,6 @@ def test_a_store_on_a_backend() -> None:
     backend = MemoryBackend("a store on a backend")
     with pytest.raises(NotAStoreError):
         Store(backend, create=False)
-    store = Store(backend, chunk_size=CHUNK)
+    store = Store(backend, chunk_size=CHUNK).make()
     assert Store(backend, create=False).id == store.id
     assert store.chunk_size == CHUNK

@@ -268,14 +268,14 @@ def test_an_endpoint_that_is_no_s3(bucket: Bucket, proxy: FaultyProxy, status: i
         proxy.during(HttpFault(page, times=None)),
         pytest.raises(StoreError, match=r"seems to be no S3 server .*endpoint_url"),
     ):
-        Store(f"{bucket.uri}/run", storage_options=options)
+        Store(f"{bucket.uri}/run", storage_options=options).make()
 
 
 def test_an_endpoint_of_the_environment_that_is_no_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:1")
     options = {"key": "a", "secret": "b"}
     with pytest.raises(StoreError, match=r"variable AWS_ENDPOINT_URL is no URL: '127\.0\.0\.1:1'"):
-        Store("s3://bucket/run", storage_options=options)
+        Store("s3://bucket/run", storage_options=options).make()
 
 
 def test_credentials_that_expire_are_read_again(

@@ -143,7 +143,7 @@ def test_ls_of_a_wrong_prefix_names_the_nearest(store: Path) -> None:
 
 
 def test_ls_of_an_empty_store(tmp_path: Path) -> None:
-    Store(tmp_path / "new")
+    Store(tmp_path / "new").make()
     result = invoke("ls", tmp_path / "new")
     assert result.stdout == ""
     assert "no snapshot yet" in result.stderr
@@ -398,7 +398,7 @@ def test_du_of_a_prefix_counts_what_others_share(store: Path) -> None:
 
 
 def test_du_of_an_empty_store(tmp_path: Path) -> None:
-    Store(tmp_path / "new")
+    Store(tmp_path / "new").make()
     assert invoke("du", tmp_path / "new").stdout.startswith("0 snapshots of 0 B")
 
 

@@ -44,7 +44,7 @@ def test_in_and_out(file: Path, tmp_path: Path) -> None:
 
 
 def test_a_store_above(file: Path, tmp_path: Path) -> None:
-    Store(tmp_path / "models")
+    Store(tmp_path / "models").make()
     invoke("import", file, tmp_path / "models/run/7/v1", "--key", "net")
     invoke("export", tmp_path / "models/run/7/v1/net/a", tmp_path / "a.safetensors")
     assert load_file(tmp_path / "a.safetensors").keys() == {"a"}

@@ -69,5 +69,15 @@ def test_what_is_refused(source: Path, tmp_path: Path) -> None:
         "cp", source, tmp_path / "copy", "--endpoint-url", "http://x", status=2
     )
     assert not (tmp_path / "copy").exists()
-    Store(tmp_path / "large", chunk_size=2 * CHUNK)
+    Store(tmp_path / "large", chunk_size=2 * CHUNK).make()
     assert "--chunk-size 64K" in failure("cp", source, tmp_path / "large")
+
+
+def test_a_destination_of_the_same_name_is_a_snapshot_as_in_a_take(
+    source: Path, tmp_path: Path
+) -> None:
+    """Otherwise the copy of a snapshot would become a store of the snapshot's name."""
+    invoke("cp", source / "run1/step_1", tmp_path / "one/step_1")
+    assert names(tmp_path / "one") == ["step_1"]
+    invoke("cp", source / "run1", tmp_path / "all/run1")
+    assert names(tmp_path / "all/run1")[0] == "run1/step_0"

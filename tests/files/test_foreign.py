@@ -43,7 +43,7 @@ FORMS = ["torch.distributed.checkpoint", "TorchSnapshot", "safetensors", "torch.
 def test_no_snapshot_but_a_checkpoint_of_another_form(
     tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = Store(tmp_path)
+    store = Store(tmp_path).make()
     with caplog.at_level(logging.WARNING, "casnap"):
         assert store.latest() is None
         assert caplog.text == ""
@@ -66,7 +66,7 @@ def test_no_snapshot_but_a_checkpoint_of_another_form(
 def test_the_newest_is_named_and_folders_of_casnap_do_not_count(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = Store(tmp_path)
+    store = Store(tmp_path).make()
     for step in (1, 2):
         torch.save(torch.ones(3), tmp_path / f"run-{step}.pt")
         os.utime(tmp_path / f"run-{step}.pt", (step, step))

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "store")
+    return Store(tmp_path / "store").make()
 
 
 def refused(store: Store, source: Path, **how: Any) -> str:
@@ -108,7 +108,7 @@ def test_a_changed_header_is_refused_or_read_as_safetensors_reads_it(
         likely = st.sampled_from(b'0123456789"{}[],:FBa b')
         content[at] = data.draw(likely | st.integers(0, 255))
     (folder / "m.safetensors").write_bytes(content)
-    store = Store(f"memory://{folder.name}")
+    store = Store(f"memory://{folder.name}").make()
     try:
         store.import_file(folder / "m.safetensors", "m")
     except FileFormatError:

@@ -397,7 +397,7 @@ def test_metadata_of_dcp_that_ask_for_code_are_not_read(
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "it ran"),)
 
-    Store(tmp_path / "store")
+    Store(tmp_path / "store").make()
     folder = tmp_path / "store/dcp"
     folder.mkdir()
     (folder / ".metadata").write_bytes(pickle.dumps(Code()))

@@ -70,7 +70,7 @@ def spoil(given: Training) -> None:
 def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     """Return a function that returns a store in which worlds of up to a size have saved."""
     folder = str(tmp_path_factory.mktemp("dcp") / "store")
-    Store(folder, chunk_size=CHUNK)
+    Store(folder, chunk_size=CHUNK).make()
     done: set[int] = set()
 
     def saved(most: int) -> str:
@@ -172,7 +172,7 @@ def save_in_a_group(folder: str) -> None:
 
 @pytest.mark.slow
 def test_a_group_that_is_not_the_world(world: Worlds, tmp_path: Path) -> None:
-    Store(tmp_path)
+    Store(tmp_path).make()
     world(3).run(save_in_a_group, str(tmp_path))
     snapshot = Store(tmp_path)["a"]
     assert snapshot.world_size == 2
@@ -249,7 +249,7 @@ def save_and_count(folder: str) -> list[int]:
 
 
 def test_a_second_save_writes_only_what_changed(world: Worlds, tmp_path: Path) -> None:
-    Store(tmp_path, chunk_size=CHUNK)
+    Store(tmp_path, chunk_size=CHUNK).make()
     first, second, third = world(2).run(save_and_count, str(tmp_path))[0]
     assert first >= 400_012
     assert second == 0

@@ -138,7 +138,7 @@ def test_two_stores_and_one_below_another(tmp_path: Path) -> None:
 
 
 def test_a_view_of_a_store(tmp_path: Path) -> None:
-    Store(tmp_path)
+    Store(tmp_path).make()
     install(tmp_path / "run")
     dcp.save(state(), checkpoint_id=tmp_path / "run/a")
     dcp.save(state(), checkpoint_id=tmp_path / "other/a")

@@ -88,14 +88,14 @@ def test_a_whole_store(store: Path) -> None:
 
 @pytest.mark.parametrize("uri", ["memory://empty-to-check", "memory://one-to-check"])
 def test_stores_in_memory(uri: str) -> None:
-    store = Store(uri)
+    store = Store(uri).make()
     assert store.check(data=True).ok
     store.take({"s": StateDict(x=torch.arange(1000))}, "one")
     assert store.check(data=True).snapshots == 1
 
 
 def test_compressed_chunks(tmp_path: Path) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK, codec="zstd")
+    store = Store(tmp_path, chunk_size=CHUNK, codec="zstd").make()
     store.take({"s": StateDict(x=torch.zeros(100_000))}, "zeros")
     assert store.check(data=True).ok
     _, place = record_of(tmp_path, torch.zeros(CHUNK // 4))
@@ -194,7 +194,7 @@ def test_a_missing_pack(store: Path) -> None:
 
 def test_a_damaged_tree_is_found_though_it_is_cached(store: Path) -> None:
     """A check believes the store alone, and needs no --data to read trees."""
-    opened = Store(store)
+    opened = Store(store).make()
     row = opened.row("b")
     assert opened["b"].get_manifest()
     for copies, hurt in enumerate([set(), {("b", "")}], 1):
@@ -207,7 +207,7 @@ def test_a_damaged_tree_is_found_though_it_is_cached(store: Path) -> None:
 
 
 def test_damages_of_one_copy_hurt_no_snapshot(store: Path) -> None:
-    opened = Store(store)
+    opened = Store(store).make()
     digest, place = record_of(store, FROZEN)
 
     def copy(crew: object) -> None:
@@ -229,7 +229,7 @@ def test_damages_of_one_copy_hurt_no_snapshot(store: Path) -> None:
 
 def test_a_damage_that_nothing_needs(store: Path) -> None:
     digest, place = record_of(store, expected(1)["weight"][: CHUNK // 4])
-    opened = Store(store)
+    opened = Store(store).make()
     opened.delete("b")
     change(store / "casnap-store" / pack_key(place.pack), flip(place.offset))
     [damage] = opened.check(data=True).damages
@@ -260,7 +260,7 @@ def test_what_the_storage_refuses(store: Path) -> None:
 
 def test_what_goes_while_it_is_looked_at_is_no_damage(store: Path) -> None:
     """Each time the check looks, a collector has replaced what it needs; yet all is whole."""
-    others = Store(store)
+    others = Store(store).make()
 
     @elsewhere
     def go_on(what: str, done: int, _total: int) -> None:
@@ -278,7 +278,7 @@ def test_what_goes_while_it_is_looked_at_is_no_damage(store: Path) -> None:
 
 def test_what_is_missing_is_missing_though_others_go_on(store: Path) -> None:
     """A chunk that is in no pack of the index: the report names no file, but the snapshots hurt."""
-    opened = Store(store)
+    opened = Store(store).make()
     _, place = record_of(store, FROZEN)
     drop_from_index(opened, place.pack)
 
@@ -326,7 +326,7 @@ def test_older_roots(store: Path, seq: int) -> None:
 
 
 def test_the_newest_root(store: Path) -> None:
-    opened = Store(store)
+    opened = Store(store).make()
     change(newest(store), flip(30))
     [damage] = opened.check().damages
     assert (damage.kind, damage.object, damage.hurts) == ("changed", "roots/0/3", {})
@@ -338,13 +338,13 @@ def test_the_newest_root(store: Path) -> None:
 
 
 def test_the_record_of_the_store(store: Path) -> None:
-    opened = Store(store)
+    opened = Store(store).make()
     change(store / "casnap-store/casnap.json", lambda raw: raw[:20])
     assert [(d.object, d.kind) for d in opened.check().damages] == [("casnap.json", "changed")]
 
 
 def test_needed_but_condemned(store: Path) -> None:
-    opened = Store(store)
+    opened = Store(store).make()
     _, place = record_of(store, FROZEN)
     root = opened.objects.newest()
     assert put_next_root(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
@@ -355,7 +355,7 @@ def test_needed_but_condemned(store: Path) -> None:
 
 def test_known_to_be_lost_and_not_listed(store: Path) -> None:
     """Chunks of a pack that left the index are missing, or lost if the root says so."""
-    opened = Store(store)
+    opened = Store(store).make()
     digest, place = record_of(store, FROZEN)
     drop_from_index(opened, place.pack, lost=digest)
     report = opened.check()
@@ -461,7 +461,7 @@ def test_what_is_named_is_what_cannot_be_restored(
 def test_a_pack_ends_without_a_gap_where_the_last_chunks_were_known(tmp_path, monkeypatch):
     # One hashing thread comes to the copy when all that it holds is in the pack already.
     monkeypatch.setattr("casnap.take.rounds.cores", lambda: 1)
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     tensor = torch.randint(0, 255, (9, 1_000_003), dtype=torch.uint8)
     store.take({"model": StateDict(x=tensor, y=tensor.clone())}, "a")
     assert store.check(data=True).damages == []

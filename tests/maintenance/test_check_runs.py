@@ -141,7 +141,7 @@ def test_one_snapshot_alone(store: Path) -> None:
 
 
 def test_much_damage_is_little_output(tmp_path: Path) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK)
+    store = Store(tmp_path, chunk_size=CHUNK).make()
     state = {f"x{i}": torch.full((100,), i, dtype=torch.int32) for i in range(200)}
     store.take({"s": StateDict(state)}, "one")
     _, place = record_of(tmp_path, state["x7"])
@@ -156,7 +156,7 @@ def test_much_damage_is_little_output(tmp_path: Path) -> None:
 
 def test_whose_a_left_over_is(tmp_path: Path) -> None:
     """Takes merge segments of the index, and leave the old ones."""
-    store = Store(tmp_path / "s")
+    store = Store(tmp_path / "s").make()
     while not store.check().orphans:
         count = len(store.snapshots())
         store.take({"s": StateDict(step=count)}, f"step_{count}")

@@ -28,7 +28,7 @@ CHUNK = 64 << 10
 
 @pytest.fixture
 def store() -> Store:
-    return Store(f"memory://{uuid.uuid4().hex}", chunk_size=CHUNK)
+    return Store(f"memory://{uuid.uuid4().hex}", chunk_size=CHUNK).make()
 
 
 @pytest.fixture
@@ -188,13 +188,13 @@ def test_lists_of_chunks_are_read_where_entries_differ(store: Store, reads: Coun
 
 
 def test_stores_of_different_chunks_cannot_be_compared(store: Store) -> None:
-    other = Store(f"memory://{uuid.uuid4().hex}", chunk_size=2 * CHUNK)
+    other = Store(f"memory://{uuid.uuid4().hex}", chunk_size=2 * CHUNK).make()
     with pytest.raises(StoreError, match="one store"):
         diff(take(store, "a", x=1), take(other, "a", x=2))
 
 
 def test_stores_of_equal_chunks_can(store: Store) -> None:
-    other = Store(f"memory://{uuid.uuid4().hex}", chunk_size=CHUNK)
+    other = Store(f"memory://{uuid.uuid4().hex}", chunk_size=CHUNK).make()
     t = chunks_of_floats(3)
     assert not diff(take(store, "a", t=t), take(other, "a", t=t))
 

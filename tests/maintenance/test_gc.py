@@ -41,7 +41,7 @@ def stored(path: Path) -> int:
 
 
 def test_what_only_a_deleted_snapshot_needs_is_freed(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, chunk_size=CHUNK).make()
     take(store, 0)
     store.gc(grace=0)
     alone = stored(path)
@@ -61,7 +61,7 @@ def test_what_only_a_deleted_snapshot_needs_is_freed(path: Path) -> None:
 
 
 def test_nothing_is_freed_before_the_grace_is_over(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, chunk_size=CHUNK).make()
     take(store, 0)
     take(store, 1)
     store.delete("step_1")
@@ -80,7 +80,7 @@ def test_nothing_is_freed_before_the_grace_is_over(path: Path) -> None:
 
 
 def test_a_deleted_snapshot_can_be_read_until_the_grace_is_over(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, chunk_size=CHUNK).make()
     take(store, 0)
     reader = take(store, 1)
     store.delete("step_1")
@@ -94,7 +94,7 @@ def test_a_deleted_snapshot_can_be_read_until_the_grace_is_over(path: Path) -> N
 
 
 def test_what_is_condemned_is_taken_anew_and_then_kept(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, chunk_size=CHUNK).make()
     take(store, 0)
     take(store, 1)
     store.delete("step_1")
@@ -107,7 +107,7 @@ def test_what_is_condemned_is_taken_anew_and_then_kept(path: Path) -> None:
 
 
 def test_packs_that_are_mostly_dead_are_copied(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, chunk_size=CHUNK).make()
     weights = torch.randn(100 * CHUNK // 4)
     store.take({"m": StateDict(w=weights)}, "whole")
     store.take({"m": StateDict(w=weights[: 10 * CHUNK // 4].clone())}, "part")
@@ -130,7 +130,7 @@ def test_packs_that_are_mostly_dead_are_copied(path: Path) -> None:
 
 
 def test_compressed_chunks_are_repacked_compressed(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK, codec="zstd")
+    store = Store(path, chunk_size=CHUNK, codec="zstd").make()
     weights = torch.randint(0, 4, (100 * CHUNK // 4,), dtype=torch.int32)
     store.take({"m": StateDict(w=weights)}, "whole")
     store.take({"m": StateDict(w=weights[: 10 * CHUNK // 4].clone())}, "part")
@@ -144,7 +144,7 @@ def test_compressed_chunks_are_repacked_compressed(path: Path) -> None:
 
 
 def test_duplicates_go_once_the_newer_copy_is_proven(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, chunk_size=CHUNK).make()
     state = {"m": StateDict(w=torch.randn(20 * CHUNK // 4))}
 
     def take_too() -> None:
@@ -164,7 +164,7 @@ def test_duplicates_go_once_the_newer_copy_is_proven(path: Path) -> None:
 
 
 def test_a_collection_with_nothing_to_do_changes_nothing(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, chunk_size=CHUNK).make()
     take(store, 0)
     take(store, 1)
     store.gc(grace=0)
@@ -190,7 +190,7 @@ def test_a_collector_lets_others_go_first(path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_dry_run_changes_nothing(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, chunk_size=CHUNK).make()
     for step in range(4):
         take(store, step)
     store.delete("step_1")
@@ -207,7 +207,7 @@ def test_a_dry_run_changes_nothing(path: Path) -> None:
 
 
 def test_a_store_without_snapshots(path: Path) -> None:
-    store = Store(path)
+    store = Store(path).make()
     assert store.gc(grace=0).snapshots == 0
     take(store, 0)
     store.delete("step_0")
@@ -218,7 +218,7 @@ def test_a_store_without_snapshots(path: Path) -> None:
 
 
 def test_temporary_files_of_the_dead_go_and_those_of_the_living_stay(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, chunk_size=CHUNK).make()
     take(store, 0)
     left = path / "casnap-store/tmp" / ("0f" * 12)
     left.write_bytes(bytes(1000))
@@ -242,7 +242,7 @@ def test_temporary_files_of_the_dead_go_and_those_of_the_living_stay(path: Path)
 
 
 def test_foreign_files_are_never_deleted(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, chunk_size=CHUNK).make()
     take(store, 0)
     foreign = [
         "packs/zz/" + "0" * 32,
@@ -260,7 +260,7 @@ def test_foreign_files_are_never_deleted(path: Path) -> None:
 
 
 def test_a_dry_run_without_grace_says_what_will_be_freed(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, chunk_size=CHUNK).make()
     for step in range(4):
         take(store, step)
         if step:
@@ -275,7 +275,7 @@ def test_a_dry_run_without_grace_says_what_will_be_freed(path: Path) -> None:
 
 
 def test_the_command(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, chunk_size=CHUNK).make()
     take(store, 0)
     take(store, 1)
     store.delete("step_1")
@@ -293,7 +293,7 @@ def test_the_command(path: Path) -> None:
 
 
 def test_prune_with_gc_frees_what_it_forgets(path: Path) -> None:
-    store = Store(path, chunk_size=CHUNK)
+    store = Store(path, chunk_size=CHUNK).make()
     for step in range(4):
         take(store, step)
     plan = document("prune", path, "--keep-last", 1, "--gc", "--grace", 0, "--dry-run")

@@ -54,7 +54,7 @@ def test_stores_that_must_not_be_collected(path: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "not a casnap store" in failure("gc", tmp_path / "empty")
     with pytest.raises(NotAStoreError):
-        Store(tmp_path / "empty", create=False)
+        Store(tmp_path / "empty", create=False).make()
     take(Store(path, chunk_size=CHUNK), 0)
     before = files(path)
     configure(path, put_if_absent=False)

@@ -135,7 +135,7 @@ def test_a_footer_alone(store: Path) -> None:
 
 def test_another_copy_is_enough(store: Path) -> None:
     """If all chunks of a damaged pack lie in another pack too, the pack just leaves the index."""
-    opened = Store(store)
+    opened = Store(store).make()
     damage_chunk(store, FROZEN)
     assert in_child(lambda: _take_anew(store)) == 0
     report = opened.repair()
@@ -145,14 +145,14 @@ def test_another_copy_is_enough(store: Path) -> None:
 
 
 def _take_anew(store: Path) -> None:
-    opened = Store(store)
+    opened = Store(store).make()
     with pytest.raises(DamagedError):
         opened["a"].restore({KEY: StateDict(content(0))})
     opened.take({KEY: StateDict(content(0))}, "again")
 
 
 def test_compressed(tmp_path: Path) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK, codec="zstd")
+    store = Store(tmp_path, chunk_size=CHUNK, codec="zstd").make()
     state = {f"x{i}": torch.full((CHUNK // 4,), i) for i in range(4)}
     store.take({"s": StateDict(state)}, "one")
     size = listing_of(tmp_path).stored_bytes
@@ -164,7 +164,7 @@ def test_compressed(tmp_path: Path) -> None:
 
 
 def test_in_memory() -> None:
-    store = Store("memory://to-repair", chunk_size=CHUNK)
+    store = Store("memory://to-repair", chunk_size=CHUNK).make()
     store.take({"s": StateDict(x=torch.arange(100_000))}, "one")
     backend = store.objects.backend
     backend.delete(f"index/{backend.names('index')[0]}")
@@ -175,7 +175,7 @@ def test_in_memory() -> None:
 
 
 def test_needed_but_condemned(store: Path) -> None:
-    opened = Store(store)
+    opened = Store(store).make()
     _, place = record_of(store, FROZEN)
     root = opened.objects.newest()
     assert put_next_root(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
@@ -187,7 +187,7 @@ def test_needed_but_condemned(store: Path) -> None:
 
 
 def test_condemned_and_damaged(store: Path) -> None:
-    opened = Store(store)
+    opened = Store(store).make()
     digest, place = damage_chunk(store, FROZEN)
     root = opened.objects.newest()
     assert put_next_root(opened.objects.backend, root, condemned={place.pack: root.seq + 1})
@@ -198,7 +198,7 @@ def test_condemned_and_damaged(store: Path) -> None:
 
 def test_what_is_lost_can_be_deleted(store: Path) -> None:
     """A snapshot without its tree stops a collector; once it is deleted, the collector works."""
-    opened = Store(store)
+    opened = Store(store).make()
     damage_everywhere(store, opened.row("b").manifest.digest)
     opened.objects.index.cache.delete()
     assert named(repair(store)) == {"b"}
@@ -228,7 +228,7 @@ def test_the_whole_index(store: Path) -> None:
 def test_a_pack_that_left_the_index(store: Path) -> None:
     """What is needed is looked for in packs that no segment lists."""
 
-    opened = Store(store)
+    opened = Store(store).make()
     _, place = record_of(store, FROZEN)
     drop_from_index(opened, place.pack)
     report = opened.repair()
@@ -432,7 +432,7 @@ def test_command_asks(store: Path, answer: str, status: int) -> None:
 def test_casnap_json_is_made_anew_from_the_roots(store: Path, how: str) -> None:
     file = store / "casnap-store" / CONFIG_KEY
     before = file.read_bytes()
-    opened = Store(store)
+    opened = Store(store).make()
     file.unlink()
     if how == "damaged":
         file.write_bytes(before[: len(before) // 2])
@@ -455,7 +455,7 @@ def test_casnap_json_is_made_anew_from_the_roots(store: Path, how: str) -> None:
 
 def test_without_a_copy_of_casnap_json_in_the_roots(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    first = msgspec.structs.replace(Store(store).objects.newest(), settings={})
+    first = msgspec.structs.replace(Store(store).make().objects.newest(), settings={})
     change(store / "casnap-store" / root_key(0), lambda _: sealed_root(first))
     (store / "casnap-store" / CONFIG_KEY).unlink()
     assert "no root that can be read has a copy" in failure("repair", store, "--yes")

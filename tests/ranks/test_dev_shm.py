@@ -68,7 +68,7 @@ def test_ranks_share_memory_all_the_same(
 ) -> None:
     needs_root()
     monkeypatch.setenv("CASNAP_CACHE_DIR", str(disk_path / "cache"))
-    Store(disk_path / "store", chunk_size=CHUNK)
+    Store(disk_path / "store", chunk_size=CHUNK).make()
 
     def work() -> None:
         have_little(*LITTLE[how])

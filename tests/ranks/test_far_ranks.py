@@ -49,7 +49,7 @@ def take_and_restore(path: str, caches: str) -> list[list[tuple[str, str]]]:
     """Take twice and restore on this rank; return its requests of each."""
     if caches:
         os.environ["CASNAP_CACHE_DIR"] = f"{caches}/{dist.get_rank()}"
-    store = Store(FarFolder(path), chunk_size=64 << 10)
+    store = Store(FarFolder(path), chunk_size=64 << 10).make()
     dist.barrier()
     seen = [requests(store)]
     for step in (1, 2):

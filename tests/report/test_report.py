@@ -129,7 +129,7 @@ def test_paths_of_very_many_parts(tmp_path: Path) -> None:
 
 
 def test_an_empty_store(tmp_path: Path) -> None:
-    Store(tmp_path / "store")
+    Store(tmp_path / "store").make()
     assert "There are no snapshots." in made(tmp_path / "store").texts
 
 

@@ -56,9 +56,9 @@ def state(plus: int = 0) -> dict[str, StateDict]:
 @pytest.fixture(params=["local", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "local":
-        return Store(tmp_path / "store")
+        return Store(tmp_path / "store").make()
     bucket: Bucket = request.getfixturevalue("bucket")
-    return Store(f"{bucket.uri}/store", storage_options=bucket.storage_options)
+    return Store(f"{bucket.uri}/store", storage_options=bucket.storage_options).make()
 
 
 def test_forks_of_a_process_that_has_read(store: Store) -> None:
@@ -78,7 +78,7 @@ def test_forks_of_a_process_that_has_read(store: Store) -> None:
 
 
 def test_handles_go_to_other_processes(store: Store, request: pytest.FixtureRequest) -> None:
-    view = Store(f"{store.uri}/run", storage_options=options(store, request))
+    view = Store(f"{store.uri}/run", storage_options=options(store, request)).make()
     snapshot = view.take(state(), "a")
     for handle in (store, view, snapshot):
         there = pickle.loads(pickle.dumps(handle))
@@ -103,7 +103,7 @@ def test_a_store_in_memory_stays_in_its_process() -> None:
 
 
 def test_a_handle_of_a_store_that_is_gone(tmp_path: Path) -> None:
-    sent = pickle.dumps(Store(tmp_path / "store"))
+    sent = pickle.dumps(Store(tmp_path / "store").make())
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     with pytest.raises(NotAStoreError):
         pickle.loads(sent)

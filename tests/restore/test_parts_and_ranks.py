@@ -27,12 +27,12 @@ _numbers = count()
 
 @pytest.fixture(scope="module")
 def store():
-    return Store("memory://parts", chunk_size=CHUNK)
+    return Store("memory://parts", chunk_size=CHUNK).make()
 
 
 @pytest.fixture
 def disk(tmp_path, cache_dir):
-    return Store(tmp_path / "store", chunk_size=CHUNK)
+    return Store(tmp_path / "store", chunk_size=CHUNK).make()
 
 
 # --- parts ------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ class Chunks:
     def __init__(self, backend: Backend, codec: Codec = Codec.RAW) -> None:
         self.backend = Counting(backend)
         self.fetched: list[Digest] = []
-        store = Store(self.backend, chunk_size=CHUNK)
+        store = Store(self.backend, chunk_size=CHUNK).make()
         sizes = [CHUNK, 100, CHUNK, 65, 4000, CHUNK // 2, CHUNK, CHUNK, 777, CHUNK] * 3
         # Half of each can be compressed.
         self.raws = [os.urandom(n // 2).ljust(n, b"\1") for n in sizes]

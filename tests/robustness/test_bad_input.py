@@ -45,7 +45,7 @@ Take = Callable[..., Any]
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """Return a store of two snapshots."""
-    store = Store(tmp_path / "base", chunk_size=CHUNK)
+    store = Store(tmp_path / "base", chunk_size=CHUNK).make()
     take(store, 0)
     take(store, 1)
     return tmp_path / "base"
@@ -89,7 +89,7 @@ def test_a_file_is_no_store(tmp_path: Path) -> None:
         with pytest.raises(NotAStoreError, match="is a file"):
             open_it()
     with pytest.raises(BackendError, match="Not a directory"):
-        Store(file / "below")
+        Store(file / "below").make()
     assert files(tmp_path) == {"model.pt"}
     assert file.read_text() == "mine"
 
@@ -98,7 +98,7 @@ def test_paths_that_name_no_place(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     for path in ("", "\0", "\ud800", str(tmp_path / "a\0b")):
         with pytest.raises(NotAStoreError):
-            Store(path)
+            Store(path).make()
     for path in ("", "/", ".", "..", str(tmp_path / ".."), "file://"):
         with pytest.raises(InvalidNameError, match="name"):
             Snapshot.take(path, TINY)
@@ -184,7 +184,7 @@ def test_a_root_of_a_newer_format(base: Path) -> None:
     record = newest.read_bytes()
     body = record[:7] + b"2" + record[8:-32]
     newest.with_name("3").write_bytes(body + digest_of(body))
-    store = Store(base)
+    store = Store(base).make()
     for use in (store.snapshots, lambda: take(store, 2), lambda: store.delete("step_0")):
         with pytest.raises(UnsupportedFormatError, match="update casnap"):
             use()
@@ -258,7 +258,7 @@ def test_a_name_that_is_taken(base: Path) -> None:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_no_name_begins_another(base: Path, overwrite: bool) -> None:
-    store = Store(base)
+    store = Store(base).make()
     store.take(TINY, "run/a/b")
     before = files(base)
     for name in ("run", "run/a", "run/a/b/c", "run/a/b/c/d", "step_0/x"):
@@ -271,7 +271,7 @@ def test_no_name_begins_another(base: Path, overwrite: bool) -> None:
 
 
 def test_a_name_that_is_not_there(base: Path) -> None:
-    store = Store(base)
+    store = Store(base).make()
     for use in (lambda: store["step_7"], lambda: store.delete("step_7")):
         with pytest.raises(SnapshotNotFoundError, match=r"'step_7'; nearest: step_[01]") as e:
             use()
@@ -402,7 +402,7 @@ def test_a_path_that_is_not_there(base: Path) -> None:
 @pytest.mark.parametrize("size", [0, -1, 1, 1 << 15, (1 << 20) + 1, 3 << 20, 1 << 27])
 def test_chunk_sizes_that_are_none(tmp_path: Path, size: int) -> None:
     with pytest.raises(ValueError, match=f"from 64 KiB to 64 MiB; got {size}"):
-        Store(tmp_path / "store", chunk_size=size)
+        Store(tmp_path / "store", chunk_size=size).make()
     assert not (tmp_path / "store").exists()
 
 
@@ -426,7 +426,7 @@ def test_arguments_that_mean_nothing_here(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="open already"):
         Snapshot("step", storage_options={"a": 1}, store=Store(tmp_path / "run"))
     with pytest.raises(ValueError, match="knows how it is reached"):
-        Store(LocalBackend(tmp_path / "run"), storage_options={"a": 1})
+        Store(LocalBackend(tmp_path / "run"), storage_options={"a": 1}).make()
 
 
 # --- a folder that cannot be written ----------------------------------------------------------
@@ -437,12 +437,12 @@ def test_a_store_that_one_may_only_read(
 ) -> None:
     def work() -> None:
         assert_store(base, {0, 1})
-        store = Store(base)
+        store = Store(base).make()
         for write in (
             lambda: take(store, 2),
             lambda: async_take(store, app_state(2), "step_2"),
             lambda: store.delete("step_0"),
-            lambda: Store(tmp_path / "new"),
+            Store(tmp_path / "new").make,
             lambda: Snapshot.take(tmp_path / "new/step", TINY),
         ):
             with pytest.raises(BackendError, match=r"[Pp]ermission denied.*writable"):
@@ -479,7 +479,7 @@ def test_big_endian_machines_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("verb", ["take", "async_take"])
 def test_arguments_of_a_take_in_the_other_order(tmp_path: Path, verb: str) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     state: Any = TINY
     for call, given, told in (
         (lambda *a: getattr(store, verb)(*a), ("s3", state), "(app_state, name)"),
@@ -496,7 +496,7 @@ def test_arguments_of_a_take_in_the_other_order(tmp_path: Path, verb: str) -> No
 
 
 def test_a_name_that_is_no_text(tmp_path: Path) -> None:
-    store: Any = Store(tmp_path / "store")
+    store: Any = Store(tmp_path / "store").make()
     for call in (lambda n: store[n], store.delete, lambda n: store.tag(n, "t"), store.full_name):
         with pytest.raises(InvalidNameError, match="the name of a snapshot is a str"):
             call(3)

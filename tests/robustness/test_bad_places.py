@@ -179,7 +179,7 @@ def test_an_endpoint_that_is_down(
     reached = {**options, "endpoint_url": proxy.url}
     proxy.close()
     with pytest.raises(UnreachableError, match="attempts"):
-        Store(f"{bucket.uri}/run1", storage_options=reached)
+        Store(f"{bucket.uri}/run1", storage_options=reached).make()
     told = failure("ls", f"{bucket.uri}/run1", "--endpoint-url", proxy.url)
     assert "last one failed" in told
 
@@ -279,7 +279,7 @@ def test_a_snapshot_is_no_store(bucket: Bucket, options: dict[str, Any]) -> None
     Store(f"{bucket.uri}/run1", storage_options=options).take(TINY, "step_1")
     before = keys(bucket)
     with pytest.raises(NotAStoreError, match="step_1 is a snapshot of a store further up"):
-        Store(f"{bucket.uri}/run1/step_1", storage_options=options)
+        Store(f"{bucket.uri}/run1/step_1", storage_options=options).make()
     with pytest.raises(NotAStoreError, match="step_1 is a snapshot of a store further up"):
         Snapshot.take(f"{bucket.uri}/run1/step_1/again", TINY, storage_options=options)
     assert keys(bucket) == before

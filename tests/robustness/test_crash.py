@@ -44,7 +44,7 @@ KILLED = -signal.SIGKILL
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """Return a store of two snapshots; each case works on a copy."""
-    store = Store(tmp_path / "base", chunk_size=CHUNK)
+    store = Store(tmp_path / "base", chunk_size=CHUNK).make()
     take(store, 0)
     take(store, 1)
     return tmp_path / "base"
@@ -150,7 +150,9 @@ def test_the_creation_of_a_store_killed_at_any_call(
         take(store, 0)
         assert_store(store, {0})
 
-    crash_everywhere(tmp_path / "none", Store, check, faults, after=after)
+    crash_everywhere(
+        tmp_path / "none", lambda store: Store(store).make(), check, faults, after=after
+    )
 
 
 @pytest.mark.parametrize(("faults", "after"), EACH_KILL)
@@ -174,7 +176,7 @@ def takes_killed_at_random(tmp_path: Path, rounds: int, seed: int) -> None:
     dice = random.Random(seed)
 
     def take_on_and_on() -> None:
-        store = Store(path, chunk_size=CHUNK)
+        store = Store(path, chunk_size=CHUNK).make()
         latest = store.latest()
         step = latest.metadata.user["step"] + 1 if latest else 0
         with told.open("a", buffering=1) as f:
@@ -252,7 +254,7 @@ def test_a_take_interrupted_at_any_call(base: Path, faults: Faults, after: bool)
 
 def test_an_interrupted_take_deletes_its_packs(base: Path) -> None:
     before = files(base)
-    store = Store(base)
+    store = Store(base).make()
     with (
         backend_faults(0, interrupt, names=["write"], after=True),
         pytest.raises(KeyboardInterrupt),
@@ -312,7 +314,7 @@ def test_takes_interrupted_by_signals(tmp_path: Path) -> None:
 
 def test_async_takes_interrupted_by_signals(tmp_path: Path) -> None:
     def work() -> None:
-        store = Store(tmp_path / "store", chunk_size=CHUNK)
+        store = Store(tmp_path / "store", chunk_size=CHUNK).make()
 
         def async_take(i: int) -> None:
             pending = store.async_take(app_state(i), f"step_{i}", metadata={"step": i})

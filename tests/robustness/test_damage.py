@@ -391,7 +391,7 @@ def test_objects_that_stand_in_for_others(store: Path, cache_dir: Path, top: str
 @pytest.mark.parametrize("chunk_size", [CHUNK, 1 << 20])
 def test_the_record_of_another_store(store: Path, tmp_path: Path, chunk_size: int) -> None:
     """Another id does no harm; under another chunk size all larger tensors are refused."""
-    Store(tmp_path / "other", chunk_size=chunk_size)
+    Store(tmp_path / "other", chunk_size=chunk_size).make()
     other = (tmp_path / "other" / "casnap-store/casnap.json").read_bytes()
     with damaged(store / "casnap-store/casnap.json", lambda _: other):
         outcomes = observe(store)

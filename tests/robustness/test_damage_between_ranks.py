@@ -110,7 +110,7 @@ def take_damaged(folder: str, at_least: int, most: int) -> None:
 def test_a_take_believes_no_damaged_message(
     world: Worlds, tmp_path: Path, at_least: int, most: int
 ) -> None:
-    Store(tmp_path, chunk_size=CHUNK)
+    Store(tmp_path, chunk_size=CHUNK).make()
     outcomes = world(3).run(take_damaged, str(tmp_path), at_least, most, expect_errors=True)
     assert all(isinstance(outcome, RankError) for outcome in outcomes), outcomes
     assert all(" sent came damaged to rank " in str(outcome) for outcome in outcomes)

@@ -91,20 +91,20 @@ class Disk:
 @pytest.mark.parametrize("again", ["the same store", "another one"])
 def test_each_sync_of_a_take_fails_once(tmp_path: Path, again: str) -> None:
     """A take that returned survives a crash; one that failed is taken again, and then does."""
-    store = Store(tmp_path / "base", chunk_size=CHUNK)
+    store = Store(tmp_path / "base", chunk_size=CHUNK).make()
     take(store, 0)
     told = []
     for k in itertools.count():
         copy = tmp_path / str(k)
         shutil.copytree(tmp_path / "base", copy)
-        store = Store(copy)
+        store = Store(copy).make()
         with Disk(copy, fail_at=k).used() as disk:
             try:
                 take(store, 1)
             except BackendError as e:
                 told.append(str(e))
                 if again == "another one":
-                    store = Store(copy)
+                    store = Store(copy).make()
                 take(store, 1, overwrite="step_1" in store)
             assert_store(disk.after_a_crash(tmp_path / "crashed"), {0, 1})
         shutil.rmtree(copy)
@@ -121,9 +121,9 @@ def test_each_sync_of_a_new_store_fails_once(tmp_path: Path) -> None:
         folder.mkdir()
         with Disk(folder, fail_at=k).used() as disk:
             try:
-                store = Store(folder / "store", chunk_size=CHUNK)
+                store = Store(folder / "store", chunk_size=CHUNK).make()
             except BackendError:
-                store = Store(folder / "store", chunk_size=CHUNK)
+                store = Store(folder / "store", chunk_size=CHUNK).make()
             disk.fail_at = None
             take(store, 0)
             assert_store(disk.after_a_crash(tmp_path / "crashed") / "store", {0})
@@ -156,7 +156,7 @@ def test_folders_that_another_process_has_made_anew_are_synced(tmp_path: Path) -
 
 def test_a_collector_does_not_believe_in_a_root_that_may_be_lost(tmp_path: Path) -> None:
     """It deletes what the root before names, so it makes the doubtful one anew."""
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", chunk_size=CHUNK).make()
     for step in range(3):
         take(store, step)
     store.delete("step_0")

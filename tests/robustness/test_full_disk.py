@@ -145,7 +145,7 @@ def test_a_disk_that_is_full_when_a_store_is_made(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "disk", "64k") as disk:
         fill(disk, leave=0)
         with pytest.raises(StorageFullError):
-            Store(disk / "store")
+            Store(disk / "store").make()
         (disk / "fill").unlink()
         Store(disk / "store").take({"s": StateDict(x=1)}, "step")
         assert Snapshot(disk / "store/step").read_object("s/x") == 1

@@ -83,7 +83,7 @@ def test_a_server_that_never_answered_is_given_up_early(bucket: Bucket) -> None:
         deaf_port(drops=False) as url,
         pytest.raises(UnreachableError, match=r"attempts? in \d\.\d s"),
     ):
-        Store(f"{bucket.uri}/run", storage_options={**options, "endpoint_url": url})
+        Store(f"{bucket.uri}/run", storage_options={**options, "endpoint_url": url}).make()
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
@@ -96,4 +96,4 @@ def test_tls_where_the_server_speaks_none(bucket: Bucket, scheme: str) -> None:
     else:
         options |= {"key": "a", "secret": "b"}
     with pytest.raises(UnreachableError, match=r"1 attempt in .* TLS handshake .* http://"):
-        Store(f"{scheme}://{bucket.name}/run", storage_options=options)
+        Store(f"{scheme}://{bucket.name}/run", storage_options=options).make()

@@ -181,7 +181,7 @@ def fail_in_the_background(path: str) -> list[Seen]:
 
 
 def test_a_failure_behind_reaches_all_who_wait(world: Worlds, tmp_path: Path) -> None:
-    Store(tmp_path / "s", chunk_size=CHUNK)
+    Store(tmp_path / "s", chunk_size=CHUNK).make()
     for rank, (call, first, once_more, *others) in enumerate(
         world(3).run(fail_in_the_background, str(tmp_path / "s"))
     ):

@@ -110,7 +110,7 @@ def take_into_a_copy(folder: str) -> None:
 
 
 def test_ranks_that_write_to_a_copy_of_the_store_are_told_so(world, tmp_path):
-    Store(tmp_path / "store")
+    Store(tmp_path / "store").make()
     shutil.copytree(tmp_path / "store", tmp_path / "copy")
     for outcome in world(2).run(take_into_a_copy, str(tmp_path), expect_errors=True):
         assert isinstance(outcome, StoreError)
@@ -228,7 +228,7 @@ def take_as_a_run(folder: str) -> tuple[list[str], bool]:
 
 
 def test_retention_and_overwriting_on_ranks(world, tmp_path):
-    Store(tmp_path)
+    Store(tmp_path).make()
     assert world(2).run(take_as_a_run, str(tmp_path)) == [(["run/2"], True)] * 2
 
 

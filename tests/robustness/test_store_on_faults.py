@@ -129,7 +129,7 @@ def test_a_store_whose_making_fails_can_be_made(tmp_path: Path, act: Act) -> Non
         inner = MemoryBackend(f"{tmp_path}/{k}")
         fault = Fault(act, ("put_if_absent",), skip=k)
         try:
-            Store(FaultyBackend(inner, fault), chunk_size=CHUNK)
+            Store(FaultyBackend(inner, fault), chunk_size=CHUNK).make()
         except (BackendError, Crash):
             pass
         else:

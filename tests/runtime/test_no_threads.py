@@ -42,7 +42,7 @@ def async_take(store: Store, step: int) -> Snapshot:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", chunk_size=CHUNK).make()
     take(store, 1)
     yield store
     assert_nothing_is_lost()
@@ -168,7 +168,7 @@ import sys, threading
 import torch
 from casnap import StateDict, Store
 
-store = Store(sys.argv[1])
+store = Store(sys.argv[1]).make()
 backend, through = store.objects.backend, store.objects.backend.write
 exiting = threading.Event()
 

@@ -126,7 +126,7 @@ def test_one_attribute_says_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(hasattr(dcp, "CheckpointableTensor"), reason="this torch knows what they are")
 def test_a_dcp_that_does_not_know_them_does_not_save_or_load_them(tmp_path: Path) -> None:
-    Store(tmp_path)
+    Store(tmp_path).make()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(CheckpointException, match=r"x: .*Only torch 2.14 and newer"):

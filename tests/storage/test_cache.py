@@ -474,7 +474,7 @@ def test_a_child_of_a_killed_process_holds_no_lock(tmp_path: Path) -> None:
 
 def test_one_process_of_a_host_learns_what_is_new(tmp_path: Path) -> None:
     """The others wait, and then find it in the cache."""
-    Store(FarFolder(tmp_path / "store"), chunk_size=CHUNK)
+    Store(FarFolder(tmp_path / "store"), chunk_size=CHUNK).make()
     take(Store(FarFolder(tmp_path / "store")), 1)
 
     def look() -> None:

@@ -265,10 +265,10 @@ def _place(store: Store, name: str, path: str) -> Place:
 
 def test_a_store_on_this_machine(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="on this machine"):
-        Store(tmp_path / "run", cache_bytes=PLENTY)
+        Store(tmp_path / "run", cache_bytes=PLENTY).make()
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="on this machine"):
-        Store("memory://cached", cache_bytes=PLENTY)
+        Store("memory://cached", cache_bytes=PLENTY).make()
     Store(tmp_path / "run", cache_bytes=0).take(state(), "step_0")
     with pytest.raises(ValueError, match="on this machine"):
         Snapshot(str(tmp_path / "run" / "step_0"), cache_bytes=PLENTY)
@@ -304,11 +304,11 @@ def test_no_number_of_bytes(far: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_bytes: list[Any] = [-1, 1e9, "5000"]
     for nbytes in no_bytes:
         with pytest.raises(ValueError, match="cache_bytes"):
-            Store(FarFolder(far), cache_bytes=nbytes)
+            Store(FarFolder(far), cache_bytes=nbytes).make()
     for text in ("much", "50 EB", "-1", "1e9", "9" * 30):
         monkeypatch.setenv("CASNAP_CACHE_BYTES", text)
         with pytest.raises(StoreError, match="CASNAP_CACHE_BYTES"):
-            Store(FarFolder(far))
+            Store(FarFolder(far)).make()
 
 
 def test_a_folder_of_another_user(

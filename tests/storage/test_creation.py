@@ -1,25 +1,34 @@
-"""Processes that make one store at once: all of them get the same store."""
+"""What makes a store, and processes that make one at once: all of them get the same store."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from casnap import Store
+from casnap import StateDict, Store
+from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
 from casnap.opened.finding import find
-from tests.support.faults import stop, system_faults, while_stopped
+from tests.support.faults import files, stop, system_faults, while_stopped
+from tests.support.ranks import World
+from tests.support.remote import RemoteDouble
 from tests.support.sweep import sweep
 
-pytestmark = pytest.mark.sweep
-
+TINY = {"s": StateDict(x=1)}
 LOOKS = ["stat", "listdir", "link"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "make",
-    [Store, lambda folder: find(folder / "step", None, None, create=True)[0].store],
+    [
+        lambda folder: Store(folder).make(),
+        lambda folder: find(folder / "step", None, None, create=True)[0].store,
+    ],
     ids=["named", "unasked"],
 )
 def test_another_process_makes_the_store_at_any_moment(
@@ -31,12 +40,77 @@ def test_another_process_makes_the_store_at_any_moment(
         place.mkdir()
         made: list[str] = []
         stopped, ended = while_stopped(
-            lambda place=place: make(place).snapshots(),
+            lambda place=place: make(place),
             system_faults(k, stop, LOOKS),
-            lambda place=place, made=made: made.append(Store(place).id),
+            lambda place=place, made=made: made.append(Store(place).make().id),
         )
         assert ended == 0, k
         if not stopped:
             break
         assert [make(place).id] == made
     assert k > 10
+
+
+@pytest.mark.parametrize("place", ["folder", "memory", "bucket"])
+def test_reading_makes_nothing(tmp_path: Path, place: str) -> None:
+    """A run that looks for its last snapshot under a mistyped path leaves nothing there."""
+    double = RemoteDouble(str(tmp_path))
+    uri = {"folder": tmp_path / "typo/ckpts", "memory": f"memory:/{tmp_path}", "bucket": double}
+    store = Store(uri[place])
+    assert store.latest() is None
+    assert store.snapshots() == []
+    assert "step_1" not in store
+    with pytest.raises(SnapshotNotFoundError, match=r"not a store yet; the first take"):
+        store["step_1"]
+    for use in (store.gc, store.check, lambda: store.delete("step_1"), lambda: store.id):
+        with pytest.raises(CasnapError, match=r"not a (casnap )?store"):
+            use()
+    assert str(tmp_path) in repr(store)
+    with pytest.raises(NotAStoreError):
+        Store(uri[place], create=False)
+    assert files(tmp_path) == set()
+    assert double.names("") == []
+    assert store.take(TINY, "step_1").path
+    assert [s.name for s in store.snapshots()] == ["step_1"]
+    assert store.latest() is not None
+
+
+def test_what_is_written_first_makes_the_store(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(3)}, tmp_path / "w.pt")
+    source = Store(tmp_path / "source", chunk_size=1 << 16)
+    source.take(TINY, "step_1")
+    for number, write in enumerate(
+        (
+            lambda store: store.async_take(TINY, "step_1").wait(),
+            lambda store: store.import_file(tmp_path / "w.pt", "w"),
+            lambda store: source.copy(to=store),
+            lambda store: store.configure(codec="zstd"),
+            lambda store: store.make(),
+        )
+    ):
+        store = Store(tmp_path / str(number), chunk_size=1 << 16)
+        assert not (tmp_path / str(number)).exists()
+        write(store)
+        assert Store(tmp_path / str(number), create=False).chunk_size == 1 << 16
+
+
+def test_a_store_that_another_one_makes_meanwhile(tmp_path: Path) -> None:
+    first, second, below = (Store(tmp_path / p) for p in ("run", "run", "run/part"))
+    sent = pickle.loads(pickle.dumps(second))
+    first.take(TINY, "part/step_1")
+    assert second.latest().name == sent.latest().name == "part/step_1"  # type: ignore[union-attr]
+    assert below.latest().name == "step_1"  # type: ignore[union-attr]
+    assert below.uri == str(tmp_path / "run/part")
+    assert second.id == first.id == below.id
+
+
+def take_where_none_is(folder: str) -> list[str]:
+    store = Store(folder)
+    assert store.latest() is None
+    dist.barrier()
+    store.take(TINY, "step_1")
+    return [snapshot.name for snapshot in store.snapshots()]
+
+
+def test_ranks_make_one_store(world: Callable[[int], World], tmp_path: Path) -> None:
+    assert world(3).run(take_where_none_is, str(tmp_path / "run")) == [["step_1"]] * 3

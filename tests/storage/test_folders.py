@@ -42,7 +42,7 @@ def reasons(store: Store, *, dry_run: bool = True) -> dict[str, str]:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """Return a store of four snapshots of one run, whose markers this host has seen."""
-    store = Store(tmp_path / "store", follow_folders=True)
+    store = Store(tmp_path / "store", follow_folders=True).make()
     for step in range(4):
         take(store, step)
     return tmp_path / "store"
@@ -54,7 +54,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("run", ["run", "", "a/b"])
 def test_a_trainer_that_deletes_folders(tmp_path: Path, run: str) -> None:
     path = tmp_path / "store"
-    store = Store(path, follow_folders=True)
+    store = Store(path, follow_folders=True).make()
     for step in range(6):
         take(store, step, run)
         if step >= 2:
@@ -69,7 +69,7 @@ def test_a_trainer_that_deletes_folders(tmp_path: Path, run: str) -> None:
 
 def test_the_command_says_why_it_forgets_none(tmp_path: Path) -> None:
     """Where no take and no earlier call saw the markers that are gone."""
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     for step in range(3):
         take(store, step, "run")
     shutil.rmtree(tmp_path / "store/run/step_0")
@@ -82,7 +82,7 @@ def test_the_command_says_why_it_forgets_none(tmp_path: Path) -> None:
 
 
 def test_a_take_looks_only_at_its_own_run(path: Path) -> None:
-    store = Store(path, follow_folders=True)
+    store = Store(path, follow_folders=True).make()
     shutil.rmtree(path / "run/step_0")
     take(store, 0, "other")
     assert len(names(path)) == 5
@@ -103,7 +103,7 @@ def test_only_a_store_that_follows_does(path: Path) -> None:
 
 
 def test_a_view_of_a_folder(path: Path) -> None:
-    view = Store(path / "run", follow_folders=True)
+    view = Store(path / "run", follow_folders=True).make()
     shutil.rmtree(path / "run/step_0")
     view.take({"s": StateDict(x=1)}, "step_9")
     shutil.rmtree(path / "run/step_1")
@@ -112,7 +112,7 @@ def test_a_view_of_a_folder(path: Path) -> None:
 
 
 def test_without_a_missing_folder_nothing_is_committed(path: Path) -> None:
-    store = Store(path, follow_folders=True)
+    store = Store(path, follow_folders=True).make()
     seq = store.objects.newest().seq
     take(store, 9)
     assert store.objects.newest().seq == seq + 1
@@ -126,7 +126,7 @@ def test_without_a_missing_folder_nothing_is_committed(path: Path) -> None:
 
 def test_a_take_stands_if_following_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     backend = FaultyBackend(LocalBackend(tmp_path / "store"))
-    store = Store(backend, follow_folders=True)
+    store = Store(backend, follow_folders=True).make()
     for step in range(3):
         take(store, step)
     shutil.rmtree(tmp_path / "store/run/step_0")
@@ -144,7 +144,7 @@ def test_a_take_stands_if_following_fails(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_tagged_one_stays_until_it_is_untagged(path: Path) -> None:
-    store = Store(path)
+    store = Store(path).make()
     store.tag("run/step_1", "best")
     shutil.rmtree(path / "run/step_1")
     for _ in range(2):
@@ -173,7 +173,7 @@ def test_one_that_the_mirror_lacks_stays_until_it_is_there(tmp_path: Path) -> No
     store.wait_mirrored(60)
     assert reasons(store, dry_run=False)["step_2"] == ""
     # The copies at the mirror have markers, too.
-    mirror = Store(there)
+    mirror = Store(there).make()
     mirror.prune_missing_folders()
     shutil.rmtree(there / "run/step_1")
     assert reasons(mirror, dry_run=False)["step_1"] == "copied from another store"
@@ -182,7 +182,7 @@ def test_one_that_the_mirror_lacks_stays_until_it_is_there(tmp_path: Path) -> No
 
 
 def test_a_copied_one_stays(path: Path, tmp_path: Path) -> None:
-    other = Store(tmp_path / "other")
+    other = Store(tmp_path / "other").make()
     Store(path).copy("run", to=other)
     take(other, 9)
     assert set(reasons(other, dry_run=False).values()) == {"its folder stands"}
@@ -196,13 +196,13 @@ def test_a_copied_one_stays(path: Path, tmp_path: Path) -> None:
 def test_a_remote_store_and_one_without_markers(tmp_path: Path) -> None:
     for place in ("memory://follow", MemoryBackend("follow")):
         with pytest.raises(StoreError, match="not in a folder of this machine"):
-            Store(place, follow_folders=True)
+            Store(place, follow_folders=True).make()
     with pytest.raises(StoreError, match="not in a folder of this machine"):
-        Store("memory://other").prune_missing_folders()
+        Store("memory://other").make().prune_missing_folders()
     with pytest.raises(ValueError, match="needs markers"):
-        Store(tmp_path / "store", follow_folders=True, markers=False)
+        Store(tmp_path / "store", follow_folders=True, markers=False).make()
     assert not (tmp_path / "store").exists()
-    store = Store(tmp_path / "store", markers=False)
+    store = Store(tmp_path / "store", markers=False).make()
     for step in range(2):
         take(store, step)
         (tmp_path / f"store/run/step_{step}").mkdir(parents=True)
@@ -212,7 +212,7 @@ def test_a_remote_store_and_one_without_markers(tmp_path: Path) -> None:
 
 
 def test_what_this_host_has_not_seen_stays(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     for step in range(3):
         take(store, step)
     shutil.rmtree(tmp_path / "store/run/step_0")
@@ -238,7 +238,7 @@ def make_a_pipe(marker: Path) -> None:
     ids=["another", "pipe", "garbage", "none"],
 )
 def test_a_marker_that_names_no_such_commit_was_not_seen(tmp_path: Path, change: Change) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     for step in range(2):
         take(store, step)
     change(tmp_path / "store/run/step_0" / MARKER)
@@ -286,7 +286,7 @@ def test_a_restored_backup_without_markers(path: Path, restore: Change, looks: b
     restore(path)
     if looks:
         assert "" not in reasons(Store(path), dry_run=False).values()
-    store = Store(path, follow_folders=True)
+    store = Store(path, follow_folders=True).make()
     for step in range(4, 8):
         take(store, step)
     shutil.rmtree(path / "run/step_4")
@@ -295,7 +295,7 @@ def test_a_restored_backup_without_markers(path: Path, restore: Change, looks: b
 
 
 def test_a_store_that_is_open_while_a_backup_is_restored(path: Path) -> None:
-    store = Store(path)
+    store = Store(path).make()
     reasons(store)
     run = (path / "run").rename(path.with_name("run"))
     restore_anew(path)
@@ -308,11 +308,11 @@ def test_a_store_that_is_open_while_a_backup_is_restored(path: Path) -> None:
 def test_two_hosts(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("CASNAP_CACHE_DIR", str(tmp_path / "other-host"))
-        there = Store(path)
+        there = Store(path).make()
         shutil.rmtree(path / "run/step_0")
         assert reasons(there, dry_run=False)["step_0"] == "this host saw no marker of it"
         shutil.rmtree(path / "run/step_1")
-    here = Store(path)
+    here = Store(path).make()
     assert reasons(here) == {
         "step_0": "",
         "step_1": "",
@@ -358,7 +358,7 @@ def test_a_folder_that_was_renamed(path: Path, name: str) -> None:
 
 
 def test_a_folder_that_was_deleted_and_taken_anew(path: Path) -> None:
-    store = Store(path, follow_folders=True)
+    store = Store(path, follow_folders=True).make()
     shutil.rmtree(path / "run/step_0")
     take(store, 0)
     assert names(path) == ["step_1", "step_2", "step_3", "step_0"]

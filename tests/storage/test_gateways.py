@@ -55,7 +55,7 @@ def test_a_gateway_that_overwrites(bucket_of: Callable[[str], Bucket]) -> None:
     bucket = bucket_of("rclone")
     uri, options = f"{bucket.uri}/run1", bucket.storage_options
     with pytest.raises(StoreError, match="exclusive=True"):
-        Store(uri, storage_options=options)
+        Store(uri, storage_options=options).make()
     assert "pass --exclusive" in failure("init", uri)
     assert backend_at(uri, options).sizes("") == {}
     assert document("init", uri, "--exclusive")["created"] is True

@@ -74,7 +74,7 @@ def test_a_snapshot_knows_its_store(tmp_path: Path) -> None:
 
 
 def test_the_nearest_store_above_is_used(tmp_path: Path) -> None:
-    outer = Store(tmp_path)
+    outer = Store(tmp_path).make()
     inner = find(tmp_path / "x/y/step", None, None, create=True)[0].store
     assert inner.id == outer.id
     for run in ("a/b/c", "a", "d"):
@@ -88,7 +88,7 @@ def test_the_nearest_store_above_is_used(tmp_path: Path) -> None:
 
 def test_a_store_inside_another_is_the_nearest(tmp_path: Path) -> None:
     Snapshot.take(tmp_path / "run/step", tiny(1))
-    outer = Store(tmp_path)
+    outer = Store(tmp_path).make()
     Snapshot.take(tmp_path / "run/step_2", tiny(2))
     Snapshot.take(tmp_path / "other/step", tiny(3))
     assert names(outer) == ["other/step"]
@@ -100,7 +100,7 @@ def test_a_store_inside_another_is_the_nearest(tmp_path: Path) -> None:
 
 
 def test_a_mount_ends_the_walk(tmp_path: Path) -> None:
-    outer = Store(tmp_path)
+    outer = Store(tmp_path).make()
     with tmpfs(tmp_path / "disk", "20m") as disk:
         with pytest.raises(NotAStoreError):
             Snapshot(disk / "run/step")
@@ -156,9 +156,9 @@ def test_a_pending_take_stays_where_it_was_sent(
 
 def test_memory() -> None:
     with pytest.raises(NotAStoreError):
-        Store("memory://of-this-test/a", create=False)
+        Store("memory://of-this-test/a", create=False).make()
     Snapshot.take("memory://of-this-test/a/step_1", tiny(1))
-    store = Store("memory://of-this-test/a")
+    store = Store("memory://of-this-test/a").make()
     store.take(tiny(2), "run/step_2")
     assert names(store) == ["step_1", "run/step_2"]
     assert value_of(Snapshot("memory://of-this-test/a/step_1")) == 1
@@ -176,14 +176,14 @@ def test_memory() -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Store:
-    store = Store(tmp_path / "ckpts")
+    store = Store(tmp_path / "ckpts").make()
     for i, name in enumerate(["a/1", "b/1", "a/2", "ab/1", "top", "b/c/1"]):
         store.take(tiny(i), name)
     return store
 
 
 def test_a_view_of_what_lies_below(runs: Store) -> None:
-    view = Store(f"{runs.uri}/b")
+    view = Store(f"{runs.uri}/b").make()
     assert (view.id, view.prefix, view.uri) == (runs.id, "b", f"{runs.uri}/b")
     assert names(view) == ["1", "c/1"]
     assert names(view, "c") == ["c/1"]
@@ -232,7 +232,7 @@ def marker(store: Store, name: str) -> Path:
 
 
 def test_markers_come_and_go(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     for name in ("step_1", "deep/er/step_2", "deep/step_3"):
         snapshot = store.take(tiny(), name)
         content = json.loads(marker(store, name).read_text())
@@ -257,7 +257,7 @@ def test_markers_come_and_go(tmp_path: Path) -> None:
 
 
 def test_markers_are_never_truth(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     store.take(tiny(1), "run/step_1")
     shutil.copytree(tmp_path / "store/run/step_1", tmp_path / "store/run/step_2")
     shutil.rmtree(tmp_path / "store/run/step_1")
@@ -273,7 +273,7 @@ def test_markers_are_never_truth(tmp_path: Path) -> None:
 def test_a_marker_that_cannot_be_written_is_no_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     (tmp_path / "store/step").write_text("a file where the folder would be")
     store.take(tiny(), "step")
     assert "marker" in caplog.text
@@ -313,7 +313,7 @@ def test_where_no_store_is_made_unasked(crowded: tuple[Path, Path]) -> None:
 
 def test_where_a_store_is_made_when_asked(crowded: tuple[Path, Path]) -> None:
     home, temp = crowded
-    Store(home)
+    Store(home).make()
     assert CliRunner().invoke(cli, ["init", str(temp)]).exit_code == 0
     for folder in crowded:
         assert Snapshot.take(folder / "step", tiny()).store.uri == str(folder)
@@ -324,7 +324,7 @@ def test_where_a_store_is_made_when_asked(crowded: tuple[Path, Path]) -> None:
 def test_nothing_is_made_beside_what_looks_like_a_store(tmp_path: Path, foreign: str) -> None:
     (tmp_path / "casnap-store" / foreign).mkdir(parents=True)
     (tmp_path / "casnap-store" / foreign / "mine").write_text("mine")
-    for make in (lambda: Store(tmp_path), lambda: Snapshot.take(tmp_path / "step", tiny())):
+    for make in (Store(tmp_path).make, lambda: Snapshot.take(tmp_path / "step", tiny())):
         with pytest.raises(StoreError, match=f"holds {foreign}.*another folder"):
             make()
     assert files(tmp_path) == {f"casnap-store/{foreign}/mine"}
@@ -346,7 +346,7 @@ def test_a_folder_of_torchsnapshot(tmp_path: Path) -> None:
 
 
 def test_the_store_itself_is_no_snapshot(tmp_path: Path) -> None:
-    Store(tmp_path / "store")
+    Store(tmp_path / "store").make()
     (tmp_path / "link").symlink_to("store")
     for path in ("store", "store/", "link", "store/../store"):
         for use in (lambda p: Snapshot.take(p, tiny()), Snapshot):
@@ -355,7 +355,7 @@ def test_the_store_itself_is_no_snapshot(tmp_path: Path) -> None:
 
 
 def test_a_creation_that_was_cut_off_is_finished(tmp_path: Path) -> None:
-    whole = Store(tmp_path / "store")
+    whole = Store(tmp_path / "store").make()
     finish: list[Callable[[], object]] = [
         lambda: Store(tmp_path / "store"),
         lambda: Snapshot.take(tmp_path / "store/step", tiny()),
@@ -404,7 +404,7 @@ def test_the_store_of_another_must_be_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     store.take(tiny(1), "run/step_1")
     give_away(tmp_path / "store")
     before = files(tmp_path)
@@ -428,8 +428,8 @@ def test_a_link_to_a_file_of_ours_is_no_store_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    Store(tmp_path / "ours")
-    Store(tmp_path / "planted")
+    Store(tmp_path / "ours").make()
+    Store(tmp_path / "planted").make()
     (tmp_path / "planted/casnap-store/casnap.json").unlink()
     (tmp_path / "planted/casnap-store/casnap.json").symlink_to(
         tmp_path / "ours/casnap-store/casnap.json"
@@ -457,7 +457,7 @@ def test_modes_and_group_follow_the_folder_of_the_store(
     folder.chmod(mode)
     before = os.umask(umask)
     try:
-        store = Store(folder)
+        store = Store(folder).make()
         store.take(LARGE, "run/step")
         store.take(tiny(), "run/step", overwrite=True)
     finally:
@@ -487,13 +487,13 @@ def test_two_users_of_one_group_share_a_store(
 
     def work() -> None:
         os.umask(0o077)
-        store = Store(folder)
+        store = Store(folder).make()
         assert value_of(store["run/step_1"]) == 1
         store.take(tiny(2), "run/step_2")
         store.take(tiny(3), "run/step_1", overwrite=True)
 
     as_nobody(tmp_path, monkeypatch, work)
-    store = Store(folder)
+    store = Store(folder).make()
     assert {s.name: value_of(s) for s in store.snapshots()} == {"run/step_1": 3, "run/step_2": 2}
     marked = json.loads(marker(store, "run/step_1").read_text())
     assert marked["commit"] == store["run/step_1"].commit_id

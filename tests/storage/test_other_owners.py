@@ -106,7 +106,7 @@ def test_a_store_of_another_user_above_a_link_to_ours(
 ) -> None:
     """It has snapshots of the names below the link; still it does not get those that are taken."""
     place = planted(tmp_path / "scratch", shared, mode, NOBODY)
-    ours = Store(tmp_path / "ours")
+    ours = Store(tmp_path / "ours").make()
     (place / "run").symlink_to(tmp_path / "ours")
     before = files(place)
     if mode & 0o002:
@@ -202,8 +202,8 @@ def test_a_store_made_under_a_umask_is_private(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["disk/run2", "ckpts/run1", "disk/with/another/store/run"])
 def test_a_run_that_is_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
     """Below a store a link is a name like any other, whatever it leads to."""
-    store = Store(tmp_path / "ckpts")
-    Store(tmp_path / "disk/with/another/store")
+    store = Store(tmp_path / "ckpts").make()
+    Store(tmp_path / "disk/with/another/store").make()
     (tmp_path / target).mkdir(parents=True)
     (tmp_path / "ckpts/run2").symlink_to(tmp_path / target)
     monkeypatch.chdir(tmp_path)
@@ -218,7 +218,7 @@ def test_a_run_that_is_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_a_link_to_a_store_leads_to_it(tmp_path: Path) -> None:
-    store = Store(tmp_path / "disk/store")
+    store = Store(tmp_path / "disk/store").make()
     (tmp_path / "link").symlink_to(tmp_path / "disk/store")
     (tmp_path / "run").symlink_to(tmp_path / "disk/store/run")
     for i, way in enumerate(("link", "run")):
@@ -263,7 +263,7 @@ _UNWRITABLE = """
 import os, sys
 from casnap import Retention, StateDict, Store
 assert sys.getfilesystemencoding() == "ascii", sys.getfilesystemencoding()
-store = Store(sys.argv[1])
+store = Store(sys.argv[1]).make()
 first = store.take({"s": StateDict(x=1)}, "gr\\u00f6\\u00dfe/1")
 second = {"s": StateDict(x=2)}
 store.async_take(second, "gr\\u00f6\\u00dfe/2", retention=Retention(keep_last=1)).wait()

@@ -116,19 +116,19 @@ def test_a_place_that_overwrites_is_no_place_for_a_store(gateway: Gateway) -> No
     gateway.overwrites = True
     for _ in range(2):
         with pytest.raises(StoreError, match="--exclusive"):
-            Store(gateway)
+            Store(gateway).make()
         assert files(gateway.folder) == set()
 
 
 def test_exclusive_makes_such_a_store_and_writes_to_it(gateway: Gateway) -> None:
     gateway.overwrites = True
-    store = Store(gateway, exclusive=True)
+    store = Store(gateway, exclusive=True).make()
     assert store.objects.config.put_if_absent is False
     store.take(TINY, "a")
     store.tag("a", "best")
     before = files(gateway.folder)
     gateway.exclusive = False
-    other = Store(gateway)
+    other = Store(gateway).make()
     writes = [
         lambda: other.take(TINY, "b"),
         lambda: other.async_take(TINY, "b").wait(),
@@ -178,7 +178,7 @@ def test_ranks_that_make_such_a_store_at_once_make_one(
     assert not honours_put_if_absent(gateway)
     with ThreadPoolExecutor(3) as pool:
         places = [Racing(gateway.folder, gateway.endpoint) for _ in range(3)]
-        stores = list(pool.map(Store, places))
+        stores = list(pool.map(lambda place: Store(place).make(), places))
     assert len({store.objects.config.store_id for store in stores}) == 1
     for k, store in enumerate(stores):
         store.take(TINY, f"step_{k}")
@@ -199,14 +199,14 @@ class Late(Gateway):
             return super().put_if_absent(key, content)
         early = Gateway(self.folder, self.endpoint)
         early.overwrites = early.exclusive = True
-        self.early = Store(early)
+        self.early = Store(early).make()
         with as_exclusive(self, exclusive=False):  # it has looked
             return super().put_if_absent(key, content)
 
 
 def test_a_maker_that_is_late_adopts_the_store_that_there_is(gateway: Gateway) -> None:
     late = Late(gateway.folder)
-    store = Store(late)
+    store = Store(late).make()
     assert late.early is not None
     assert store.objects.config == late.early.objects.config == read_config(gateway)
     late.early.take(TINY, "a")
@@ -223,7 +223,7 @@ def test_an_endpoint_that_overwrites_before_a_store_that_did_not(
     worse = Gateway(gateway.folder)
     worse.overwrites = True
     before = files(gateway.folder)
-    store = Store(worse)
+    store = Store(worse).make()
     assert store["a"].read_object("s/x") == 1
     with pytest.raises(StoreError, match="--exclusive"):
         store.take(TINY, "b")
@@ -236,11 +236,11 @@ def test_an_endpoint_that_overwrites_before_a_store_that_did_not(
 def test_a_probe_that_fails_leaves_nothing(gateway: Gateway, k: int) -> None:
     gateway.fails_at = k
     with pytest.raises(AccessDeniedError):
-        Store(gateway)
+        Store(gateway).make()
     assert files(gateway.folder) == set()
     gateway.puts.clear()
     gateway.fails_at = -1
-    Store(gateway)
+    Store(gateway).make()
     assert len(set(gateway.puts)) == 4
 
 
@@ -252,7 +252,7 @@ def test_who_may_not_delete_may_still_write(gateway: Gateway) -> None:
 
 def test_local_disks_are_probed_once(tmp_path: Path, cache_dir: Path) -> None:
     probe._known.clear()
-    Store(tmp_path / "one")
+    Store(tmp_path / "one").make()
     assert len(list((cache_dir / "probed").iterdir())) == 1
     (cache_dir / "probed").rename(cache_dir / "kept")
     Store(tmp_path / "two").take(TINY, "a")
@@ -260,7 +260,7 @@ def test_local_disks_are_probed_once(tmp_path: Path, cache_dir: Path) -> None:
 
 
 def test_no_markers(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store", markers=False)
+    store = Store(tmp_path / "store", markers=False).make()
     store.take(TINY, "a")
     assert not (tmp_path / "store/a").exists()
     Store(tmp_path / "store").take(TINY, "b")

@@ -49,7 +49,7 @@ def names(path: Path) -> list[str]:
 
 
 def test_what_is_no_retention_is_refused_before_anything_is_taken(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     for use in (
         lambda bad: store.take(TINY, "x", retention=bad),
         lambda bad: store.async_take(TINY, "x", retention=bad),
@@ -62,7 +62,7 @@ def test_what_is_no_retention_is_refused_before_anything_is_taken(tmp_path: Path
 
 
 def test_prune_forgets_all_in_one_commit(path: Path) -> None:
-    store = Store(path)
+    store = Store(path).make()
     root = store.objects.newest()
     report = store.prune(Retention(keep_last=2, keep_every=3))
     assert [v.name for v in report.forgotten] == ["step_1", "step_2"]
@@ -80,7 +80,7 @@ def test_prune_forgets_all_in_one_commit(path: Path) -> None:
 
 
 def test_latest_after_prunes(path: Path) -> None:
-    store = Store(path)
+    store = Store(path).make()
     store.prune(Retention(keep_best=("step", 2)))
     latest = store.latest()
     assert latest is not None
@@ -93,7 +93,7 @@ def test_latest_after_prunes(path: Path) -> None:
 
 def test_dry_run_and_nothing_to_forget_write_nothing(path: Path) -> None:
     before = files(path)
-    store = Store(path)
+    store = Store(path).make()
     report = store.prune(Retention(keep_last=1), dry_run=True)
     assert report.dry_run
     assert len(report.forgotten) == 5
@@ -104,19 +104,19 @@ def test_dry_run_and_nothing_to_forget_write_nothing(path: Path) -> None:
 
 
 def test_prune_of_an_empty_store_and_of_no_folder(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     assert store.prune(Retention(keep_last=1)).verdicts == []
     assert store.prune(Retention(keep_last=1), prefix="none").verdicts == []
 
 
 def test_prune_of_a_folder_and_of_a_view(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     for run in ("run1", "run10", "run1/sub", "other"):
         for step in range(2):
             store.take(TINY, f"{run}/step_{step}")
     report = store.prune(Retention(keep_last=1), prefix="run1/")
     assert [v.name for v in report.forgotten] == ["run1/step_0", "run1/sub/step_0"]
-    view = Store(tmp_path / "store/run10")
+    view = Store(tmp_path / "store/run10").make()
     assert [v.name for v in view.prune(Retention(keep_last=1)).forgotten] == ["step_0"]
     assert not (tmp_path / "store/run10/step_0").exists()
     left = ["run1/step_1", "run10/step_1", "run1/sub/step_1", "other/step_0", "other/step_1"]
@@ -136,7 +136,7 @@ def test_a_name_that_leads_out_of_the_store_touches_nothing_there(
     outside = path.parent / "other/casnap-snapshot.json"
     outside.parent.mkdir()
     outside.touch()
-    store = Store(path)
+    store = Store(path).make()
     first = store["step_0"].row
     publish(store, {"../other": first, "../last": store["step_5"].row})
     store.prune(Retention(keep_last=1))
@@ -228,7 +228,7 @@ def test_what_is_replaced_while_it_is_deleted_stays(path: Path) -> None:
 
 
 def test_a_take_prunes_its_own_run_alone(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     keep = Retention(keep_last=2)
     for name in ("top", "run/sub/1", "run/sub/2", "run/sub/3", "run2/1", "run2/2", "run2/3"):
         store.take(TINY, name)
@@ -248,7 +248,7 @@ def test_a_take_prunes_its_own_run_alone(tmp_path: Path) -> None:
 
 
 def test_the_snapshot_just_taken_is_kept_whatever_the_rules_say(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     for step, loss in enumerate([1.0, 3.0, 2.0]):
         options: dict[str, Any] = {"metadata": {"loss": loss}}
         store.take(TINY, f"step_{step}", retention=Retention(keep_best=("loss", 1)), **options)
@@ -263,7 +263,7 @@ def test_all_ways_to_take_prune_through_snapshot_too(tmp_path: Path) -> None:
     assert names(tmp_path / "run") == ["b"]
     Snapshot.async_take(tmp_path / "run/c", TINY, retention=keep).wait()
     assert names(tmp_path / "run") == ["c"]
-    store = Store(tmp_path / "run")
+    store = Store(tmp_path / "run").make()
     for step in range(5):
         pending = store.async_take(app_state(step), f"step_{step}", retention=keep)
     snapshot = pending.wait()
@@ -401,13 +401,13 @@ def test_prune_asks_on_a_terminal(own_store: Path, answer: str, status: int, lef
 
 
 def test_prune_of_an_empty_store(tmp_path: Path) -> None:
-    Store(tmp_path / "store")
+    Store(tmp_path / "store").make()
     text = invoke("prune", tmp_path / "store", "--keep-last", 1, "--yes").stdout
     assert text == "0 snapshots forgotten, 0 kept\n"
 
 
 def test_prune_prints_what_a_store_holds_escaped(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     good = store.take(TINY, "good").row
     evil = Row(good.commit, good.manifest, 0, 1e300, 1, good.stats, {"\x1b": b"\x1b"}, ())
     publish(store, {"\x1b]0;x\x07": evil})
@@ -447,7 +447,7 @@ def test_durations() -> None:
 
 
 def test_within_goes_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path / "store", chunk_size=CHUNK)
+    store = Store(tmp_path / "store", chunk_size=CHUNK).make()
     store.take(TINY, "old")
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 3600)
@@ -459,7 +459,7 @@ def test_a_metric_that_no_snapshot_has_is_warned_of_once_a_store(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rule = Retention(keep_best=[("accuracy", 1, "max"), ("loss", 1)])
-    store = Store(path)
+    store = Store(path).make()
     for step in range(3):
         Store(path).take(
             TINY, f"a/{step}", metadata={"accuracy": step, "loss": "low"}, retention=rule
@@ -470,7 +470,7 @@ def test_a_metric_that_no_snapshot_has_is_warned_of_once_a_store(
         True,
     )
     assert len(store.snapshots("a")) == 3
-    other = Store(path.parent / "other")
+    other = Store(path.parent / "other").make()
     for step in range(3):
         other.take(TINY, f"a/{step}", metadata={"accuracy": step, "loss": 1.0}, retention=rule)
     assert len(caplog.records) == 1

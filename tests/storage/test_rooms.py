@@ -50,7 +50,7 @@ class _Changing(LocalBackend):
 
 def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
     """The second is read where the first was proven; both would be named."""
-    store = Store(tmp_path / "source")
+    store = Store(tmp_path / "source").make()
     store.take({"m": StateDict(w=torch.randn(1 << 19))}, "a")
     contents = store["a"].contents
     inner, entry, _ = contents.entry("m/w")
@@ -68,7 +68,7 @@ def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
     records = Segment((PackId(place.pack),), [(other, overlapping)])
     more = put_segment(backend, records)
     assert put_next_root(backend, root, segments=(*root.segments, more)) is not None
-    there = Store(tmp_path / "there")
+    there = Store(tmp_path / "there").make()
     with one_at_a_time(), Crew() as crew:
         transaction = Transaction(there.objects, crew)
         try:
@@ -84,7 +84,7 @@ def test_records_that_overlap_in_a_pack_that_changes(tmp_path: Path) -> None:
 
 def test_a_pack_whose_last_room_was_not_filled(tmp_path: Path) -> None:
     """It ends where its last chunk ends: ``check`` and readers compare its length with that."""
-    store = Store(tmp_path)
+    store = Store(tmp_path).make()
     chunk = os.urandom(1 << 20)
     with Crew() as crew:
         transaction = Transaction(store.objects, crew)

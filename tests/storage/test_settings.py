@@ -54,17 +54,17 @@ def take_from_a_view(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("take", [take_with_snapshot, take_async, take_from_a_view])
 def test_every_writer_obeys_the_codec_of_the_store(tmp_path: Path, take: Any) -> None:
-    store = Store(tmp_path / "s", chunk_size=CHUNK, codec="zstd")
+    store = Store(tmp_path / "s", chunk_size=CHUNK, codec="zstd").make()
     assert store.settings == {"codec": "zstd"}
     take(tmp_path / "s", "run/a")
     assert codecs(store, "run/a") == {Codec.ZSTD}
 
 
 def test_configure(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s", chunk_size=CHUNK)
+    store = Store(tmp_path / "s", chunk_size=CHUNK).make()
     assert store.settings == {"codec": "raw"}
     store.take(state(1), "a")
-    other = Store(tmp_path / "s")
+    other = Store(tmp_path / "s").make()
     assert store.configure(codec="zstd")
     # No commit that changes nothing.
     seq = store.objects.newest().seq
@@ -87,17 +87,17 @@ def test_configure(tmp_path: Path) -> None:
 
 def test_the_codec_of_an_existing_store_stays(tmp_path: Path) -> None:
     """Like its chunk size."""
-    Store(tmp_path / "s", codec="zstd", chunk_size=CHUNK)
-    again = Store(tmp_path / "s", codec="raw", chunk_size=1 << 20)
+    Store(tmp_path / "s", codec="zstd", chunk_size=CHUNK).make()
+    again = Store(tmp_path / "s", codec="raw", chunk_size=1 << 20).make()
     assert (again.settings["codec"], again.chunk_size) == ("zstd", CHUNK)
     with pytest.raises(ValueError, match="got 'lz4'"):
-        Store(tmp_path / "other", codec="lz4")
+        Store(tmp_path / "other", codec="lz4").make()
     assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("codec", ["from-the-future", 7, ["zstd"], None, "ZSTD"])
 def test_an_unknown_codec_stops_takes_alone(tmp_path: Path, codec: object) -> None:
-    store = Store(tmp_path / "s", chunk_size=CHUNK)
+    store = Store(tmp_path / "s", chunk_size=CHUNK).make()
     store.take(state(1), "a")
     store.take(state(2), "b")
     put_setting(store, codec)
@@ -138,7 +138,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_on_an_object_store(bucket: Bucket) -> None:
-    store = store_in(bucket, codec="zstd")
+    store = store_in(bucket, codec="zstd").make()
     again = store_in(bucket)
     again.take(state(1), "a")
     assert codecs(again, "a") == {Codec.ZSTD}

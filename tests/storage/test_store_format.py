@@ -53,7 +53,7 @@ def assert_restores(store: Store, name: str, n: int) -> None:
 
 
 def test_a_take_beside_20000_snapshots_writes_little(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s")
+    store = Store(tmp_path / "s").make()
     row = store.take({"s": StateDict(step=0)}, "first").row
     change_table(store.objects, lambda *_: {f"run/step_{i}": row for i in range(20_000)})
     assert len(store.snapshots()) == 20_001
@@ -69,7 +69,7 @@ def test_a_take_beside_20000_snapshots_writes_little(tmp_path: Path) -> None:
 
 def test_large_metadata_stand_apart(tmp_path: Path) -> None:
     """What one snapshot says of itself is not written again with those beside it."""
-    store = Store(tmp_path / "s")
+    store = Store(tmp_path / "s").make()
     sizes = [bytes_in(tmp_path / "s")]
     for n in range(60):
         store.take({"s": StateDict(n=n)}, f"run/step_{n}", metadata={**LARGE, "n": n})
@@ -102,11 +102,11 @@ def damage_metadata(store: Store, name: str, cache_dir: Path) -> None:
 
 def test_damaged_metadata_stop_no_retention(tmp_path: Path, cache_dir: Path) -> None:
     """Takes go on; and what might be the best is kept."""
-    store = Store(tmp_path / "s")
+    store = Store(tmp_path / "s").make()
     for n, name in enumerate("abcd"):
         store.take(state(n), name, metadata={**LARGE, "loss": n})
     damage_metadata(store, "b", cache_dir)
-    store = Store(tmp_path / "s")
+    store = Store(tmp_path / "s").make()
     store.take(state(9), "e", retention=Retention(keep_best=("loss", 1)))
     assert [s.name for s in store.snapshots()] == ["a", "b", "e"]
     report = store.prune(Retention(keep_best=("loss", 1), keep_last=1), dry_run=True)
@@ -117,7 +117,7 @@ def test_damaged_metadata_stop_no_retention(tmp_path: Path, cache_dir: Path) -> 
 
 
 def test_damaged_metadata_hurt_their_snapshot_alone(tmp_path: Path, cache_dir: Path) -> None:
-    store = Store(tmp_path / "s")
+    store = Store(tmp_path / "s").make()
     store.take(state(1), "a", metadata=LARGE)
     store.take(state(2), "b", metadata={**LARGE, "n": 2})
     damage_metadata(store, "a", cache_dir)
@@ -131,7 +131,7 @@ def test_damaged_metadata_hurt_their_snapshot_alone(tmp_path: Path, cache_dir: P
 
 def test_the_longest_metadata_there_are(tmp_path: Path) -> None:
     """Some take more as a node than as JSON."""
-    store = Store(tmp_path / "s")
+    store = Store(tmp_path / "s").make()
     longest: dict[str, Any] = {"x": [1.0] * 16_300}
     store.take(state(1), "a", metadata=longest)
     assert len(store.objects.node(Digest(store.row("a").metadata_node))) > 146_000
@@ -165,7 +165,7 @@ def test_what_a_writer_does_not_know_it_refuses(
     tmp_path: Path, write: str, fields: dict[str, Any]
 ) -> None:
     """It would drop it: the next root is made of what it knows of this one."""
-    store = Store(tmp_path / "s")
+    store = Store(tmp_path / "s").make()
     for name in ("a", "c"):
         store.take(state(1), name)
     with_root(store, **fields)
@@ -178,7 +178,7 @@ def test_what_a_writer_does_not_know_it_refuses(
 
 def test_a_feature_that_comes_while_a_take_runs(tmp_path: Path) -> None:
     """The root that the new one follows counts, not the one that the take began with."""
-    store = Store(tmp_path / "s")
+    store = Store(tmp_path / "s").make()
     done = []
 
     def progress(_what: str, _done: int, _total: int) -> None:
@@ -191,7 +191,7 @@ def test_a_feature_that_comes_while_a_take_runs(tmp_path: Path) -> None:
 
 
 def test_what_a_reader_does_not_know_it_refuses(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s")
+    store = Store(tmp_path / "s").make()
     store.take(state(1), "a")
     with_root(store, read_features=["holograms"])
     uses = {
@@ -208,7 +208,7 @@ def test_what_a_reader_does_not_know_it_refuses(tmp_path: Path) -> None:
 @pytest.mark.parametrize("write", WRITES)
 def test_settings_are_kept(tmp_path: Path, write: str) -> None:
     """By every writer, also where it does not know what they mean."""
-    store = Store(tmp_path / "s")
+    store = Store(tmp_path / "s").make()
     for n, name in enumerate("ac"):
         store.take(state(n), name)
     root = store.objects.newest()

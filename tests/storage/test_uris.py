@@ -92,7 +92,7 @@ def test_uris_that_are_refused(uri: str | Path, problem: str) -> None:
 def test_credentials_in_a_uri_are_refused_and_not_shown() -> None:
     for uri in ("s3://KEYID:hunter2@bucket/run/step", "s3://KEYID:hunter2/x@bucket/run/step"):
         with pytest.raises(NotAStoreError, match="credentials") as caught:
-            Store(uri)
+            Store(uri).make()
         assert "hunter2" not in str(caught.value)
         assert "KEYID" not in str(caught.value)
 
@@ -124,7 +124,7 @@ def test_what_is_no_name(path: str) -> None:
 
 def test_a_prefix_that_is_no_name() -> None:
     with pytest.raises(CasnapError, match="casnap-store"):
-        Store("s3://bucket/ckpts//casnap-store/x")
+        Store("s3://bucket/ckpts//casnap-store/x").make()
 
 
 @pytest.mark.parametrize("text", ["simplecache::s3://key:secret@bucket/run", "my_s3://bucket/run"])
@@ -139,7 +139,7 @@ def test_a_wrong_option_is_no_damage() -> None:
     options = {"key": "key", "secret": "secret", "no_such_option": 1}
     for _ in range(4):
         with pytest.raises(BackendError, match=r"wrong storage_options.*no_such_option"):
-            Store("s3://bucket/run", storage_options=options)
+            Store("s3://bucket/run", storage_options=options).make()
 
 
 @pytest.mark.parametrize("name", ["Casnap-Store/0/5", "a/CASNAP-STORE", "a/Casnap-Snapshot.JSON"])

@@ -18,7 +18,7 @@ Place = Store | str | Path | Backend
 
 
 def opened(place: Place) -> Store:
-    return place if isinstance(place, Store) else Store(place, chunk_size=CHUNK)
+    return place if isinstance(place, Store) else Store(place, chunk_size=CHUNK).make()
 
 
 def filled(place: Place, steps: int = 3) -> Store:

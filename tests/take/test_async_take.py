@@ -19,13 +19,13 @@ from tests.support.warm import run_python
 
 @pytest.fixture
 def store(tmp_path):
-    return Store(tmp_path / "store", chunk_size=64 << 10)
+    return Store(tmp_path / "store", chunk_size=64 << 10).make()
 
 
 @pytest.fixture
 def coarse_store(tmp_path):
     """Return a store for hundreds of megabytes, with large chunks since these take less time."""
-    return Store(tmp_path / "coarse", chunk_size=4 << 20)
+    return Store(tmp_path / "coarse", chunk_size=4 << 20).make()
 
 
 def state():
@@ -251,7 +251,7 @@ import torch
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import StorageFullError
 
-store = Store(sys.argv[1])
+store = Store(sys.argv[1]).make()
 backend = store.objects.backend
 through = backend.write
 

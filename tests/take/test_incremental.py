@@ -125,7 +125,7 @@ def test_equal_bytes_under_other_names_cost_nothing(store):
 
 def test_across_runs_names_and_stores_opened_anew(tmp_path):
     root = tmp_path / "all"
-    Store(root, chunk_size=CHUNK)
+    Store(root, chunk_size=CHUNK).make()
     state = frozen_and_trained()
     first = Snapshot.take(root / "run_1" / "step_0", state)
     assert first.stats.new_bytes > 68 * CHUNK

@@ -47,7 +47,7 @@ def test_equal_bytes_are_stored_once(world, tmp_path, size, options):
     assert len({t["commit"] for t in taken}) == 1
     assert taken[0]["world"] == size
 
-    Store(tmp_path / "one")
+    Store(tmp_path / "one").make()
     alone = Snapshot.take(tmp_path / "one/x", {"model": StateDict(weights(1))})
     assert alone.stats.new_bytes == pytest.approx(taken[0]["stats"].new_bytes, rel=0.01)
     many = Snapshot(tmp_path / "many/x")
@@ -181,7 +181,7 @@ def take_compressed(folder: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["Snapshot.take", "Store.take", "Store.async_take"])
 def test_the_codec_of_rank_0_counts(world, tmp_path, how):
-    Store(tmp_path, codec="zstd")
+    Store(tmp_path, codec="zstd").make()
     world(2).run(take_compressed, str(tmp_path), how)
     contents = Store(tmp_path)["s"].contents
     for rank in range(2):
@@ -227,7 +227,7 @@ def take_with_small_slots(path: str, cores: int) -> None:
 @pytest.mark.parametrize("cores", [2, 5, 16])
 def test_more_cores_than_buffers(world, tmp_path, cores):
     """Threads that wait for other ranks must leave buffers to the threads that have work."""
-    Store(tmp_path / "store", chunk_size=1 << 16)
+    Store(tmp_path / "store", chunk_size=1 << 16).make()
     world(2).run(take_with_small_slots, str(tmp_path / "store"), cores)
     assert Store(tmp_path / "store").check(data=True).ok
 

@@ -30,7 +30,7 @@ SIZE = 150_000
 
 @pytest.fixture
 def store(tmp_path):
-    return Store(tmp_path / "store", chunk_size=64 << 10)
+    return Store(tmp_path / "store", chunk_size=64 << 10).make()
 
 
 def begin(store, x, name, **options):
@@ -70,7 +70,7 @@ def test_what_the_first_has_stored_is_not_stored_again(store):
 
 
 def test_each_counts_its_own_requests(tmp_path):
-    store = Store(RemoteDouble(str(tmp_path)), chunk_size=64 << 10)
+    store = Store(RemoteDouble(str(tmp_path)), chunk_size=64 << 10).make()
     gate = Gate(store)
     pending = [begin(store, numbers(i), f"step_{i}") for i in range(2)]
     gate.open.set()
@@ -162,7 +162,7 @@ import sys, threading
 import torch
 from casnap import StateDict, Store
 
-store = Store(sys.argv[1])
+store = Store(sys.argv[1]).make()
 backend, go = store.objects.backend, threading.Event()
 through = backend.write
 

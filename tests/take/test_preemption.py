@@ -91,7 +91,7 @@ def test_a_last_take_that_outlasts_the_time_goes_on(
     tmp_path: Path, heard: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     backend, gate = FaultyBackend(LocalBackend(tmp_path / "store")), Gate()
-    store, state = Store(backend), StateDict(w=torch.zeros(1000))
+    store, state = Store(backend).make(), StateDict(w=torch.zeros(1000))
     with (
         backend.during(Fault(gate, "put_if_absent", "roots/*")),
         casnap.on_preemption(store, {"s": state}, within=0.2) as preemption,
@@ -111,7 +111,7 @@ def test_a_last_take_that_outlasts_the_time_goes_on(
 
 
 def test_a_last_take_that_fails_raises(tmp_path: Path, heard: list[int]) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     store.take({"s": StateDict(x=1)}, "step_0")
     with casnap.on_preemption(store, {"s": StateDict(x=object())}) as preemption:
         terminate()
@@ -130,7 +130,7 @@ class Signalling(StateDict):
 
 
 def test_a_second_signal_during_the_last_take(tmp_path: Path, heard: list[int]) -> None:
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     with casnap.on_preemption(store, {"s": Signalling(x=1)}) as preemption:
         terminate()
         assert preemption.step(5)
@@ -161,7 +161,7 @@ def test_a_signal_during_a_long_call_is_heard_at_its_end(
 ) -> None:
     # After so much processor time, so that it comes in the call also on a busy machine.
     number = signal.SIGVTALRM
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store").make()
     with casnap.on_preemption(store, {"s": StateDict(x=1)}, signals=[number]) as preemption:
         assert not preemption.step(0)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.005)
@@ -197,7 +197,7 @@ def train(path: str, signals: dict[int, int]) -> tuple[int, str, float]:
     """Train until a signal, which ranks send themselves after different steps."""
     rank = dist.get_rank()
     state = StateDict(own=torch.full((3000,), float(rank)), both=torch.zeros(5000))
-    store = Store(path)
+    store = Store(path).make()
     with casnap.on_preemption(store, {"s": state}, every=0.02) as preemption:
         for step in range(100_000):
             state["own"] += 1
@@ -280,5 +280,5 @@ def count_agreements(path: str, steps: int) -> int:
 
 def test_most_steps_only_count(world: Worlds, tmp_path: Path) -> None:
     # The ranks agree after step 1, 3, 7, …
-    Store(tmp_path / "store")
+    Store(tmp_path / "store").make()
     assert world(2).run(count_agreements, str(tmp_path / "store"), 4095) == [12, 12]

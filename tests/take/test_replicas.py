@@ -99,7 +99,7 @@ def through_ddp(folder: str, what: str, options: dict[str, Any]) -> tuple[dict[s
 
 
 def take_ddp(world: Worlds, folder: Path, what: str, **options: Any) -> list[Any]:
-    Store(folder, chunk_size=CHUNK)
+    Store(folder, chunk_size=CHUNK).make()
     return world(2).run(through_ddp, str(folder), what, options)
 
 
@@ -173,7 +173,7 @@ def take_declared(folder: str, what: str, per_rank: list[str]) -> list[float]:
 def test_what_is_declared_and_differs_is_refused(
     world: Worlds, tmp_path: Path, what: str, path: str
 ) -> None:
-    Store(tmp_path, chunk_size=CHUNK)
+    Store(tmp_path, chunk_size=CHUNK).make()
     outcomes = world(3).run(take_declared, str(tmp_path), what, [], expect_errors=True)
     for outcome in outcomes:
         assert isinstance(outcome, StateError), outcome
@@ -213,7 +213,7 @@ def take_replicas(folder: str, kind: str, odd: int) -> list[float]:
 def test_replicas_of_shards_that_differ_are_refused(
     world: Worlds, tmp_path: Path, kind: str
 ) -> None:
-    Store(tmp_path, chunk_size=CHUNK)
+    Store(tmp_path, chunk_size=CHUNK).make()
     for outcome in world(4).run(take_replicas, str(tmp_path), kind, 3, expect_errors=True):
         assert isinstance(outcome, StateError), outcome
         assert "m/w: ranks " in str(outcome)

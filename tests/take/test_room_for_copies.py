@@ -66,7 +66,7 @@ def test_whole_cells_are_hashed_while_no_copy_can_be_made(
     world: Callable[[int], World], tmp_path: Path
 ) -> None:
     """All threads waited for a copy, whose room was freed by hashing what had come meanwhile."""
-    Store(tmp_path, chunk_size=CHUNK)
+    Store(tmp_path, chunk_size=CHUNK).make()
     world(2).run(take, str(tmp_path), timeout=40)
     for i in (0, TENSORS - 1):
         assert torch.equal(Store(tmp_path)["a"].read_object(f"0/m/w{i}"), tensor(i))
@@ -95,5 +95,5 @@ def test_an_error_gives_back_the_copies_for_all_ranks(
     world: Callable[[int], World], tmp_path: Path
 ) -> None:
     """Those for later ranks than the one where it came were lost, and the next take waited."""
-    Store(tmp_path, chunk_size=CHUNK)
+    Store(tmp_path, chunk_size=CHUNK).make()
     assert world(2).run(take_without_memory, str(tmp_path), timeout=40) == [0, 0]

@@ -87,7 +87,7 @@ def test_ranks_give_no_more_than_there_is_room_for(
     world: Callable[[int], World], tmp_path: Path, axis: int, how: str
 ) -> None:
     """Nor do all threads wait for room, which whole cells take that none of them hashes."""
-    Store(tmp_path, chunk_size=CHUNK)
+    Store(tmp_path, chunk_size=CHUNK).make()
     most = world(2).run(take, str(tmp_path), axis, how, timeout=40)
     assert 0 < max(most) <= ROOM
     for i in (0, TENSORS - 1, TENSORS):

@@ -322,7 +322,7 @@ def in_groups(folder: str) -> tuple[str, int]:
 
 def test_two_groups_take_at_once_into_one_store(world: Worlds, tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    Store(folder)
+    Store(folder).make()
     results = world(4).run(in_groups, str(folder))
     assert results[0] == results[2] != results[1] == results[3]
     assert {s.name for s in Store(folder).snapshots()} == {f"{g}/{i}" for g in "01" for i in "012"}
@@ -400,7 +400,7 @@ def test_each_byte_is_read_once(
     world: Worlds, tmp_path: Path, before: str, after: str, size: int
 ) -> None:
     folder = str(tmp_path / "store")
-    Store(folder, chunk_size=CHUNK)
+    Store(folder, chunk_size=CHUNK).make()
     world(4 if before != "plain" else 1).run(save, folder, before)
     stored = Store(folder)[before].stats.new_bytes
     by_rank = world(size).run(reads_of, folder, before, after, True)

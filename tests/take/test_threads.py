@@ -24,7 +24,7 @@ def store(tmp_path, monkeypatch):
     monkeypatch.setattr(staging, "cores", lambda: CORES)
     monkeypatch.setattr(rounds, "PIECE_BYTES", 64 << 10)
     monkeypatch.setattr(pack, "_FIRST_BYTES", 128 << 10)
-    return Store(tmp_path / "store", chunk_size=64 << 10)
+    return Store(tmp_path / "store", chunk_size=64 << 10).make()
 
 
 class Watch:
@@ -74,7 +74,7 @@ def test_as_many_threads_hash_as_are_allowed(store, threads_of, monkeypatch):
     later = lambda *a, **options: store.async_take(*a, **options).wait()  # noqa: E731
     assert threads_of(later, 1, threads=1) == 1
 
-    bounded = Store(store.uri, threads=3)
+    bounded = Store(store.uri, threads=3).make()
     assert threads_of(bounded.take, 3) == 3
     assert threads_of(bounded.take, 1, threads=1) == 1
     monkeypatch.setenv("CASNAP_THREADS", "2")
@@ -122,4 +122,4 @@ def test_what_is_no_number_of_threads(store, threads):
 def test_a_variable_that_is_no_number(store, monkeypatch, text):
     monkeypatch.setenv("CASNAP_THREADS", text)
     with pytest.raises(StoreError, match="CASNAP_THREADS is"):
-        Store(store.uri)
+        Store(store.uri).make()

@@ -116,11 +116,11 @@ def assert_whole(store: Store, name: str) -> None:
 
 @pytest.mark.parametrize("how", ["shared memory", "sockets", "async"])
 def test_a_retake_in_any_layout_writes_a_manifest(world: Worlds, tmp_path: Path, how: str) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK)
+    store = Store(tmp_path, chunk_size=CHUNK).make()
     alone = store.take(plain(), "alone")
     for new in world(4).run(take_in, str(tmp_path), LAYOUTS, how):
         assert all(nbytes < 4096 for nbytes in new), new
-    again = Store(tmp_path)
+    again = Store(tmp_path).make()
     for layout in LAYOUTS:
         found = again[f"{how} {layout}"].get_manifest()
         for path, entry in alone.get_manifest().items():
@@ -133,7 +133,7 @@ def test_a_retake_in_any_layout_writes_a_manifest(world: Worlds, tmp_path: Path,
 def test_what_ranks_stored_first_is_whole(
     world: Worlds, tmp_path: Path, size: int, layout: str
 ) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK)
+    store = Store(tmp_path, chunk_size=CHUNK).make()
     first = world(size).run(take_in, str(tmp_path), (layout,), "first")[0][0]
     logical = sum(whole(name).nbytes for name in CASES)
     assert logical < first < 1.01 * logical + 20_000
@@ -160,7 +160,7 @@ def die_meanwhile(path: str) -> None:
 
 
 def test_a_rank_that_dies_while_cells_are_put_together(world: Worlds, tmp_path: Path) -> None:
-    store = Store(tmp_path, chunk_size=CHUNK)
+    store = Store(tmp_path, chunk_size=CHUNK).make()
     outcomes = world(4).run(die_meanwhile, str(tmp_path), expect_errors=True, timeout=60)
     assert isinstance(outcomes.pop(1), RankDied)
     assert all(isinstance(outcome, RankError) for outcome in outcomes), outcomes

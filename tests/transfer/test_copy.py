@@ -71,7 +71,7 @@ def test_only_what_is_missing_is_sent(source: Store, tmp_path: Path) -> None:
 
 
 def test_a_snapshot_of_what_is_there_sends_its_tree_alone(tmp_path: Path) -> None:
-    source = Store(tmp_path / "source")
+    source = Store(tmp_path / "source").make()
     weights = {f"layer.{n}": torch.randn(1 << 18) for n in range(16)}
     source.take({"model": StateDict(**weights, step=1)}, "a")
     source.copy(to=tmp_path / "copy")
@@ -87,13 +87,13 @@ def test_a_snapshot_of_what_is_there_sends_its_tree_alone(tmp_path: Path) -> Non
 def test_a_prefix_and_new_names(source: Store, tmp_path: Path) -> None:
     for step in range(2):
         source.take(app_state(step), f"runs/a/step_{step}", metadata={"step": step})
-    there = Store(tmp_path / "copy", chunk_size=CHUNK)
+    there = Store(tmp_path / "copy", chunk_size=CHUNK).make()
     assert source.copy("runs/a", to=there).copied == ["runs/a/step_0", "runs/a/step_1"]
     assert source.copy("runs/a", to=there, rename="b").copied == ["b/step_0", "b/step_1"]
     assert source.copy("runs/a/step_1", to=there, rename="best").copied == ["best"]
     assert source.copy("step_2", to=there, rename="other/one").copied == ["other/one"]
     # Of views the names below their prefix count.
-    view = Store(tmp_path / "source" / "runs")
+    view = Store(tmp_path / "source" / "runs").make()
     assert view.copy("a/step_0", to=Store(tmp_path / "copy" / "c")).copied == ["c/a/step_0"]
     assert view.copy(to=there, rename="all").copied == ["all/a/step_0", "all/a/step_1"]
     assert_holds(there["best"], 1)
@@ -103,17 +103,17 @@ def test_a_prefix_and_new_names(source: Store, tmp_path: Path) -> None:
 
 
 def test_large_metadata_and_compressed_chunks(tmp_path: Path) -> None:
-    source = Store(tmp_path / "source", chunk_size=CHUNK, codec="zstd")
+    source = Store(tmp_path / "source", chunk_size=CHUNK, codec="zstd").make()
     metadata = {"step": 0, "notes": "x" * 10_000}
     source.take(app_state(0), "step_0", metadata=metadata)
     report = source.copy(to=tmp_path / "copy")
-    there = Store(tmp_path / "copy")
+    there = Store(tmp_path / "copy").make()
     assert there["step_0"].metadata.user == metadata
     assert report.sent_bytes < 0.9 * there["step_0"].stats.logical_bytes
     assert_copied(source, there)
     # A writer that compresses does so with what it copies.
     plain = filled(tmp_path / "plain")
-    small = Store(tmp_path / "small", chunk_size=CHUNK, codec="zstd")
+    small = Store(tmp_path / "small", chunk_size=CHUNK, codec="zstd").make()
     assert plain.copy("step_0", to=small).sent_bytes < 0.9 * 240_000
 
 
@@ -169,7 +169,7 @@ def test_progress(source: Store, tmp_path: Path) -> None:
 def test_the_store_works_on(source: Store, tmp_path: Path) -> None:
     """A copy is a store like others: it takes, deletes, collects, and is copied back."""
     source.copy(to=tmp_path / "copy")
-    there = Store(tmp_path / "copy")
+    there = Store(tmp_path / "copy").make()
     take(there, 3)
     there.delete("step_0")
     there.gc(grace=0)
@@ -192,7 +192,7 @@ def test_a_store_that_was_copied_by_hand_is_another_one(source: Store, tmp_path:
 
 def test_parts_leave_nothing(source: Store, tmp_path: Path) -> None:
     report = copy_in_parts(source, tmp_path / "copy")
-    there = Store(tmp_path / "copy")
+    there = Store(tmp_path / "copy").make()
     assert there.objects.newest().seq > len(report.copied) == 3
     assert unfinished(there) == []
     assert_copied(source, there)
@@ -221,7 +221,7 @@ def interrupted(
 
 def test_an_unfinished_copy_is_kept_and_hidden(source: Store, tmp_path: Path) -> None:
     interrupted(source, tmp_path / "copy", 150_000)
-    there = Store(tmp_path / "copy")
+    there = Store(tmp_path / "copy").make()
     [name] = unfinished(there)
     assert there.snapshots() == []
     assert there.latest() is None
@@ -251,11 +251,11 @@ def test_over_a_slow_link_parts_are_of_time(
 ) -> None:
     """What was sent within a GiB is not sent again either."""
     monkeypatch.setattr("casnap.transfer.whole._TURN_BYTES", 10 * CHUNK)
-    source = Store(tmp_path / "source", chunk_size=CHUNK)
+    source = Store(tmp_path / "source", chunk_size=CHUNK).make()
     weight = torch.randn(30 * CHUNK // 4)
     source.take({"state": StateDict(weight=weight)}, "step_0")
     interrupted(source, tmp_path / "copy", 25 * CHUNK, 1 << 30, part_seconds=0)
-    there = Store(tmp_path / "copy")
+    there = Store(tmp_path / "copy").make()
     there.gc(grace=0)
     report = source.copy(to=there)
     assert (report.present_chunks, report.sent_chunks) == (20, 10 + 3)
@@ -264,11 +264,11 @@ def test_over_a_slow_link_parts_are_of_time(
 
 
 def test_a_tensor_larger_than_a_part(tmp_path: Path) -> None:
-    source = Store(tmp_path / "source", chunk_size=CHUNK)
+    source = Store(tmp_path / "source", chunk_size=CHUNK).make()
     weight = torch.randn(30 * CHUNK // 4)
     source.take({"state": StateDict(weight=weight)}, "step_0")
     interrupted(source, tmp_path / "copy", 25 * CHUNK, part_bytes=10 * CHUNK)
-    there = Store(tmp_path / "copy")
+    there = Store(tmp_path / "copy").make()
     there.gc(grace=0)
     assert there.check(data=True).ok
     report = source.copy(to=there)
@@ -297,7 +297,7 @@ def test_an_abandoned_copy_is_dropped_by_the_collector(
     source: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted(source, tmp_path / "copy", 150_000)
-    there = Store(tmp_path / "copy")
+    there = Store(tmp_path / "copy").make()
     there.gc(grace=0)
     assert len(unfinished(there)) == 1
     later = time.time() + 8 * 86400
@@ -328,7 +328,7 @@ def test_a_snapshot_that_was_deleted_at_the_source(source: Store, tmp_path: Path
 
 def test_two_copies_at_once(source: Store, tmp_path: Path) -> None:
     """Each snapshot is there once, whichever of them copies it."""
-    there = Store(tmp_path / "copy", chunk_size=CHUNK)
+    there = Store(tmp_path / "copy", chunk_size=CHUNK).make()
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -351,7 +351,7 @@ def test_two_copies_at_once(source: Store, tmp_path: Path) -> None:
 
 
 def test_a_name_that_another_snapshot_has(source: Store, tmp_path: Path) -> None:
-    there = Store(tmp_path / "copy", chunk_size=CHUNK)
+    there = Store(tmp_path / "copy", chunk_size=CHUNK).make()
     take(there, 2)
     before = files(tmp_path / "copy")
     with pytest.raises(SnapshotExistsError, match="'step_2' already"):
@@ -395,7 +395,7 @@ def test_the_same_store(source: Store, tmp_path: Path) -> None:
 
 
 def test_chunks_of_another_size(source: Store, tmp_path: Path) -> None:
-    Store(tmp_path / "copy", chunk_size=2 * CHUNK)
+    Store(tmp_path / "copy", chunk_size=2 * CHUNK).make()
     with pytest.raises(StoreError, match=r"chunks of 64 KiB, .* of 128 KiB.*--chunk-size 64K"):
         source.copy(to=tmp_path / "copy")
 
@@ -404,12 +404,12 @@ def test_places_that_cannot_be_used(source: Store, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
     with pytest.raises(NotAStoreError, match="is a file"):
         source.copy(to=tmp_path / "file")
-    Store(tmp_path / "newer", chunk_size=CHUNK)
+    Store(tmp_path / "newer", chunk_size=CHUNK).make()
     configure(tmp_path / "newer", format=99)
     with pytest.raises(UnsupportedFormatError, match="update casnap"):
         source.copy(to=tmp_path / "newer")
     with pytest.raises(UnsupportedFormatError, match="update casnap"):
-        Store(tmp_path / "newer")
+        Store(tmp_path / "newer").make()
     with pytest.raises(ValueError, match="storage_options"):
         source.copy(to=tmp_path / "copy", storage_options={"key": "x"})
     with pytest.raises(ValueError, match="open already"):
@@ -421,7 +421,7 @@ def test_stores_that_may_only_be_read(
     source: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a one can be copied from, but not to."""
-    Store(tmp_path / "closed", chunk_size=CHUNK)
+    Store(tmp_path / "closed", chunk_size=CHUNK).make()
     before = files(tmp_path / "closed")
 
     def copy() -> None:
@@ -452,7 +452,7 @@ def test_damage_at_the_source_is_told_and_not_copied(source: Store, tmp_path: Pa
     pack.write_bytes(content)
     with pytest.raises(DamagedError, match="differ from what was written"):
         source.copy(to=tmp_path / "copy")
-    there = Store(tmp_path / "copy")
+    there = Store(tmp_path / "copy").make()
     assert [s.name for s in there.snapshots()] == ["step_0"]
     assert there.check(data=True).ok
 

@@ -71,7 +71,7 @@ def fresh(stores: tuple[Path, Path]) -> tuple[Path, Path]:
 
 def assert_recovers(source: Path, destination: Path) -> None:
     """Check that all is whole, that a repeat completes the copy, and that nothing is left over."""
-    there = Store(destination)
+    there = Store(destination).make()
     done = {s.name for s in there.snapshots()}
     assert "step_8" in done
     assert done <= ALL | {"step_8"}
@@ -138,7 +138,7 @@ def collect_both(source: Path, destination: Path, repack: float) -> None:
 
 def delete_at_source(source: Path, _destination: Path, repack: float) -> None:
     """Delete a snapshot that is copied now, or soon, or was."""
-    store = Store(source)
+    store = Store(source).make()
     with suppress(SnapshotNotFoundError):
         store.delete("step_1")
     store.gc(grace=0, repack=repack)
@@ -146,7 +146,7 @@ def delete_at_source(source: Path, _destination: Path, repack: float) -> None:
 
 def delete_at_destination(_source: Path, destination: Path, repack: float) -> None:
     """Delete what was copied: the next snapshot shares its subtrees, and must not rely on it."""
-    store = Store(destination)
+    store = Store(destination).make()
     for snapshot in store.snapshots():
         if snapshot.name in ALL:
             store.delete(snapshot.name)
@@ -236,7 +236,7 @@ def test_a_link_that_is_cut(
     for k in sweep():
         source = FaultyBackend(MemoryBackend(f"{tmp_path}/source"))
         destination = FaultyBackend(MemoryBackend(f"{tmp_path}/{k}"))
-        Store(destination, chunk_size=CHUNK)
+        Store(destination, chunk_size=CHUNK).make()
         broken = source if side == "source" else destination
         calls = ("write", "put_if_absent") if side == "destination" else ("read_into", "read")
         with broken.during(Fault(act, calls, skip=k, times=None)) as (fault,):

@@ -48,7 +48,7 @@ def test_it_gets_each_snapshot(tmp_path: Path) -> None:
     store.wait_mirrored(60)
     pending.wait()
     assert lacking(store) == 0
-    copy = Store(tmp_path / "there")
+    copy = Store(tmp_path / "there").make()
     assert names(copy) == [f"step_{step}" for step in range(4)]
     assert copy.chunk_size == CHUNK
     assert all(s.tags == () for s in (*store.snapshots(), *copy.snapshots()))
@@ -62,13 +62,13 @@ def test_it_gets_each_snapshot(tmp_path: Path) -> None:
 
 
 def test_what_was_there_before_is_mirrored_too(tmp_path: Path) -> None:
-    plain = Store(tmp_path / "here", chunk_size=CHUNK, codec="zstd")
+    plain = Store(tmp_path / "here", chunk_size=CHUNK, codec="zstd").make()
     for step in range(3):
         take(plain, step)
     plain.tag("step_1", "best")
     store = mirrored(tmp_path / "here", tmp_path / "there")
     store.wait_mirrored(60)
-    copy = Store(tmp_path / "there")
+    copy = Store(tmp_path / "there").make()
     assert names(copy) == names(plain)
     assert copy["step_1"].tags == ("best",)
     assert copy.settings == {"codec": "zstd"}
@@ -80,7 +80,7 @@ def test_what_was_there_before_is_mirrored_too(tmp_path: Path) -> None:
 
 def test_a_mirror_in_a_folder_of_a_store(tmp_path: Path) -> None:
     """Two runs of the same names share one store, and its chunks."""
-    shared = Store(tmp_path / "shared", chunk_size=CHUNK)
+    shared = Store(tmp_path / "shared", chunk_size=CHUNK).make()
     stores = [mirrored(tmp_path / n, f"{tmp_path}/shared/{n}") for n in "ab"]
     for store in stores:
         take(store, 1)
@@ -176,7 +176,7 @@ def test_it_may_be_overwritten_or_deleted(tmp_path: Path, there: FaultyBackend) 
         store.delete("step_1")
         assert len(last.row.tags) <= 17
     store.wait_mirrored(60)
-    copy = Store(tmp_path / "there")
+    copy = Store(tmp_path / "there").make()
     assert first != copy["step_0"].commit_id == last.commit_id
     assert names(copy) == ["step_0"]
 
@@ -231,7 +231,7 @@ def test_each_side_has_its_own_retention(tmp_path: Path) -> None:
     for step in range(4):
         take(store, step)
     store.wait_mirrored(60)
-    copy = Store(tmp_path / "there")
+    copy = Store(tmp_path / "there").make()
     assert names(copy) == ["step_2", "step_3"]
     assert names(store) == [f"step_{n}" for n in range(4)]
     store.prune(LAST)
@@ -252,7 +252,7 @@ def test_a_snapshot_that_is_mirrored_late_is_no_newer(tmp_path: Path) -> None:
         take(store, step)
     with pytest.raises(MirrorError, match="step_1"):
         store.wait_mirrored()
-    copy = Store(tmp_path / "there")
+    copy = Store(tmp_path / "there").make()
     copy.delete("step_1")
     store.wait_mirrored(60)
     assert names(copy) == ["step_1", "step_3"]
@@ -303,7 +303,7 @@ def test_the_random_numbers_of_the_user_stay(tmp_path: Path, there: FaultyBacken
 
 
 def test_wait_mirrored_without_a_mirror(tmp_path: Path) -> None:
-    store = Store(tmp_path / "here")
+    store = Store(tmp_path / "here").make()
     assert store.mirror is None
     with pytest.raises(MirrorError, match="without mirror="):
         store.wait_mirrored()
@@ -341,7 +341,7 @@ def test_two_stores_never_overwrite_one_another(tmp_path: Path) -> None:
     two.take(app_state(6), "step_1", metadata={"step": 6}, overwrite=True)
     with pytest.raises(MirrorError, match="step_1"):
         two.wait_mirrored()
-    copy = Store(tmp_path / "there")
+    copy = Store(tmp_path / "there").make()
     assert names(copy) == ["step_1", "step_2"]
     assert_holds(copy["step_1"], 1)
     # The training goes on, and the name can be freed.
@@ -354,7 +354,7 @@ def test_two_stores_never_overwrite_one_another(tmp_path: Path) -> None:
 def test_what_is_taken_anew_replaces_its_own_copy(tmp_path: Path) -> None:
     """Also what was deleted or pruned here, or overwritten by a store without the mirror."""
     store = mirrored(tmp_path / "here", tmp_path / "there")
-    copy = Store(tmp_path / "there")
+    copy = Store(tmp_path / "there").make()
     for step in (1, 2, 3):
         take(store, step)
     store.wait_mirrored(60)
@@ -387,7 +387,7 @@ def test_copies_of_a_store_do_not_replace_each_others(tmp_path: Path) -> None:
     twin.take(app_state(11), "step_1", overwrite=True)
     with pytest.raises(MirrorError, match="step_2"):
         twin.wait_mirrored()
-    copy = Store(tmp_path / "there")
+    copy = Store(tmp_path / "there").make()
     assert_holds(copy["step_1"], 11)
     assert_holds(copy["step_2"], 2)
 
@@ -405,7 +405,7 @@ def test_retention_at_the_mirror_leaves_what_others_put_there(tmp_path: Path) ->
 
 
 def test_what_is_copied_into_a_store_is_mirrored(tmp_path: Path, there: FaultyBackend) -> None:
-    source = Store(tmp_path / "source", chunk_size=CHUNK)
+    source = Store(tmp_path / "source", chunk_size=CHUNK).make()
     take(source, 1)
     store = mirrored(tmp_path / "here", there)
     with there.during(DEAD):

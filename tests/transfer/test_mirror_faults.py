@@ -151,7 +151,7 @@ def test_the_source_is_collected_meanwhile(tmp_path: Path) -> None:
         gate.open()
     take(store, 2)
     store.wait_mirrored(60)
-    copy = Store(tmp_path / "there")
+    copy = Store(tmp_path / "there").make()
     assert {"step_0", "step_2"} <= {s.name for s in copy.snapshots()}
     assert copy.check(data=True).ok
     assert_copied(store, copy)
@@ -193,7 +193,7 @@ def test_a_link_that_is_cut_for_long(tmp_path: Path) -> None:
         while cut.struck < 2:
             time.sleep(0.01)
     store.wait_mirrored(120)
-    copy = Store(tmp_path / "there")
+    copy = Store(tmp_path / "there").make()
     assert [s.name for s in copy.snapshots()] == [f"step_{n}" for n in range(12)]
     assert_copied(store, copy)
 
@@ -349,7 +349,7 @@ def test_follow_is_killed_at_any_call(after: bool) -> None:
                     list(follow(folder / "here", folder / "there", 3))
 
             status = in_child(work)
-            copy = Store(folder / "there", chunk_size=CHUNK)
+            copy = Store(folder / "there", chunk_size=CHUNK).make()
             left = 3 - sum(s.name in copy for s in source.snapshots())
             if left:
                 list(follow(folder / "here", folder / "there", left))
@@ -381,7 +381,7 @@ def test_follow_survives_failures_of_either_side(tmp_path: Path, side: str) -> N
 
 def test_follow_copies_what_is_new_alone(tmp_path: Path) -> None:
     source = filled(tmp_path / "here")
-    copy = Store(tmp_path / "there", chunk_size=CHUNK)
+    copy = Store(tmp_path / "there", chunk_size=CHUNK).make()
     copied = []
     for report in follower(tmp_path / "here", tmp_path / "there").reports():
         copied += report.copied
@@ -485,6 +485,6 @@ def test_the_link_to_a_bucket_is_cut(bucket: Bucket, tmp_path: Path) -> None:
         store.wait_mirrored(120)
         assert store.mirror is not None
         store.mirror.stop()
-    copy = Store(f"{bucket.uri}/run", storage_options=bucket.storage_options)
+    copy = Store(f"{bucket.uri}/run", storage_options=bucket.storage_options).make()
     assert [s.name for s in copy.snapshots()] == [f"step_{n}" for n in range(5)]
     assert_copied(store, copy)

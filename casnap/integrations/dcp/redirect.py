@@ -93,7 +93,7 @@ def install(
     """
     if not isinstance(store, Store):
         store = Store(store, storage_options=storage_options)
-    backend = store.objects.backend
+    backend = store.make().objects.backend
     if dcp_files:
         check_has_folders(backend)
     elif dcp_files is None:
