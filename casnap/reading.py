@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from casnap.format.entries import Entry
 from casnap.format.names import component_of
 from casnap.runtime import calls
-from casnap.runtime.progress import Progress, told_what
+from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.storage.contents import Contents
 
@@ -143,7 +143,7 @@ class Reading:
                 asked,
                 memory_budget_bytes,
                 allow_pickle=allow_pickle,
-                progress=told_what(progress),
+                progress=progress,
             )
 
     @calls.named("read_object()")
@@ -254,5 +254,5 @@ class Reading:
                 rename,
                 device,
                 strict=strict,
-                progress=told_what(progress),
+                progress=progress,
             )

@@ -17,7 +17,7 @@ from casnap.opened.finding import find, find_together
 from casnap.opened.open_store import Found, OpenStore
 from casnap.reading import EntriesByPath, Reading
 from casnap.runtime import calls
-from casnap.runtime.progress import Progress, told_what
+from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.storage.contents import Contents
 from casnap.version import __version__
@@ -209,7 +209,7 @@ class Snapshot(Reading):
             metadata=metadata,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
-            progress=told_what(progress),
+            progress=progress,
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -268,7 +268,7 @@ class Snapshot(Reading):
             allow_pickle=allow_pickle,
             max_staging_bytes=max_staging_bytes,
             max_pending=max_pending,
-            progress=told_what(progress),
+            progress=progress,
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -334,7 +334,7 @@ class Snapshot(Reading):
         options = RestoreOptions(
             strict=strict,
             allow_pickle=allow_pickle,
-            progress=told_what(progress),
+            progress=progress,
             read_once=read_once,
             rename=rename,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,7 +26,7 @@ from casnap.opened.open_store import (
 )
 from casnap.runtime import calls
 from casnap.runtime.environment import threads_asked
-from casnap.runtime.progress import Progress, told_what
+from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
 from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.storage.creation import check_chunk_size
@@ -64,8 +63,6 @@ class Store(Upkeep):
         chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
         codec: For a new store: how new chunks are stored, "raw" or "zstd" (where that makes them
             smaller). :meth:`configure` changes it.
-        compress: Deprecated. ``True`` is ``codec="zstd"`` for a new store; in an existing one it
-            holds for the takes of this object.
         storage_options: How to reach a remote store: what s3fs, gcsfs or another file system of
             fsspec takes, such as ``{"endpoint_url": ...}``. It is neither stored nor shown.
         exclusive: You make sure that no other process writes to this store. This is asked
@@ -106,7 +103,6 @@ class Store(Upkeep):
         create: bool = True,
         chunk_size: int = DEFAULT_CHUNK_SIZE,
         codec: str | None = None,
-        compress: bool | None = None,
         storage_options: Mapping[str, Any] | None = None,
         exclusive: bool = False,
         markers: bool = True,
@@ -125,14 +121,12 @@ class Store(Upkeep):
             self._note(uri)
             return
         how = _how_to_mirror(mirror, mirror_options, mirror_retention)
-        pinned = None if compress is None else _pinned(codec, compress=compress)
-        chosen = codec_named(codec) if codec is not None else pinned
+        chosen = Codec.RAW if codec is None else codec_named(codec)
         place = self._place = located(uri, storage_options)
         self._uri = place.backend if isinstance(uri, Backend) else str(uri)
         if follow_folders:
             check_followed(place.backend, markers=markers)
         options = StoreOptions(
-            codec=pinned,
             markers=markers,
             follow_folders=follow_folders,
             threads=threads or threads_asked(),
@@ -141,7 +135,7 @@ class Store(Upkeep):
         self._open = partial(
             open_store,
             chunk_size=chunk_size,
-            codec=chosen or Codec.RAW,
+            codec=chosen,
             exclusive=exclusive,
             cache_bytes=cache_bytes,
             options=options,
@@ -300,7 +294,7 @@ class Store(Upkeep):
             metadata=metadata,
             overwrite=overwrite,
             allow_pickle=allow_pickle,
-            progress=told_what(progress),
+            progress=progress,
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -342,7 +336,7 @@ class Store(Upkeep):
             allow_pickle=allow_pickle,
             max_staging_bytes=max_staging_bytes,
             max_pending=max_pending,
-            progress=told_what(progress),
+            progress=progress,
             retention=retention,
             replicated=replicated,
             per_rank=per_rank,
@@ -597,19 +591,6 @@ def _store_to_make(uri: str | Backend, place: Location, open_place: partial[Open
     store._opened, store._create = None, True
     store._uri, store._place, store._open = uri, place, open_place
     return store
-
-
-def _pinned(codec: str | None, *, compress: bool) -> Codec:
-    """Return the codec that ``compress=`` of old means, and warn of it."""
-    if codec is not None:
-        raise ValueError("codec= and compress= mean the same; give codec= alone")
-    warnings.warn(
-        "compress= is deprecated: how chunks are stored is a setting of the store; Store(uri, "
-        'codec="zstd") makes one that compresses, configure(codec="zstd") changes one',
-        DeprecationWarning,
-        stacklevel=4,
-    )
-    return Codec.ZSTD if compress else Codec.RAW
 
 
 OpenStore.store_class = Store

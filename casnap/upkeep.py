@@ -20,7 +20,6 @@ from casnap.storage.mirrored import detach
 from casnap.storage.objects import Objects
 from casnap.storage.retention import Judging, PruneReport, Pruning, Retention, prune
 from casnap.storage.settings import change_settings, codec_named, codec_settings, settings_of
-from casnap.storage.table import upgrade
 
 if TYPE_CHECKING:
     from casnap.files.report import ImportReport
@@ -159,21 +158,6 @@ class Upkeep(ABC):
         own = [replace(v, name=self.opened.inner_name(v.name)) for v in verdicts]
         return PruneReport(own, dry_run)
 
-    @calls.named("upgrade()")
-    def upgrade(self) -> bool:
-        """Bring the store to the newest format, in one commit; return whether it was older.
-
-        Without this, the store keeps the format that it was made with. The newest format keeps
-        takes fast and small however many snapshots there are. A version of casnap that does not
-        know the format refuses the store from then on.
-        """
-        return upgrade(self.objects)
-
-    @property
-    def format(self) -> int:
-        """The number of the store's format."""
-        return self.objects.newest().format
-
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the whole store: ``codec`` is how new chunks are stored."""
@@ -194,7 +178,6 @@ class Upkeep(ABC):
 
         Raises:
             ValueError: There is no such codec, or ``mirror`` is another word.
-            StoreError: The store is of format 1, which has no settings; :meth:`upgrade` it.
         """
         if mirror not in (None, "none"):
             raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")

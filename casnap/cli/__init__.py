@@ -45,7 +45,6 @@ COMMANDS = {
     "gc": ("casnap.cli.gc", "Collect garbage: delete what no snapshot needs."),
     "check": ("casnap.cli.check", "Check that a store is whole."),
     "repair": ("casnap.cli.repair", "Repair a damaged store as far as possible."),
-    "upgrade": ("casnap.cli.upgrade", "Upgrade a store to the newest format."),
     "config": ("casnap.cli.config", "Show or change the settings of a store."),
     "cache": ("casnap.cli.cache", "Show, or clear, what this host keeps of remote stores."),
     "demo": ("casnap.cli.demo", "Train a small GPT, kill it, and resume it, on this machine."),

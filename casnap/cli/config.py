@@ -33,7 +33,11 @@ def config(store: str, settings: tuple[str, ...], as_json: bool) -> None:
         except ValueError as e:
             raise click.UsageError(safe(str(e))) from e
     if as_json:
-        facts = {"id": place.id, "format": place.format, "chunk_size_bytes": place.chunk_size}
+        facts = {
+            "id": place.id,
+            "format": place.objects.config.format,
+            "chunk_size_bytes": place.chunk_size,
+        }
         emit(
             {
                 "store": place.objects.backend.uri,

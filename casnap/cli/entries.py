@@ -11,7 +11,6 @@ from typing import Any
 
 from casnap.errors import DamagedError
 from casnap.format.entries import (
-    BoxedTensorEntry,
     ContainerEntry,
     Entry,
     TensorEntry,
@@ -39,7 +38,6 @@ def entry_fields(entry: Entry) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": entry.kind, "logical_bytes": payload_of(entry).nbytes}
     if isinstance(entry, TensorEntry):
         scheme = entry.quantization.scheme if entry.quantization is not None else None
-        boxes = {"box_count": len(entry.boxes)} if isinstance(entry, BoxedTensorEntry) else {}
         return {
             "type": "tensor",
             **facts,
@@ -47,7 +45,6 @@ def entry_fields(entry: Entry) -> dict[str, Any]:
             "shape": list(entry.shape),
             "requires_grad": entry.requires_grad,
             "quantization": scheme,
-            **boxes,
         }
     if isinstance(entry, ContainerEntry):
         return {"type": "container", **facts, "element_count": entry.count}

@@ -28,7 +28,7 @@ from casnap.cli.output import (
     size,
     table,
 )
-from casnap.format.entries import BoxedTensorEntry, ContainerEntry, Entry, TensorEntry, payload_of
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry, payload_of
 from casnap.maintenance.usage import shared_bytes
 from casnap.snapshot import Snapshot
 from casnap.storage.contents import Contents, Entries
@@ -158,8 +158,6 @@ def _print_entry(facts: Facts, entry: Entry, limit: int) -> None:
         lines["shape"] = str(list(entry.shape))
         lines["gradient"] = "required" if entry.requires_grad else ""
         lines["quantized"] = safe(facts["quantization"] or "")
-        if isinstance(entry, BoxedTensorEntry):
-            lines["boxes"] = f"{len(entry.boxes):,}"
         lines["chunks"] = (
             f"{facts['chunk_count']:,}" if facts["chunk_count"] else "none: kept in the tree"
         )

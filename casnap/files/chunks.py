@@ -12,8 +12,6 @@ from typing import NamedTuple
 from casnap.errors import DamagedError
 from casnap.format.digest import split_digests
 from casnap.format.entries import INLINE_BYTES, TensorEntry
-from casnap.format.grid import Cells, Grid
-from casnap.format.region import Region
 from casnap.runtime.buffers import PAGE, address_of
 from casnap.runtime.progress import Progress
 from casnap.storage.contents import Contents
@@ -75,9 +73,7 @@ class Writer:
             self._contents.objects.fetch(self._wants(file, tensors, sums))
         for tensor in tensors if crcs is not None else ():
             assert crcs is not None
-            known = sums[tensor.start].value()
-            nbytes = tensor.entry.data.nbytes
-            crcs[tensor.start] = _crc_of(fd, tensor.start, nbytes) if known is None else known
+            crcs[tensor.start] = sums[tensor.start].value()
 
     def _wants(self, file: _File, tensors: list[Placed], sums: dict[int, _Crc]) -> Iterator[Want]:
         for path, entry, start in tensors:
@@ -89,14 +85,9 @@ class Writer:
                 continue
             cells = self._contents.cells(path, entry)
             digests = split_digests(self._contents.digests(payload, cells, path))
-            if not isinstance(cells, Grid) and crc is not None:
-                crc.in_pieces = True
             at = start
             for number, nbytes in enumerate(cells.sizes()):
-                if isinstance(cells, Grid):
-                    sink = partial(self._put, file, at, crc, number)
-                else:
-                    sink = partial(self._put_box, file, start, cells, number)
+                sink = partial(self._put, file, at, crc, number)
                 yield Want(digests[number], nbytes, sink, path)
                 at += nbytes
 
@@ -106,38 +97,11 @@ class Writer:
         file.write(at, raw)
         self._count(len(raw))
 
-    def _put_box(self, file: _File, start: int, cells: Cells, number: int, raw: memoryview) -> None:
-        """Write a cell that is not one run of the tensor's bytes, run by run."""
-        box = cells.region(number)
-        whole = Region.whole(cells.shape)  # type: ignore[attr-defined]
-        itemsize = len(raw) // box.numel
-        done = 0
-        for run in _runs(box, whole):
-            first = run.start_in(whole)
-            assert first is not None
-            nbytes = run.numel * itemsize
-            file.write(start + first * itemsize, raw[done : done + nbytes])
-            done += nbytes
-        self._count(len(raw))
-
     def _count(self, nbytes: int) -> None:
         if self._progress is not None:
             with self._lock:
                 self._done += nbytes
                 self._progress("writing", self._done, self._total)
-
-
-def _runs(box: Region, whole: Region) -> Iterator[Region]:
-    """Yield the parts of a box, in order, whose elements are consecutive in the whole tensor."""
-    if box.start_in(whole) is not None:
-        yield box
-        return
-    axis = next(i for i, n in enumerate(box.sizes) if n > 1)
-    for i in range(box.sizes[axis]):
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[axis] += i
-        sizes[axis] = 1
-        yield from _runs(Region(tuple(offsets), tuple(sizes)), whole)
 
 
 class _File(NamedTuple):
@@ -176,34 +140,20 @@ def _opened(fd: int) -> Iterator[_File]:
 
 
 class _Crc:
-    """The CRC-32 of a tensor whose chunks come in any order.
-
-    Attributes:
-        in_pieces: Whether the chunks are not runs of the tensor's bytes.
-    """
+    """The CRC-32 of a tensor whose chunks come in any order."""
 
     def __init__(self) -> None:
-        self.in_pieces = False
         self._parts: dict[int, tuple[int, int]] = {}
 
     def add(self, number: int, raw: memoryview) -> None:
         self._parts[number] = crc32(raw), len(raw)
 
-    def value(self) -> int | None:
-        """Return it; None if it has to be computed from the file."""
-        if self.in_pieces:
-            return None
+    def value(self) -> int:
+        """Return it, once all chunks were added."""
         crc = 0
         for _, (part, nbytes) in sorted(self._parts.items()):
             crc = _times(_shift(nbytes), crc) ^ part
         return crc
-
-
-def _crc_of(fd: int, start: int, nbytes: int) -> int:
-    crc, end = 0, start + nbytes
-    while start < end and (data := os.pread(fd, min(1 << 20, end - start), start)):
-        crc, start = crc32(data, crc), start + len(data)
-    return crc
 
 
 _POLYNOMIAL = 0xEDB88320

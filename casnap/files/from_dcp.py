@@ -16,10 +16,11 @@ import torch
 from casnap.errors import FileFormatError, StateError, UnsupportedTypeError
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
 from casnap.files.mapped import MappedFile, joined_leaf
-from casnap.files.source import SourceFiles, below, flattened
+from casnap.files.source import SourceFiles, below
 from casnap.format.region import Region
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
+from casnap.state.flatten import flatten
 from casnap.state.pickles import PickleMachine, RefusedError, Term, kind_of
 from casnap.state.tensors import Leaf
 from casnap.state.torch_save import tensor_in
@@ -36,7 +37,6 @@ _KNOWN = {
     f"{_META}_MEM_FORMAT_ENCODING", "torch.serialization._get_layout",
     "pathlib.PosixPath", "pathlib._local.PosixPath", "collections.OrderedDict",
 }  # fmt: skip
-_SPARE, _RATIO = 64 << 20, 64
 
 
 class _FileRange(NamedTuple):
@@ -114,14 +114,13 @@ class _CodeError(ValueError):
     """The metadata ask for a class or function that DCP's metadata do not need."""
 
 
-def _only_known(machine: PickleMachine, verb: str, term: Term) -> None:
+def _only_known(verb: str, term: Term) -> None:
     if verb == "storage" or term.name not in _KNOWN:
         raise _CodeError(term.name or "a storage")
 
 
 def _read_metadata(data: memoryview) -> _Metadata:
-    budget = _SPARE + _RATIO * len(data)
-    top = PickleMachine(data, 0, budget, _only_known, newest=5).run()
+    top = PickleMachine(data, 0, _only_known, newest=5).run()
     fields = _fields(top, _METADATA)
     described = _pairs(fields["state_dict_metadata"])
     values = {_text(name): _value(term) for name, term in described}
@@ -227,7 +226,7 @@ class _Files:
             if tensor is None:
                 file, at, nbytes = self._place(name, None)
                 value = decode_value(path, "object", bytes(file.view[at : at + nbytes]))
-                yield from flattened(value, path)
+                yield from flatten(value, path)
             else:
                 self._check_parts(name, tensor)
                 parts = [(box, self._part(name, tensor, box)) for box in _held(tensor)]

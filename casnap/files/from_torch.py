@@ -9,12 +9,13 @@ import torch
 
 from casnap.errors import CasnapError, FileFormatError
 from casnap.files.mapped import MappedFile
-from casnap.files.source import MODEL, SourceFiles, flattened
+from casnap.files.source import MODEL, SourceFiles
 from casnap.format.names import component_of
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
+from casnap.state.flatten import flatten
 from casnap.state.pickles import BrokenError, RefusedError
-from casnap.state.torch_save import inspected
+from casnap.state.torch_save import checked_members
 
 
 def read_torch(path: Path, key: str | None) -> SourceFiles:
@@ -29,7 +30,7 @@ def read_torch(path: Path, key: str | None) -> SourceFiles:
     if key is None and _has_keys(state):
         states = dict(state)
     with plain(), collector_paused():
-        leaves = {name: list(flattened(each, component_of(name))) for name, each in states.items()}
+        leaves = {name: list(flatten(each, component_of(name))) for name, each in states.items()}
     return SourceFiles("torch", 1, leaves)
 
 
@@ -49,8 +50,7 @@ def _loaded(path: Path) -> Any:
             )
     mapped = MappedFile(path)
     try:
-        # What would take much memory is refused first.
-        inspected(mapped.view)
+        checked_members(mapped.view)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251
     except (CasnapError, OSError):
         raise

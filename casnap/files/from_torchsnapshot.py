@@ -17,7 +17,7 @@ import torch
 
 from casnap.errors import FileFormatError, UnsupportedTypeError
 from casnap.files.mapped import MappedFile, joined_leaf
-from casnap.files.source import SourceFiles, below, flattened
+from casnap.files.source import SourceFiles, below
 from casnap.format.decoding import json_decoder
 from casnap.format.names import component_of, rank_names
 from casnap.format.region import Region
@@ -220,7 +220,7 @@ class _Reader:
             if entry.serializer != "torch_save":
                 raise RefusedError(f"it is written by {entry.serializer!r:.40}")
             data = bytes(self._file(entry.location).view)
-            yield from flattened(decode_value(path, "object", data), path)
+            yield from flatten(decode_value(path, "object", data), path)
         elif entry.type == "Tensor" and entry.dtype.startswith("torch.q"):
             yield from self._quantized(path, entry)
         elif entry.type == "Tensor":
@@ -251,7 +251,7 @@ class _Reader:
             entry.shape,
         ):
             raise RefusedError(f"{entry.location} holds another tensor")
-        yield from flattened(value, path)
+        yield from flatten(value, path)
 
     def _joined(self, path: str, dtype: str, shape: tuple[int, ...], shards: list[_Shard]) -> Leaf:
         # Ranks may hold the same shard.

@@ -20,8 +20,7 @@ import torch
 
 from casnap.errors import FileFormatError
 from casnap.format.entries import Payload, TensorEntry
-from casnap.format.region import Region
-from casnap.format.tiling import tiles
+from casnap.format.region import Region, cover_once
 from casnap.runtime.buffers import address_of, copy, view_at
 from casnap.state.sharded import Shards
 from casnap.state.tensors import TENSOR_DTYPES, FileContent, Leaf
@@ -186,7 +185,7 @@ def joined_leaf(
     """Return a tensor that lies in several boxes as a leaf.
 
     Raises:
-        FileFormatError: The boxes do not tile the tensor.
+        FileFormatError: The boxes do not cover the tensor once.
     """
     whole = Region.whole(shape)
     held = [(box, content) for box, content in parts if box.numel]
@@ -194,7 +193,7 @@ def joined_leaf(
         return file_leaf(path, dtype, shape, held[0][1])
     if not whole.numel and not held:
         return file_leaf(path, dtype, shape, torch.empty(0, dtype=torch.uint8))
-    if not tiles(shape, tuple((box.offsets, box.sizes) for box, _ in held)):
+    if not cover_once(shape, [box for box, _ in held]):
         raise FileFormatError(f"{path}: its parts do not make up a tensor of shape {list(shape)}")
     boxes, contents = zip(*held, strict=True)
     return Leaf(path, _entry(path, dtype, shape), Shards(shape, boxes, contents, contents[0]))

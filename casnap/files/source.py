@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from casnap.errors import FileFormatError
 from casnap.format.entries import ContainerEntry, TensorEntry, payload_of
-from casnap.state.flatten import flatten
 from casnap.state.tensors import Leaf
 
-_SPARE, _RATIO = 1 << 16, 16
 MODEL = "model"
 """The key that a state without keys of its own gets."""
 
@@ -40,47 +37,6 @@ class SourceFiles:
         containers = sum(isinstance(entry, ContainerEntry) for entry in entries)
         nbytes = sum(payload_of(entry).nbytes for entry in entries)
         return tensors, len(entries) - tensors - containers, nbytes
-
-
-def flattened(value: Any, path: str) -> Iterator[Leaf]:
-    """Yield the leaves of a state that a file holds.
-
-    Raises:
-        FileFormatError: It is small only because it holds the same containers many times.
-        UnsupportedTypeError: A value that cannot be stored.
-    """
-    _check_sharing(value, path)
-    return flatten(value, path)
-
-
-def _check_sharing(value: Any, path: str) -> None:
-    """Check that a state has not many more leaves than the objects that it is made of."""
-    sizes: dict[int, int] = {}
-    links = 0
-    stack = [value]
-    while stack:
-        each = stack[-1]
-        inner = _inside(each)
-        # What refers to itself counts as nothing here; flatten() refuses it.
-        if id(each) not in sizes:
-            sizes[id(each)] = 0
-            links += len(inner)
-            stack += [one for one in inner if id(one) not in sizes]
-            continue
-        stack.pop()
-        if not sizes[id(each)]:
-            sizes[id(each)] = 1 + sum(sizes[id(one)] for one in inner)
-    if sizes[id(value)] > _SPARE + _RATIO * links:
-        raise FileFormatError(
-            f"{path}: it holds the same containers again and again, {sizes[id(value)]:,} values in "
-            "all"
-        )
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [inner for pair in value.items() for inner in pair]
-    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else []
 
 
 def below(folder: Path, name: str, what: str, *, links: bool = False) -> Path:

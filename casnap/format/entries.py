@@ -71,20 +71,6 @@ class TensorEntry(Struct, frozen=True, array_like=True, tag="t", gc=False):
     quantization: Quantization | None = None
 
 
-Boxes: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-
-
-class BoxedTensorEntry(TensorEntry, frozen=True, array_like=True, tag="b", gc=False):
-    """A tensor that is cut into boxes first, each with a grid of its own.
-
-    Attributes:
-        boxes: Offsets and sizes of each, sorted by offset. They tile the tensor, and the digests
-            of ``data`` are those of the cells of one box after the other.
-    """
-
-    boxes: Boxes = ()
-
-
 class ValueEntry(Struct, frozen=True, array_like=True, tag="v", gc=False):
     """A value that is neither tensor nor container.
 
@@ -111,7 +97,7 @@ class ContainerEntry(Struct, frozen=True, array_like=True, tag="c", gc=False):
     spec: Payload
 
 
-Entry: TypeAlias = TensorEntry | BoxedTensorEntry | ValueEntry | ContainerEntry
+Entry: TypeAlias = TensorEntry | ValueEntry | ContainerEntry
 
 
 def payload_of(entry: Entry) -> Payload:

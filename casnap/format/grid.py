@@ -13,29 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from math import prod
-from typing import Protocol
 
 from casnap.format.region import Region
-
-
-class Cells(Protocol):
-    """The cells that a tensor is cut into: those of one grid, or of several boxes."""
-
-    @property
-    def count(self) -> int:
-        """The number of cells; they are numbered from 0."""
-
-    def sizes(self) -> Iterator[int]:
-        """Yield the bytes of every cell, in order."""
-
-    def cell_bytes(self, index: int) -> int:
-        """Return the bytes of one cell."""
-
-    def region(self, index: int) -> Region:
-        """Return the box of one cell, in the coordinates of the tensor."""
-
-    def covering(self, region: Region) -> Iterator[int]:
-        """Yield, in order, the cells that share an element with ``region``."""
 
 
 @dataclass(frozen=True, slots=True)

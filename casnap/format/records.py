@@ -18,10 +18,7 @@ from casnap.errors import DamagedError, UnsupportedFormatError
 from casnap.format.decoding import decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 
-FORMAT = 2
-DEEP_TABLE = "deep-table"
-"""The table has small leaves and lists of lists; large metadata stand in nodes of their own."""
-KNOWN_FEATURES = frozenset({DEEP_TABLE})
+FORMAT = 1
 
 DEFAULT_CHUNK_SIZE = 1 << 20
 MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 64 << 10, 64 << 20
@@ -126,7 +123,6 @@ class Root(Struct, frozen=True):
         segments: The live index segments.
         condemned: Pack → the root that condemned it.
         lost: Digests of chunks and nodes that were found whole nowhere, one behind the other.
-        format: 1, or 2 if the fields below may be set.
         read_features: A reader refuses a store that has a feature here that it does not know.
         write_features: A writer refuses it likewise.
         settings: Settings of the store; a writer keeps those that it does not know.
@@ -140,7 +136,6 @@ class Root(Struct, frozen=True):
     segments: tuple[SegmentRef, ...] = ()
     condemned: dict[bytes, int] = {}
     lost: bytes = b""
-    format: int = 1
     read_features: tuple[str, ...] = ()
     write_features: tuple[str, ...] = ()
     settings: dict[str, Any] = {}
@@ -167,16 +162,12 @@ class StoreConfig(Struct, frozen=True):
         store_id: 32 hex digits.
         chunk_size: Bytes, a power of two.
         format: The version; a reader refuses a greater one.
-        read_features: A reader refuses a store that has a feature here that it does not know.
-        write_features: A writer refuses it likewise.
         put_if_absent: Whether the backend was found to honour it.
     """
 
     store_id: str
     chunk_size: int
     format: int = FORMAT
-    read_features: tuple[str, ...] = ()
-    write_features: tuple[str, ...] = ()
     put_if_absent: bool = True
 
 
@@ -198,23 +189,22 @@ def decode(data: bytes | memoryview, as_type: type[T], what: str) -> T:
         raise DamagedError(f"{what} cannot be decoded: {e}") from e
 
 
-_MAGIC = b"CASNAP"
+_MAGIC, _VERSION = b"CASNAP", b"%d" % FORMAT
 
 
-def seal(kind: bytes, body: bytes, version: int = 1) -> bytes:
+def seal(kind: bytes, body: bytes) -> bytes:
     """Frame a record: magic, kind, version, body, then the digest of all that."""
-    head = _MAGIC + kind + b"%d" % version
+    head = _MAGIC + kind + _VERSION
     return b"".join((head, body, digest_of(head + body)))
 
 
-def unseal(kind: bytes, data: bytes, what: str, versions: bytes = b"1") -> memoryview:
+def unseal(kind: bytes, data: bytes, what: str) -> memoryview:
     """Return the body of a sealed record.
 
     Args:
         kind: The kind of record.
         data: Its bytes.
         what: Its name, for messages.
-        versions: The versions that are understood, a digit each.
 
     Raises:
         DamagedError: It is damaged.
@@ -225,7 +215,7 @@ def unseal(kind: bytes, data: bytes, what: str, versions: bytes = b"1") -> memor
         raise DamagedError(f"{what} is not a casnap record ({len(data)} bytes)")
     if data[-DIGEST_SIZE:] != digest_of(memoryview(data)[:-DIGEST_SIZE]):
         raise DamagedError(f"{what} is damaged: its checksum does not match")
-    if data[7] not in versions:
+    if data[7:8] != _VERSION:
         raise UnsupportedFormatError(f"{what} is of a newer format; update casnap")
     return memoryview(data)[8:-DIGEST_SIZE]
 

@@ -1,9 +1,12 @@
-"""Boxes in a tensor, and their intersections."""
+"""Boxes in a tensor, their intersections, and whether they cover it once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Collection
 from dataclasses import dataclass
+
+_PRIME = (1 << 61) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,6 @@ class Region:
             sizes.append(stop - start)
         return Region(tuple(offsets), tuple(sizes))
 
-    def moved(self, by: Iterable[int]) -> Region:
-        """Return this box, moved along each axis."""
-        return Region(tuple(o + d for o, d in zip(self.offsets, by, strict=True)), self.sizes)
-
     def start_in(self, outer: Region) -> int | None:
         """Return where this box begins among the row-major elements of ``outer``.
 
@@ -62,3 +61,35 @@ class Region:
             slice(o - base, o - base + n)
             for o, n, base in zip(self.offsets, self.sizes, outer.offsets, strict=True)
         )
+
+
+def cover_once(shape: tuple[int, ...], boxes: Collection[Region]) -> bool:
+    """Whether boxes hold each element of a tensor once, and nothing else; none may be empty.
+
+    Give each step from one coordinate to the next a random length, modulo a large prime. If the
+    boxes cover the tensor once, their volumes add up to its volume. If they do not, the volumes add
+    up only by a chance of 1 in 10¹⁶, and no attacker can foresee the lengths. This takes one pass
+    over the boxes; comparing them with each other would take time in the square of their number.
+    """
+    marks: list[dict[int, int]] = [{} for _ in shape]
+    lengths = random.Random()  # seeded by the operating system
+
+    def volume(box: Region) -> int:
+        product = 1
+        for at, start, size in zip(marks, box.offsets, box.sizes, strict=True):
+            for edge in (start, start + size):
+                if edge not in at:
+                    at[edge] = lengths.randrange(_PRIME)
+            product = product * (at[start + size] - at[start]) % _PRIME
+        return product
+
+    if not all(_fits(shape, box) for box in boxes):
+        return False
+    return (sum(map(volume, boxes)) - volume(Region.whole(shape))) % _PRIME == 0
+
+
+def _fits(shape: tuple[int, ...], box: Region) -> bool:
+    return len(box.offsets) == len(box.sizes) == len(shape) and all(
+        o >= 0 and n > 0 and o + n <= most
+        for o, n, most in zip(box.offsets, box.sizes, shape, strict=True)
+    )

@@ -49,8 +49,6 @@ _MODEL = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
 _ADAPTER = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)
 _STATE = ("optimizer.pt", "scheduler.pt")
 """Files of the Trainer without which it would go on with a fresh optimizer, and say nothing."""
-_NO_TENSOR = 64
-"""A file of safetensors that holds any tensor is larger than this."""
 _NOTICE = (
     "This checkpoint is a snapshot of casnap, which holds the optimizer and all else that a run "
     "goes on with. Use a Trainer with casnap.integrations.transformers.CasnapTrainerMixin"
@@ -234,7 +232,7 @@ class CasnapTrainerMixin(_Base):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         snapshot = snapshot_at(resume_from_checkpoint)
         if snapshot is None:
-            if not _has_weights(Path(resume_from_checkpoint)):
+            if not _weights_in(Path(resume_from_checkpoint)):
                 raise SnapshotNotFoundError(
                     f"{resume_from_checkpoint} holds no checkpoint, or one whose save was cut off; "
                     "resume_from_checkpoint=True takes the last whole one"
@@ -279,18 +277,10 @@ class CasnapTrainerMixin(_Base):
 
 
 def _weights_in(folder: Path) -> list[Path]:
-    """Return what passes for weights in a folder: files, or a folder of FSDP."""
+    """Return the weights that the Trainer itself has written: files, or a folder of FSDP."""
     names = ("*.safetensors", "*.bin", "*.index.json", "*/adapter_model.*", "pytorch_model_fsdp*")
     found = (path for name in names for path in folder.glob(name))
     return [path for path in found if path.name != "training_args.bin"]
-
-
-def _has_weights(folder: Path) -> bool:
-    """Whether a folder holds weights that the Trainer itself has written."""
-    return any(
-        path.suffix != ".safetensors" or path.stat().st_size > _NO_TENSOR
-        for path in _weights_in(folder)
-    )
 
 
 def _last_whole(output_dir: str) -> str | None:
@@ -301,7 +291,7 @@ def _last_whole(output_dir: str) -> str | None:
         if path.name.rpartition("-")[2].isdecimal() and path.is_dir()
     ]
     for _, path in sorted(numbered, reverse=True):
-        if snapshot_at(path) is not None or _has_weights(path):
+        if snapshot_at(path) is not None or _weights_in(path):
             return str(path)
         _log.warning("%s is passed over: its save was cut off", path)
     return None

@@ -31,27 +31,19 @@ def copied_config(backend: Backend) -> StoreConfig:
     Raises:
         DamagedError: No root has one.
     """
-    numbers = listed_roots(backend)
-    first = None
-    for seq in reversed(numbers):
+    for seq in reversed(listed_roots(backend)):
         try:
             root = read_root(backend, seq)
         except READ_ERRORS as e:
             if isinstance(e, UnavailableError):
                 raise
             continue
-        config = config_in(root, backend.uri)
+        config = config_in(root)
         if config is not None:
             return config
-        first = root if seq == 0 else None
-    known = "Its store_id and chunk_size are not known"
-    # Earlier versions gave root 0 of format 1 an id of its own.
-    if first is not None and first.format > 1:
-        known = f"Its store_id is {first.commit.hex()}, as root 0 says; its chunk_size is not known"
     raise DamagedError(
-        f"{backend.uri}: {CONFIG_KEY} cannot be made anew, since no root has a copy of it: "
-        "the store was last written by a casnap before these copies. Restore it from a backup. "
-        f"{known}; the chunk_size is 1048576 unless another was chosen"
+        f"{backend.uri}: {CONFIG_KEY} cannot be made anew, since no root that can be read has a "
+        "copy of it. Restore it from a backup"
     )
 
 

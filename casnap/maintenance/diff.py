@@ -9,8 +9,7 @@ from typing import Literal
 
 from casnap.errors import StoreError
 from casnap.format.digest import Digest
-from casnap.format.entries import BoxedTensorEntry, Boxes, Entry, payload_of
-from casnap.format.region import Region
+from casnap.format.entries import Entry, payload_of
 from casnap.storage.contents import Contents
 from casnap.storage.tree import Tree
 
@@ -28,8 +27,7 @@ class Change:
         old: The entry of the first snapshot; None if it was added.
         new: The entry of the second one; None if it was removed.
         changed_bytes: Bytes in those chunks of the new entry that differ from the old chunk at
-            the same position (in the same box, if the two are cut differently). All bytes if the
-            entry was added, none if it was removed.
+            the same position. All bytes if the entry was added, none if it was removed.
         total_bytes: All bytes of the new entry, or of the old one if it was removed.
     """
 
@@ -138,31 +136,11 @@ def _change(a: Contents, b: Contents, path: str, old: Entry | None, new: Entry |
 
 def _changed_bytes(a: Contents, b: Contents, path: str, old: Entry, new: Entry) -> int:
     was, now = payload_of(old), payload_of(new)
-    cut_alike = _boxes(old) == _boxes(new)
-    if was == now and cut_alike:
+    if was == now:
         return 0
     chunks = b.chunks(path, new)
     if not chunks:
         return now.nbytes
-    if not cut_alike:
-        known_boxes = set(_boxes_of_chunks(a, path, old))
-        found = zip(_boxes_of_chunks(b, path, new), chunks, strict=True)
-        return sum(size for box, (_, size) in found if box not in known_boxes)
     before = [digest for digest, _ in a.chunks(path, old)]
     pairs = zip_longest(chunks, before[: len(chunks)])
     return sum(size for (digest, size), known in pairs if digest != known)
-
-
-def _boxes(entry: Entry) -> Boxes:
-    return entry.boxes if isinstance(entry, BoxedTensorEntry) else ()
-
-
-def _boxes_of_chunks(
-    contents: Contents, path: str, entry: Entry
-) -> Iterator[tuple[Region, Digest]]:
-    """Yield the box and the digest of every chunk of an entry."""
-    chunks = contents.chunks(path, entry)
-    if chunks:
-        cells = contents.cells(path, entry)
-        for i, (digest, _) in enumerate(chunks):
-            yield cells.region(i), digest

@@ -453,7 +453,7 @@ class _Repair:
         sizes = set() if missing - needed.keys() else {needed[digest] for digest in missing}
         if missing:
             chunk_size = self._objects.config.chunk_size
-            for digest, raw in chunks_in(path, chunk_size, sizes, self._survey.cuts, self._skip):
+            for digest, raw in chunks_in(path, chunk_size, sizes, self._skip):
                 if digest in missing:
                     self._heal_one(digest, raw)
 

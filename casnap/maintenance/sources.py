@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from casnap.format.digest import Digest, digest_of
-from casnap.format.entries import Boxes
 from casnap.format.grid import grid_of
-from casnap.format.region import Region
-from casnap.format.tiling import tile
-from casnap.runtime.buffers import bytes_at, view_at
+from casnap.runtime.buffers import view_at
 from casnap.state.safetensors import read_header
-
-Cuts = Mapping[tuple[int, ...], Collection[Boxes]]
 
 
 class FileTensor(NamedTuple):
@@ -30,7 +25,6 @@ def chunks_in(
     path: Path,
     chunk_size: int,
     sizes: Collection[int],
-    cuts: Cuts,
     skipped: Callable[[str], None],
 ) -> Iterator[tuple[Digest, memoryview]]:
     """Yield the chunks that the tensors in some files would have in a store.
@@ -39,7 +33,6 @@ def chunks_in(
         path: A file or a folder; files of other formats are ignored.
         chunk_size: The chunk size of the store.
         sizes: The lengths of chunks to yield; empty for all.
-        cuts: Shape → the boxes that tensors of that shape may be cut into.
         skipped: Called with a message for each file that cannot be read.
     """
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
@@ -53,7 +46,6 @@ def chunks_in(
             for found in read(file):
                 if found.itemsize <= chunk_size:
                     yield from _cut(found, chunk_size, sizes)
-                    yield from _cut_boxes(found, chunk_size, sizes, cuts.get(found.shape, ()))
         except Exception as e:  # noqa: BLE001 - a file may hold anything, and other files may help
             skipped(f"{file} cannot be read: {' '.join(str(e).split()):.200}")
 
@@ -67,22 +59,6 @@ def _cut(
             raw = found.raw[at : at + nbytes]
             yield digest_of(raw), raw
         at += nbytes
-
-
-def _cut_boxes(
-    found: FileTensor, chunk_size: int, sizes: Collection[int], cuts: Collection[Boxes]
-) -> Iterator[tuple[Digest, memoryview]]:
-    import torch
-
-    whole = Region.whole(found.shape)
-    for boxes in cuts:
-        elements = torch.frombuffer(found.raw, dtype=torch.uint8).view(*found.shape, found.itemsize)
-        tiling = tile(found.shape, boxes, found.itemsize, chunk_size)
-        for i, nbytes in enumerate(tiling.sizes()):
-            if not sizes or nbytes in sizes:
-                cell = elements[tiling.region(i).within(whole)].contiguous()
-                raw = bytes_at(cell.data_ptr(), nbytes)
-                yield digest_of(raw), memoryview(raw)
 
 
 def _safetensors(file: Path) -> Iterator[FileTensor]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from casnap.errors import DamagedError
 from casnap.format.digest import Digest, split_digests
-from casnap.format.entries import BoxedTensorEntry, Boxes, Entry, TensorEntry, payload_of
+from casnap.format.entries import Entry, TensorEntry, payload_of
 from casnap.format.names import UNFINISHED
 from casnap.format.records import (
     PackId,
@@ -122,7 +122,6 @@ class Survey(FileSurvey):
         rescued: Condemned packs that hold a needed digest which no live pack holds.
         snapshots: How many snapshots there are.
         rejected_names: The names in the table that cannot be ones.
-        cuts: Shape → the boxes that hurt tensors of that shape are cut into.
     """
 
     _only: str | None = None
@@ -133,7 +132,6 @@ class Survey(FileSurvey):
         self.lost: set[Digest] = set()
         self.rescued: set[PackId] = set()
         self.snapshots = 0
-        self.cuts: dict[tuple[int, ...], set[Boxes]] = {}
         self.known_lost = frozenset(split_digests(root.lost))
         self._damages_of: dict[Digest, list[Damage]] = {}
         self._condemned_damage: dict[PackId, Damage] = {}
@@ -314,8 +312,7 @@ class Survey(FileSurvey):
     def _entry(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:
         """Return the damages that hurt an entry. A known list of chunks is not read again."""
         payload = payload_of(entry)
-        boxes = entry.boxes if isinstance(entry, BoxedTensorEntry) else ()
-        form = (entry.shape, boxes) if isinstance(entry, TensorEntry) else ()
+        form = entry.shape if isinstance(entry, TensorEntry) else ()
         same = (payload.digests, payload.depth, payload.nbytes, form)
         if payload.depth and same in self._lists:
             return self._lists[same]
@@ -324,8 +321,6 @@ class Survey(FileSurvey):
             if self.needed.get(digest) != nbytes or digest in self._damages_of:
                 damages += self._chunk(digest, nbytes)
         damages = list(dict.fromkeys(damages))
-        if damages and chunks and isinstance(entry, BoxedTensorEntry):
-            self.cuts.setdefault(entry.shape, set()).add(entry.boxes)
         if payload.depth:
             self._lists[same] = damages
         return damages

@@ -69,11 +69,9 @@ class StoreOptions:
     """How this process uses a store. :class:`casnap.Store` describes the options.
 
     Attributes:
-        codec: How takes store new chunks; None for as the store is set.
         threads: By default what the environment says.
     """
 
-    codec: Codec | None = None
     markers: bool = True
     follow_folders: bool = False
     threads: int | None = field(default_factory=threads_asked)
@@ -210,7 +208,6 @@ class OpenStore:
         """Add the settings of the store to the options of a take."""
         return replace(
             options,
-            codec=self.options.codec,
             on_commit=self.on_commit,
             follow_folders=self.options.follow_folders,
             threads=options.threads or self.options.threads,
@@ -372,8 +369,6 @@ def open_store(
         objects.chunk_cache = room.of(objects.config, backend)
     is_new = made is not None and made.is_new
     mirror = None if options.mirror is None else _mirror_of(objects, found.name, options.mirror)
-    # A new store is set to its codec, so takes need not be told.
-    options = replace(options, codec=None) if is_new else options
     return OpenStore(objects, found.name, options, mirror, is_new=is_new)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from casnap.errors import MismatchError
-from casnap.format.entries import BoxedTensorEntry, ContainerEntry, Entry, TensorEntry, payload_of
+from casnap.format.entries import ContainerEntry, Entry, TensorEntry, payload_of
 from casnap.restore.read_object import read_objects, read_tensor
 from casnap.restore.selection import Index
 from casnap.runtime import calls
@@ -82,11 +82,9 @@ class Handle:
         """Whether ranks held different parts of it; None if the snapshot does not say.
 
         A snapshot has the same chunks however a tensor was sharded, so that it can be restored
-        under any sharding. It says so only of a tensor with shard edges behind the axis that chunks
-        cut, and where there can have been no shards: one rank, or a rank's own entry.
+        under any sharding. It says so only where there can have been no shards: one rank, or a
+        rank's own entry.
         """
-        if isinstance(self._entry, BoxedTensorEntry):
-            return True
         is_whole = not self.is_global or self._contents.row.world_size == 1
         return False if is_whole or not isinstance(self._entry, TensorEntry) else None
 

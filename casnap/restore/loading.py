@@ -16,15 +16,13 @@ from casnap.errors import DamagedError, StateError
 from casnap.format.digest import split_digests
 from casnap.format.entries import (
     INLINE_BYTES,
-    BoxedTensorEntry,
     Entry,
     Payload,
     TensorEntry,
     payload_of,
 )
-from casnap.format.grid import Cells, Grid
+from casnap.format.grid import Grid
 from casnap.format.region import Region
-from casnap.format.tiling import tiling_of
 from casnap.restore.selection import Selection
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
@@ -129,7 +127,7 @@ class Loading:
             self._items.append(_Item(path, entry, bytearray()))
             return
         with naming(self._contents, path):
-            check_entry(entry, self._contents.objects.config.chunk_size)
+            check_shape(entry)
             if targets is None:
                 content = allocate(entry)
                 targets = ((Region.whole(entry.shape), with_item_axis(entry, content)),)
@@ -219,18 +217,6 @@ def _preparation(filled: Iterable[torch.Tensor]) -> Callable[[Slot], None] | Non
     return None if device is None else partial(pin, device=device)
 
 
-def check_entry(entry: TensorEntry, chunk_size: int) -> None:
-    """Check the shape, length and boxes of an entry, before memory is taken for it.
-
-    Raises:
-        DamagedError: They contradict each other.
-        UnsupportedTypeError: This torch does not know the dtype.
-    """
-    check_shape(entry)
-    if isinstance(entry, BoxedTensorEntry):
-        tiling_of(entry, itemsize_of(entry), chunk_size)
-
-
 @contextmanager
 def naming(contents: Contents, path: str) -> Iterator[None]:
     """Add the snapshot and the path to errors about an entry."""
@@ -260,7 +246,7 @@ def elements_of(entry: TensorEntry, raw: memoryview, region: Region) -> torch.Te
     return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def _copies(cells: Cells, target: memoryview) -> Iterator[_Move]:
+def _copies(cells: Grid, target: memoryview) -> Iterator[_Move]:
     """Yield moves that fill memory with all cells, one behind the other."""
     start = 0
     for number, nbytes in enumerate(cells.sizes()):
@@ -282,7 +268,7 @@ def _copy_to(target: memoryview, first: int = 0) -> Sink:
 
 
 def _moves(
-    entry: TensorEntry, cells: Cells, region: Region | Selection, target: torch.Tensor
+    entry: TensorEntry, cells: Grid, region: Region | Selection, target: torch.Tensor
 ) -> Iterator[_Move]:
     """Yield moves that fill a tensor with elements of an entry, for the cells that hold some."""
     if isinstance(region, Selection):
@@ -295,7 +281,7 @@ def _moves(
         return
     plain = target.dtype == carrier_dtype(entry) and is_its_memory(target)
     flat = view_at(target.data_ptr(), target.nbytes) if plain else None
-    if flat is not None and isinstance(cells, Grid) and region.sizes == cells.shape:
+    if flat is not None and region.sizes == cells.shape:
         yield from _copies(cells, flat)
         return
     itemsize = itemsize_of(entry)

@@ -11,12 +11,7 @@ import torch
 from casnap.errors import MismatchError
 from casnap.format.entries import ContainerEntry, Entry, Payload, TensorEntry
 from casnap.format.region import Region
-from casnap.restore.loading import (
-    Loading,
-    check_entry,
-    naming,
-    with_item_axis,
-)
+from casnap.restore.loading import Loading, naming, with_item_axis
 from casnap.restore.selection import Index, select
 from casnap.runtime.handlers import pass_on
 from casnap.runtime.progress import Progress
@@ -29,6 +24,7 @@ from casnap.state.tensors import (
     Leaf,
     allocate,
     assemble,
+    check_shape,
     holds_no_values,
     is_fillable,
     is_float4,
@@ -136,7 +132,7 @@ def read_tensor(
         whole: Any = _read(contents, wanted, budget, allow_pickle=False)[path]
         return whole[index] if obj_out is None else _copied(contents, path, whole[index], obj_out)
     with naming(contents, path):
-        check_entry(entry, contents.objects.config.chunk_size)
+        check_shape(entry)
     selection = select(entry.shape, index)
     if obj_out is not None:
         _check_out(contents, path, entry, selection.shape, obj_out)

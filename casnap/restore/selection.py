@@ -8,7 +8,7 @@ from math import prod
 from types import EllipsisType
 from typing import TypeAlias
 
-from casnap.format.grid import Cells
+from casnap.format.grid import Grid
 from casnap.format.region import Region
 
 Index: TypeAlias = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
@@ -45,7 +45,7 @@ class Selection:
         """Return the slices that take the elements out of the whole tensor."""
         return tuple(slice(axis.start, axis.stop, axis.step) for axis in self.axes)
 
-    def cells(self, grid: Cells) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
+    def cells(self, grid: Grid) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...]]]:
         """Yield the cells that hold selected elements, with the slices to copy them.
 
         Each item is the number of a cell, the slices of the cell, and the slices of a result that

@@ -32,20 +32,16 @@ class Term:
         kind: ``tuple``, ``list``, ``dict``, ``global``, ``call`` or ``storage``.
         name: The name of a global, or of the function that a call calls.
         parts: The elements; the keys and values in turn; the arguments of a call.
-        size: About how many bytes a copy takes; for a call, a copy of its result.
-        weight: For a tuple, how many values are hashed with it.
         depth: For a tuple, how deep tuples are nested.
         state: For a call, the state that its result is given.
     """
 
-    __slots__ = ("depth", "kind", "name", "parts", "size", "state", "weight")
+    __slots__ = ("depth", "kind", "name", "parts", "state")
 
     def __init__(self, kind: str, name: str = "", parts: list[Any] | None = None) -> None:
         self.kind = kind
         self.name = name
         self.parts: list[Any] = [] if parts is None else parts
-        self.size = 0
-        self.weight = 1
         self.depth = 0
         self.state: Any = None
 
@@ -58,18 +54,7 @@ def kind_of(value: object) -> str:
     return value.kind if isinstance(value, Term) else type(value).__name__
 
 
-def size_of(value: object) -> int:
-    """Return about how many bytes a copy of a value takes."""
-    if isinstance(value, Term):
-        return value.size
-    return len(value) if isinstance(value, str | bytes) else 8
-
-
-def _weight_of(value: object) -> int:
-    return value.weight if isinstance(value, Term) else 1
-
-
-Inspector: TypeAlias = "Callable[[PickleMachine, str, Term], None]"
+Check: TypeAlias = Callable[[str, Term], None]
 
 
 class PickleMachine:
@@ -78,9 +63,8 @@ class PickleMachine:
     Args:
         data: The bytes that hold the pickle.
         at: Where the pickle begins.
-        budget: How many bytes its values may take.
-        inspector: Called before each step: with ``call``, ``new``, ``build`` or ``item`` and the
-            call, or with ``storage``. It may refuse the step, and may spend.
+        check: Called before each step: with ``call``, ``new``, ``build`` or ``item`` and the call,
+            or with ``storage``. It may refuse the step.
         newest: The newest protocol that may be used: 2, as torch.save does, or up to 5, as
             ``pickle.dump`` does.
 
@@ -93,15 +77,13 @@ class PickleMachine:
         self,
         data: bytes | memoryview,
         at: int = 0,
-        budget: float = float("inf"),
-        inspector: Inspector | None = None,
+        check: Check | None = None,
         newest: int = 2,
     ) -> None:
         self.at = at
         self.calls: list[Term] = []
         self._data = data
-        self._left = budget
-        self._inspector = inspector
+        self._check = check
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
@@ -112,8 +94,8 @@ class PickleMachine:
         """Return the value of the pickle.
 
         Raises:
-            RefusedError: The pickle has an opcode that torch.save does not write, takes more than
-                its budget, or the inspector refused a step.
+            RefusedError: The pickle has an opcode that torch.save does not write, or the check
+                refused a step.
         """
         try:
             while (opcode := self._read(1)) != b".":
@@ -124,16 +106,6 @@ class PickleMachine:
             return self._stack.pop()
         except (IndexError, KeyError, struct.error, UnicodeDecodeError) as e:
             raise BrokenError(f"its pickle is damaged: {e!r}") from e
-
-    def spend(self, nbytes: float) -> None:
-        """Count memory that loading the pickle takes.
-
-        Raises:
-            RefusedError: The budget is spent.
-        """
-        self._left -= nbytes
-        if self._left < 0:
-            raise RefusedError("to load it would take much more memory than it has bytes")
 
     def _read(self, n: int) -> bytes:
         data = bytes(self._data[self.at : self.at + n])
@@ -150,10 +122,6 @@ class PickleMachine:
         self.at += len(line) + 1
         return line.decode()
 
-    def _push(self, value: object, nbytes: int) -> None:
-        self.spend(nbytes)
-        self._stack.append(value)
-
     def _pop(self, count: int | None) -> list[Any]:
         """Take some values off the stack, or all since the last mark."""
         if count is not None:
@@ -169,52 +137,47 @@ class PickleMachine:
             raise RefusedError("its pickle is of another protocol than torch.save's")
 
     def _do_mark(self) -> None:
-        self.spend(80)
         self._marks.append(self._stack)
         self._stack = []
 
     def _do_constant(self, value: object) -> None:
-        self._push(value, 8)
+        self._stack.append(value)
 
     def _do_number(self, layout: str) -> None:
-        self._push(self._number(layout), 40)
+        self._stack.append(self._number(layout))
 
     def _do_long(self) -> None:
-        self._push(int.from_bytes(self._read(self._number("B")), "little", signed=True), 300)
+        self._stack.append(int.from_bytes(self._read(self._number("B")), "little", signed=True))
 
     def _do_text(self, layout: str) -> None:
         data = self._read(self._number(layout))
-        self._push(data.decode("utf-8", "surrogatepass"), 60 + 4 * len(data))
+        self._stack.append(data.decode("utf-8", "surrogatepass"))
 
     def _do_frame(self) -> None:
         self._read(8)
 
     def _do_memoize(self) -> None:
-        self.spend(100)
         self._memo[len(self._memo)] = self._stack[-1]
 
     def _do_short_bytes(self) -> None:
-        self._push(self._read(self._number("B")), 300)
+        self._stack.append(self._read(self._number("B")))
 
     def _do_put(self, layout: str) -> None:
-        self.spend(100)
         self._memo[self._number(layout)] = self._stack[-1]
 
     def _do_get(self, layout: str) -> None:
-        self._push(self._memo[self._number(layout)], 8)
+        self._stack.append(self._memo[self._number(layout)])
 
     def _do_container(self, kind: str) -> None:
-        self._push(Term(kind), 160)
+        self._stack.append(Term(kind))
 
     def _do_tuple_of(self, count: int | None) -> None:
         parts = self._pop(count)
         term = Term("tuple", parts=parts)
-        term.weight = 1 + sum(map(_weight_of, parts))
         term.depth = 1 + max((p.depth for p in parts if isinstance(p, Term)), default=0)
         if term.depth > MAX_DEPTH:
             raise RefusedError("its tuples are nested too deeply")
-        term.size = 56 + 8 * term.weight
-        self._push(term, term.size + 100)
+        self._stack.append(term)
 
     def _do_append(self, count: int | None) -> None:
         self._add(self._pop(count), ("list",), 1)
@@ -228,22 +191,18 @@ class PickleMachine:
             raise RefusedError(f"its pickle adds to a {kind_of(target)}")
         if target.kind == "call":
             self._ask("item", target)
-        # Keys are hashed, and so are elements of a list that a set is made of.
-        nbytes = sum(100 + _weight_of(key) for key in items[::width])
-        self.spend(8 * len(items) if width == 1 else nbytes)
         target.parts += items
-        target.size += nbytes
 
     def _do_stack_global(self) -> None:
         module, name = self._pop(2)
         if type(module) is not str or type(name) is not str:
             raise RefusedError("its pickle names a global that is not text")
-        self._push(Term("global", f"{module}.{name}"), 60 + len(module) + len(name))
+        self._stack.append(Term("global", f"{module}.{name}"))
 
     def _do_find_global(self) -> None:
         module, name = self._line(), self._line()
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        self._push(Term("global", f"{module}.{name}"), 8)
+        self._stack.append(Term("global", f"{module}.{name}"))
 
     def _do_storage(self) -> None:
         ident = self._stack.pop()
@@ -251,7 +210,7 @@ class PickleMachine:
             raise RefusedError("a storage has no name")
         made = Term("storage", parts=ident.parts)
         self._ask("storage", made)
-        self._push(made, 300)
+        self._stack.append(made)
 
     def _do_call(self, verb: str) -> None:
         args, callee = self._stack.pop(), self._stack.pop()
@@ -261,7 +220,7 @@ class PickleMachine:
         made = Term("call", name, list(args.parts))
         self.calls.append(made)
         self._ask(verb, made)
-        self._push(made, 320)
+        self._stack.append(made)
 
     def _do_build(self) -> None:
         state = self._stack.pop()
@@ -270,11 +229,10 @@ class PickleMachine:
             raise RefusedError(f"its pickle gives a state to a {kind_of(target)}")
         self._ask("build", target)
         target.state = state
-        self.spend(100)
 
     def _ask(self, verb: str, term: Term) -> None:
-        if self._inspector is not None:
-            self._inspector(self, verb, term)
+        if self._check is not None:
+            self._check(verb, term)
 
 
 _STEPS: dict[bytes, Callable[[PickleMachine], None]] = {

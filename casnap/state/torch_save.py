@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: where their tensors lie, and whether loading takes bounded memory.
+"""Files of ``torch.save``: where their tensors lie, and whether the sizes that they say are true.
 
 ``torch.load(weights_only=True)`` calls only functions that torch considers harmless. But a
 compressed member, a call of ``bytearray(n)`` or a tensor larger than its storage can still take any
@@ -18,7 +18,7 @@ import torch
 
 from casnap.runtime.buffers import address_of
 from casnap.runtime.typing import override
-from casnap.state.pickles import BrokenError, PickleMachine, RefusedError, Term, kind_of, size_of
+from casnap.state.pickles import BrokenError, PickleMachine, RefusedError, Term, kind_of
 from casnap.state.tensors import TENSOR_DTYPES
 
 
@@ -99,27 +99,25 @@ class _Viewed(io.RawIOBase):
         return len(found)
 
 
-# --- loading with bounded memory ----------------------------------------------------------------
+# --- before torch loads it ----------------------------------------------------------------------
 
-_SPARE = 64 << 20
-_RATIO = 64
 _NAMES = {"data.pkl", "version", "byteorder", ".format_version", ".storage_alignment"}
 
 
-def bounded_archive(data: bytes) -> bytes:
-    """Return an archive of the same content that takes bounded memory to load.
+def checked_archive(data: bytes) -> bytes:
+    """Return an archive of the same content, once the sizes that it says are known to be true.
 
-    The archive is written anew, so that torch reads exactly what was inspected here.
+    The archive is written anew, so that torch reads exactly what was checked here.
 
     Args:
         data: An archive that claims to be from ``torch.save``.
 
     Raises:
         RefusedError: It does something that torch.save does not do for values that
-            ``weights_only`` knows or classes that the user has registered; or loading it would
-            take more than 64 MiB and 64 times its own bytes.
+            ``weights_only`` knows or classes that the user has registered; or something in it is
+            larger than the bytes that it has for it.
     """
-    members = inspected(data)
+    members = checked_members(data)
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         for name, content in members.items():
@@ -128,20 +126,19 @@ def bounded_archive(data: bytes) -> bytes:
     return out.getvalue()
 
 
-def inspected(data: bytes | memoryview) -> dict[str, memoryview]:
-    """Return the members of an archive that takes bounded memory to load, by name.
+def checked_members(data: bytes | memoryview) -> dict[str, memoryview]:
+    """Return the members of an archive by name, once the sizes that it says are known to be true.
 
     Raises:
-        RefusedError: As for :func:`bounded_archive`.
+        RefusedError: As for :func:`checked_archive`.
     """
     members = Archive(data).by_name
-    budget = _SPARE + _RATIO * len(data)
-    PickleMachine(members.get("data.pkl", b""), 0, budget, _MemoryInspector(members)).run()
+    PickleMachine(members.get("data.pkl", b""), 0, _StepCheck(members)).run()
     return members
 
 
-class _MemoryInspector:
-    """Refuses steps that take more memory than their arguments.
+class _StepCheck:
+    """Refuses steps of a pickle that say wrong sizes, or call what torch.save does not.
 
     Args:
         members: The members of the archive, by name.
@@ -155,102 +152,78 @@ class _MemoryInspector:
             for f in torch.serialization.get_safe_globals()
         }
 
-    def __call__(self, machine: PickleMachine, verb: str, term: Term) -> None:
-        """Refuse a step of a pickle, or spend the memory that it takes."""
+    def __call__(self, verb: str, term: Term) -> None:
+        """Refuse a step, or let it pass."""
         if verb == "storage":
-            key, numel = term.parts[2:5:2] if len(term.parts) == 5 else (None, None)
-            member = self._members.get(f"data/{key}") if type(key) is str else None
-            nbytes = numel * dtype_of(term).itemsize if type(numel) is int else -1
-            if member is None or nbytes != len(member):
-                raise RefusedError("a storage has another length than its member")
-            # torch would read a later use with the type of the first one.
-            if self._types.setdefault(str(key), term.parts[1].name) != term.parts[1].name:
-                raise RefusedError("a storage is of two types")
+            self._check_storage(term)
         elif verb == "call":
-            self._call(machine, term, term.name, term.parts)
+            self._check_call(term.name, term.parts)
         elif term.name not in self._registered and (verb, term.name) not in _CHANGES:
             raise RefusedError(f"its pickle makes or changes a {term.name}")
 
-    def _call(self, machine: PickleMachine, term: Term, name: str, args: list[Any]) -> None:
+    def _check_storage(self, term: Term) -> None:
+        key, numel = term.parts[2:5:2] if len(term.parts) == 5 else (None, None)
+        member = self._members.get(f"data/{key}") if type(key) is str else None
+        nbytes = numel * dtype_of(term).itemsize if type(numel) is int else -1
+        if member is None or nbytes != len(member):
+            raise RefusedError("a storage has another length than its member")
+        # torch would read a later use with the type of the first one.
+        if self._types.setdefault(str(key), term.parts[1].name) != term.parts[1].name:
+            raise RefusedError("a storage is of two types")
+
+    def _check_call(self, name: str, args: list[Any]) -> None:
         kinds = tuple(map(kind_of, args))
         if name == _TYPED and kinds[::2] == ("global", "tuple") and len(args) == 4:
-            self._call(machine, term, args[0].name, args[2].parts)
+            self._check_call(args[0].name, args[2].parts)
         elif name in TENSORS:
             place = TensorPlace.of(name, args)
-            if place.stop > len(self._members[f"data/{place.storage.parts[2]}"]):
+            length = len(self._members[f"data/{place.storage.parts[2]}"])
+            # torch makes a quantized tensor of this size first, then gives it the storage.
+            nbytes = place.nbytes // place.per_byte if name == _QUANTIZED else 0
+            if max(place.stop, nbytes) > length:
                 raise RefusedError("a tensor is larger than its storage")
-            term.size = place.nbytes
-            if name == _QUANTIZED:
-                machine.spend(2 * place.nbytes + _sizes(args[4:5]))
-        elif name == _SPARSE:
-            machine.spend(4 * _sizes(args[1:2]))
-        elif name in _COPIES:
-            if kinds not in _COPIES[name] or not _is_usual(name, args):
-                raise RefusedError(f"its pickle calls {name} in a way that torch.save does not")
-            term.size = sum(map(size_of, args))
-            machine.spend(term.size)
-        elif name not in _VIEWS and name not in self._registered:
+        elif name == _BYTEARRAY and not _is_text(kinds, args):
+            raise RefusedError(f"its pickle calls {name} in a way that torch.save does not")
+        elif name not in _CALLS and name not in self._registered:
             raise RefusedError(f"its pickle calls {name}, which is neither torch's nor registered")
 
 
-def _is_usual(name: str, args: list[Any]) -> bool:
-    if name == "_codecs.encode" or (len(args) == 2 and name == "builtins.bytearray"):
-        return args[1] in ("latin1", "latin-1")
-    return name != "builtins.bytearray" or not args or args[0].name == "_codecs.encode"
-
-
-def _sizes(values: list[Any]) -> int:
-    """Return the bytes of the tensors that a tensor is made of.
-
-    Raises:
-        RefusedError: They are not in a tuple, or one of them is not a plain tensor in a storage.
-            The size of a wrapped tensor, or of one that is given a state, is not known here.
-    """
-    if [kind_of(value) for value in values] != ["tuple"]:
-        raise RefusedError("a tensor is made of other parts than torch.save writes")
-    for part in values[0].parts:
-        if kind_of(part) in ("list", "dict", "tuple", "storage") or (
-            kind_of(part) == "call" and part.name not in _PARTS
-        ):
-            raise RefusedError("a part of a tensor is not a plain tensor")
-    return sum(map(size_of, values[0].parts))
+def _is_text(kinds: tuple[str, ...], args: list[Any]) -> bool:
+    """Whether these are the arguments that torch.save gives ``bytearray``: never a length."""
+    return kinds in ((), ("str", "str")) or (kinds == ("call",) and args[0].name == _ENCODE)
 
 
 _UTILS = "torch._utils._rebuild_"
 _ORDERED = "collections.OrderedDict"
 _TYPED = "torch._tensor._rebuild_from_type_v2"
 _QUANTIZED = f"{_UTILS}qtensor"
-_SPARSE = f"{_UTILS}sparse_tensor"
-
-# Name → the kinds of arguments that torch.save gives it.
-_COPIES: dict[str, tuple[tuple[str, ...], ...]] = {
-    _ORDERED: ((),),
-    "collections.Counter": ((), ("dict",)),
-    "builtins.set": (("list",),),
-    "builtins.complex": (("float", "float"),),
-    "builtins.bytearray": ((), ("call",), ("str", "str")),
-    "_codecs.encode": (("str", "str"),),
-    "torch.Size": (("tuple",),),
-    "torch.device": (("str",), ("str", "int")),
-    "torch.serialization._get_layout": (("str",),),
-}
-# What torch.save adds to the result of a call: a state, items.
-_CHANGES = {("build", _ORDERED), ("item", _ORDERED), ("item", "collections.Counter")}
-_VIEWS = {
+_BYTEARRAY = "builtins.bytearray"
+_ENCODE = "_codecs.encode"
+_CALLS = {
+    _ORDERED,
+    _BYTEARRAY,
+    "collections.Counter",
+    "builtins.set",
+    "builtins.complex",
+    _ENCODE,
+    "torch.Size",
+    "torch.device",
+    "torch.serialization._get_layout",
     f"{_UTILS}parameter",
     f"{_UTILS}parameter_with_state",
+    f"{_UTILS}sparse_tensor",
     f"{_UTILS}meta_tensor_no_storage",
     f"{_UTILS}wrapper_subclass",
 }
+"""What torch.save calls besides what makes a tensor of a storage."""
+_CHANGES = {("build", _ORDERED), ("item", _ORDERED), ("item", "collections.Counter")}
+"""What torch.save adds to the result of a call: a state, items."""
 
 
 # --- tensors ------------------------------------------------------------------------------------
 
 TENSORS = {f"{_UTILS}tensor", f"{_UTILS}tensor_v2", f"{_UTILS}tensor_v3", _QUANTIZED}
 """The functions that make a tensor of a storage, an offset, sizes and strides."""
-
-# The parts of sparse and quantized tensors.
-_PARTS = (TENSORS - {_QUANTIZED}) | {"torch.Size"}
 
 # Storages of quantized tensors count as the integers that they hold.
 _STORAGES = {

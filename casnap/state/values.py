@@ -24,7 +24,7 @@ from casnap.errors import CasnapError, DamagedError, UnsupportedFormatError, Uns
 from casnap.format.plain_values import PLAIN_CODECS, ValueCodec, decode_text, encode_text
 from casnap.format.records import decode, encode
 from casnap.state.pickles import RefusedError
-from casnap.state.torch_save import bounded_archive
+from casnap.state.torch_save import checked_archive
 
 PACKED_FROM = 1001
 """From this length on, a list, tuple or set of plain values is one entry."""
@@ -373,7 +373,7 @@ def encode_object(path: str, value: object, allow_pickle: bool) -> tuple[str, by
         ) from e
     data = buffer.getvalue()
     try:
-        again = _load(bounded_archive(data))
+        again = _load(checked_archive(data))
     except Exception as e:
         if allow_pickle:
             return "pickle", data
@@ -406,7 +406,7 @@ def _decode_object(path: str, kind: str, data: bytes, allow_pickle: bool) -> obj
             check_pickle_allowed(path, kind)
         return _torch_load(data, weights_only=False)
     try:
-        return _load(data if allow_pickle else bounded_archive(data))
+        return _load(data if allow_pickle else checked_archive(data))
     except RefusedError as e:
         raise UnsupportedTypeError(
             f"{path} is not read without permission: {e}; if its class was registered with "

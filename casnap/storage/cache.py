@@ -48,8 +48,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _BARE_PLACE = struct.Struct("<16sQIIB")
 _PLACE = struct.Struct("<16sQIIBI")
-# Named by a store id and a place; older versions of casnap used the store id alone.
-_FOLDER = re.compile("[0-9a-f]{32}(-[0-9a-f]{32})?")
+# Named by a store id and a place.
+_FOLDER = re.compile("[0-9a-f]{32}-[0-9a-f]{32}")
 MOST_FOLDERS = 64
 """So many caches are kept. A host that uses more stores loses time."""
 # Seconds to wait for other writers: to cache segments, and to cache what only saves time.

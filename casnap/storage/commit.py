@@ -28,14 +28,13 @@ from casnap.format.records import (
     serves_below,
     serving_below,
 )
-from casnap.storage.config import with_config
 from casnap.storage.handover import OtherRanks
 from casnap.storage.index import View
 from casnap.storage.relied_packs import COLLECTED
 from casnap.storage.roots import next_root, put_root
 from casnap.storage.segments import add_segment
 from casnap.storage.transaction import Transaction
-from casnap.storage.tree import DEEP, Tree, table_shape
+from casnap.storage.tree import Tree
 
 # About so many bytes of lists of the table stand in the hints of a commit.
 _UPPER_BYTES = 16 << 10
@@ -119,9 +118,8 @@ class _Publishing:
         relied = self._all_relied(m, latest)
         if relied is None:
             return None
-        like = with_config(self._become(m), self._objects.config)
-        new_table = self._write_table(m, like)
-        like = self._serving_all(like)
+        new_table = self._write_table(m)
+        like = self._serving_all(self._become(m))
         if self._objects.backend.is_remote:
             find = partial(self._objects.index.find, latest)
             self._packs.finish(find, self._upper_lists(new_table))
@@ -162,17 +160,13 @@ class _Publishing:
             raise FencedError(COLLECTED)
         return None
 
-    def _write_table(self, m: Root, like: Root) -> Digest | None:
-        """Write the table of the root after ``m``, in the shape for that; return its digest."""
-        table, shape = self._objects.table(m), table_shape(like)
+    def _write_table(self, m: Root) -> Digest | None:
+        """Write the table of the root after ``m``; return its digest."""
+        table = self._objects.table(m)
         changes = self._change(table, m.seq + 1)
         self._names = [name for name, row in changes.items() if row is not None]
-        if shape is not table_shape(m):
-            changes = {**dict(table.items()), **changes}
-            table = Tree(None, self._objects.node, Row, shape)
-        if shape is DEEP:
-            changes = {name: row and self._slim(row) for name, row in changes.items()}
-        return table.edit(changes, self._transaction.put_table_node)
+        slim = {name: row and self._slim(row) for name, row in changes.items()}
+        return table.edit(slim, self._transaction.put_table_node)
 
     def _serving_all(self, root: Root) -> Root:
         """Return a root that serves the names that this commit sets: by them it is meant to."""

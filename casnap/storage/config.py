@@ -16,7 +16,6 @@ from casnap.format.decoding import json_decoder
 from casnap.format.records import (
     CONFIG_KEY,
     FORMAT,
-    KNOWN_FEATURES,
     MAX_CHUNK_SIZE,
     MAX_CONFIG_BYTES,
     MIN_CHUNK_SIZE,
@@ -28,7 +27,10 @@ from casnap.format.records import (
 )
 
 RECORD = "record"
-"""The setting of a store that is a copy of ``casnap.json``."""
+"""The setting of a store that is a copy of ``casnap.json``.
+
+It spares a request on a remote store, and a repair makes a lost record anew from it.
+"""
 
 
 def no_config_error(uri: str) -> DamagedError:
@@ -94,7 +96,6 @@ def read_config(backend: Backend) -> StoreConfig:
         config = json_decoder(StoreConfig).decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as e:
         raise DamagedError(f"{where} is damaged: {e}; `casnap repair` makes it anew") from e
-    _check_features(config, where)
     if not _is_possible(config):
         raise DamagedError(
             f"{where} is damaged: chunk size {config.chunk_size}, id {config.store_id!r}"
@@ -107,40 +108,13 @@ def config_content(config: StoreConfig) -> bytes:
     return msgspec.json.format(msgspec.json.encode(config), indent=2) + b"\n"
 
 
-def config_in(root: Root, uri: str) -> StoreConfig | None:
-    """Return the copy of ``casnap.json`` that a root has among its settings; None if it has none.
-
-    Raises:
-        UnsupportedFormatError: The store has a feature that readers have to know.
-    """
+def config_in(root: Root) -> StoreConfig | None:
+    """Return the copy of ``casnap.json`` among the settings of a root; None if it has none."""
     try:
         config = decode(encode(root.settings.get(RECORD)), StoreConfig, RECORD)
     except DamagedError:
         return None
-    if config.format > FORMAT or not _is_possible(config):
-        return None
-    _check_features(config, uri)
-    return config
-
-
-def with_config(root: Root, config: StoreConfig) -> Root:
-    """Return a root with a copy of ``casnap.json``.
-
-    It spares a request on a remote store, and a repair makes a lost record anew from it.
-    """
-    if root.format == 1 or RECORD in root.settings:
-        return root
-    settings = {**root.settings, RECORD: msgspec.to_builtins(config)}
-    return msgspec.structs.replace(root, settings=settings)
-
-
-def _check_features(config: StoreConfig, where: str) -> None:
-    unknown = set(config.read_features) - KNOWN_FEATURES
-    if unknown:
-        raise UnsupportedFormatError(
-            f"{where} needs features that this casnap lacks: {', '.join(sorted(unknown))}; "
-            "update casnap"
-        )
+    return config if config.format <= FORMAT and _is_possible(config) else None
 
 
 def _is_possible(config: StoreConfig) -> bool:

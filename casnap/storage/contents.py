@@ -26,10 +26,9 @@ from casnap.format.entries import (
     TensorEntry,
     payload_of,
 )
-from casnap.format.grid import Cells, grid_of
+from casnap.format.grid import Grid, grid_of
 from casnap.format.names import key_of, rank_names
 from casnap.format.records import MAX_METADATA_BYTES, Row, decode
-from casnap.format.tiling import tiling_of
 from casnap.storage.objects import Objects
 from casnap.storage.tree import Tree
 
@@ -370,11 +369,11 @@ class Contents:
         digests = split_digests(self.digests(payload, cells, path))
         return list(zip(digests, cells.sizes(), strict=True))
 
-    def cells(self, path: str, entry: Entry) -> Cells:
+    def cells(self, path: str, entry: Entry) -> Grid:
         """Return the cells that the bytes of an entry are cut into.
 
         Raises:
-            DamagedError: Shape, boxes and length do not fit each other.
+            DamagedError: Shape and length do not fit each other.
         """
         nbytes, chunk_size = payload_of(entry).nbytes, self.objects.config.chunk_size
         if not isinstance(entry, TensorEntry):
@@ -387,12 +386,9 @@ class Contents:
                 f"{self.where}: {path} claims {nbytes} bytes for the shape {list(entry.shape)}",
                 (path,),
             )
-        try:
-            return tiling_of(entry, itemsize, chunk_size)
-        except DamagedError as e:
-            raise DamagedError(f"{self.where}: {path}: {e}", (path,)) from e
+        return grid_of(entry.shape, itemsize, chunk_size)
 
-    def digests(self, payload: Payload, cells: Cells, path: str) -> bytes:
+    def digests(self, payload: Payload, cells: Grid, path: str) -> bytes:
         """Return the digests of a payload's chunks, one behind the other.
 
         Raises:

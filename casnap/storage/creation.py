@@ -17,10 +17,8 @@ from casnap.format.codec import Codec
 from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import (
     CONFIG_KEY,
-    DEEP_TABLE,
     DEFAULT_CHUNK_SIZE,
     FOLDER_ONLY,
-    FORMAT,
     MAX_CHUNK_SIZE,
     MIN_CHUNK_SIZE,
     Root,
@@ -29,11 +27,11 @@ from casnap.format.records import (
 )
 from casnap.runtime.environment import crowded_folders
 from casnap.storage.config import (
+    RECORD,
     config_content,
     config_in,
     object_error,
     read_config,
-    with_config,
 )
 from casnap.storage.location import exists, holds
 from casnap.storage.probe import honours_put_if_absent, no_put_if_absent_error
@@ -65,7 +63,6 @@ def create_store(
     *,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     asked: bool,
-    version: int = FORMAT,
     codec: Codec = Codec.RAW,
 ) -> Made:
     """Make a store, or finish making one; do nothing if it is complete.
@@ -74,8 +71,7 @@ def create_store(
         backend: Where to make it.
         chunk_size: Bytes; a power of two from 64 KiB to 64 MiB.
         asked: Whether the user named this very place as a store.
-        version: The format of a new store.
-        codec: How a new store is to store new chunks; format 1 knows only the default.
+        codec: How a new store is to store new chunks.
 
     Raises:
         StoreError: No store can be made here.
@@ -91,13 +87,11 @@ def create_store(
     is_new = not holds(backend, CONFIG_KEY) if names is None else CONFIG_KEY not in names
     if is_new:
         names = set(backend.names("")) if names is None else names
-        ours = _put_config(backend, names, chunk_size, version, asked=asked)
+        ours = _put_config(backend, names, chunk_size, asked=asked)
     config = ours or read_config(backend)  # raises if a newer version began to make it
     if not config.put_if_absent and (ours is not None or not holds(backend, root_key(0))):
         config = _settled(backend, is_ours=ours is not None)
         ours = config if config == ours else None
-    if config.write_features:
-        return Made(is_new, config, None)
     # If the creation was cut off, folders may be there already. Beside our record there were none.
     made = ours is None and (
         holds(backend, root_key(0)) or any(map(backend.names, ("roots/0", "packs", "index")))
@@ -121,14 +115,11 @@ def check_chunk_size(chunk_size: int) -> None:
 
 
 def _first_root(backend: Backend, config: StoreConfig, codec: Codec, *, asked: bool) -> Root:
-    root = Root(seq=0, commit=bytes.fromhex(config.store_id), time=0.0)
-    if config.format == 1:
-        return root
     settings = codec_settings(codec) if codec is not Codec.RAW else {}
     if not asked and backend.folder is not None:
         settings[FOLDER_ONLY] = True
-    root = msgspec.structs.replace(root, format=2, read_features=(DEEP_TABLE,), settings=settings)
-    return with_config(root, config)
+    settings[RECORD] = msgspec.to_builtins(config)
+    return Root(seq=0, commit=bytes.fromhex(config.store_id), time=0.0, settings=settings)
 
 
 def _settled(backend: Backend, *, is_ours: bool) -> StoreConfig:
@@ -140,7 +131,7 @@ def _settled(backend: Backend, *, is_ours: bool) -> StoreConfig:
     config = read_config(backend)
     if not holds(backend, root_key(0)):
         return config
-    first = config_in(read_root(backend, 0), backend.uri) or config
+    first = config_in(read_root(backend, 0)) or config
     if is_ours and first != config:
         # This process was held up between its look and its put, which came later than root 0.
         backend.delete(CONFIG_KEY)
@@ -158,7 +149,7 @@ def _warn_of_rules(backend: Backend) -> None:
 
 
 def _put_config(
-    backend: Backend, names: set[str], chunk_size: int, version: int, *, asked: bool
+    backend: Backend, names: set[str], chunk_size: int, *, asked: bool
 ) -> StoreConfig | None:
     """Put the record of a new store, which begins to exist by that.
 
@@ -166,7 +157,6 @@ def _put_config(
         backend: Where to make it.
         names: What there is already.
         chunk_size: Bytes.
-        version: The format.
         asked: Whether the user named this very place as a store.
 
     Returns:
@@ -190,7 +180,7 @@ def _put_config(
     honoured = honours_put_if_absent(backend)
     if not honoured and not backend.exclusive:
         raise no_put_if_absent_error(backend)
-    config = StoreConfig(os.urandom(16).hex(), chunk_size, version, put_if_absent=honoured)
+    config = StoreConfig(os.urandom(16).hex(), chunk_size, put_if_absent=honoured)
     is_ours = backend.put_if_absent(CONFIG_KEY, config_content(config))
     backend.sync()
     return config if is_ours and not foreign else None

@@ -169,7 +169,6 @@ def attach(objects: Objects, place: MirrorPlace) -> None:
 
     Raises:
         MirrorError: Another store is the mirror.
-        StoreError: The store is of format 1, which has no settings.
     """
     uri = objects.backend.uri
     known = place_of(objects.newest(), uri)

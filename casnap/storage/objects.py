@@ -46,7 +46,7 @@ from casnap.storage.place_reads import (
 )
 from casnap.storage.probe import check_kept_apart
 from casnap.storage.roots import check_writable, last_listed, newest_root
-from casnap.storage.tree import Tree, table_shape
+from casnap.storage.tree import DEEP, Tree
 
 V = TypeVar("V")
 
@@ -129,8 +129,7 @@ class Objects:
         seen = LastSeen(backend).look(ahead=ahead)
         if seen is None:
             root = _try(newest_root if ahead else last_listed, backend)
-            # Stores of earlier versions have no copy of the record in their roots.
-            copy = config_in(root, backend.uri) if isinstance(root, Root) else None
+            copy = config_in(root) if isinstance(root, Root) else None
             config = copy or read_config(backend)
         else:
             config, root = seen
@@ -161,8 +160,7 @@ class Objects:
             StoreError: The place does not honour put-if-absent.
         """
         root = root or self.recent()
-        features = (*self.config.write_features, *root.write_features)
-        check_writable(self.backend.uri, features, doing)
+        check_writable(self.backend.uri, root.write_features, doing)
         if not dry_run:
             check_kept_apart(self.backend, self.config)
 
@@ -293,7 +291,7 @@ class Objects:
         top = None if root.table is None else Digest(root.table.digest)
         if root.table is not None and top is not None:
             self.node(top, root.table.hint)
-        return Tree(top, self.node, Row, table_shape(root), is_row_name)
+        return Tree(top, self.node, Row, DEEP, is_row_name)
 
     # --- chunks ---
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from casnap.errors import (
 from casnap.format.digest import DIGEST_SIZE
 from casnap.format.records import (
     ID_SIZE,
-    KNOWN_FEATURES,
     MAX_ROOT_BYTES,
     Root,
     decode,
@@ -68,9 +67,9 @@ def newest_root(backend: Backend, known: Root | None = None, *, stands: bool = F
         if backend.is_remote and root.seq == first + _MOST_PROBES:
             root = max(root, last_listed(backend), key=lambda r: r.seq)
         newer = _after(backend, root)
-    unknown = set(root.read_features) - KNOWN_FEATURES
-    if unknown:
-        raise UnsupportedFormatError(_lacks(f"to read {backend.uri}", unknown))
+    # This version knows none.
+    if root.read_features:
+        raise UnsupportedFormatError(_lacks(f"to read {backend.uri}", root.read_features))
     return root
 
 
@@ -112,15 +111,14 @@ def _lacks(doing: str, features: Collection[str]) -> str:
     )
 
 
-def check_writable(uri: str, features: Iterable[str], doing: str = "write to") -> None:
-    """Check that this version may write to a store of these write features.
+def check_writable(uri: str, features: Collection[str], doing: str = "write to") -> None:
+    """Check that this version, which knows no write features, may write to a store of some.
 
     Raises:
-        UnsupportedFormatError: It does not know one of them.
+        UnsupportedFormatError: There is one.
     """
-    unknown = set(features) - KNOWN_FEATURES
-    if unknown:
-        raise UnsupportedFormatError(_lacks(f"to {doing} {uri}", unknown))
+    if features:
+        raise UnsupportedFormatError(_lacks(f"to {doing} {uri}", features))
 
 
 def _stands(backend: Backend, root: Root) -> bool:
@@ -246,9 +244,9 @@ def read_root(backend: Backend, seq: int) -> Root:
 def _read(backend: Backend, key: str, seq: int) -> Root:
     data = backend.read(key, MAX_ROOT_BYTES)
     what = backend.where(key)
-    body = unseal(b"r", data, what, b"12")
+    body = unseal(b"r", data, what)
     root = decode(body, Root, what)
-    problem = _problem(root, seq, data[7:8])
+    problem = _problem(root, seq)
     if problem:
         raise DamagedError(f"{what} {problem}")
     # A writer would drop unknown fields, so they count as unknown write features.
@@ -259,20 +257,11 @@ def _read(backend: Backend, key: str, seq: int) -> Root:
 
 def sealed_root(root: Root) -> bytes:
     """Return the bytes of a root."""
-    fields = msgspec.structs.asdict(root)
-    if root.format == 1:
-        for name in ("format", "read_features", "write_features", "settings"):
-            del fields[name]
-    return seal(b"r", encode(fields), root.format)
+    return seal(b"r", encode(root))
 
 
-def _problem(root: Root, seq: int, version: bytes) -> str | None:
+def _problem(root: Root, seq: int) -> str | None:
     """Return what is impossible about a root, if anything."""
-    if b"%d" % root.format != version:
-        return f"says that it is of format {root.format}"
-    if root.format == 1 and (root.read_features or root.write_features or root.settings):
-        # The next root of format 1 would lose them.
-        return "has features or settings, which format 1 does not allow"
     if root.seq != seq or seq >= 1 << 48:
         return f"says that it is root {root.seq}"
     if any(len(ref.id) != ID_SIZE or not 0 <= ref.count < 1 << 32 for ref in root.segments):

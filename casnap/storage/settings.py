@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from casnap.errors import StoreError, UnsupportedFormatError
+from casnap.errors import UnsupportedFormatError
 from casnap.format.codec import Codec
 from casnap.format.records import Root, Row
 from casnap.storage.objects import Objects
@@ -68,9 +68,6 @@ def change_settings(
         objects: The store.
         edit: Given the settings, returns the new ones.
         edit_rows: Given the snapshots, returns the rows to change too if the settings change.
-
-    Raises:
-        StoreError: The store is of format 1, which has no settings.
     """
 
     def become(root: Root) -> Root:
@@ -78,12 +75,6 @@ def change_settings(
         after = edit(dict(before))
         if after == before:
             return root
-        if root.format == 1:
-            uri = objects.backend.uri
-            raise StoreError(
-                f"{uri} is of format 1, which has no settings; bring it to the newest format first "
-                f"with `casnap upgrade {uri}`, once all of its users have this version of casnap"
-            )
         return msgspec.structs.replace(root, settings=after)
 
     def change(table: Table, seq: int) -> dict[str, Row | None]:

@@ -23,7 +23,7 @@ from casnap.errors import (
 )
 from casnap.format.decoding import json_decoder
 from casnap.format.names import MARKER, STORE_FOLDER, UNFINISHED
-from casnap.format.records import DEEP_TABLE, INTERNAL, MAX_METADATA_BYTES, Root, Row
+from casnap.format.records import INTERNAL, MAX_METADATA_BYTES, Root, Row
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import publish
 from casnap.storage.objects import Objects
@@ -183,19 +183,6 @@ def change_table(
                 objects.backend.uri,
             )
     return undisturbed(commit)
-
-
-def upgrade(objects: Objects) -> bool:
-    """Bring a store to the newest format; return whether it was of an older one.
-
-    Only the table of snapshots is written anew.
-    """
-
-    def become(root: Root) -> Root:
-        features = tuple(sorted({*root.read_features, DEEP_TABLE}))
-        return msgspec.structs.replace(root, format=2, read_features=features)
-
-    return change_table(objects, lambda _table, _seq: {}, become)
 
 
 def mark(objects: Objects, name: str, row: Row) -> None:

@@ -22,7 +22,7 @@ from msgspec import Struct
 from casnap.errors import DamagedError
 from casnap.format.decoding import decoder
 from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
-from casnap.format.records import DEEP_TABLE, Root, encode
+from casnap.format.records import encode
 
 V = TypeVar("V")
 
@@ -83,14 +83,9 @@ class Shape:
 
 
 FLAT = Shape(leaf_mask=0xFF, most_items=4096)
-"""Large leaves, one list: it is read whole, and a change rewrites a small part."""
+"""The entries of a key. Large leaves, one list: it is read whole, and a change rewrites a part."""
 DEEP = Shape(leaf_mask=0x07, most_items=64, list_mask=0x07, most_children=256)
-"""Small leaves, lists of lists: a change of one item rewrites little, however many items."""
-
-
-def table_shape(root: Root) -> Shape:
-    """Return the shape of a root's table of snapshots."""
-    return DEEP if DEEP_TABLE in root.read_features else FLAT
+"""The table of snapshots. Small leaves, lists of lists: a change of one row rewrites little."""
 
 
 def _hash(key: str) -> bytes:

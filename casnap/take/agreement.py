@@ -62,10 +62,10 @@ def agree_on_request(
         SnapshotExistsError: The name is taken.
         StateError: The ranks were called with different arguments.
     """
-    root, codec = None, options.codec or Codec.RAW
+    root, codec = None, Codec.RAW
     if comm.rank == 0:
         root = _check_name_is_free(objects, name, options)
-        codec = codec_of(root, objects.backend.uri) if options.codec is None else codec
+        codec = codec_of(root, objects.backend.uri)
     own = Request(
         objects.config.store_id,
         name,

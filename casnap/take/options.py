@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from casnap.format.codec import Codec
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
 from casnap.storage.retention import Retention, check_retention
@@ -20,7 +19,6 @@ class TakeOptions:
         on_commit: Called right after the commit, on the rank that commits; the snapshot is then
             noted as one that the mirror of the store lacks. None if there is no mirror.
         follow_folders: Whether then to forget the snapshots of the run whose folders were deleted.
-        codec: How new chunks are stored; None for as the store is set.
     """
 
     metadata: Mapping[str, Any] | None = None
@@ -33,7 +31,6 @@ class TakeOptions:
     replicated: Sequence[str] | None = None
     per_rank: Sequence[str] | None = None
     threads: int | None = None
-    codec: Codec | None = None
     on_commit: Callable[[], None] | None = None
     follow_folders: bool = False
 

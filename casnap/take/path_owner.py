@@ -18,7 +18,7 @@ import msgspec
 
 from casnap.errors import StateError
 from casnap.format.digest import digest_of
-from casnap.format.entries import Boxes, Entry, TensorEntry
+from casnap.format.entries import Entry, TensorEntry
 from casnap.format.grid import grid_of
 from casnap.format.names import rank_names
 from casnap.format.region import Region
@@ -54,12 +54,17 @@ class OwnedTensor(NamedTuple):
 
 
 class ShardClaim(msgspec.Struct, array_like=True):
-    """The part of a sharded leaf that one rank holds: its boxes, and a sample of each."""
+    """The part of a sharded leaf that one rank holds.
+
+    Attributes:
+        boxes: Offsets and sizes of each box.
+        samples: A sample of each.
+    """
 
     key: bytes
     path: str
     entry: Entry
-    boxes: Boxes
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     samples: list[bytes]
 
 

@@ -20,7 +20,7 @@ from msgspec import Struct, field
 
 from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region
-from casnap.take.boxes import disjoint_boxes, distinct_boxes
+from casnap.take.shard_cover import disjoint_boxes, distinct_boxes
 
 CoveredRun: TypeAlias = tuple[int, int, tuple[int, ...]]
 """A run of cells, and the numbers of the boxes that hold some of each."""

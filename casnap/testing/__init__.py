@@ -15,11 +15,7 @@ code, begin with ``faults.py`` and ``proxy.py``.
 from __future__ import annotations
 
 import sys
-import warnings
 
-from casnap.backends import Backend
-from casnap.format.records import DEFAULT_CHUNK_SIZE
-from casnap.store import Store
 from casnap.testing.acts import (
     Gate,
     after,
@@ -66,7 +62,6 @@ __all__ = [
     "hang_up",
     "hold",
     "lose_answer",
-    "open_store",
     "repeat",
     "short",
     "stale",
@@ -78,18 +73,3 @@ __all__ = [
 if "pytest" in sys.modules:
     # A failing test of the suite then shows the values that it compared.
     sys.modules["pytest"].register_assert_rewrite("casnap.testing.backend_suite")
-
-
-def open_store(backend: Backend, *, chunk_size: int = DEFAULT_CHUNK_SIZE) -> Store:
-    """Open the store on a backend. Deprecated: use ``casnap.Store(backend)``.
-
-    Args:
-        backend: The backend that holds the store, or will hold a new one.
-        chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
-    """
-    warnings.warn(
-        "casnap.testing.open_store(backend) is deprecated; use casnap.Store(backend)",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return Store(backend, chunk_size=chunk_size).make()

@@ -1,24 +1,16 @@
 """Rows that keep the sent parts of an unfinished copy from the collector.
 
 A row of the table, under a name that no snapshot can have, refers to the chunks that were sent. Its
-manifest has a key for each part: a tensor of bytes, cut into boxes that are the chunks. So for
-every reader and collector, of earlier versions too, it is a snapshot like others.
+manifest has a key for each part, with an entry for each chunk: a value of its bytes. So for every
+collector it is a snapshot like others.
 """
 
 from __future__ import annotations
 
 import time
-from itertools import accumulate
 
-from casnap.format.digest import DIGEST_SIZE, Digest
-from casnap.format.entries import (
-    INLINE_DIGESTS,
-    LIST_DIGESTS,
-    BoxedTensorEntry,
-    Entry,
-    Manifest,
-    Payload,
-)
+from casnap.format.digest import Digest
+from casnap.format.entries import Entry, Manifest, Payload, ValueEntry
 from casnap.format.names import UNFINISHED
 from casnap.format.records import NodeRef, Row, Stats, decode, encode
 from casnap.storage.objects import Objects
@@ -43,17 +35,10 @@ def put_part(transaction: Transaction, sent: list[tuple[Digest, int]]) -> dict[s
     Returns:
         The key of the part, and the top of its tree.
     """
-    sizes = [nbytes for _, nbytes in sent]
-    digests, depth = b"".join(digest for digest, _ in sent), 0
-    while len(digests) > INLINE_DIGESTS * DIGEST_SIZE:
-        step = LIST_DIGESTS * DIGEST_SIZE
-        lists = [digests[i : i + step] for i in range(0, len(digests), step)]
-        digests, depth = b"".join(map(transaction.put_node, lists)), depth + 1
-    offsets = accumulate(sizes, initial=0)
-    boxes = tuple(((at,), (size,)) for at, size in zip(offsets, sizes, strict=False))
-    total = sum(sizes)
-    entry = BoxedTensorEntry("uint8", (total,), Payload(total, b"", digests, depth), boxes=boxes)
-    entries: dict[str, Entry] = {"": entry}
+    entries: dict[str, Entry] = {
+        f"/{number}": ValueEntry("bytes", Payload(nbytes, b"", digest))
+        for number, (digest, nbytes) in enumerate(sent)
+    }
     return {transaction.commit.hex(): build(entries, transaction.put_node)}
 
 

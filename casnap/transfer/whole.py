@@ -31,7 +31,7 @@ from casnap.transfer.tree import SourceTree
 
 # So many digests are looked for at a time, at most.
 _BATCH = 1024
-# The most chunks of a part: a tensor has no more boxes.
+# The most chunks of a part: all of its entries are in memory at once.
 _MOST_CHUNKS = 1 << 16
 
 _TURN_BYTES = 32 << 20

@@ -29,7 +29,6 @@ from casnap.testing import (
     flip,
     hold,
     lose_answer,
-    open_store,
     repeat,
     short,
     stale,
@@ -349,7 +348,6 @@ def test_a_store_on_a_backend() -> None:
     backend = MemoryBackend("a store on a backend")
     with pytest.raises(NotAStoreError):
         Store(backend, create=False)
-    with pytest.warns(DeprecationWarning, match="Store"):
-        store = open_store(backend, chunk_size=CHUNK)
+    store = Store(backend, chunk_size=CHUNK).make()
     assert Store(backend, create=False).id == store.id
     assert store.chunk_size == CHUNK

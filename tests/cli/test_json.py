@@ -21,7 +21,7 @@ from tests.support.cli_calls import COMMAND, document, fill, invoke
 from tests.support.json_keys import keys_of, listed_keys
 
 # Keys that other tests compare: they need shards, and a demo.
-ELSEWHERE = {"show": {"box_count"}, "demo": listed_keys("demo")}
+ELSEWHERE = {"demo": listed_keys("demo")}
 
 
 def failed(*arguments: object) -> Any:
@@ -63,7 +63,6 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         "export": [document("export", f"{one}/model", tmp / "out.safetensors")],
         "tag": [document("tag", one, "best")],
         "config": [document("config", store)],
-        "upgrade": [document("upgrade", store)],
         "prune": [document("prune", store, "--keep-last", 1, "--gc", "--yes")],
         "rm": [document("rm", store / "run2/step_0", "--dry-run")],
         "gc": [document("gc", store)],

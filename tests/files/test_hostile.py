@@ -248,23 +248,6 @@ def test_a_torch_file_that_is_cut_off_or_damaged(store: Store, tmp_path: Path) -
         assert "trust" not in message
 
 
-def test_small_files_of_endless_states(store: Store, tmp_path: Path) -> None:
-    once: Any = [1] * 10
-    for _ in range(9):
-        once = [once] * 10
-    torch.save({"a": once, "b": 1}, tmp_path / "laughs.pt")
-    assert "again and again, 11,111,111,111 values" in refused(store, tmp_path / "laughs.pt")
-    folder = torchsnapshot(tmp_path / "ts", {}, evil=(tmp_path / "laughs.pt").read_bytes())
-    manifest = {"0/m": {"type": "object", "location": "evil", "serializer": "torch_save"}}
-    document = {"version": "0.1.0", "world_size": 1, "manifest": manifest}
-    (folder / ".snapshot_metadata").write_text(json.dumps(document))
-    assert "again and again" in refused(store, folder)
-    shared = [torch.ones(3), {"a": 1}]
-    torch.save({"a": [shared] * 4, "b": 1}, tmp_path / "shared.pt")
-    store.import_file(tmp_path / "shared.pt", "shared")
-    assert len(store["shared"].read_object("a")) == 4
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     dcp.save({"w": torch.randn(50, 40), "n": {"a": 1}}, checkpoint_id=tmp_path / "d")

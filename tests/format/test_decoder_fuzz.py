@@ -138,8 +138,7 @@ def footer(head: bytes) -> object:
 
 
 def root(body: bytes) -> object:
-    version = 2 if b"read_features" in body else 1
-    backend = memory(root_key(1), seal(b"r", body, version))
+    backend = memory(root_key(1), seal(b"r", body))
     try:
         return read_root(backend, 1)
     finally:

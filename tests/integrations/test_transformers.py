@@ -315,12 +315,6 @@ def test_a_save_with_an_adapter_that_is_killed_is_passed_over(tmp_path: Path) ->
         assert kept[-1] == f"checkpoint-{last}"
         assert in_child(lambda when=when: train(when, resume=True)) == 0
         assert_same(load(tmp_path / f"{when}-end"), load(tmp_path / "whole-end"))
-    # What an older casnap left there: an adapter without a tensor.
-    from safetensors.torch import save_file
-
-    (tmp_path / "whole/checkpoint-9").mkdir()
-    save_file({}, tmp_path / "whole/checkpoint-9/adapter_model.safetensors", {"format": "pt"})
-    assert in_child(lambda: train("whole", resume=True, max_steps=8)) == 0
 
 
 def test_a_checkpoint_that_is_saved_again_has_no_weights_of_before(tmp_path: Path) -> None:

@@ -63,10 +63,9 @@ def test_stores_that_must_not_be_collected(path: Path, tmp_path: Path) -> None:
     assert "--exclusive" in failure("gc", path)
     Store(path).gc(grace=0, dry_run=True, exclusive=True)
     assert files(path) == before
-    configure(path, put_if_absent=True, write_features=["x"])
+    configure(path, put_if_absent=True, format=2)
     with pytest.raises(UnsupportedFormatError, match="update casnap"):
         Store(path).gc(grace=0)
-    configure(path, write_features=[], format=3)
     assert "update casnap" in failure("gc", path)
     assert files(path) == before
 

@@ -49,7 +49,7 @@ def snapshot(store, model):
 
 @pytest.fixture(scope="module")
 def two_ranks(store):
-    """A snapshot of two ranks: a tensor in boxes, one that both hold, values that differ."""
+    """A snapshot of two ranks: tensors that both hold, values that differ."""
     state = {"w": torch.arange(40_000.0).reshape(40, 1000), "b": torch.ones(200)}
     ranks = [{"m": {**state, "seed": torch.full((5,), float(r))}} for r in range(2)]
     ranks[1]["m"]["late"] = torch.ones(3)
@@ -57,7 +57,6 @@ def two_ranks(store):
         store,
         "world",
         ranks,
-        boxes={"m/w": (((0, 0), (40, 500)), ((0, 500), (40, 500)))},
         own=["m/seed", "m/late", "m"],
     )
 
@@ -198,10 +197,9 @@ def test_neighbours_are_read_together(snapshot, monkeypatch):
 
 
 def test_entries_of_ranks(two_ranks):
-    boxed = two_ranks["m/w"]
-    assert (boxed.is_global, boxed.is_sharded) == (True, True)
-    assert_same(boxed[3, 490:510], torch.arange(40_000.0).reshape(40, 1000)[3, 490:510].clone())
-    assert two_ranks["m/b"].is_sharded is None
+    shared = two_ranks["m/w"]
+    assert (shared.is_global, shared.is_sharded) == (True, None)
+    assert_same(shared[3, 490:510], torch.arange(40_000.0).reshape(40, 1000)[3, 490:510].clone())
     seed = two_ranks["1/m/seed"]
     assert (seed.rank, seed.is_global, seed.is_sharded) == (1, False, False)
     assert_same(seed[...], torch.ones(5))

@@ -199,7 +199,6 @@ def test_the_command_shows_sharded_snapshots(saved: str) -> None:
     assert document("show", columns)["world_size"] == 4
     shown = document("show", columns, "train/model/blocks.0.down.weight")
     assert shown["shape"] == [96, 384]
-    assert "box_count" not in shown
     assert document("diff", plain, f"{saved}/fsdp2 on 3")["changed_count"] == 0
     assert document("diff", plain, columns)["changed_count"] == 0
     assert document("check", saved, "--data")

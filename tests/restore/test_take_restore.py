@@ -98,23 +98,6 @@ def test_progress_is_told(store):
         assert 2_000_000 <= done <= total < 2_100_000
 
 
-def test_progress_with_two_arguments_goes_on_to_work(store):
-    state = {"s": StateDict(x=torch.randn(500_000))}
-    for work in (
-        lambda tell: store.take(state, "a", progress=tell),
-        lambda tell: Snapshot.take("b", state, store=store, progress=tell),
-        lambda tell: store["a"].restore(state, progress=tell),
-        lambda tell: store.async_take(state, "c", progress=tell).wait(),
-        lambda tell: Snapshot.async_take("d", state, store=store, progress=tell).wait(),
-    ):
-        told = []
-        with pytest.warns(DeprecationWarning, match="three") as caught:
-            work(lambda done, total, told=told: told.append((done, total)))
-        assert [warning.filename for warning in caught] == [__file__]
-        done, total = max(told)
-        assert 2_000_000 <= done <= total < 2_100_000
-
-
 def test_an_empty_app_state(store):
     snapshot = store.take({}, "nothing")
     assert snapshot.get_manifest() == {}

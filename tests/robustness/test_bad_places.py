@@ -273,7 +273,6 @@ def test_the_commands(bucket: Bucket, options: dict[str, Any], monkeypatch: Any)
     assert document("gc", uri, "--grace", 0, *at)["requests"]["delete"] > 0
     assert document("check", uri, "--data", *at)["requests"]["list"] > 0
     assert document("repair", uri, "--yes", *at)["ok"]
-    assert document("upgrade", uri, *at)["upgraded"] is False
 
 
 def test_a_snapshot_is_no_store(bucket: Bucket, options: dict[str, Any]) -> None:

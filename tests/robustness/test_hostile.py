@@ -389,8 +389,6 @@ CONFIG = {
     "store_id": "0" * 32,
     "chunk_size": CHUNK,
     "format": 1,
-    "read_features": [],
-    "write_features": [],
     "put_if_absent": True,
 }
 
@@ -410,8 +408,6 @@ CONFIG = {
         {"format": 3},
         {"format": 1 << 80},
         {"format": "1"},
-        {"read_features": ["evil"]},
-        {"read_features": 5},
     ],
 )
 def test_hostile_records_of_a_store(change: dict[str, Any]) -> None:

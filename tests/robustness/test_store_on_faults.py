@@ -255,7 +255,7 @@ def test_writes_become_visible_late(local: FaultyBackend) -> None:
     assert_steps(local.inner, {0, 1})
 
 
-@pytest.mark.parametrize("act", [flip(), flip(4001), short(0), short(100)])
+@pytest.mark.parametrize("act", [flip(), flip(4301), short(0), short(100)])
 @pytest.mark.parametrize("keys", ["packs/*", "index/*", "roots/*", "casnap.json"])
 def test_what_is_read_is_not_what_was_written(
     local: FaultyBackend, keys: str, act: Act, cache_dir: Path

@@ -1,4 +1,4 @@
-"""Files of torch.save are read back whole; a file that would expand hugely is refused."""
+"""Files of torch.save are read back whole; a file that says wrong sizes is refused."""
 
 from __future__ import annotations
 
@@ -176,33 +176,8 @@ def called(name: str, *args: bytes) -> bytes:
     return name_of(name) + b"(" + b"".join(args) + b"tR"
 
 
-def sparse(*parts: bytes) -> bytes:
-    layout = called("torch.serialization._get_layout", text("torch.sparse_coo"))
-    data = b"(" + b"".join(parts) + b"K\1\x85t"
-    return archive(called("torch._utils._rebuild_sparse_tensor", layout, data) + b".", FOUR)
-
-
-def as_parameter(tensor: bytes) -> bytes:
-    hooks = name_of("collections.OrderedDict") + b")R"
-    return called("torch._utils._rebuild_parameter", tensor, b"\x89", hooks)
-
-
-def given(tensor: bytes, **state: bytes) -> bytes:
-    """A small tensor, rebuilt with a state."""
-    rebuild, args = tensor.split(b"\n(", 1)
-    items = b"".join(text(name) + value for name, value in state.items())
-    return called(
-        "torch._tensor._rebuild_from_type_v2",
-        rebuild + b"\n",
-        name_of("torch.Tensor"),
-        b"(" + args.removesuffix(b"R"),
-        b"}(" + items + b"u",
-    )
-
-
 GIB = 1 << 30
 FOUR = {"data/0": bytes(4)}
-LAUGHS = b"K\1q\0" + b"".join(b"h\0h\0\x86q\0" for _ in range(64))
 HOSTILE: dict[str, Callable[[], bytes]] = {
     "deflated": lambda: archive(b"N.", {"data/0": bytes(GIB // 16)}, zipfile.ZIP_DEFLATED),
     "a deflated pickle": lambda: archive(b"N" * 40_000_000 + b".", None, zipfile.ZIP_DEFLATED),
@@ -221,14 +196,6 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "strides beyond the storage": lambda: archive(tensor(1, 2, GIB) + b".", FOUR),
     "an offset beyond the storage": lambda: archive(tensor(1, 1, 1, GIB) + b".", FOUR),
     "a quantized tensor, expanded": lambda: archive(quantized(GIB) + b".", FOUR),
-    "a sparse tensor, expanded": lambda: sparse(tensor(1, GIB, 0), tensor(1, GIB, 0)),
-    "a sparse tensor of parameters": lambda: sparse(
-        as_parameter(tensor(1, GIB, 0)), as_parameter(tensor(1, GIB, 0))
-    ),
-    "a sparse tensor of what became larger": lambda: sparse(
-        given(tensor(1, 1), data=tensor(1, GIB, 0)), given(tensor(1, 1), data=tensor(1, GIB, 0))
-    ),
-    "a sparse tensor of lists": lambda: sparse(b"]", b"]"),
     "items of a tensor": lambda: archive(tensor(1, 1) + tensor(1, GIB, 0) + b"K\1s.", FOUR),
     "a storage as two types": lambda: archive(
         storage(1) + storage(4, kind="Byte") + b"\x86.", FOUR
@@ -236,26 +203,6 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "a state for a tensor": lambda: archive(
         tensor(1, 1) + b"(" + storage(1) + b"K\0" + long(GIB) + b"\x85K\1\x85tb.", FOUR
     ),
-    "a set of an expanded tensor": lambda: archive(
-        called("__builtin__.set", tensor(1, 4 * GIB, 0)) + b".", FOUR
-    ),
-    "one text, encoded over and over": lambda: archive(
-        b"]q\1" + text("x" * (1 << 20)) + b"q\0" + text("latin1") + b"q\2"
-        b"h\1" + (name_of("_codecs.encode") + b"h\0h\2\x86Ra") * 2000 + b"."
-    ),
-    "hex of hex": lambda: archive(
-        text("x")
-        + b"q\0"
-        + b"".join(
-            name_of("_codecs.encode") + b"h\0" + text("hex") + b"\x86Rq\0" for _ in range(40)
-        )
-        + b"."
-    ),
-    "one list, made sets of": lambda: archive(
-        b"]q\0(" + b"".join(b"M" + struct.pack("<H", i) for i in range(60_000)) + b"e]q\1"
-        b"h\1" + (name_of("__builtin__.set") + b"h\0\x85Ra") * 2000 + b"."
-    ),
-    "doubled tuples as a key": lambda: archive(b"}" + LAUGHS + b"Ns."),
     "nested tuples as a key": lambda: archive(b"}" + b"K\1" + b"\x85" * 1_000_000 + b"Ns."),
     "empty sets": lambda: archive(b"(" + b"\x8f" * 1_000_000 + b"t."),
     "another protocol": lambda: archive(b"\x80\4N."),

@@ -105,7 +105,7 @@ def test_caches_that_are_not_used_any_more_are_removed(tmp_path: Path, cache_dir
         os.utime(folder / "boot", (1_000_000_000 - age, 1_000_000_000 - age))
         return folder
 
-    before = old("1" * 32, "another boot", 0)
+    before = old(f"{1:032x}-{2:032x}", "another boot", 0)
     current = [old(f"{n:032x}-{n:032x}", boot_id(), n) for n in range(MOST_FOLDERS + 5)]
     others = cache_dir / "something else"
     others.mkdir()

@@ -235,33 +235,19 @@ def test_hints_say_where_each_thing_lies() -> None:
 # --- the copy of casnap.json in the root ---
 
 
-def test_a_root_without_the_record(name: str, new_host: NewHost) -> None:
-    """Earlier versions wrote none; the next commit adds it."""
-    store = take_many(name, 2)
-    double = RemoteDouble(name)
-    root = newest_root(double)
-    assert root.settings[RECORD]["store_id"] == store.id
-    assert put_next_root(double, root, settings={"codec": "raw", "other": 1}) is not None
-    for asks in (True, False):
-        new_host()
-        backend = RemoteDouble(name)
-        again = Store(backend)
-        assert again.id == store.id
-        assert (("get", "casnap.json") in backend.log) == asks
-        assert again.settings == {"codec": "raw", "other": 1}
-        again.take({"m": StateDict(x=1)}, f"last-{asks}")
-    assert again.check().ok
-
-
 @pytest.mark.parametrize("record", [None, 5, {"store_id": "x"}, {"store_id": "a" * 32}])
 def test_a_record_in_a_root_that_makes_no_sense(
     name: str, new_host: NewHost, record: object
 ) -> None:
     store = take_many(name, 1)
     double = RemoteDouble(name)
-    assert put_next_root(double, newest_root(double), settings={RECORD: record}) is not None
+    root = newest_root(double)
+    assert root.settings[RECORD]["store_id"] == store.id
+    assert put_next_root(double, root, settings={RECORD: record}) is not None
     new_host()
-    assert Store(RemoteDouble(name)).id == store.id
+    backend = RemoteDouble(name)
+    assert Store(backend).id == store.id
+    assert ("get", "casnap.json") in backend.log
 
 
 def test_a_record_in_a_root_that_differs_from_the_store(name: str, new_host: NewHost) -> None:

@@ -100,7 +100,7 @@ def test_a_segment_of_another_length_is_passed_over(tmp_path: Path, length: int)
 
 @pytest.fixture(autouse=True)
 def without_hints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write stores as earlier versions did: no hints say where to look."""
+    """Write no hints that say where to look."""
     monkeypatch.setattr("casnap.storage.new_packs.encode_hints", lambda *_: b"")
 
 

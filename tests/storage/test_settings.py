@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,8 @@ import pytest
 import torch
 
 from casnap import Retention, Snapshot, StateDict, Store
-from casnap.backends import LocalBackend
-from casnap.errors import StoreError, UnsupportedFormatError
+from casnap.errors import UnsupportedFormatError
 from casnap.format.codec import Codec
-from casnap.storage.creation import create_store
 from casnap.storage.roots import put_next_root
 from tests.support.cli_calls import document, failure, invoke
 from tests.support.object_stores import store_in
@@ -98,25 +95,6 @@ def test_the_codec_of_an_existing_store_stays(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_compress_is_an_alias_that_warns(tmp_path: Path) -> None:
-    """It sets the codec of a new store, and holds for one handle of an existing one."""
-    with pytest.warns(DeprecationWarning, match=r"codec=.zstd") as caught:
-        store = Store(tmp_path / "new", chunk_size=CHUNK, compress=True).make()
-    assert caught[0].filename == __file__
-    assert store.settings == {"codec": "zstd"}
-    plain = Store(tmp_path / "old", chunk_size=CHUNK).make()
-    with pytest.warns(DeprecationWarning, match="compress="):
-        packed = Store(tmp_path / "old", compress=True).make()
-    assert packed.settings == {"codec": "raw"}
-    packed.take(state(1), "packed")
-    pickle.loads(pickle.dumps(packed)).take(state(2), "unpickled")
-    plain.take(state(3), "plain")
-    assert codecs(plain, "packed") == codecs(plain, "unpickled") == {Codec.ZSTD}
-    assert codecs(plain, "plain") == {Codec.RAW}
-    with pytest.raises(ValueError, match="codec= alone"):
-        Store(tmp_path / "old", codec="raw", compress=True).make()
-
-
 @pytest.mark.parametrize("codec", ["from-the-future", 7, ["zstd"], None, "ZSTD"])
 def test_an_unknown_codec_stops_takes_alone(tmp_path: Path, codec: object) -> None:
     store = Store(tmp_path / "s", chunk_size=CHUNK).make()
@@ -139,20 +117,6 @@ def test_an_unknown_codec_stops_takes_alone(tmp_path: Path, codec: object) -> No
     assert invoke("config", tmp_path / "s").exit_code == 0
     assert store.configure(codec="raw")
     store.take(state(3), "c")
-
-
-def test_format_1_has_no_settings(tmp_path: Path) -> None:
-    create_store(LocalBackend(tmp_path / "s"), chunk_size=CHUNK, asked=True, version=1)
-    store = Store(tmp_path / "s").make()
-    assert store.settings == {"codec": "raw"}
-    assert not store.configure(codec="raw")
-    with pytest.raises(StoreError, match="casnap upgrade"):
-        store.configure(codec="zstd")
-    assert "casnap upgrade" in failure("config", tmp_path / "s", "codec=zstd")
-    assert store.upgrade()
-    assert store.configure(codec="zstd")
-    store.take(state(1), "a")
-    assert codecs(store, "a") == {Codec.ZSTD}
 
 
 def test_the_command(tmp_path: Path) -> None:

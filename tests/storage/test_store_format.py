@@ -1,8 +1,7 @@
-"""The two formats of a store: the table, features and settings; what a writer does not know."""
+"""The format of a store: the table, features and settings; what a writer does not know."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -15,21 +14,16 @@ import pytest
 import torch
 
 from casnap import Retention, Snapshot, Store
-from casnap.backends import LocalBackend
-from casnap.errors import DamagedError, UnsupportedFormatError
+from casnap.errors import UnsupportedFormatError
 from casnap.format.digest import Digest
 from casnap.format.records import encode, pack_key, root_key, seal, unseal
 from casnap.state.stateful import StateDict
-from casnap.storage.config import RECORD
-from casnap.storage.creation import create_store
 from casnap.storage.roots import put_next_root
 from casnap.storage.table import change_table
 from casnap.storage.tree import Branch
 from tests.support.cli_calls import document, invoke
-from tools.make_fixture import FOLDER, SNAPSHOTS, allow_settings, app_state, stateful
 
 CHUNK = 64 << 10
-FIELDS = {"seq", "commit", "time", "fence", "table", "segments", "condemned", "lost"}
 LARGE = {"notes": "x" * 60_000, "loss": 0.5, "step": 7}
 
 
@@ -37,16 +31,11 @@ def state(n: int) -> dict[str, StateDict]:
     return {"s": StateDict(x=torch.full((30_000,), float(n)), step=n)}
 
 
-def old_store(folder: Path) -> Store:
-    """Return a new store of format 1."""
-    create_store(LocalBackend(folder), chunk_size=CHUNK, asked=True, version=1)
-    return Store(folder).make()
-
-
-def newest_record(store: Store) -> tuple[bytes, dict[str, Any]]:
-    """Return the version digit and the fields of the newest root."""
+def newest_record(store: Store) -> dict[str, Any]:
+    """Return the fields of the newest root."""
     data = store.objects.backend.read(root_key(store.objects.newest().seq))
-    return data[7:8], msgspec.msgpack.decode(unseal(b"r", data, "the root", b"12"))
+    fields: dict[str, Any] = msgspec.msgpack.decode(unseal(b"r", data, "the root"))
+    return fields
 
 
 def bytes_in(folder: Path) -> int:
@@ -60,92 +49,7 @@ def assert_restores(store: Store, name: str, n: int) -> None:
     assert torch.equal(target["s"]["x"], state(n)["s"]["x"])
 
 
-# --- format 1 is written on ---------------------------------------------------------------------
-
-
-def test_a_store_of_format_1_stays_one(tmp_path: Path) -> None:
-    """Older versions go on reading what this one writes into their store."""
-    store = old_store(tmp_path / "s")
-    config = (tmp_path / "s/casnap-store/casnap.json").read_bytes()
-    assert json.loads(config)["format"] == 1
-    for n in range(12):
-        store.take(state(n % 3), f"run/{n}", metadata=LARGE)
-    store.tag("run/1", "best")
-    store.delete("run/0")
-    store.prune(Retention(keep_last=5))
-    store.gc(grace=0)
-    store.repair()
-    version, fields = newest_record(store)
-    assert version == b"1"
-    assert fields.keys() == FIELDS
-    assert store.format == 1
-    assert (tmp_path / "s/casnap-store/casnap.json").read_bytes() == config
-    table = store.objects.table(store.objects.newest())
-    for row in dict(table.items()).values():
-        assert row.metadata == LARGE
-        assert not row.metadata_node
-    assert store.check(data=True).damages == []
-
-
-def test_new_stores_have_the_newest_format(tmp_path: Path) -> None:
-    store = Store(tmp_path / "s").make()
-    assert json.loads((tmp_path / "s/casnap-store/casnap.json").read_bytes())["format"] == 2
-    version, fields = newest_record(store)
-    assert (version, store.format) == (b"2", 2)
-    assert fields["read_features"] == ["deep-table"]
-    assert not store.upgrade()
-    assert store.objects.newest().seq == 0
-
-
-# --- upgrade ------------------------------------------------------------------------------------
-
-
-def test_upgrade(tmp_path: Path) -> None:
-    store = old_store(tmp_path / "s")
-    for n in range(40):
-        store.take(state(n % 3), f"run/{n}", metadata=LARGE if n % 2 else {"n": n})
-    store.tag("run/3", "best")
-    before = {s.name: (s.commit_id, s.metadata.user, s.tags) for s in store.snapshots()}
-    config = (tmp_path / "s/casnap-store/casnap.json").read_bytes()
-    assert store.upgrade()
-    assert not store.upgrade()
-    assert (newest_record(store)[0], store.format) == (b"2", 2)
-    assert (tmp_path / "s/casnap-store/casnap.json").read_bytes() == config
-    again = Store(tmp_path / "s", create=False)
-    assert before == {s.name: (s.commit_id, s.metadata.user, s.tags) for s in again.snapshots()}
-    store.take(state(50), "run/50", metadata=LARGE)
-    store.gc(grace=0)
-    assert again.check(data=True).damages == []
-    for name, n in (("run/0", 0), ("run/38", 2), ("run/50", 50)):
-        assert_restores(again, name, n)
-    assert again["run/50"].metadata.user == LARGE
-
-
-def test_upgrade_of_the_fixture(tmp_path: Path) -> None:
-    shutil.copytree(FOLDER, tmp_path / "store")
-    store = Store(tmp_path / "store", create=False)
-    allow_settings()
-    names = [s.name for s in store.snapshots()]
-    assert store.upgrade()
-    assert [s.name for s in store.snapshots()] == names
-    name, step = next(iter(SNAPSHOTS.items()))
-    blank = {key: StateDict() for key in app_state(step)}
-    store[name].restore(blank)
-    assert store.take(stateful(app_state(step)), "again").stats.new_bytes < 4_000
-
-
-def test_the_command(tmp_path: Path) -> None:
-    old_store(tmp_path / "s").take(state(1), "a")
-    done = invoke("upgrade", str(tmp_path / "s"))
-    assert "format 1 -> 2" in done.stdout
-    assert document("upgrade", str(tmp_path / "s")) == {
-        "store": str(tmp_path / "s"),
-        "upgraded": False,
-        "format": 2,
-    }
-
-
-# --- the table of format 2 ----------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------
 
 
 def test_a_take_beside_20000_snapshots_writes_little(tmp_path: Path) -> None:
@@ -245,16 +149,14 @@ WRITES: dict[str, Callable[[Store], Any]] = {
     "prune": lambda s: s.prune(Retention(keep_within=1e-9)),
     "gc": lambda s: s.gc(grace=0),
     "repair": lambda s: s.repair(),
-    "upgrade": lambda s: s.upgrade(),
 }
 
 
 def with_root(store: Store, **fields: Any) -> None:
     """Put the next root, with some more fields, as a later version might."""
     root = store.objects.newest()
-    _, said = newest_record(store)
-    said.update(seq=root.seq + 1, commit=b"f" * 16, **fields)
-    store.objects.backend.put_if_absent(root_key(root.seq + 1), seal(b"r", encode(said), 2))
+    said = {**newest_record(store), "seq": root.seq + 1, "commit": b"f" * 16, **fields}
+    store.objects.backend.put_if_absent(root_key(root.seq + 1), seal(b"r", encode(said)))
 
 
 @pytest.mark.parametrize("fields", [{"write_features": ["holograms"]}, {"holograms": 1}])
@@ -291,7 +193,7 @@ def test_a_feature_that_comes_while_a_take_runs(tmp_path: Path) -> None:
 def test_what_a_reader_does_not_know_it_refuses(tmp_path: Path) -> None:
     store = Store(tmp_path / "s").make()
     store.take(state(1), "a")
-    with_root(store, read_features=["deep-table", "holograms"])
+    with_root(store, read_features=["holograms"])
     uses = {
         **WRITES,
         "ls": lambda s: s.snapshots(),
@@ -309,36 +211,11 @@ def test_settings_are_kept(tmp_path: Path, write: str) -> None:
     store = Store(tmp_path / "s").make()
     for n, name in enumerate("ac"):
         store.take(state(n), name)
-    assert put_next_root(
-        store.objects.backend, store.objects.newest(), settings={"colour": ["red", 1]}
-    )
-    WRITES[write](store)
-    # Beside them stands the copy of casnap.json.
-    assert {**store.objects.newest().settings, RECORD: None} == {"colour": ["red", 1], RECORD: None}
-
-
-def test_a_root_that_denies_its_format(tmp_path: Path) -> None:
-    """The digit in front and the field have to agree, or a version could be misled by either."""
-    store = Store(tmp_path / "s").make()
-    said = {**newest_record(store)[1], "seq": 1}
-    store.objects.backend.put_if_absent(root_key(1), seal(b"r", encode(said)))
-    with pytest.raises(DamagedError, match="says that it is of format 2"):
-        Store(tmp_path / "s").snapshots()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"read_features": ["deep-table"]}, {"write_features": ["x"]}, {"settings": {"colour": 1}}],
-)
-def test_a_root_of_format_1_has_nothing_of_format_2(tmp_path: Path, fields: dict[str, Any]) -> None:
-    """A writer would make the next root without it, in silence."""
-    store = old_store(tmp_path / "s")
-    store.take(state(1), "a")
     root = store.objects.newest()
-    said = {**newest_record(store)[1], "seq": root.seq + 1, "commit": b"f" * 16, **fields}
-    store.objects.backend.put_if_absent(root_key(root.seq + 1), seal(b"r", encode(said)))
-    with pytest.raises(DamagedError, match="features or settings"):
-        Store(tmp_path / "s").take(state(2), "b")
+    settings = {**root.settings, "colour": ["red", 1]}
+    assert put_next_root(store.objects.backend, root, settings=settings)
+    WRITES[write](store)
+    assert store.objects.newest().settings == settings
 
 
 def test_a_take_does_not_list_what_has_a_name_for_each_snapshot(

@@ -14,18 +14,15 @@ from casnap.format.digest import DIGEST_SIZE
 from casnap.format.entries import (
     INLINE_BYTES,
     INLINE_DIGESTS,
-    BoxedTensorEntry,
-    Boxes,
     Entry,
     Manifest,
     Payload,
     TensorEntry,
     with_payload,
 )
-from casnap.format.grid import Cells, grid_of
+from casnap.format.grid import grid_of
 from casnap.format.records import CONFIG_KEY, Row, Stats, encode
 from casnap.format.region import Region
-from casnap.format.tiling import tiling_of
 from casnap.runtime.buffers import bytes_at
 from casnap.runtime.threads import Crew
 from casnap.state.flatten import Leaf, flatten
@@ -44,7 +41,6 @@ def write(
     name: str,
     states: State | Sequence[State],
     *,
-    boxes: Mapping[str, Boxes] | None = None,
     own: Collection[str] = (),
 ) -> Snapshot:
     """Write a snapshot of some ranks.
@@ -53,14 +49,13 @@ def write(
         store: Where.
         name: Its name.
         states: What each rank holds, or the only one, by key.
-        boxes: Path → the boxes that the tensor there is cut into.
         own: Paths of what each rank keeps for itself; all else is global, as rank 0 holds it.
     """
     ranks = [states] if isinstance(states, Mapping) else list(states)
     with Crew() as crew:
         transaction = Transaction(store.objects, crew)
         try:
-            writer = _Writer(store, transaction, boxes or {})
+            writer = _Writer(store, transaction)
             top = Manifest({}, {str(rank): {} for rank in range(len(ranks))})
             for rank, state in enumerate(ranks):
                 for key, value in state.items():
@@ -91,10 +86,9 @@ def write(
 class _Writer:
     """Stores the bytes of leaves, and trees of them."""
 
-    def __init__(self, store: Store, transaction: Transaction, boxes: Mapping[str, Boxes]) -> None:
+    def __init__(self, store: Store, transaction: Transaction) -> None:
         self._chunk_size = store.objects.config.chunk_size
         self._transaction = transaction
-        self._boxes = boxes
         self._chunks = transaction.chunk_writer()
         self.finish = self._chunks.finish
         self.nbytes = self.entries = 0
@@ -105,10 +99,6 @@ class _Writer:
 
     def _entry(self, leaf: Leaf) -> Entry:
         entry, content = leaf.entry, leaf.content
-        if leaf.path in self._boxes:
-            assert isinstance(entry, TensorEntry)
-            fields = {field: getattr(entry, field) for field in TensorEntry.__struct_fields__}
-            entry = BoxedTensorEntry(**fields, boxes=self._boxes[leaf.path])
         assert not isinstance(content, Shards)
         raw = content if isinstance(content, bytes) else _bytes_of(content)
         self.nbytes += len(raw)
@@ -123,9 +113,7 @@ class _Writer:
     def _cut(self, entry: Entry, raw: bytes) -> list[memoryview]:
         tensor = entry if isinstance(entry, TensorEntry) else None
         shape, itemsize = (tensor.shape, itemsize_of(tensor)) if tensor else ((len(raw),), 1)
-        cells: Cells = grid_of(shape, itemsize, self._chunk_size)
-        if tensor:
-            cells = tiling_of(tensor, itemsize, self._chunk_size)
+        cells = grid_of(shape, itemsize, self._chunk_size)
         items = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(*shape, itemsize)
         regions = map(cells.region, range(cells.count))
         cut = [items[region.within(Region.whole(shape))] for region in regions]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +169,7 @@ def test_a_group_without_rank_0_takes(world, tmp_path):
 
 def take_compressed(folder: str, how: str) -> None:
     rank = dist.get_rank()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        # Rank 1 alone would store raw chunks.
-        store = Store(folder, compress=False) if rank else Store(folder)
+    store = Store(folder)
     state = {"model": StateDict(x=torch.full((200_000,), rank))}
     if how == "Snapshot.take":
         Snapshot.take("s", state, store=store)

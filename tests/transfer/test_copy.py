@@ -25,6 +25,7 @@ from casnap.errors import (
 from casnap.format.records import pack_key
 from casnap.transfer.copy import copy_snapshots
 from casnap.transfer.report import ChosenSnapshot, CopyOptions
+from tests.support.bitwise import assert_same
 from tests.support.copies import assert_copied, copy_in_parts, filled, opened, unfinished
 from tests.support.faults import CHUNK, app_state, assert_holds, assert_no_orphans, files, take
 from tests.support.mounts import as_nobody
@@ -275,6 +276,21 @@ def test_a_tensor_larger_than_a_part(tmp_path: Path) -> None:
     assert torch.equal(there["step_0"].read_object("state/weight"), weight)
     there.gc(grace=0)
     assert_no_orphans(tmp_path / "copy")
+
+
+def test_chunks_of_a_few_bytes_are_kept_too(tmp_path: Path) -> None:
+    """The last chunk of a tensor can be shorter than what an entry holds itself."""
+    source = Store(tmp_path / "source", chunk_size=CHUNK)
+    state = {f"{i:02}": torch.randint(0, 256, (CHUNK + 7,), dtype=torch.uint8) for i in range(20)}
+    source.take({"state": StateDict(state)}, "step_0")
+    interrupted(source, tmp_path / "copy", 13 * CHUNK, part_bytes=4 * CHUNK)
+    there = Store(tmp_path / "copy")
+    there.gc(grace=0, repack=1.0)
+    assert there.check(data=True).ok
+    report = source.copy(to=there)
+    # Three parts of four tensors, two chunks each.
+    assert report.present_chunks == 24
+    assert_same(there["step_0"].get_state_dict_for_key("state"), state)
 
 
 def test_an_abandoned_copy_is_dropped_by_the_collector(

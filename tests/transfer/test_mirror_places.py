@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from casnap import Retention, Store
-from casnap.backends import LocalBackend, MemoryBackend
+from casnap.backends import MemoryBackend
 from casnap.errors import MirrorError, NotAStoreError, OptionsError, StoreError
-from casnap.storage.creation import create_store
 from casnap.testing import Fault, FaultyBackend, fail
 from tests.support.cli_calls import failure, invoke
 from tests.support.copies import mirrored, names
@@ -65,7 +64,6 @@ def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
     take(store, 1)
     (tmp_path / "file").write_text("x")
     Store(tmp_path / "large", chunk_size=1 << 20).make()
-    create_store(LocalBackend(tmp_path / "old"), chunk_size=CHUNK, asked=True, version=1)
     shutil.copytree(tmp_path / "here", tmp_path / "copied")
     bad: dict[Any, tuple[type[Exception], str]] = {
         tmp_path / "here": (MirrorError, "itself, or a copy"),
@@ -83,8 +81,6 @@ def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
     assert store.settings == {"codec": "raw"}
     with pytest.raises(MirrorError, match="is a view of"):
         mirrored(tmp_path / "here/run", tmp_path / "there")
-    with pytest.raises(StoreError, match="casnap upgrade"):
-        mirrored(tmp_path / "old", tmp_path / "there")
     with pytest.raises(TypeError, match="retention"):
         mirrored(tmp_path / "here", tmp_path / "there", mirror_retention=3)
     with pytest.raises(ValueError, match="remote"):

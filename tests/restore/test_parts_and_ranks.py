@@ -1,11 +1,9 @@
-"""Snapshots of many ranks in one process: tensors in boxes, keys in two scopes, parts."""
+"""Snapshots of many ranks in one process: parts of tensors, keys in two scopes."""
 
 from __future__ import annotations
 
 from itertools import count
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,17 +11,14 @@ from hypothesis import strategies as st
 
 from casnap import StateDict, Store
 from casnap.errors import EntryNotFoundError, MismatchError
-from casnap.format.entries import BoxedTensorEntry
 from casnap.format.names import rank_names
-from casnap.format.records import pack_key
 from casnap.format.region import Region
 from casnap.maintenance.diff import Change
 from casnap.restore.loading import Loading
 from casnap.state.tensors import Leaf
 from tests.support.bitwise import assert_same, noise, raw
-from tests.support.boxes import regions, tilings
-from tests.support.cli_calls import document, invoke
-from tests.support.damaged import change, flip, record_of, repair, safetensors
+from tests.support.boxes import regions
+from tests.support.cli_calls import document
 from tests.support.faults import CHUNK
 from tests.support.written import write
 
@@ -32,18 +27,12 @@ _numbers = count()
 
 @pytest.fixture(scope="module")
 def store():
-    return Store("memory://boxes", chunk_size=CHUNK).make()
+    return Store("memory://parts", chunk_size=CHUNK).make()
 
 
 @pytest.fixture
 def disk(tmp_path, cache_dir):
     return Store(tmp_path / "store", chunk_size=CHUNK).make()
-
-
-def halves(rows, columns, parts=2):
-    """Return the boxes of shards of a last dimension."""
-    step = columns // parts
-    return tuple(((0, i * step), (rows, step)) for i in range(parts))
 
 
 # --- parts ------------------------------------------------------------------------------------
@@ -56,16 +45,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.boo
 @st.composite
 def tensors(draw):
     shape = draw(st.sampled_from(SHAPES))
-    boxes = draw(st.none() | tilings(shape))
-    return noise(draw(st.sampled_from(DTYPES)), shape), boxes
+    return noise(draw(st.sampled_from(DTYPES)), shape)
 
 
-def written(store, tensor, boxes):
-    """Write a snapshot of one tensor; return its contents and the entry."""
-    cut = {} if boxes is None else {"m/x": boxes}
-    snapshot = write(store, f"run/{next(_numbers)}", {"m": {"x": tensor}}, boxes=cut)
+def written(store, tensor):
+    """Write a snapshot of one tensor; return it, and the entry."""
+    snapshot = write(store, f"run/{next(_numbers)}", {"m": {"x": tensor}})
     _, entry, _ = snapshot.contents.entry("m/x")
-    assert isinstance(entry, BoxedTensorEntry) == (boxes is not None)
     return snapshot, entry
 
 
@@ -87,9 +73,8 @@ LAYOUTS = {
 
 
 @given(st.data(), tensors())
-def test_parts_are_filled_and_nothing_else_is_read(store, data, case):
-    tensor, boxes = case
-    snapshot, entry = written(store, tensor, boxes)
+def test_parts_are_filled_and_nothing_else_is_read(store, data, tensor):
+    snapshot, entry = written(store, tensor)
     shape, whole = tuple(tensor.shape), Region.whole(tuple(tensor.shape))
     parts = []
     for region in data.draw(st.lists(regions(shape), max_size=3)):
@@ -125,7 +110,7 @@ def test_parts_are_filled_and_nothing_else_is_read(store, data, case):
 def test_shards_of_rows_are_copied_as_bytes(store, monkeypatch):
     """No tensor is made of a chunk where bytes can be copied, also of a cell that is cut."""
     tensor = noise(torch.float32, (1000, 100))
-    snapshot, entry = written(store, tensor, None)
+    snapshot, entry = written(store, tensor)
     assert snapshot.contents.cells("m/x", entry).count == 8
     rows = [(0, 128), (128, 300), (300, 301), (301, 1000)]
     parts = [
@@ -143,78 +128,12 @@ def test_shards_of_rows_are_copied_as_bytes(store, monkeypatch):
 
 def test_a_parameter_is_filled_in_place(store):
     plain = torch.nn.Parameter(torch.randn(40, 1000))
-    snapshot, entry = written(store, plain, halves(40, 1000))
+    snapshot, entry = written(store, plain)
     target = torch.nn.Parameter(torch.zeros(40, 300))
     loading = Loading(snapshot.contents)
     loading.add("m/x", entry, [(Region((0, 350), (40, 300)), target)], target)
     assert loading.load()["m/x"].content is target
     assert torch.equal(target, plain[:, 350:650])
-
-
-# --- whole tensors, and indices ---------------------------------------------------------------
-
-
-def bounds(size):
-    return st.none() | st.integers(-size, size)
-
-
-@st.composite
-def indices(draw, shape):
-    axes = [
-        st.integers(-n, n - 1)
-        | st.builds(slice, bounds(n), bounds(n), st.none() | st.integers(1, 3))
-        for n in shape
-    ]
-    return tuple(draw(axis) for axis in axes[: draw(st.integers(0, len(axes)))])
-
-
-@given(st.data(), tensors())
-def test_what_is_in_boxes_is_read_as_any_tensor(store, data, case):
-    tensor, boxes = case
-    if boxes is None:
-        boxes = (((0,) * tensor.ndim, tuple(tensor.shape)),)
-    snapshot, _ = written(store, tensor, boxes)
-    assert_same(snapshot.read_object("m/x"), tensor)
-    index = data.draw(indices(tensor.shape))
-    assert raw(snapshot.read_object("m/x", index=index)) == raw(tensor[index])
-    out = torch.zeros_like(tensor).mT if tensor.ndim == 2 else torch.zeros_like(tensor)
-    out = out.mT if tensor.ndim == 2 else out
-    assert snapshot.read_object("m/x", out) is out
-    assert raw(out) == raw(tensor)
-    state = StateDict(x=torch.zeros_like(tensor))
-    live = state["x"]
-    snapshot.restore({"m": state})
-    assert state["x"] is live
-    assert raw(live) == raw(tensor)
-
-
-def test_kinds_of_entries_in_boxes(store):
-    weight = torch.nn.Parameter(torch.randn(40, 1000))
-    array = np.arange(40_000.0).reshape(40, 1000)
-    content = {"w": weight, "a": array, "small": torch.arange(6).reshape(3, 2)}
-    boxes = {"m/w": halves(40, 1000, 4), "m/a": halves(40, 1000), "m/small": halves(3, 2)}
-    snapshot = write(store, "kinds", {"m": content}, boxes=boxes)
-    assert_same(snapshot.read_object("m"), content)
-    assert_same(
-        snapshot.read_object("m/a", index=(slice(1, 30, 7), slice(480, 520))),
-        array[1:30:7, 480:520],
-    )
-    assert_same(snapshot.read_object("m/small", index=(1, slice(None))), content["small"][1])
-    module = torch.nn.Module()
-    module.w = torch.nn.Parameter(torch.zeros(40, 1000, dtype=torch.float64))
-    write(store, "module", {"m": {"w": weight}}, boxes=boxes).restore({"m": module})
-    assert torch.equal(module.w, weight.double())
-    with pytest.raises(MismatchError):
-        snapshot.read_object("m/w", torch.zeros(40, 500))
-
-
-def test_equal_boxes_are_stored_once(disk):
-    """A box is a tensor of its own: as a tensor of that shape it is there already."""
-    weight = torch.randn(64, 1024)
-    disk.take({"m": StateDict(left=weight[:, :512].contiguous())}, "left")
-    write(disk, "both", {"m": {"w": weight}}, boxes={"m/w": halves(64, 1024)})
-    assert CHUNK * 2 <= disk["both"].stats.new_bytes < CHUNK * 2 + 2000
-    assert disk.check(data=True).ok
 
 
 # --- what a rank sees -------------------------------------------------------------------------
@@ -236,9 +155,7 @@ def rank_state(rank):
 def world(store):
     """A snapshot of three ranks: ``m`` is in both scopes, ``data`` is kept for ranks 1 and 2."""
     own = (*OWN, *(f"m/where/at/{i}" for i in range(3)), "m")
-    return write(
-        store, "world", [rank_state(r) for r in range(3)], boxes={"m/w": halves(40, 1000)}, own=own
-    )
+    return write(store, "world", [rank_state(r) for r in range(3)], own=own)
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -336,22 +253,13 @@ def test_diff_of_two_worlds(disk):
     changed[39, 0] = -1
     states = [rank_state(r) for r in range(2)]
     own = [*OWN, "m", *(f"m/where/at/{i}" for i in range(3))]
-    cut = {"m/w": halves(40, 1000, 4)}
-    a = write(disk, "a", states, boxes=cut, own=own).contents
+    write(disk, "a", states, own=own)
     states[0]["m"]["w"], states[1]["m"]["seed"] = changed, 7
-    write(disk, "b", states, boxes=cut, own=own)
+    write(disk, "b", states, own=own)
     seed, w = sorted(disk.diff("a", "b").changes, key=lambda c: c.path)
     assert (seed.path, seed.kind, w.path) == ("1/m/seed", "changed", "m/w")
-    assert (w.changed_bytes, w.total_bytes) == (40_000, 160_000)
+    assert 0 < w.changed_bytes < w.total_bytes == 160_000
     assert not disk.diff("a", "a")
-    # Cut in another way: what is the same in the same box counts as unchanged.
-    boxes = (((0, 0), (40, 250)), ((0, 250), (40, 250)), ((0, 500), (40, 500)))
-    write(disk, "c", states, boxes={"m/w": boxes}, own=own)
-    write(disk, "d", states, own=own)
-    assert [c.changed_bytes for c in disk.diff("b", "c").changes] == [80_000]
-    assert [c.changed_bytes for c in disk.diff("c", "d").changes] == [160_000]
-    assert [c.changed_bytes for c in disk.diff("d", "b").changes] == [160_000]
-    assert isinstance(a.entry("m/w")[1], BoxedTensorEntry)
 
 
 def test_moving_from_one_scope_to_the_other(disk):
@@ -376,51 +284,13 @@ def test_what_all_ranks_share_is_counted_once(disk):
 def test_show(disk):
     states = [rank_state(r) for r in range(3)]
     own = [*OWN, "m", *(f"m/where/at/{i}" for i in range(3))]
-    write(disk, "run/w", states, boxes={"m/w": halves(40, 1000)}, own=own)
+    write(disk, "run/w", states, own=own)
     name = f"{disk.uri}/run/w"
     found = document("show", name)
     assert [k["entry"] for k in found["keys"]] == ["m", "0/m", "1/data", "1/m", "2/data", "2/m"]
     assert sum(k["logical_bytes"] for k in found["keys"]) == found["logical_bytes"]
     for path in ("m/w", "2/m/w"):
-        shown = document("show", name, path)
-        assert (shown["box_count"], shown["chunk_count"]) == (2, 4)
-        assert "boxes" in invoke("show", name, path).stdout
-    assert "box_count" not in document("show", name, "1/m/late")
+        assert document("show", name, path)["chunk_count"] == 3
     children = document("show", name, "1/m")["children"]
     assert [c["entry"] for c in children] == ["1/m/late", "1/m/seed", "1/m/w", "1/m/where"]
     assert document("show", name, "2/m/seed")["value"] == 2
-
-
-# --- damage -----------------------------------------------------------------------------------
-
-
-def torch_file(folder, weight):
-    torch.save({"w": weight}, folder / "w.pt")
-    return folder / "w.pt"
-
-
-def numpy_file(folder, weight):
-    np.save(folder / "w.npy", weight.numpy())
-    return folder / "w.npy"
-
-
-SOURCES = {
-    "safetensors": lambda f, w: safetensors(f / "w.safetensors", {"w": w}),
-    "torch": torch_file,
-    "numpy": numpy_file,
-}
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_box_is_healed_from_a_file(disk, tmp_path, source):
-    """The file holds the tensor whole; its boxes are cut out of it."""
-    weight = torch.randn(40, 1000)
-    write(disk, "a", {"m": {"w": weight}}, boxes={"m/w": halves(40, 1000, 4)})
-    folder = Path(disk.uri)
-    digest, place = record_of(folder, weight[:, 250:500].contiguous())
-    change(folder / "casnap-store" / pack_key(place.pack), flip(place.offset + 5))
-    (damage,) = disk.check(data=True).damages
-    assert (damage.digest, [h.path for h in damage.hurts]) == (digest.hex(), ["m/w"])
-    report = repair(folder, SOURCES[source](tmp_path, weight))
-    assert (report.ok, report.healed_chunks, report.skipped) == (True, 1, [])
-    assert torch.equal(Store(folder)["a"].read_object("m/w"), weight)

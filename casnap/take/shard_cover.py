@@ -1,14 +1,12 @@
-"""Boxes of a tensor: whether they cover it, and which disjoint boxes do."""
+"""The boxes that ranks hold of a tensor: whether they cover it, and which disjoint boxes do."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
-from itertools import product
+from collections.abc import Iterable, Iterator
 from math import prod
 
 from casnap.errors import StateError
-from casnap.format.region import Region
+from casnap.format.region import Region, cover_once
 
 
 def distinct_boxes(
@@ -45,7 +43,7 @@ def disjoint_boxes(
         StateError: No rank holds some part of the tensor.
     """
     tiles = list(held.items())
-    if not _cover_once(shape, held):
+    if not cover_once(shape, held):
         # Boxes overlap, or one is missing. No sharding of torch does that, so this may be slow. The
         # largest boxes stay whole.
         tiles, before = [], list[Region]()
@@ -55,20 +53,6 @@ def disjoint_boxes(
         if sum(box.numel for box, _ in tiles) != prod(shape):
             raise missing_box_error(shape, held, name)
     return sorted(tiles, key=lambda tile: tile[0].offsets)
-
-
-def _cover_once(shape: tuple[int, ...], boxes: Collection[Region]) -> bool:
-    """Whether boxes cover a tensor without overlap.
-
-    A sum of boxes is determined by its signed corners. So they must be those of the whole tensor.
-    """
-    axes = [i for i, size in enumerate(shape) if any(box.sizes[i] != size for box in boxes)]
-    corners: defaultdict[tuple[int, ...], int] = defaultdict(int)
-    for box, weight in [(Region.whole(shape), -1), *((box, 1) for box in boxes)]:
-        ends = [((box.offsets[i], 1), (box.offsets[i] + box.sizes[i], -1)) for i in axes]
-        for corner in product(*ends):
-            corners[tuple(at for at, _ in corner)] += weight * prod(sign for _, sign in corner)
-    return not any(corners.values())
 
 
 def _without(boxes: list[Region], others: Iterable[Region]) -> list[Region]:
