@@ -28,12 +28,12 @@ def proxy(
 
 
 def test_what_the_docs_say_of_making_a_store(bucket: Bucket, proxy: FaultyProxy) -> None:
-    store = Store(f"{bucket.uri}/run1", chunk_size=CHUNK)
+    store = Store(f"{bucket.uri}/run1", chunk_size=CHUNK).make()
     assert sum("/run1/casnap-store/tmp/" in path for _, path in proxy.log) == 14
-    assert len(proxy.log) == sum(store.requests.values()) == 26
+    assert len(proxy.log) == sum(store.requests.values()) == 30
     proxy.log.clear()
     Store(f"{bucket.uri}/run2", chunk_size=CHUNK).make()
-    assert len(proxy.log) == 26 - 14
+    assert len(proxy.log) == 30 - 14
     take(store, 0)
     proxy.log.clear()
     take(Store(f"{bucket.uri}/run1"), 0, overwrite=True)

@@ -61,7 +61,7 @@ def assert_refused(
 ) -> None:
     """Check that a store, a take and a look at a snapshot end with an error, and its message."""
     uses: list[Callable[[], object]] = [
-        lambda: Store(f"{uri}/run1", storage_options=options),
+        lambda: Store(f"{uri}/run1", storage_options=options).make(),
         lambda: Snapshot.take(f"{uri}/run1/step", TINY, storage_options=options),
         lambda: Snapshot.async_take(f"{uri}/run1/step", TINY, storage_options=options),
     ]
@@ -209,7 +209,7 @@ def test_a_path_that_is_an_object(bucket: Bucket, options: dict[str, Any]) -> No
     for name in ("model.bin", "empty"):
         uri = f"{bucket.uri}/a/{name}"
         for use in (
-            lambda uri=uri: Store(uri, storage_options=options),
+            lambda uri=uri: Store(uri, storage_options=options).make(),
             lambda uri=uri: Snapshot.take(f"{uri}/step", TINY, storage_options=options),
             lambda uri=uri: Snapshot(f"{uri}/step", storage_options=options),
         ):

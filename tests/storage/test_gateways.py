@@ -89,7 +89,7 @@ def test_a_rule_that_expires_roots(
     )
     s3.put_bucket_versioning(Bucket=bucket.name, VersioningConfiguration={"Status": "Enabled"})
     with caplog.at_level(logging.WARNING):
-        store = Store(f"{bucket.uri}/run1", storage_options=bucket.storage_options)
+        store = Store(f"{bucket.uri}/run1", storage_options=bucket.storage_options).make()
     assert "'old' deletes objects" in caplog.text
     assert "old versions" in caplog.text
     caplog.clear()
@@ -107,6 +107,6 @@ def test_a_bucket_without_rules(
 ) -> None:
     for kind in ("seaweedfs", "moto"):
         bucket = bucket_of(kind)
-        store = Store(f"{bucket.uri}/run1", storage_options=bucket.storage_options)
+        store = Store(f"{bucket.uri}/run1", storage_options=bucket.storage_options).make()
         assert store.check().warnings == []
     assert caplog.text == ""

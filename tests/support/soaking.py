@@ -91,7 +91,7 @@ class Worker:
     def opened(self) -> Iterator[Store]:
         """Yield the store again and again, now and then opened anew, while there is a parent."""
         while os.getppid() == self.parent:
-            store = self.open_store()
+            store = self.open_store().make()
             for _ in range(self.random.randint(1, 10)):
                 yield store
 

@@ -24,7 +24,7 @@ def store_of(user):
 def state(step):
     return {"s": StateDict(x=torch.arange(3_000_000) + step)}
 
-store = store_of(writer)
+store = store_of(writer).make()
 backend, put, once = store.objects.backend, store.objects.backend.write, threading.Lock()
 
 # A take that Ctrl-C interrupts while it writes.
@@ -68,7 +68,7 @@ except KeyboardInterrupt:
 @pytest.mark.servers
 def test_takes_that_are_interrupted_refused_or_late(bucket: Bucket) -> None:
     uri = f"{bucket.uri}/store"
-    made = Store(uri, storage_options=bucket.storage_options)
+    made = Store(uri, storage_options=bucket.storage_options).make()
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, uri, bucket.server.endpoint, SECRET, WRITER, READER],
         capture_output=True,
