@@ -174,15 +174,20 @@ class Store(Upkeep):
         return self._opened
 
     def _at_mirror(self) -> OpenStore | None:
-        opened = self._look()
-        return None if opened is None else opened.at_mirror()
+        # A store that is still to be made has no mirror: with one, it is made at once.
+        return None if self._opened is None else self._opened.at_mirror()
+
+    def _where(self) -> Location:
+        """Return where the store is, or would be; a remote one is not asked for that."""
+        if self._opened is None:
+            return self._locate()
+        return Location(self._opened.objects.backend, self._opened.prefix, exists=True)
 
     def _folder(self, prefix: str | None) -> Path | None:
         """Return the folder of this machine that snapshots are, or would be, marked in."""
-        opened = self._look()
-        backend = self._locate().backend if opened is None else opened.objects.backend
-        below = (prefix or "").strip("/") if opened is None else opened.folder(prefix)
-        return None if backend.folder is None else backend.folder / below
+        place = self._where()
+        folder = place.backend.folder
+        return None if folder is None else folder / place.name / (prefix or "").strip("/")
 
     def make(self) -> Store:
         """Make the store now, if there is none; return this object.
@@ -217,16 +222,13 @@ class Store(Upkeep):
     @property
     def uri(self) -> str:
         """The URI of the store, and the prefix of this view."""
-        opened = self._look()
-        if opened is not None:
-            return opened.uri
-        return self._locate().backend.uri
+        place = self._where()
+        return f"{place.backend.uri}/{place.name}" if place.name else place.backend.uri
 
     @property
     def prefix(self) -> str:
         """The beginning of the full names of all snapshots in this view; empty for a store."""
-        opened = self._look()
-        return "" if opened is None else opened.prefix
+        return self._where().name
 
     @property
     def id(self) -> str:
@@ -241,14 +243,14 @@ class Store(Upkeep):
     @property
     def requests(self) -> dict[str, int]:
         """How many requests this object has made, by kind; empty for a store on this machine."""
-        return {} if self._look() is None else dict(self.objects.backend.requests)
+        return dict(self._where().backend.requests)
 
     def __repr__(self) -> str:
         return f"Store({self.uri!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew; the pickle holds the storage options."""
-        if self._look() is None:
+        if self._opened is None:
             return _store_to_make, (self._uri, self._place, self._open)
         return type(self), (self.opened,)
 
@@ -258,12 +260,12 @@ class Store(Upkeep):
         Raises:
             InvalidNameError: The name cannot be used.
         """
-        opened = self._look()
-        return check_name(name) if opened is None else opened.full_name(name)
+        return check_name(self.outer_name(check_name(name)))
 
     def outer_name(self, name: str) -> str:
         """Return the full name for a name that is known to be valid."""
-        return f"{self.prefix}/{name}" if self.prefix else name
+        prefix = self.prefix
+        return f"{prefix}/{name}" if prefix else name
 
     # --- snapshots ---
 
@@ -431,8 +433,7 @@ class Store(Upkeep):
     @property
     def mirror(self) -> Mirror | None:
         """The mirror: its ``status()``, and ``stop()``. None if there is none."""
-        opened = self._look()
-        return None if opened is None else opened.mirror
+        return None if self._opened is None else self._opened.mirror
 
     @calls.named("wait_mirrored()")
     def wait_mirrored(self, timeout: float | None = None) -> None:
@@ -553,14 +554,14 @@ class Store(Upkeep):
 
         chosen = choose(self.objects, self.prefix, name, rename)
         there: OpenStore | None
-        if isinstance(to, Store):
-            there = to._look() if dry_run else to.make().opened
         if not isinstance(to, Store):
             place = located(to, storage_options)
             size = self.chunk_size
             there = open_or_make(place, chunk_size=size, exclusive=exclusive, dry_run=dry_run)
         elif storage_options:
             raise ValueError(f"{to.uri} is open already; give storage_options to Store(...)")
+        else:
+            there = to._look() if dry_run else to.make().opened
         if there is not None:
             check_pair(self.objects, there.objects)
             chosen = [c._replace(target=there.full_name(c.target)) for c in chosen]

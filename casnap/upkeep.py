@@ -181,10 +181,10 @@ class Upkeep(ABC):
         """
         if mirror not in (None, "none"):
             raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
+        new = {} if codec is None else codec_settings(codec_named(codec))
         self.make()
         changed = False
         if codec is not None:
-            new = codec_settings(codec_named(codec))
             changed = change_settings(self.objects, lambda settings: {**settings, **new})
         if mirror is not None:
             changed |= detach(self.objects)

@@ -127,8 +127,7 @@ def _follow(source: str, destination: str, how: FollowOptions, *, as_json: bool)
         if isinstance(there, str):
             options, size = _options(there), here.chunk_size
             there = Store(there, chunk_size=size, storage_options=options, exclusive=is_exclusive())
-            there.make()
-        target = there.opened
+        target = there.make().opened
         check_pair(here.objects, target.objects)
 
         def chosen() -> list[ChosenSnapshot]:

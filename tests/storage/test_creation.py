@@ -66,6 +66,12 @@ def test_reading_makes_nothing(tmp_path: Path, place: str) -> None:
         with pytest.raises(CasnapError, match=r"not a (casnap )?store"):
             use()
     assert str(tmp_path) in repr(store)
+    for refused in (
+        lambda: store.configure(codec="none"),
+        lambda: Store(uri[place]).copy(to=store, storage_options={"key": "k"}),
+    ):
+        with pytest.raises((ValueError, NotAStoreError)):
+            refused()
     with pytest.raises(NotAStoreError):
         Store(uri[place], create=False)
     assert files(tmp_path) == set()
@@ -73,6 +79,17 @@ def test_reading_makes_nothing(tmp_path: Path, place: str) -> None:
     assert store.take(TINY, "step_1").path
     assert [s.name for s in store.snapshots()] == ["step_1"]
     assert store.latest() is not None
+
+
+def test_a_remote_store_that_is_not_made_yet_is_asked_once(tmp_path: Path) -> None:
+    double = RemoteDouble(str(tmp_path))
+    store = Store(double)
+    once = double.count
+    assert (store.prefix, store.full_name("a"), repr(store)) == ("", "a", f"Store({double.uri!r})")
+    assert sum(store.requests.values()) == double.count == once
+    assert store.latest() is None
+    assert double.count == 2 * once
+    assert store.mirror is None
 
 
 def test_what_is_written_first_makes_the_store(tmp_path: Path) -> None:
