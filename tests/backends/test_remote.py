@@ -27,10 +27,19 @@ from casnap.errors import (
     StoreError,
     UnreachableError,
 )
-from casnap.testing import FaultyProxy, HttpAct, HttpFault, after, answer, change, hang_up, stall
 from casnap.testing.backend_suite import pattern
-from casnap.testing.proxy import Answer, Exchange
 from tests.support.faults import assert_holds, take
+from tests.support.faulty import (
+    FaultyProxy,
+    HttpAct,
+    HttpFault,
+    after,
+    answer,
+    change,
+    hang_up,
+    stall,
+)
+from tests.support.faulty.proxy import Answer, Exchange
 from tests.support.object_stores import IMPATIENT, store_in
 from tests.support.servers import NOBODY, READER, SECRET, WRITER, Bucket, deaf_port
 

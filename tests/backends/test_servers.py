@@ -11,8 +11,8 @@ import pytest
 
 from casnap.backends import Backend, backend_at
 from casnap.errors import UnreachableError
-from casnap.testing import FaultyProxy, HttpFault, after, answer, break_off, cut, hang_up
 from casnap.testing.backend_suite import BrokenBackendSuite, Opener, SharedBackendSuite, pattern
+from tests.support.faulty import FaultyProxy, HttpFault, after, answer, break_off, cut, hang_up
 from tests.support.object_stores import IMPATIENT
 from tests.support.servers import Bucket, Server
 

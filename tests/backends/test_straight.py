@@ -18,8 +18,8 @@ import pytest
 
 from casnap.backends import backend_at
 from casnap.errors import AccessDeniedError, CredentialsError
-from casnap.testing import Answer, Exchange, FaultyProxy, HttpFault
 from casnap.testing.backend_suite import pattern
+from tests.support.faulty import Answer, Exchange, FaultyProxy, HttpFault
 from tests.support.servers import NOBODY, SECRET, WRITER, Bucket
 
 pytestmark = pytest.mark.servers

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from casnap import Store
-from casnap.testing import FaultyProxy
 from tests.support.cli_calls import document, invoke
 from tests.support.faults import CHUNK, take
+from tests.support.faulty import FaultyProxy
 from tests.support.servers import Bucket
 
 pytestmark = pytest.mark.servers

@@ -22,10 +22,10 @@ from casnap.errors import (
 )
 from casnap.format.records import pack_key, segment_key
 from casnap.storage.objects import Objects
-from casnap.testing import Fault, FaultyBackend, flip, lose_answer
 from tests.support.cli_calls import failure
 from tests.support.damaged import drop_from_index
 from tests.support.faults import CHUNK, assert_store, elsewhere, files, take
+from tests.support.faulty import Fault, FaultyBackend, flip, lose_answer
 from tests.support.garbage import assert_tidy, places_of
 from tests.support.written import configure
 

@@ -11,9 +11,9 @@ import pytest
 from casnap import Store
 from casnap.backends import LocalBackend
 from casnap.format.records import pack_key
-from casnap.testing import Call, Fault, FaultyBackend
 from tests.support.damaged import change, flip, record_of, repair
 from tests.support.faults import CHUNK, assert_store, content, elsewhere, memory_folder, take
+from tests.support.faulty import Call, Fault, FaultyBackend
 
 
 @pytest.fixture(scope="module")

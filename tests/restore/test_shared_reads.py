@@ -33,8 +33,8 @@ from casnap.storage.index import Index
 from casnap.storage.objects import Objects
 from casnap.storage.place_reads import DEFAULT_READ, ReadOptions, Want
 from casnap.storage.transaction import Transaction
-from casnap.testing import FaultyBackend
 from tests.support.examples import FEW
+from tests.support.faulty import FaultyBackend
 from tests.support.ranks import World
 
 CHUNK = 256 << 10

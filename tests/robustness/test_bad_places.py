@@ -23,8 +23,8 @@ from casnap.errors import (
     StoreError,
     UnreachableError,
 )
-from casnap.testing import FaultyProxy, HttpFault, answer
 from tests.support.cli_calls import document, failure, invoke
+from tests.support.faulty import FaultyProxy, HttpFault, answer
 from tests.support.servers import NOBODY, READER, Bucket
 
 pytestmark = pytest.mark.servers

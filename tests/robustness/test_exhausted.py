@@ -16,9 +16,9 @@ import casnap.maintenance.repair  # noqa: F401
 from casnap import Store
 from casnap.backends import LocalBackend
 from casnap.errors import ExhaustedError
-from casnap.testing import Fault, FaultyBackend, fail
 from tests.support.damaged import record_of
 from tests.support.faults import CHUNK, app_state, assert_holds, content, files, in_child, take
+from tests.support.faulty import Fault, FaultyBackend, fail
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import torch
 
 from casnap import Store
 from casnap.errors import CasnapError, StoreError, UnavailableError
-from casnap.testing import (
+from tests.support.faults import CHUNK, KEY, app_state, assert_holds, content, take
+from tests.support.faulty import (
     FaultyProxy,
     HttpFault,
     after,
@@ -25,7 +26,6 @@ from casnap.testing import (
     hang_up,
     stall,
 )
-from tests.support.faults import CHUNK, KEY, app_state, assert_holds, content, take
 from tests.support.object_stores import IMPATIENT, assert_bucket, store_in
 from tests.support.ranks import World
 from tests.support.servers import Bucket, Server

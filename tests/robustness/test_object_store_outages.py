@@ -11,8 +11,8 @@ import pytest
 
 from casnap import Snapshot, Store
 from casnap.errors import UnreachableError
-from casnap.testing import FaultyProxy, HttpFault, stall
 from tests.support.faults import CHUNK, app_state, assert_holds, take
+from tests.support.faulty import FaultyProxy, HttpFault, stall
 from tests.support.servers import Bucket, deaf_port
 
 pytestmark = pytest.mark.servers

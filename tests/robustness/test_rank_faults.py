@@ -12,8 +12,8 @@ import torch.distributed as dist
 import casnap.storage.handover
 from casnap import Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.testing import Call, Fault, FaultyBackend, fail
 from tests.support.faults import CHUNK, assert_no_orphans, memory_folder
+from tests.support.faulty import Call, Fault, FaultyBackend, fail
 from tests.support.rank_cases import RANKS, Case, Place
 from tests.support.rank_faults import (
     CAUSES,

@@ -18,9 +18,9 @@ from casnap.errors import FencedError, StateError, StoreError
 from casnap.format.records import pack_key
 from casnap.runtime import buffers
 from casnap.take import staging
-from casnap.testing import Fault, FaultyBackend, before
 from tests.support.damaged import record_of
 from tests.support.faults import CHUNK
+from tests.support.faulty import Fault, FaultyBackend, before
 
 
 def take_ddp_over_halves(path: str) -> list[float]:

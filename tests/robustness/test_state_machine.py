@@ -29,7 +29,6 @@ from casnap import Retention, Snapshot, Store
 from casnap.backends import LocalBackend
 from casnap.errors import FencedError, SnapshotExistsError, SnapshotNotFoundError
 from casnap.snapshot import PendingSnapshot
-from casnap.testing import Crash, Fault, FaultyBackend, Gate, crash
 from tests.support.examples import FEW
 from tests.support.faults import (
     CHUNK,
@@ -39,6 +38,7 @@ from tests.support.faults import (
     in_child,
     memory_folder,
 )
+from tests.support.faulty import Crash, Fault, FaultyBackend, Gate, crash
 from tests.support.store_model import (
     NAMES,
     PARTS,

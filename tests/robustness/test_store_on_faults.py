@@ -21,7 +21,8 @@ from casnap.errors import (
     StorageFullError,
     UnsupportedFormatError,
 )
-from casnap.testing import (
+from tests.support.faults import CHUNK, app_state, assert_holds, files, in_child, take
+from tests.support.faulty import (
     Act,
     Crash,
     Fault,
@@ -38,7 +39,6 @@ from casnap.testing import (
     stale,
     tear,
 )
-from tests.support.faults import CHUNK, app_state, assert_holds, files, in_child, take
 from tests.support.sweep import sweep
 
 pytestmark = pytest.mark.sweep

@@ -16,9 +16,9 @@ import torch
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend, MemoryBackend
 from casnap.errors import StoreError
-from casnap.testing.acts import fail
-from casnap.testing.faults import Fault, FaultyBackend
 from tests.support.cli_calls import document, failure, invoke
+from tests.support.faulty.acts import fail
+from tests.support.faulty.backend import Fault, FaultyBackend
 
 MARKER = "casnap-snapshot.json"
 Change = Callable[[Path], object]

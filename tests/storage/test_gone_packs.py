@@ -24,9 +24,9 @@ from casnap.storage.commit import publish
 from casnap.storage.pack_set import PackSet
 from casnap.storage.roots import put_next_root
 from casnap.storage.transaction import Transaction
-from casnap.testing import Call, Fault, FaultyBackend
 from tests.support.damaged import change, flip, record_of
 from tests.support.faults import CHUNK, app_state, assert_holds, content, files, in_child, take
+from tests.support.faulty import Call, Fault, FaultyBackend
 
 FROZEN = content(0)["frozen"][: CHUNK // 4]
 ALONE = FROZEN * 7 + 1

@@ -6,7 +6,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from casnap.testing import Answer, Exchange, FaultyProxy, HttpFault, answer
+from tests.support.faulty import Answer, Exchange, FaultyProxy, HttpFault, answer
 from tests.support.servers import Server
 
 _ENABLED = b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>"

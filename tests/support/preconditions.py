@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from urllib.parse import parse_qs, quote, urlsplit
 
-from casnap.testing import Answer, Exchange, FaultyProxy, HttpFault, answer
+from tests.support.faulty import Answer, Exchange, FaultyProxy, HttpFault, answer
 
 
 def precondition_proxy(endpoint: str) -> FaultyProxy:

@@ -17,7 +17,6 @@ import click
 import casnap
 import casnap.backends
 import casnap.integrations.dcp
-import casnap.testing
 from casnap.cli import COMMANDS, cli
 from casnap.maintenance.check import CheckReport
 from casnap.maintenance.damage import Damage, Hurt
@@ -39,7 +38,6 @@ RECORD = Path(__file__).parent.parent / "fixtures" / "public_face.json"
 MODULES = (
     casnap,
     casnap.errors,
-    casnap.testing,
     casnap.backends,
     casnap.integrations.dcp,
 )

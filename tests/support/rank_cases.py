@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 from casnap import RNGState, Snapshot, StateDict, Stateful, Store
 from casnap.backends import LocalBackend
 from casnap.ranks.group import Group
-from casnap.testing import Call, Fault, FaultyBackend, after, before, fail
 from tests.support.faults import kill
+from tests.support.faulty import Call, Fault, FaultyBackend, after, before, fail
 from tests.support.yard import OnPurposeError, Seen, Yard, talk, watch
 
 # --- what is taken ----------------------------------------------------------------------------

@@ -17,8 +17,8 @@ import casnap
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.errors import PreemptionError
-from casnap.testing.acts import Gate
-from casnap.testing.faults import Fault, FaultyBackend
+from tests.support.faulty.acts import Gate
+from tests.support.faulty.backend import Fault, FaultyBackend
 from tests.support.ranks import World
 
 Worlds = Callable[[int], World]

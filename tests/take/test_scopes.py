@@ -25,8 +25,8 @@ from casnap import RNGState, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.base import Target
 from casnap.ranks import joining
-from casnap.testing import FaultyBackend
 from tests.support import bitwise
+from tests.support.faulty import FaultyBackend
 from tests.support.ranks import World
 from tests.support.sharded import training
 

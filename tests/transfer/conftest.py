@@ -9,7 +9,7 @@ import pytest
 import casnap.transfer.mirror
 import casnap.transfer.patience
 from casnap.backends import LocalBackend
-from casnap.testing import FaultyBackend
+from tests.support.faulty import FaultyBackend
 
 
 @pytest.fixture(autouse=True)

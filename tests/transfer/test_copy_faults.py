@@ -20,7 +20,6 @@ import pytest
 from casnap import Store
 from casnap.backends import MemoryBackend
 from casnap.errors import CasnapError, SnapshotNotFoundError, UnavailableError
-from casnap.testing import Fault, FaultyBackend, delay, fail, lose_answer
 from tests.support.copies import assert_copied, copy_in_parts, filled, unfinished
 from tests.support.faults import (
     BACKEND_CALLS,
@@ -39,6 +38,7 @@ from tests.support.faults import (
     take,
     while_stopped,
 )
+from tests.support.faulty import Fault, FaultyBackend, delay, fail, lose_answer
 from tests.support.remote import RemoteDouble
 from tests.support.sweep import sweep
 

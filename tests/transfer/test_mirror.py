@@ -20,13 +20,13 @@ from casnap.errors import (
     SnapshotExistsError,
     SnapshotNotFoundError,
 )
-from casnap.testing import Fault, FaultyBackend, fail
-from casnap.testing.faults import Call
 from casnap.transfer import mirror
 from casnap.transfer.whole import WholeCopy
 from tests.support.cli_calls import document, invoke, process
 from tests.support.copies import assert_copied, await_failure, mirrored, names
 from tests.support.faults import CHUNK, app_state, assert_holds, take
+from tests.support.faulty import Fault, FaultyBackend, fail
+from tests.support.faulty.backend import Call
 
 DEAD = Fault(fail(), times=None)
 LAST = Retention(keep_last=1)

@@ -24,15 +24,6 @@ from casnap import Retention, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, MirrorError, NotAStoreError, UnreachableError
 from casnap.storage.table import snapshots_in
-from casnap.testing import (
-    Fault,
-    FaultyBackend,
-    FaultyProxy,
-    Gate,
-    HttpFault,
-    fail,
-    hang_up,
-)
 from casnap.transfer.follow import Follower, FollowOptions, Pair
 from casnap.transfer.report import ChosenSnapshot, CopyOptions
 from tests.support.cli_calls import COMMAND
@@ -50,6 +41,15 @@ from tests.support.faults import (
     start,
     take,
     wait,
+)
+from tests.support.faulty import (
+    Fault,
+    FaultyBackend,
+    FaultyProxy,
+    Gate,
+    HttpFault,
+    fail,
+    hang_up,
 )
 from tests.support.object_stores import IMPATIENT
 from tests.support.servers import Bucket

@@ -11,10 +11,10 @@ import pytest
 from casnap import Retention, Store
 from casnap.backends import MemoryBackend
 from casnap.errors import MirrorError, NotAStoreError, OptionsError, StoreError
-from casnap.testing import Fault, FaultyBackend, fail
 from tests.support.cli_calls import failure, invoke
 from tests.support.copies import mirrored, names
 from tests.support.faults import CHUNK, take
+from tests.support.faulty import Fault, FaultyBackend, fail
 
 
 def test_another_store_in_place_of_the_mirror(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from casnap import Store
-from casnap.testing import FaultyProxy
+from tests.support.faulty import FaultyProxy
 from tests.support.servers import Bucket
 
 SCRIPT = """

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from casnap import Snapshot, StateDict
 from casnap.backends import Backend, backend_at
-from casnap.testing import FaultyProxy, HttpFault, delay
+from tests.support.faulty import FaultyProxy, HttpFault, delay
 from tests.support.servers import Bucket, shared
 from tools.bench import peers, states
 from tools.bench.measure import PeakMemory, Times, rotated, seconds, settle

@@ -1,4 +1,4 @@
-"""The acts of a :class:`~casnap.testing.HttpFault`: what is done in place of a request.
+"""The acts of a :class:`~tests.support.faulty.HttpFault`: what is done in place of a request.
 
 =====================================  =========================================================
 what happens                           act
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeAlias
 
-from casnap.testing.proxy import Answer, Exchange
+from tests.support.faulty.proxy import Answer, Exchange
 
 HttpAct: TypeAlias = Callable[[Exchange], Answer]
 """What is done in place of a request. It returns the answer."""

@@ -1,4 +1,4 @@
-"""The acts of a :class:`~casnap.testing.Fault`: what is done in place of a call of a backend.
+"""The acts of a :class:`~tests.support.faulty.Fault`: what is done in place of a call of a backend.
 
 ============================  ==================================================================
 what happens                  act
@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from casnap.errors import BackendError
-from casnap.testing.faults import Act, Call, Crash
+from tests.support.faulty.backend import Act, Call, Crash
 
 Raised: TypeAlias = Callable[[str], BaseException]
 """Makes the error to raise from a message: a class, mostly."""

@@ -1,7 +1,7 @@
 """A proxy that fails on demand, between the client of an object store and the server.
 
 It has real sockets, so that the client's own time-outs, retries and parsers are tested. As with
-:class:`~casnap.testing.FaultyBackend`, each fault has an act, which gets the request (an
+:class:`~tests.support.faulty.FaultyBackend`, each fault has an act, which gets the request (an
 :class:`Exchange`) and returns the :class:`Answer` that the client gets. ``http_acts.py`` has the
 usual ones; ``before``, ``after``, ``delay``, ``repeat`` and ``Gate`` work here too::
 
@@ -25,7 +25,7 @@ import struct
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping  # noqa: F401 - see below
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -34,8 +34,7 @@ from io import BufferedReader
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-# Act and Collection are for the annotations that HttpFault inherits.
-from casnap.testing.faults import Act, Fault  # noqa: F401
+from tests.support.faulty.backend import Fault
 
 _NO_LINGER = struct.pack("ii", 1, 0)
 
