@@ -293,8 +293,7 @@ class Upkeep(ABC):
         whole store is repaired, not only this view.
 
         Args:
-            sources: Other casnap stores (open, or a path or URI), and files or folders of tensors:
-                ``.safetensors``, ``.npy``, and files of ``torch.save``.
+            sources: Other casnap stores: open, or a path or URI.
             progress: Called as ``progress(phase, done, total)``.
             dry_run: Change nothing; only report what would be done.
 

@@ -1,7 +1,7 @@
 """The command ``casnap``: lists, checks and cleans stores.
 
-Each subcommand is a module that is imported when it is called. Only ``import``, ``export``,
-``repair --from`` and the processes of ``demo`` import torch.
+Each subcommand is a module that is imported when it is called. Only ``import``, ``export``
+and the processes of ``demo`` import torch.
 
 The command may import all of casnap. Begin with ``output.py``, then with any subcommand.
 """

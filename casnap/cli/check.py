@@ -149,7 +149,7 @@ def _print_advice(uri: str, found: CheckReport) -> None:
     if kinds - BEYOND_REPAIR:
         click.echo(f"`casnap repair {uri}` saves what can be saved (in a script: with --yes)")
     if "lost" in kinds:
-        click.echo(f"`casnap repair {uri} --from COPY` heals what is lost, where a copy has it")
+        click.echo(f"`casnap repair {uri} --from STORE` heals what that store has")
     if kinds & BEYOND_REPAIR and ALL not in found.hurts:
         click.echo("`casnap rm` of the hurt snapshots gives up what cannot be repaired")
 

@@ -53,8 +53,8 @@ def _source(text: str) -> str:
     "sources",
     type=_source,
     multiple=True,
-    metavar="PATH",
-    help="Where to look for lost chunks. May be repeated.",
+    metavar="STORE",
+    help="Another store, to look for lost chunks in. May be repeated.",
 )
 @click.option("--dry-run", is_flag=True, help="Change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
@@ -67,9 +67,8 @@ def repair(
     """Repair a damaged store as far as possible; exit with status 1 if anything stays lost.
 
     Reads every byte. Rebuilds lost parts of the index from the packs, and copies whole chunks
-    out of damaged packs. Looks for lost chunks in --from: other casnap stores, and files or
-    folders of .safetensors, .pt, .pth, .bin, .ckpt and .npy. Nothing is deleted: `casnap gc` does
-    that later.
+    out of damaged packs. Looks for lost chunks in --from: other casnap stores. Nothing is deleted:
+    `casnap gc` does that later.
     """
     made_anew = False
     try:
@@ -161,5 +160,7 @@ def _print(uri: str, done: RepairReport) -> None:
         return
     click.echo("what may stay lost:" if done.dry_run else "what stays lost:")
     print_damages(done.remaining)
-    click.echo("a take of the same bytes, or --from with a copy of them, restores what is lost;")
+    click.echo(
+        "a take or import of the same bytes, or --from with a store of them, restores the lost;"
+    )
     click.echo("`casnap rm` of the hurt snapshots gives it up")

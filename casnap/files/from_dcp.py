@@ -120,7 +120,7 @@ def _only_known(verb: str, term: Term) -> None:
 
 
 def _read_metadata(data: memoryview) -> _Metadata:
-    top = PickleMachine(data, 0, _only_known, newest=5).run()
+    top = PickleMachine(data, _only_known, newest=5).run()
     fields = _fields(top, _METADATA)
     described = _pairs(fields["state_dict_metadata"])
     values = {_text(name): _value(term) for name, term in described}

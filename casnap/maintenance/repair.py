@@ -11,22 +11,20 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
-from casnap.backends import Backend, LocalBackend
+from casnap.backends import Backend
 from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
+    NotAStoreError,
     UnavailableError,
 )
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, digest_of
-from casnap.format.names import STORE_FOLDER
 from casnap.format.records import (
-    CONFIG_KEY,
     PackId,
     Place,
     Record,
@@ -40,7 +38,6 @@ from casnap.maintenance.damage import Damage, root_damages
 from casnap.maintenance.file_survey import FileSurvey
 from casnap.maintenance.files import StoredFiles
 from casnap.maintenance.places import bad_records, can_lie_at, read_footer
-from casnap.maintenance.sources import chunks_in
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, undisturbed
@@ -77,7 +74,7 @@ class RepairReport:
         saved_chunks: How many chunks and nodes were copied out of damaged packs.
         healed_chunks: How many lost chunks and nodes were found in a source.
         rescued_packs: Condemned packs that are needed, and are no longer condemned.
-        skipped: Sources, and files in them, that could not be used, and why.
+        skipped: Sources, and packs that no segment lists, that could not be used, and why.
     """
 
     dry_run: bool = False
@@ -109,7 +106,7 @@ def repair(
 
     Args:
         objects: The store.
-        sources: Where to look for lost chunks: other stores, files or folders of tensors.
+        sources: Other stores, in which to look for lost chunks.
         progress: Called with the current phase, how much of it is done, and the total.
         dry_run: Change nothing.
 
@@ -422,10 +419,7 @@ class _Repair:
             name = source.uri if isinstance(source, Backend) else os.fspath(source)
             try:
                 place = source if isinstance(source, Backend) else _store_at(name)
-                if place is not None:
-                    self._heal_from_store(Objects(place))
-                else:
-                    self._heal_from_files(Path(name.removeprefix("file://")))
+                self._heal_from(Objects(place))
             except CasnapError as e:
                 self._skip(f"{name}: {e}")
 
@@ -436,7 +430,7 @@ class _Repair:
         self._keep(digest, raw)
         self._healed.add(digest)
 
-    def _heal_from_store(self, other: Objects) -> None:
+    def _heal_from(self, other: Objects) -> None:
         places = FileSurvey(other).places
         found: list[tuple[Place, list[Want]]] = []
         for digest in self._missing():
@@ -444,26 +438,16 @@ class _Repair:
             found += [(p, [want]) for p in places.of(digest) if can_lie_at(p)]
         other.read_places(found, _READ)
 
-    def _heal_from_files(self, path: Path) -> None:
-        if not path.exists():
-            self._skip(f"{path} does not exist")
-        needed = self._survey.needed
-        missing = {digest for digest in self._missing() if needed.get(digest) != -1}
-        # Below a lost node, not even the lengths of the chunks are known.
-        sizes = set() if missing - needed.keys() else {needed[digest] for digest in missing}
-        if missing:
-            chunk_size = self._objects.config.chunk_size
-            for digest, raw in chunks_in(path, chunk_size, sizes, self._skip):
-                if digest in missing:
-                    self._heal_one(digest, raw)
-
     def _skip(self, why: str) -> None:
         if why not in self.report.skipped:
             self.report.skipped.append(why)
 
 
-def _store_at(source: str) -> Backend | None:
-    path = source.removeprefix("file://")
-    if "://" in path:
-        return locate_store(path).backend
-    return LocalBackend(Path(path)) if (Path(path) / STORE_FOLDER / CONFIG_KEY).exists() else None
+def _store_at(source: str) -> Backend:
+    location = locate_store(source)
+    if not location.exists:
+        raise NotAStoreError(
+            "it is no casnap store. Take or import the tensors of a file into the damaged store: "
+            "that heals the chunks that it has"
+        )
+    return location.backend

@@ -62,26 +62,19 @@ class PickleMachine:
 
     Args:
         data: The bytes that hold the pickle.
-        at: Where the pickle begins.
         check: Called before each step: with ``call``, ``new``, ``build`` or ``item`` and the call,
             or with ``storage``. It may refuse the step.
         newest: The newest protocol that may be used: 2, as torch.save does, or up to 5, as
             ``pickle.dump`` does.
-
-    Attributes:
-        at: The position of the next opcode; after :meth:`run`, the end of the pickle.
-        calls: All calls, in order.
     """
 
     def __init__(
         self,
         data: bytes | memoryview,
-        at: int = 0,
         check: Check | None = None,
         newest: int = 2,
     ) -> None:
-        self.at = at
-        self.calls: list[Term] = []
+        self._at = 0
         self._data = data
         self._check = check
         self._stack: list[Any] = []
@@ -108,18 +101,18 @@ class PickleMachine:
             raise BrokenError(f"its pickle is damaged: {e!r}") from e
 
     def _read(self, n: int) -> bytes:
-        data = bytes(self._data[self.at : self.at + n])
+        data = bytes(self._data[self._at : self._at + n])
         if len(data) < n:
             raise RefusedError("its pickle is cut off")
-        self.at += n
+        self._at += n
         return data
 
     def _number(self, layout: str) -> Any:
         return struct.unpack(layout, self._read(struct.calcsize(layout)))[0]
 
     def _line(self) -> str:
-        line = bytes(self._data[self.at : self.at + 1000]).partition(b"\n")[0]
-        self.at += len(line) + 1
+        line = bytes(self._data[self._at : self._at + 1000]).partition(b"\n")[0]
+        self._at += len(line) + 1
         return line.decode()
 
     def _pop(self, count: int | None) -> list[Any]:
@@ -218,7 +211,6 @@ class PickleMachine:
             raise RefusedError("its pickle calls a value that is not a function")
         name = callee.name if callee.kind == "global" else f"the result of {callee.name}"
         made = Term("call", name, list(args.parts))
-        self.calls.append(made)
         self._ask(verb, made)
         self._stack.append(made)
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
-from casnap.runtime.buffers import address_of
 from casnap.runtime.typing import override
 from casnap.state.pickles import BrokenError, PickleMachine, RefusedError, Term, kind_of
 from casnap.state.tensors import TENSOR_DTYPES
@@ -133,7 +132,7 @@ def checked_members(data: bytes | memoryview) -> dict[str, memoryview]:
         RefusedError: As for :func:`checked_archive`.
     """
     members = Archive(data).by_name
-    PickleMachine(members.get("data.pkl", b""), 0, _StepCheck(members)).run()
+    PickleMachine(members.get("data.pkl", b""), _StepCheck(members)).run()
     return members
 
 
@@ -325,7 +324,6 @@ class TensorPlace(NamedTuple):
 
 
 _MOST_AXES = 64
-_MAGIC = 0x1950A86A20F9469CFC6C  # of files from before torch 1.6
 
 
 def tensor_in(file: memoryview) -> tuple[TensorPlace, memoryview]:
@@ -355,70 +353,3 @@ def tensor_in(file: memoryview) -> tuple[TensorPlace, memoryview]:
 def _check_byteorder(members: Mapping[str, memoryview]) -> None:
     if bytes(members.get("byteorder", b"little")) != b"little":
         raise RefusedError("it is from a big-endian machine")
-
-
-def tensors_in(file: memoryview) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a file of ``torch.save``, as views of its memory if possible.
-
-    Nothing is unpickled: values of other classes are ignored.
-
-    Args:
-        file: The whole file.
-
-    Raises:
-        RefusedError: The file is damaged, or not from ``torch.save``.
-    """
-    if bytes(file[:4]) == b"PK\3\4":
-        members = Archive(file).by_name
-        _check_byteorder(members)
-        machine = PickleMachine(members.get("data.pkl", b""))
-        machine.run()
-        storages = {n.removeprefix("data/"): m for n, m in members.items()}
-    else:
-        machine, storages = _before_1_6(file)
-    calls = [call for call in machine.calls if call.name in TENSORS]
-    if not calls:
-        raise RefusedError("it holds no tensors")
-    for call in calls:
-        place = TensorPlace.of(call.name, call.parts)
-        raw = storages.get(place.storage.parts[2], memoryview(b""))
-        if len(raw) < place.stop:
-            raise RefusedError("a tensor is larger than its storage")
-        if 0 < place.nbytes <= len(file) and place.per_byte == 1:
-            yield _tensor(place, raw)
-
-
-def _before_1_6(file: memoryview) -> tuple[PickleMachine, dict[str, memoryview]]:
-    """Return the pickle of a file from before torch 1.6, and the storages that follow it."""
-    at, values = 0, []
-    machine = PickleMachine(file)
-    for _ in range(5):
-        machine, last = PickleMachine(file, at), machine
-        values.append(machine.run())
-        at = machine.at
-        if values[0] != _MAGIC:
-            raise RefusedError("it is not a file of torch.save")
-    types = {
-        arg.parts[2]: dtype_of(arg)
-        for call in last.calls
-        for arg in call.parts
-        if kind_of(arg) == "storage"
-    }
-    storages = {}
-    for key in values[4].parts:
-        count = int.from_bytes(file[at : at + 8], "little")
-        start, at = at + 8, at + 8 + count * types[key].itemsize
-        storages[key] = file[start:at]
-    return last, storages
-
-
-def _tensor(place: TensorPlace, raw: memoryview) -> torch.Tensor:
-    raw = raw[: len(raw) // place.dtype.itemsize * place.dtype.itemsize]
-    if address_of(raw) % place.dtype.itemsize:
-        raw = memoryview(bytearray(raw))
-    flat = torch.frombuffer(raw, dtype=torch.uint8).view(place.dtype)
-    tensor = flat.as_strided(place.shape, place.strides, place.offset)
-    is_set = dict(zip(place.metadata[::2], place.metadata[1::2], strict=False))
-    if is_set.get("conj"):
-        tensor = tensor.conj()
-    return (-tensor if is_set.get("neg") else tensor).resolve_conj()

@@ -47,10 +47,10 @@ from tests.support.damaged import (
     named,
     newest,
     objects_of,
+    other_store,
     pristine_store,  # noqa: F401 - a fixture
     record_of,
     repair,
-    safetensors,
 )
 from tests.support.faults import CHUNK, backend_faults, elsewhere, files, in_child
 
@@ -359,7 +359,7 @@ def test_a_full_disk(store: Path) -> None:
 def test_a_dry_run(store: Path, tmp_path: Path) -> None:
     damage_chunk(store, FROZEN)
     damage_chunk(store, WEIGHT)
-    source = safetensors(tmp_path / "x.safetensors", {"x": expected(1)["weight"]})
+    source = other_store(tmp_path / "other", weight=expected(1)["weight"])
     before = {key: (store / key).read_bytes() for key in files(store)}
     report = repair(store, source, dry_run=True)
     assert {key: (store / key).read_bytes() for key in files(store)} == before
@@ -395,13 +395,13 @@ def test_command(store: Path, tmp_path: Path) -> None:
     assert f"hurts run/c {KEY}/frozen" in printed
     found = json.loads(invoke("repair", store, "-y", "--json", status=1).stdout)
     assert [d["kind"] for d in found["remaining"]] == ["lost"]
-    source = safetensors(tmp_path / "x.safetensors", {"x": expected(0)["frozen"]})
-    unknown = tmp_path / "x.gguf"
-    unknown.touch()
+    source = other_store(tmp_path / "other", frozen=expected(0)["frozen"])
+    unknown = tmp_path / "no store"
+    unknown.mkdir()
     result = invoke("repair", store, "--from", unknown, "--from", source, "--yes")
     assert "lost chunks found elsewhere: 1" in result.stdout
     assert "everything is whole" in result.stdout
-    assert f"skipped: {unknown} is neither a file of .safetensors, " in result.stderr
+    assert f"skipped: {unknown}: it is no casnap store" in result.stderr
     assert "no damage found" in invoke("repair", store, "--yes").stdout
 
 

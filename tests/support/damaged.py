@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
 import shutil
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -204,6 +202,12 @@ def broken(path: Path) -> set[str]:
     return found
 
 
+def other_store(folder: Path, **tensors: torch.Tensor) -> Path:
+    """Make a store that holds these tensors alone."""
+    Store(folder, chunk_size=CHUNK).take({KEY: StateDict(**tensors)}, "copy")
+    return folder
+
+
 def repair(path: Path, *sources: Path | str, dry_run: bool = False) -> RepairReport:
     return Store(path, create=False).repair(sources=sources, dry_run=dry_run)
 
@@ -223,20 +227,3 @@ def damage_chunk(path: Path, raw: torch.Tensor) -> Record:
 
 def named(report: RepairReport) -> set[str]:
     return {hurt.snapshot for damage in report.remaining for hurt in damage.hurts}
-
-
-def safetensors(file: Path, tensors: dict[str, torch.Tensor], **replace: object) -> Path:
-    """Write a file as the safetensors library does."""
-    header, at = {"__metadata__": {"format": "pt"}}, 0
-    for name, tensor in tensors.items():
-        described = {
-            "dtype": "F32",
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        header[name] = {**described, **replace}  # type: ignore[dict-item]
-        at += tensor.nbytes
-    encoded = json.dumps(header).encode()
-    raw = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
-    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + raw)
-    return file
