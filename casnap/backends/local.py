@@ -47,6 +47,9 @@ _DIRECT_WRITE_BYTES = 1 << 20
 _ATTEMPTS = 3
 # Errors of a folder that is not there for this user.
 _UNLISTED = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
+# The extended attribute of a folder that was made for markers: it goes with the last of them, where
+# a user's stays.
+_MADE = "user.casnap.made"
 # Folders that this process has made durable: the identity of the store, and the folder. Who opens
 # a store anew for each take would else sync them each time, as they may be another process's.
 _durable: set[tuple[str, str]] = set()
@@ -269,6 +272,9 @@ class LocalBackend(Backend):
                 if _is_shared(like):
                     os.chmod(handle, mode)
                 _follow_group(handle, like.st_gid)
+        if not self._is_inside(path):
+            with system_errors_ignored(), opened_above(path) as (folder, name):
+                os.setxattr(f"/proc/self/fd/{folder}/{name}", _MADE, b"1", follow_symlinks=False)
         if durable:
             self._new.add(path)
 
@@ -287,8 +293,10 @@ class LocalBackend(Backend):
 
     def _model(self, folder: str) -> os.stat_result:
         """Return the folder whose mode and group those of what is made in a folder follow."""
-        is_inside = folder == self._base or folder.startswith(f"{self._base}/")
-        return os.stat(self._base if is_inside else self.uri)
+        return os.stat(self._base if self._is_inside(folder) else self.uri)
+
+    def _is_inside(self, folder: str) -> bool:
+        return folder == self._base or folder.startswith(f"{self._base}/")
 
     def _create(self, name: str, folder: int, like: os.stat_result) -> int:
         mode = like.st_mode & 0o666
@@ -433,7 +441,10 @@ class LocalBackend(Backend):
     def unmark(
         self, keys: Iterable[str], is_stale: Callable[[str, bytes], bool]
     ) -> dict[str, CasnapError]:
-        """Remove marker files that are stale, and folders that are empty then."""
+        """Remove marker files that are stale, and their folders, if these are empty then.
+
+        A folder further up goes too if it is empty, unless a user made it.
+        """
         errors: dict[str, CasnapError] = {}
         for key in keys:
             try:
@@ -458,9 +469,13 @@ class LocalBackend(Backend):
                     if not was_stale:
                         _put_back(aside, name, folder)
                     _unlink_at(aside, folder)
-            for place in self._up_to_store(path.rpartition("/")[0]):
+            own = path.rpartition("/")[0]
+            for place in self._up_to_store(own):
                 with opened_above(place) as (folder, name):
                     try:
+                        if place != own:
+                            at = f"/proc/self/fd/{folder}/{name}"
+                            os.getxattr(at, _MADE, follow_symlinks=False)
                         os.rmdir(name, dir_fd=folder)
                     except OSError:
                         break

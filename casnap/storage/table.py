@@ -188,7 +188,8 @@ def change_table(
 def mark(objects: Objects, name: str, row: Row) -> None:
     """Write the marker for ``ls``, ``glob`` and ``os.path.exists``; it is never read as truth.
 
-    An error is a warning only: the snapshot is committed.
+    An error is a warning only: the snapshot is committed. If it was deleted or overwritten since,
+    a marker on a disk gives way to that of the snapshot that has the name now.
     """
     if not objects.marks:
         return
@@ -202,8 +203,23 @@ def mark(objects: Objects, name: str, row: Row) -> None:
     }
     try:
         objects.backend.mark(f"{name}/{MARKER}", msgspec.json.encode(content))
+        now = row if objects.backend.is_remote else _row_now(objects, name, row)
     except Exception as e:  # noqa: BLE001
         _log.warning("%s is committed, but its marker file cannot be written: %s", name, e)
+        return
+    if now is None or now.commit != row.commit:
+        unmark(objects, {name: row.commit})
+        if now is not None:
+            mark(objects, name, now)
+
+
+def _row_now(objects: Objects, name: str, row: Row) -> Row | None:
+    """Return the newest row of a name, for which a row was just committed."""
+
+    def newest(root: Root) -> Row | None:
+        return row if root.seq == row.seq else objects.table(root).get(name)
+
+    return objects.current(newest)
 
 
 class _Marker(msgspec.Struct):

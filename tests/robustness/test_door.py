@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -397,6 +398,52 @@ def test_a_marker_that_changes_between_the_look_and_its_removal(path: Path) -> N
     assert backend.unmark(["run/step_0/casnap-snapshot.json"], is_stale) == {}
     assert marker(path, "run/step_0").read_bytes() == new
     assert list((path / "casnap-store/tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("meanwhile", ["deleted", "overwritten", "taken anew", "nothing"])
+def test_a_marker_that_comes_late_names_no_dead_commit(path: Path, meanwhile: str) -> None:
+    """Who takes is slow between its commit and its marker."""
+    real = LocalBackend.mark
+
+    def work() -> None:
+        store = Store(path)
+        if meanwhile == "overwritten":
+            store.take(state(9), "run/step_3", overwrite=True)
+        elif meanwhile != "nothing":
+            store.delete("run/step_3")
+            if meanwhile == "taken anew":
+                store.take(state(9), "run/step_3")
+
+    def mark(backend: LocalBackend, key: str, content: bytes) -> None:
+        with mock.patch.object(LocalBackend, "mark", real):
+            assert in_child(work) == 0
+        patch.stop()
+        real(backend, key, content)
+
+    patch = mock.patch.object(LocalBackend, "mark", mark)
+    patch.start()
+    Store(path).take(state(3), "run/step_3")
+    if meanwhile == "deleted":
+        assert not (path / "run/step_3").exists()
+    else:
+        commit = json.loads(marker(path, "run/step_3").read_bytes())["commit"]
+        assert commit == Store(path)["run/step_3"].commit_id
+        assert len(list((path / "run/step_3").iterdir())) == 1
+    assert Store(path).check().warnings == []
+
+
+def test_folders_that_a_user_made_stay(path: Path) -> None:
+    """Those that casnap made go with the last snapshot in them."""
+    (path / "kept/logs").mkdir(parents=True)
+    store = Store(path)
+    for name in ("kept/logs/step_1", "made/deep/step_1", "made/deep/step_2", "kept/own/step_1"):
+        store.take(state(1), name)
+    for snapshot in store.snapshots():
+        store.delete(snapshot.name)
+    assert sorted(p.relative_to(path).as_posix() for p in path.glob("[!c]*/**")) == [
+        "kept",
+        "kept/logs",
+    ]
 
 
 def test_a_snapshot_that_is_called_as_the_first_roots(tmp_path: Path) -> None:
