@@ -17,6 +17,7 @@ from casnap.opened.finding import find, find_together
 from casnap.opened.open_store import Found, OpenStore
 from casnap.reading import EntriesByPath, Reading
 from casnap.runtime import calls
+from casnap.runtime.environment import local_path
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.storage.contents import Contents
@@ -41,7 +42,7 @@ def _check_no_file(path: str | os.PathLike[str], cause: CasnapError) -> None:
         CasnapError: It is; the error is of the type of ``cause``, and says how to import the file.
     """
     text = os.fspath(path)
-    if "://" not in text and Path(text).is_file():
+    if "://" not in text and Path(local_path(text)).is_file():
         raise type(cause)(
             f"{text} is a file, not a snapshot in a store; `casnap import {text} STORE/NAME` makes "
             "one of a file of safetensors or torch.save"
@@ -391,7 +392,7 @@ class Snapshot(Reading):
             dry_run=dry_run,
         )
         with self.contents.reading():
-            return export(self.contents, Path(out), how, progress)
+            return export(self.contents, Path(local_path(out)), how, progress)
 
     # --- properties ---
 
@@ -403,7 +404,7 @@ class Snapshot(Reading):
     @property
     def path(self) -> str:
         """The URI of the store, then the name of the snapshot."""
-        return f"{self._opened.uri}/{self.name}"
+        return self._opened.path_of(self.name)
 
     @property
     def metadata(self) -> SnapshotMetadata:
@@ -470,7 +471,7 @@ class PendingSnapshot:
     @property
     def path(self) -> str:
         """The path that the snapshot will have."""
-        return f"{self._opened.uri}/{self._name}"
+        return self._opened.path_of(self._name)
 
     def done(self) -> bool:
         """Whether the take has ended, with success or with an error."""

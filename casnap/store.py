@@ -38,6 +38,7 @@ from casnap.storage.objects import Objects
 from casnap.storage.retention import Retention, check_retention
 from casnap.storage.settings import codec_named
 from casnap.storage.table import change_table, editing, snapshots_in, tagged, unmark, untagged
+from casnap.storage.uris import joined
 from casnap.upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ class Store(Upkeep):
     def uri(self) -> str:
         """The URI of the store, and the prefix of this view."""
         place = self._where()
-        return f"{place.backend.uri}/{place.name}" if place.name else place.backend.uri
+        return joined(place.backend.uri, place.name, is_view=True)
 
     @property
     def prefix(self) -> str:

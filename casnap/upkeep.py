@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from casnap.opened.open_store import OpenStore
 from casnap.runtime import calls
+from casnap.runtime.environment import local_path
 from casnap.runtime.progress import Progress
 from casnap.snapshot import Snapshot
 from casnap.storage.config import RECORD
@@ -341,5 +342,10 @@ def import_snapshot(
         return opened.take_asked(SingleProcess(), lambda: leaves, inner, how).row.stats.new_bytes
 
     return import_files(
-        Path(source), name, take if where else None, key=key, rank=rank, metadata=metadata
+        Path(local_path(source)),
+        name,
+        take if where else None,
+        key=key,
+        rank=rank,
+        metadata=metadata,
     )

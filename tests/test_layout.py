@@ -121,3 +121,11 @@ def test_no_test_imports_from_another() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
                 names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
                 assert not any(name.startswith("test_") for name in names), path
+
+
+def test_no_alias_of_a_type_is_a_text() -> None:
+    """`Alias | None` in the signature of a public function would be no type; pdoc fails by it."""
+    for path in MODULES.values():
+        for node in statements(tree_of(path)):
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+                assert not isinstance(node.value, ast.Constant), f"{path}:{node.lineno}"

@@ -12,6 +12,7 @@ from typing import Any
 from casnap.backends.base import Backend
 from casnap.backends.local import LocalBackend
 from casnap.backends.memory import MemoryBackend
+from casnap.runtime.environment import local_path
 
 __all__ = ["Backend", "LocalBackend", "MemoryBackend", "backend_at"]
 
@@ -31,7 +32,7 @@ def backend_at(uri: str, storage_options: Mapping[str, Any] | None = None) -> Ba
     """
     scheme, separator, rest = uri.partition("://")
     if not separator:
-        return LocalBackend(Path(uri))
+        return LocalBackend(Path(local_path(uri)))
     if scheme == "memory":
         return MemoryBackend(rest)
     if scheme == "file":

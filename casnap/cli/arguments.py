@@ -22,12 +22,13 @@ from casnap.errors import (
 from casnap.format.names import check_name
 from casnap.opened.finding import store_above
 from casnap.opened.open_store import Found
+from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.storage.mirrored import is_unmirrored
-from casnap.storage.uris import store_uri
+from casnap.storage.uris import joined, store_uri
 from casnap.store import Store
 
-_ELSEWHERE = re.compile(r"/|\.{1,2}/|[A-Za-z0-9+]+://")
+_ELSEWHERE = re.compile(r"~?/|\.{1,2}/|[A-Za-z0-9+]+://")
 _ENDPOINT, _EXCLUSIVE = "casnap.endpoint_url", "casnap.exclusive"
 
 
@@ -135,7 +136,7 @@ def open_whole_store(store: str | None) -> Store:
     place = open_store(store)
     backend = place.objects.backend
     is_local_path = store and place.prefix and not backend.is_remote
-    if is_local_path and not Path(str(store).removeprefix("file://")).exists():
+    if is_local_path and not Path(local_path(str(store))).exists():
         uri = backend.uri
         raise CommandError(
             f"{store} does not exist; if you mean the whole store above it, name {uri}"
@@ -224,9 +225,7 @@ def named(backend: Backend, full: str, commit: str | None) -> dict[str, Any]:
         full: Its full name there.
         commit: Its commit id; None for one that does not exist yet.
     """
-    # No store is looked for above a remote path, so two slashes say where it ends.
-    slash = "//" if backend.is_remote and "/" in full else "/"
-    path = f"{backend.uri}{slash}{full}"
+    path = joined(backend.uri, full)
     return {"store": backend.uri, "name": full, "path": path, "commit": commit}
 
 

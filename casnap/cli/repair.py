@@ -34,13 +34,14 @@ from casnap.format.records import CONFIG_KEY
 from casnap.maintenance.config_record import copied_config, restore_config
 from casnap.maintenance.damage import Damage
 from casnap.maintenance.repair import RepairReport
+from casnap.runtime.environment import local_path
 from casnap.storage.config import read_config
 from casnap.storage.uris import store_uri
 from casnap.store import Store
 
 
 def _source(text: str) -> str:
-    path = text.removeprefix("file://")
+    path = local_path(text)
     if "://" not in path and not Path(path).exists():
         raise click.BadParameter(f"{quoted(text)} does not exist")
     return text
@@ -102,7 +103,7 @@ def _with_config(store: str | None, error: DamagedError, *, yes: bool, dry_run: 
     """Make the record of a store anew, without which it cannot be opened; return the store."""
     uri = store or "."
     found = store_uri(uri)
-    folder = Path(uri.removeprefix("file://")).resolve()
+    folder = Path(local_path(uri)).resolve()
     backend = LocalBackend(folder) if found is None else backend_at(found.store, options_for(uri))
     try:
         read_config(backend)

@@ -30,6 +30,7 @@ from casnap.cli.output import (
 )
 from casnap.report.facts import Facts, Run, SnapshotFacts, gather
 from casnap.report.page import HEAD, page
+from casnap.runtime.environment import local_path
 
 
 @click.command()
@@ -59,6 +60,7 @@ def report(store: str | None, prefix: str | None, output: Path, last: int, as_js
     The page is one HTML file that loads nothing. It is made from sizes, digests and metadata: no
     tensor is read. --json prints what it would show, and writes no page.
     """
+    output = Path(local_path(output))
     if not as_json:
         _check_replaceable(output)
     place = open_store(store)

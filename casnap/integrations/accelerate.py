@@ -19,6 +19,7 @@ from typing import Any
 from casnap.errors import SnapshotExistsError, SnapshotNotFoundError, StateError
 from casnap.integrations.trainers import Value, check_version, load_own, snapshot_at
 from casnap.ranks.joining import own_rank
+from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.state.stateful import RNGState, Stateful
 
@@ -209,7 +210,7 @@ def _project(accelerator: Accelerator) -> Path:
 
 
 def _absolute(path: StrPath) -> StrPath:
-    return path if "://" in os.fspath(path) else Path(path).expanduser().absolute()
+    return path if "://" in os.fspath(path) else Path(local_path(path)).absolute()
 
 
 def _number(folder: Path) -> int:
@@ -227,7 +228,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 def _is_its_own(path: StrPath) -> bool:
     """Whether the Accelerator itself has written a checkpoint: the random states come last."""
     return "://" not in os.fspath(path) and any(
-        Path(path).expanduser().glob(f"{RNG_STATE_NAME}_*.pkl")
+        Path(local_path(path)).glob(f"{RNG_STATE_NAME}_*.pkl")
     )
 
 

@@ -25,6 +25,7 @@ import torch
 
 from casnap.errors import SnapshotNotFoundError, StateError, UnsupportedTypeError
 from casnap.integrations.trainers import check_version, snapshot_at, take_alone, values_of
+from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.take.options import TakeOptions
 
@@ -132,7 +133,7 @@ class CasnapCheckpointIO(TorchCheckpointIO):
             DamagedError: Stored bytes are missing or damaged.
         """
         self.wait()
-        if Path(path).is_file():
+        if Path(local_path(path)).is_file():
             read: dict[str, Any] = super().load_checkpoint(
                 path, map_location or "cpu", weights_only
             )
@@ -168,8 +169,8 @@ class CasnapCheckpointIO(TorchCheckpointIO):
             self._forget(path)
 
     def _forget(self, path: StrPath) -> None:
-        if Path(path).is_symlink():
-            Path(path).unlink()
+        if (link := Path(local_path(path))).is_symlink():
+            link.unlink()
             return
         snapshot = snapshot_at(path, self._storage_options)
         if snapshot is not None:

@@ -14,6 +14,7 @@ from casnap.opened.finding import find
 from casnap.ranks.comm import SingleProcess
 from casnap.ranks.joining import own_rank
 from casnap.runtime import calls
+from casnap.runtime.environment import local_path
 from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.state.stateful import Stateful
 from casnap.take.options import TakeOptions
@@ -110,7 +111,8 @@ def snapshot_at(
     path = os.fspath(path)
     try:
         return Snapshot(
-            path if "://" in path else os.path.realpath(path), storage_options=storage_options
+            path if "://" in path else os.path.realpath(local_path(path)),
+            storage_options=storage_options,
         )
     except (NotAStoreError, SnapshotNotFoundError):
         return None

@@ -34,6 +34,7 @@ from casnap.storage.mirrored import not_that_mirror, place_of
 from casnap.storage.objects import Objects
 from casnap.storage.settings import CODEC, settings_of
 from casnap.storage.table import Table, only_marker_error, snapshots_in
+from casnap.storage.uris import joined
 
 if TYPE_CHECKING:
     from casnap.ranks.comm import Comm
@@ -136,8 +137,11 @@ class OpenStore:
     @property
     def uri(self) -> str:
         """The URI of the store, and the prefix."""
-        root = self.objects.backend.uri
-        return f"{root}/{self.prefix}" if self.prefix else root
+        return joined(self.objects.backend.uri, self.prefix, is_view=True)
+
+    def path_of(self, name: str) -> str:
+        """Return the path or URI of a snapshot."""
+        return joined(self.uri, name)
 
     def full_name(self, name: str) -> str:
         """Return the full name of a snapshot: the prefix, then the name.

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from casnap.errors import MismatchError
 
-Rename: TypeAlias = "Mapping[str, str] | Callable[[str], str | None]"
+Rename: TypeAlias = Mapping[str, str] | Callable[[str], str | None]
 
 
 def renamed(where: str, paths: Mapping[str, str], rename: Rename) -> dict[str, str]:

@@ -19,6 +19,17 @@ _NETWORK = re.compile(
 )
 
 
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Return a path that a user gave, without ``file://``, and with ``~`` as the home folder.
+
+    Every path that an argument gives goes through this before a file is looked at.
+    """
+    text = os.fspath(path)
+    plain = text.removeprefix("file://")
+    # Not by a Path, which makes "." of an empty one.
+    return os.path.expanduser(plain) if plain == text else plain  # noqa: PTH111
+
+
 def cache_folder() -> Path | None:
     """Return the folder for host-local caches; None if there is none.
 
@@ -45,7 +56,7 @@ def folder_for_chunks(name: str) -> Path | None:
         StoreError: The folder that the user named is another user's, or on a network file system.
     """
     named = os.environ.get("CASNAP_CACHE_DIR")
-    folder = Path(named) if named else cache_folder()
+    folder = Path(local_path(named)) if named else cache_folder()
     why = None
     with suppress(OSError):
         if folder is not None:
@@ -122,7 +133,7 @@ def _cache_candidates() -> Iterator[Path]:
     named = os.environ.get("CASNAP_CACHE_DIR")
     base = _user_folder("XDG_CACHE_HOME", ".cache")
     if named:
-        yield Path(named)
+        yield Path(local_path(named))
     elif base is not None:
         yield base / "casnap"
     yield Path(_temp_folder(), f"casnap-{os.getuid()}")

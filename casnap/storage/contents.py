@@ -31,6 +31,7 @@ from casnap.format.names import key_of, rank_names
 from casnap.format.records import MAX_METADATA_BYTES, Row, decode
 from casnap.storage.objects import Objects
 from casnap.storage.tree import Tree
+from casnap.storage.uris import joined
 
 # Metadata of 64 KiB as JSON take up to 148 kB as a node: a float of three letters takes nine bytes.
 # Other bytes could take sixty times as much memory when they are decoded.
@@ -122,7 +123,7 @@ class Contents:
     @property
     def where(self) -> str:
         """The snapshot as a user would name it."""
-        return f"{self.objects.backend.uri}/{self.name}"
+        return joined(self.objects.backend.uri, self.name)
 
     @cached_property
     def manifest(self) -> Manifest:

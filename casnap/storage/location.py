@@ -26,6 +26,7 @@ from casnap.errors import (
 )
 from casnap.format.names import STORE_FOLDER, check_name
 from casnap.format.records import CONFIG_KEY, root_key, serves_below
+from casnap.runtime.environment import local_path
 from casnap.runtime.handlers import pass_on
 from casnap.storage.config import no_config_error
 from casnap.storage.objects import Objects
@@ -131,10 +132,10 @@ def _located(uri: Uri, storage_options: Mapping[str, Any] | None) -> Location:
 def _local(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    """Return a local path as it was given, and without ``file://``."""
+    """Return a local path as it was given, and as the system knows it."""
     text = os.fspath(path)
     _check_no_options(text, storage_options)
-    plain = text.removeprefix("file://")
+    plain = local_path(text)
     parts = Path(plain).parts
     if STORE_FOLDER in parts:
         above = str(Path(*parts[: parts.index(STORE_FOLDER)]))

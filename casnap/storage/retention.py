@@ -28,7 +28,7 @@ from casnap.storage.objects import Objects
 from casnap.storage.table import Table, change_table, snapshots_in, unmark
 
 Best: TypeAlias = tuple[str, int] | tuple[str, int, Literal["min", "max"]]
-Run: TypeAlias = "Sequence[tuple[str, Row]]"
+Run: TypeAlias = Sequence[tuple[str, Row]]
 
 _log = logging.getLogger("casnap")
 _UNREAD = "its metadata cannot be read"

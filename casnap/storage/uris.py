@@ -85,6 +85,21 @@ def store_uri(uri: str | os.PathLike[str]) -> Uri | None:
     return _uri(f"{scheme}://{place}", check_name(name) if name else "")
 
 
+def joined(store: str, name: str, *, is_view: bool = False) -> str:
+    """Return the path or URI of a snapshot, or of a view of a store, such that it is found again.
+
+    Args:
+        store: The path or URI of the store, or of a view of it.
+        name: The name of the snapshot in it, or the prefix of the view; empty for the store itself.
+        is_view: Whether it is a view.
+    """
+    if not name:
+        return store
+    _, is_far, place = store.partition("://")
+    ends = bool(is_far) and "//" not in place and (is_view or "/" in name)
+    return f"{store}{'//' if ends else '/'}{name}"
+
+
 def _uri(store: str, name: str) -> Uri:
     scheme, _, place = store.partition("://")
     above, _, last = place.rpartition("/")

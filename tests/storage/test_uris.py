@@ -160,3 +160,23 @@ def test_names_that_some_places_do_not_tell_apart(tmp_path: Path, name: str) -> 
                 use()
         assert backend.sizes("") == before
         store.take(TINY, "index/roots")
+
+
+@pytest.mark.parametrize("place", ["memory://views", "local"])
+def test_what_is_printed_opens_the_same_again(place: str, tmp_path: Path) -> None:
+    """A view, a snapshot with a longer name, and one right in the store."""
+    uri = str(tmp_path / "ckpts") if place == "local" else place
+    slashes = "/" if place == "local" else "//"
+    whole = Store(uri)
+    whole.take(TINY, "run1/step_1")
+    whole.take(TINY, "step_1")
+    view = Store(f"{uri}{slashes}run1")
+    assert repr(view) == f"Store('{uri}{slashes}run1')"
+    again = eval(repr(view), {"Store": Store})
+    assert (again.id, again.prefix) == (whole.id, "run1")
+    for snapshot in (view["step_1"], whole["run1/step_1"], whole["step_1"]):
+        same = eval(repr(snapshot), {"Snapshot": Snapshot})
+        assert same.commit_id == snapshot.commit_id
+    pending = view.async_take(TINY, "step_2")
+    taken = pending.wait()
+    assert Snapshot(pending.path).commit_id == taken.commit_id

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from casnap.errors import StateError
 from casnap.ranks.joining import own_rank
+from casnap.runtime.environment import local_path
 from casnap.storage.location import as_written
+from casnap.storage.uris import joined
 from casnap.store import Store
 
 CheckpointId = str | os.PathLike[str]
@@ -49,7 +51,11 @@ class SnapshotPath(NamedTuple):
             return self
         path = os.fspath(checkpoint_id)
         name = name_below(self.store, path) if self.store is not None else None
-        if self.store is not None and not name and ("://" in path or Path(path).is_absolute()):
+        if (
+            self.store is not None
+            and not name
+            and ("://" in path or Path(local_path(path)).is_absolute())
+        ):
             raise StateError(
                 f"checkpoint_id={path!r} is outside the store {self.store.uri}; give the name of a "
                 "snapshot, or a path below the store"
@@ -68,7 +74,7 @@ class SnapshotPath(NamedTuple):
             raise StateError(
                 f"{what}: give one to CasnapWriter or CasnapReader, or pass checkpoint_id= to DCP"
             )
-        return self.path if self.store is None else f"{self.store.uri}/{self.path}"
+        return self.path if self.store is None else joined(self.store.uri, self.path)
 
 
 def name_below(store: Store, path: str) -> str | None:
@@ -80,7 +86,7 @@ def name_below(store: Store, path: str) -> str | None:
     root = store.uri.rstrip("/")
     if "://" in root:
         return path[len(root) :].strip("/") if f"{path}/".startswith(f"{root}/") else None
-    plain = path.removeprefix("file://")
+    plain = local_path(path)
     if "://" in plain:
         return None
     root = os.path.realpath(root)

@@ -27,6 +27,7 @@ from casnap.opened.finding import find
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime import calls
+from casnap.runtime.environment import local_path
 from casnap.storage.contents import Contents
 from casnap.store import Store
 
@@ -164,7 +165,7 @@ def _naming_pickles(place: SnapshotPath) -> Iterator[None]:
         yield
     except (NotAStoreError, SnapshotNotFoundError) as e:
         path = place.id
-        metadata = Path(path, ".metadata")
+        metadata = Path(local_path(path), ".metadata")
         if "://" in path or not metadata.exists() or is_notice(metadata):
             raise
         raise type(e)(
