@@ -1,18 +1,15 @@
 """Tensors in files, as leaves of a take: over a mapping of the file, which takes no memory.
 
-Contiguous tensors are read instead: if a mapped file is truncated, the system kills the process.
-Their content is bytes, with one more axis than the tensor: the bytes of an element. So it does not
-matter whether the elements are aligned in the file.
+The content of such a leaf is bytes, with one more axis than the tensor: the bytes of an element. So
+it does not matter whether the elements are aligned in the file.
 """
 
 from __future__ import annotations
 
 import errno
 import mmap
-import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -21,14 +18,12 @@ import torch
 from casnap.errors import FileFormatError
 from casnap.format.entries import Payload, TensorEntry
 from casnap.format.region import Region, cover_once
-from casnap.runtime.buffers import address_of, copy, view_at
+from casnap.runtime.buffers import address_of, view_at
 from casnap.state.sharded import Shards
-from casnap.state.tensors import TENSOR_DTYPES, FileContent, Leaf
+from casnap.state.tensors import TENSOR_DTYPES, Leaf
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python has no name for
 _MOST_AXES = 64
-# What opening fails with if a file or a folder of its path was deleted, or a socket replaced it.
-_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ENXIO)
 
 
 def _mapping(fd: int, nbytes: int, path: Path) -> mmap.mmap:
@@ -41,11 +36,6 @@ def _mapping(fd: int, nbytes: int, path: Path) -> mmap.mmap:
             raise
         what = "too many open files; each file of an import needs one: raise the limit (ulimit -n)"
         raise OSError(e.errno, what, str(path)) from e
-
-
-def _identity(fd: int) -> tuple[int, int]:
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino
 
 
 def check_regular(path: Path) -> None:
@@ -90,7 +80,6 @@ class MappedFile:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         with path.open("rb") as stream:
             nbytes = stream.seek(0, 2)
-            self._found = _identity(stream.fileno())
             if nbytes:
                 # torch.from_file would reserve memory for all of the file, which may be more than
                 # there is.
@@ -115,52 +104,7 @@ class MappedFile:
         if strides is None:
             strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
         steps = (*(n * itemsize for n in strides), 1)
-        elements = self.bytes.as_strided((*shape, itemsize), steps, start)
-        if not elements.is_contiguous():
-            return elements
-        content = elements.as_subclass(FileContent)
-        content.read_into = partial(self._read_into, start)
-        return content
-
-    def _read_into(self, start: int, offset: int, target: memoryview) -> None:
-        """Fill memory with bytes of the file.
-
-        Raises:
-            FileFormatError: It was cut off since it was mapped.
-        """
-        done, at = 0, start + offset
-        fd = self._opened()
-        if fd is None:
-            copy(target, self.view[at : at + len(target)])
-            return
-        try:
-            while done < len(target):
-                n = os.preadv(fd, [target[done:]], at + done)
-                if n == 0:
-                    raise FileFormatError(
-                        f"{self.path} was cut off while it was imported; nothing was committed. "
-                        "Import it when nothing writes to it any more"
-                    )
-                done += n
-        finally:
-            os.close(fd)
-
-    def _opened(self) -> int | None:
-        """Open the file anew; return None if it was replaced or deleted: the mapping stays whole.
-
-        To keep a descriptor for each file would be too many for some checkpoints.
-        """
-        try:
-            # A pipe in its place would be waited for.
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as e:
-            if e.errno in _GONE:
-                return None
-            raise
-        if _identity(fd) == self._found:
-            return fd
-        os.close(fd)
-        return None
+        return self.bytes.as_strided((*shape, itemsize), steps, start)
 
     def offset_of(self, part: memoryview) -> int:
         """Return where a part of the view begins in the file."""

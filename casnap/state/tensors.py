@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -43,19 +42,6 @@ class Leaf(NamedTuple):
     path: str
     entry: Entry
     content: torch.Tensor | bytes | Shards
-
-
-class FileContent(torch.Tensor):
-    """A carrier over a mapped file whose bytes are read when they are needed, not taken from there.
-
-    A mapping kills the process if the file is cut off.
-
-    Attributes:
-        read_into: Reads from a byte of the carrier on; raises if the file ends before.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    read_into: Callable[[int, memoryview], None]
 
 
 # Elements of whole bytes; an element of float4_e2m1fn_x2 is one byte that holds two numbers.

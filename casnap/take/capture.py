@@ -24,7 +24,7 @@ from casnap.runtime.torch_modes import plain
 from casnap.state.cuda import synchronize
 from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards
-from casnap.state.tensors import FileContent, Leaf, as_copyable, itemsize_of
+from casnap.state.tensors import Leaf, as_copyable, itemsize_of
 from casnap.take.staging import (
     HeldBox,
     JointPart,
@@ -265,10 +265,6 @@ def _with_bytes(entry: Entry, content: torch.Tensor | bytes) -> Entry:
     nbytes = payload_of(entry).nbytes
     if nbytes == 0:
         return entry
-    if isinstance(content, FileContent):
-        data = bytearray(nbytes)
-        content.read_into(0, memoryview(data))
-        content = bytes(data)
     if not isinstance(content, bytes):
         host = as_copyable(content).cpu().contiguous()
         content = bytes_at(host.data_ptr(), host.nbytes)

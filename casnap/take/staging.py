@@ -22,7 +22,7 @@ from casnap.runtime import buffers
 from casnap.runtime.buffers import Pool, Slot, bytes_at, view_at
 from casnap.runtime.threads import Crew, SharedItems, collector_paused, cores
 from casnap.state.cuda import pin, side_stream
-from casnap.state.tensors import FileContent, as_copyable
+from casnap.state.tensors import as_copyable
 from casnap.storage.pack import Raw
 
 PIECE_BYTES = 8 << 20
@@ -95,63 +95,27 @@ class HeldBox(NamedTuple):
 def pieces_of(number: int, content: torch.Tensor | bytes, grid: Grid) -> Iterable[Piece]:
     """Return the bytes of a whole leaf in runs of about 8 MiB, in order."""
     if isinstance(content, bytes):
-        return _runs(number, grid, memoryview(content), content, PIECE_BYTES)
-    if isinstance(content, FileContent):
-        return _read_runs(number, grid, content)
+        return _runs(number, grid, memoryview(content), content)
     if content.is_cpu and content.is_contiguous():
         nbytes = content.nbytes
         if grid.count > 1 or nbytes > _SMALL_BYTES:
-            return _runs(number, grid, view_at(content.data_ptr(), nbytes), content, PIECE_BYTES)
+            return _runs(number, grid, view_at(content.data_ptr(), nbytes), content)
         # There may be many of these, so not one object more than needed.
         return (Piece(number, 0, (nbytes,), bytes_at(content.data_ptr(), nbytes)),)
     source = HeldBox(Region.whole(grid.shape), as_copyable(content))
     return pieces_between(number, source, grid, 0)
 
 
-def _runs(number: int, grid: Grid, view: memoryview, owner: object, most: int) -> Iterator[Piece]:
+def _runs(number: int, grid: Grid, view: memoryview, owner: object) -> Iterator[Piece]:
     first, start, sizes, total = 0, 0, list[int](), 0
     for size in grid.sizes():
-        if sizes and total + size > most:
+        if sizes and total + size > PIECE_BYTES:
             yield Piece(number, first, sizes, view[start : start + total], owner)
             first, start, sizes, total = first + len(sizes), start + total, [], 0
         sizes.append(size)
         total += size
     if sizes:
         yield Piece(number, first, sizes, view[start:], owner)
-
-
-# Less than other pieces have, so that what was read is still in the processor's cache.
-_READ_BYTES = 2 << 20
-_read = Pool(MAX_CHUNK_SIZE, 4)
-
-
-def _read_runs(number: int, grid: Grid, content: FileContent) -> Iterator[Piece]:
-    """Yield a leaf of a file in runs; the thread that hashes a run also reads it."""
-    mapped, start = view_at(content.data_ptr(), content.nbytes), 0
-    for piece in _runs(number, grid, mapped, None, _READ_BYTES):
-        yield _read_piece(piece, content, start)
-        start += len(piece.view)
-
-
-def _read_piece(piece: Piece, content: FileContent, start: int) -> Piece:
-    """Return a piece that is read into a buffer, from a byte of the content on."""
-    slot = _read.take()
-    reading = _FileRead(content, start, slot.view[: len(piece.view)])
-    return piece._replace(view=reading.view, ready=reading, done=partial(_read.release, slot))
-
-
-class _FileRead:
-    """Reads some bytes of a file, once."""
-
-    def __init__(self, content: FileContent, start: int, view: memoryview) -> None:
-        self.view = view
-        self._start = start
-        self._content: FileContent | None = content
-
-    def __call__(self) -> None:
-        content, self._content = self._content, None
-        if content is not None:
-            content.read_into(self._start, self.view)
 
 
 def pieces_between(
@@ -175,10 +139,6 @@ def piece_of_part(number: int, source: HeldBox, part: JointPart) -> Piece:
     assert isinstance(source.content, torch.Tensor)
     # Copied at once, also from a GPU: many parts wait to be sent.
     block = source.content[part.region.within(source.region)].contiguous().cpu()
-    if (start := _place_in_file(source.content, block)) is not None:
-        assert isinstance(source.content, FileContent)
-        block = torch.empty_like(block)
-        source.content.read_into(start, view_at(block.data_ptr(), block.nbytes))
     view = view_at(block.data_ptr(), block.nbytes)
     return Piece(number, part.first, [block.nbytes], view, block, part=part)
 
@@ -190,17 +150,7 @@ def _piece(number: int, first: int, sizes: list[int], source: HeldBox, region: R
     if block.is_cuda:
         return _from_cuda(number, first, sizes, block)
     block = block.cpu()
-    piece = Piece(number, first, sizes, view_at(block.data_ptr(), block.nbytes), block)
-    if (start := _place_in_file(content, block)) is not None:
-        assert isinstance(content, FileContent)
-        return _read_piece(piece._replace(owner=None), content, start)
-    return piece
-
-
-def _place_in_file(content: torch.Tensor, block: torch.Tensor) -> int | None:
-    """Return at which byte of a content in a file a block lies; None if it lies in memory."""
-    start = block.data_ptr() - content.data_ptr()
-    return start if isinstance(content, FileContent) and 0 <= start < content.nbytes else None
+    return Piece(number, first, sizes, view_at(block.data_ptr(), block.nbytes), block)
 
 
 def _blocks(grid: Grid, first: int, stop: int) -> Iterator[tuple[int, list[int], Region]]:

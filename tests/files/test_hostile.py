@@ -158,14 +158,6 @@ def test_a_file_larger_than_memory_is_mapped(store: Store, tmp_path: Path) -> No
     assert store.import_file(file, "m", dry_run=True).logical_bytes >= nbytes
 
 
-def test_a_file_that_is_cut_off_while_it_is_imported(store: Store, tmp_path: Path) -> None:
-    """It is one error that names the file, not the end of the process."""
-    file = tmp_path / "m.safetensors"
-    save_file({f"t{i}": torch.rand(1 << 20) for i in range(16)}, file)
-    message = refused(store, file, progress=lambda *_: os.truncate(file, 1 << 20))
-    assert message.startswith(f"{file} was cut off while it was imported")
-
-
 @pytest.mark.parametrize("how", ["replaced", "deleted", "a pipe", "a socket", "its folder"])
 def test_a_file_that_goes_while_it_is_imported(store: Store, tmp_path: Path, how: str) -> None:
     """What was begun is imported, not what is there by then."""
@@ -191,15 +183,6 @@ def test_a_file_that_goes_while_it_is_imported(store: Store, tmp_path: Path, how
 
     store.import_file(file, "a", progress=change)
     assert all(torch.equal(store["a"].read_object(f"model/{name}"), t) for name, t in state.items())
-
-
-def test_a_checkpoint_of_dcp_that_is_cut_off_meanwhile(store: Store, tmp_path: Path) -> None:
-    folder = tmp_path / "dcp"
-    state: dict[str, Any] = {f"t{i}": torch.rand(1 << 20) for i in range(16)}
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
-    [file] = folder.glob("*.distcp")
-    message = refused(store, folder, progress=lambda *_: os.truncate(file, 1 << 20))
-    assert message.startswith(f"{file} was cut off")
 
 
 def test_files_of_no_known_format(store: Store, tmp_path: Path) -> None:
