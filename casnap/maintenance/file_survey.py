@@ -26,8 +26,8 @@ from casnap.maintenance.damage import ALL, KINDS, READ_ERRORS, Damage, kind_and_
 from casnap.maintenance.places import Places, bad_records, can_lie_at, read_footer
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
-from casnap.storage.looks import listed_packs
 from casnap.storage.objects import Objects
+from casnap.storage.pack_lengths import listed_packs
 from casnap.storage.place_reads import Reason, Why
 
 _ROOT_ADVICE = (

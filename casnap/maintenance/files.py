@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
 from collections.abc import Iterable
@@ -13,15 +12,14 @@ from casnap.format.records import PackId, Root, id_from_name, pack_key, segment_
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, SharedItems
 from casnap.storage.index import View
-from casnap.storage.looks import listed_packs
 from casnap.storage.objects import Objects
+from casnap.storage.pack_lengths import listed_packs
 from casnap.storage.roots import read_root
 
 _DELETERS = 4
 # An object store deletes so many objects by one request.
 _BATCH = 1000
 _MANY_RECORDS = 1_000_000
-_TIME = struct.Struct("<d")
 
 
 def base_of(ident: bytes) -> int:
@@ -43,7 +41,6 @@ class StoredFiles:
 
     def __init__(self, objects: Objects, root: Root) -> None:
         self._backend = backend = objects.backend
-        self._cache = objects.index.cache if backend.is_remote else None
         many = backend.is_remote and sum(ref.count for ref in root.segments) > _MANY_RECORDS
         self._sizes = listed_packs(backend, many=many)
         self.packs = set(self._sizes)
@@ -99,23 +96,13 @@ class StoredFiles:
         return sizes, refused
 
     def _time_of(self, seq: int) -> float | None:
-        """Return the time in a root; None if it cannot be read.
-
-        It says only how patient to be, so a host that has read a remote one believes what it noted.
-        """
-        key = b"time" + seq.to_bytes(8, "big")
-        kept = self._cache.note(key) if self._cache is not None else None
-        if kept is not None and len(kept) == _TIME.size:
-            return float(_TIME.unpack(kept)[0])
+        """Return the time in a root; None if it cannot be read."""
         try:
-            put_at = read_root(self._backend, seq).time
+            return read_root(self._backend, seq).time
         except UnavailableError:
             raise
         except (FileNotFoundError, DamagedError, BackendError):
             return None
-        if self._cache is not None:
-            self._cache.keep_note(key, _TIME.pack(put_at))
-        return put_at
 
     def age_of(self, seq: int, newest: Root) -> float:
         """Return the age of a root in seconds: this host's time less the time in the root.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 import threading
 import time
 from bisect import bisect_left
@@ -20,8 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
-
 from casnap.backends.base import as_exclusive
 from casnap.errors import (
     BackendError,
@@ -29,7 +26,6 @@ from casnap.errors import (
     FencedError,
     StorageFullError,
 )
-from casnap.format.decoding import decoder
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
 from casnap.maintenance.files import StoredFiles, base_of
@@ -202,7 +198,6 @@ class _Collector:
         self._options = options
         self._progress = progress
         self._files: StoredFiles
-        self._clean: Root | None = None
         self._rewriting: Rewriting | None = None
         self._would_condemn: set[PackId] = set()
         self._lacks_space = False
@@ -251,10 +246,6 @@ class _Collector:
     def _mark_and_condemn(self, root: Root) -> None:
         """Mark what is needed; condemn the packs that hold none of it."""
         view = self._objects.index.view(root)
-        if not self._options.forgotten and self._is_clean(root):
-            if not self._options.dry_run:
-                self._delete_orphans(view)
-            return
         # Marking has low priority. The race for the next root has not.
         forgotten = self._options.forgotten
         marks = gently(lambda: Marks(self._objects, root, self._progress, forgotten))
@@ -283,31 +274,6 @@ class _Collector:
                 # Packs that are wholly dead can still be condemned.
                 self._lacks_space = True
         self._condemn(marks, doomed, set(sparse), proven)
-
-    def _is_clean(self, root: Root) -> bool:
-        """Whether a root was marked before, and no pack had to be condemned.
-
-        A root never changes, so this stays true. If the note were wrong, garbage would only stay
-        longer.
-        """
-        note = self._objects.index.cache.note(self._note_of(root))
-        try:
-            found = decoder(list[int]).decode(note or b"")
-            r = self.report
-            r.snapshots, r.live_chunks, r.live_bytes, r.lost_chunks = found
-        except (msgspec.DecodeError, TypeError, ValueError):
-            return False
-        self._clean = root
-        return True
-
-    def _note_clean(self, root: Root) -> None:
-        r = self.report
-        found = (r.snapshots, r.live_chunks, r.live_bytes, r.lost_chunks)
-        self._clean = root
-        self._objects.index.cache.keep_note(self._note_of(root), msgspec.msgpack.encode(found))
-
-    def _note_of(self, root: Root) -> bytes:
-        return b"clean" + root.commit + struct.pack("<d", self._options.repack)
 
     def _check_missing(self, marks: Marks) -> None:
         missing = marks.missing.difference(split_digests(marks.root.lost))
@@ -339,7 +305,6 @@ class _Collector:
             sparse: Packs of which little is needed.
             proven: The needed digests of the sparse packs, each with another pack that holds it.
         """
-        marked_seq = marks.root.seq
         doomed = dead | sparse
         contents: dict[bytes, list[PackId]] = {}
         required: set[bytes] = set()
@@ -373,8 +338,6 @@ class _Collector:
             if new is not None:
                 self.report.repacked_packs += len(doomed & sparse)
                 self._note_condemned(doomed, rescued)
-                if root.seq == marked_seq and doomed == dead | sparse:
-                    self._note_clean(new)
                 return
 
     def _put_next(self, root: Root, **changes: Any) -> Root | None:
@@ -427,8 +390,6 @@ class _Collector:
         if new is None:
             self._rewriting = rewriting
             return False
-        if root == self._clean:
-            self._note_clean(new)
         if raised > root.fence:
             self.report.fence = raised
         self.report.merged_segments += len(root.segments) - len(segments)

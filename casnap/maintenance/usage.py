@@ -16,8 +16,8 @@ from casnap.format.records import Row, pack_key
 from casnap.runtime.progress import Progress
 from casnap.storage.contents import Contents
 from casnap.storage.index import View
-from casnap.storage.looks import listed_packs
 from casnap.storage.objects import Objects
+from casnap.storage.pack_lengths import listed_packs
 from casnap.storage.references import MANIFEST, digest_in, is_node, references, walk
 from casnap.storage.table import snapshots_in
 

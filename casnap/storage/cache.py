@@ -141,18 +141,6 @@ class Cache(ABC):
         """Cache a note."""
         self.keep_notes({key: text})
 
-    # Each process remembers by itself what it found damaged. A shared cache tells other processes.
-
-    def distrusted(self, digests: Iterable[Digest]) -> set[Record] | None:
-        """Return the places of some digests that any process found damaged."""
-        return None
-
-    def distrust(self, records: Iterable[Record], packs: Container[PackId]) -> None:  # noqa: B027
-        """Remember damaged places; forget those that lie in none of these packs."""
-
-    def trust(self, records: Iterable[Record]) -> None:  # noqa: B027
-        """Forget that places were damaged."""
-
 
 class MemoryCache(Cache):
     """A cache in dicts, where there is no place for LMDB."""
@@ -229,7 +217,6 @@ class LmdbCache(Cache):
             self._places = self._env.open_db(b"places", dupsort=True)
             self._nodes = self._env.open_db(b"nodes")
             self._notes = self._env.open_db(b"notes")
-            self._damaged = self._env.open_db(b"damaged", dupsort=True)
 
     def usable(self) -> bool:
         """Whether this is the process that opened it: LMDB does not survive a fork."""
@@ -308,31 +295,6 @@ class LmdbCache(Cache):
     def keep_nodes(self, nodes: Iterable[tuple[Digest, bytes]]) -> None:
         with self._writing(_LITTLE) as txn, txn.cursor(self._nodes) as cursor:
             cursor.putmulti(sorted(nodes))
-
-    @override
-    @_if_possible
-    def distrusted(self, digests: Iterable[Digest]) -> set[Record]:
-        with self._env.begin(db=self._damaged) as txn:
-            if not txn.stat(self._damaged)["entries"]:
-                return set()
-            return {(d, place) for d in digests for place in _all_places(txn, d)}
-
-    @override
-    @_if_possible
-    def distrust(self, records: Iterable[Record], packs: Container[PackId]) -> None:
-        with self._writing(_PATIENCE) as txn, txn.cursor(self._damaged) as cursor:
-            for digest, value in list(cursor):
-                place = _decode_place(Digest(bytes(digest)), bytes(value))
-                if place is None or place.pack not in packs:
-                    txn.delete(digest, value, db=self._damaged)
-            cursor.putmulti(sorted((d, _encode_place(d, p)) for d, p in records), dupdata=False)
-
-    @override
-    @_if_possible
-    def trust(self, records: Iterable[Record]) -> None:
-        with self._writing(_LITTLE) as txn:
-            for digest, place in records:
-                txn.delete(digest, _encode_place(digest, place), db=self._damaged)
 
     @override
     @_if_possible

@@ -62,10 +62,10 @@ def hand_over(transaction: Transaction, world: int, seq: int = 0) -> Handover:
     """
     objects, packs = transaction.objects, transaction.new_packs
     # Asked to move, it looks at the newest root. Before that, at a remote place, its base does: the
-    # publishing rank compares what all rely on with the newest root, and looks at the index.
+    # publishing rank compares what all rely on with the newest root.
     base_does = objects.backend.is_remote and not seq
     latest = transaction.base if base_does else objects.view()
-    transaction.relied.confirm(latest, with_index=not base_does)
+    transaction.relied.confirm(latest)
     if not transaction.may_stand:
         packs.finish(partial(objects.index.find, latest) if objects.backend.is_remote else None)
         transaction.cache_nodes()

@@ -12,19 +12,15 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 import lmdb
-import msgspec
 
 from casnap.backends.base import EXHAUSTED, Backend
 from casnap.errors import BackendError, DamagedError, UnavailableError
-from casnap.format.decoding import decoder
 from casnap.format.digest import Digest, digest_of
 from casnap.format.records import (
-    ID_SIZE,
     SEGMENT_RECORD_SIZE,
     PackId,
     Place,
@@ -34,7 +30,6 @@ from casnap.format.records import (
     SegmentId,
     SegmentRef,
     decode_segment,
-    encode,
     max_segment_bytes,
     segment_count,
     segment_key,
@@ -42,7 +37,7 @@ from casnap.format.records import (
 from casnap.runtime.handlers import pass_on
 from casnap.runtime.threads import mapped
 from casnap.storage.cache import Cache, LmdbCache, MemoryCache, open_cache
-from casnap.storage.looks import Looks, note_seen
+from casnap.storage.pack_lengths import PackLengths
 from casnap.storage.pack_set import PackSet
 from casnap.storage.segment_search import search, window_bytes
 
@@ -57,8 +52,6 @@ SMALL_RECORDS = 10_000
 # A smaller index is read whole even for one digest.
 _WHOLE_BYTES = 8 << 20
 _LAST_SMALL = b"last small segment"
-# Begins the note of a digest's segment and place.
-_PLACED = b"placed"
 
 
 def _listed(cache: Cache, ref: SegmentRef) -> frozenset[PackId] | None:
@@ -94,7 +87,11 @@ _distrusted: defaultdict[str, set[Record]] = defaultdict(set)
 
 
 class Index:
-    """Finds the places of digests among the live packs of a root."""
+    """Finds the places of digests among the live packs of a root.
+
+    Attributes:
+        pack_lengths: The lengths of the packs themselves.
+    """
 
     def __init__(self, backend: Backend, store_id: str) -> None:
         self._backend = backend
@@ -102,6 +99,8 @@ class Index:
         # The name of the cache: the store's id, and its place.
         self._name = ""
         self._cache: Cache | None = None
+        self.pack_lengths = PackLengths(backend)
+        self._lengths: dict[SegmentId, int] = {}
         self._replacing = threading.Lock()
         self._looked_at_size = False
 
@@ -241,33 +240,21 @@ class Index:
         known = self._learn(cache, [ref for ref in root.segments if ref not in large])
         places = cache.place(digests, PackSet(known.values()))
         found = {d: place for d, place in zip(digests, places, strict=True) if place is not None}
-        found |= self._noted(cache, large, [d for d in digests if d not in found])
         missing = [d for d in digests if d not in found]
         if missing:
-            lengths = Looks(self._backend, cache).segments([SegmentId(ref.id) for ref in large])
-            searched = search(self._backend, large, lengths, missing)
-            first = {digest: where[0] for digest, where in searched.items() if where}
-            cache.keep_notes({_PLACED + d: ident + encode(p) for d, (ident, p) in first.items()})
-            found |= {digest: place for digest, (_, place) in first.items()}
+            searched = search(self._backend, large, self._segment_lengths(large), missing)
+            found |= {digest: where[0][1] for digest, where in searched.items() if where}
         return [found.get(digest) for digest in digests]
 
-    def _noted(
-        self, cache: Cache, segments: Iterable[SegmentRef], digests: Iterable[Digest]
-    ) -> dict[Digest, Place]:
-        """Return the places that earlier searches found in these segments, which never change.
-
-        They are notes, not records, since nothing has proven them. A take must not believe them.
-        """
-        idents = {bytes(ref.id) for ref in segments}
-        found = {}
-        for digest in digests:
-            note = cache.note(_PLACED + digest) or b""
-            if note[:ID_SIZE] not in idents:
-                continue
-            # A note is never damaged (see cache.py), but another version may have written it.
-            with suppress(msgspec.DecodeError):
-                found[digest] = decoder(Place).decode(note[ID_SIZE:])
-        return found
+    def _segment_lengths(self, refs: list[SegmentRef]) -> dict[SegmentId, int]:
+        """Return the lengths of some segments, which never change."""
+        unseen = [ref for ref in refs if SegmentId(ref.id) not in self._lengths]
+        if len(unseen) == 1:
+            self._lengths[SegmentId(unseen[0].id)] = self._backend.size(segment_key(unseen[0].id))
+        elif unseen:
+            sizes = self._backend.sizes("index")
+            self._lengths |= {SegmentId(r.id): sizes.get(segment_key(r.id), 0) for r in unseen}
+        return self._lengths
 
     def _read_some(self, missing: list[SegmentRef]) -> list[tuple[SegmentRef, tuple[bytes, str]]]:
         """Take some segments off a list, and read them: on a remote store several at a time."""
@@ -325,8 +312,6 @@ class Index:
             data = self._backend.read(key, max_segment_bytes(ref.count))
         except FileNotFoundError:
             raise DamagedError(f"the index segment {what} is missing; see `casnap check`") from None
-        if self._backend.is_remote:
-            note_seen(self.cache, {SegmentId(ref.id): len(data)})
         count = segment_count(data)
         if count != ref.count:
             raise DamagedError(
@@ -367,8 +352,8 @@ class Index:
         if not packs:
             return [None] * len(digests)
         found = self._ask(view.cache, view.root, lambda cache: cache.place(digests, packs))[1]
-        bad = self.distrusted(view, digests) if to_rely else set()
-        if bad:
+        bad = _distrusted[self._name]
+        if to_rely and bad:
             for i, digest in enumerate(digests):
                 if (digest, found[i]) in bad:
                     others = [(digest, p) for p in self.find_all(view, digest) if p.pack in packs]
@@ -380,29 +365,13 @@ class Index:
         places = self._ask(view.cache, view.root, lambda cache: cache.places(digest))[1]
         return [place for place in places if place.pack in view.packs]
 
-    # --- what was found damaged ---
-
-    def distrusted(self, view: View, digests: list[Digest]) -> set[Record]:
-        """Return those places of some digests that a process of this host found damaged."""
-        ours = _distrusted[self._name]
-        theirs = view.cache.distrusted(digests) or set()
-        return theirs | ours if ours else theirs
-
     def distrust(self, view: View, records: Iterable[Record]) -> None:
-        """Note damaged places, for all processes of this host: a take stores anew what lies there.
+        """Note damaged places, for all takes of this process: they store anew what lies there.
 
         Places in packs that are gone are forgotten, so there are never more of them than the index
         has records.
         """
-        ours = _distrusted[self._name]
-        ours.update(records)
+        distrusted = _distrusted[self._name]
+        distrusted.update(records)
         # A copy, since other threads add to the set.
-        ours -= {record for record in ours.copy() if record[1].pack not in view.packs}
-        view.cache.distrust(ours, view.packs)
-
-    def trust(self, view: View, records: Iterable[Record]) -> None:
-        """Note that these places are whole: the bytes were put back."""
-        whole = set(records)
-        if whole:
-            _distrusted[self._name] -= whole
-            view.cache.trust(whole)
+        distrusted -= {record for record in distrusted.copy() if record[1].pack not in view.packs}

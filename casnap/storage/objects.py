@@ -33,7 +33,6 @@ from casnap.storage.config import config_in, read_config
 from casnap.storage.index import Index, View
 from casnap.storage.known_hints import KnownHints
 from casnap.storage.last_seen import LastSeen
-from casnap.storage.looks import GONE, note_seen
 from casnap.storage.node_packs import nodes_around
 from casnap.storage.place_reads import (
     DEFAULT_READ,
@@ -329,7 +328,8 @@ class Objects:
             failed += bad
         if failed:
             self.index.distrust(view, _damaged_records(failed))
-            self._forget_seen(view, failed)
+            tried = [unread for f in failed for unread in f.tried]
+            self.index.pack_lengths.forget([PackId(unread.place.pack) for unread in tried])
             raise _error(self.backend.uri, failed)
 
     def _fetch_few(self, wants: list[Want], how: ReadOptions) -> list[Want]:
@@ -341,7 +341,7 @@ class Objects:
         for find in (partial(self._hinted, root), partial(self.index.find_few, root)):
             places = find(list(by_digest))
             found = [(p, w) for p, w in zip(places, by_digest.values(), strict=True) if p]
-            bad = {unread.wants[0].digest for unread in self._read(found, how)[1]}
+            bad = {unread.wants[0].digest for unread in self._read(found, how)}
             by_digest = {
                 d: s
                 for (d, s), p in zip(by_digest.items(), places, strict=True)
@@ -356,13 +356,6 @@ class Objects:
         if self.index.knows(root):
             return [None] * len(digests)
         return [self._hints.find(self.index.cache, digest) for digest in digests]
-
-    def _forget_seen(self, view: View, failed: list[_Failed]) -> None:
-        """Have the next take look at packs again that are missing or cut off."""
-        tried = [unread for f in failed for unread in f.tried]
-        gone = {PackId(u.place.pack) for u in tried if u.why.reason not in _DISTRUSTED}
-        if gone and self.backend.is_remote:
-            note_seen(view.cache, dict.fromkeys(gone, GONE))
 
     def _fetch_window(
         self, view: View, window: list[Want], how: ReadOptions, *, ask_store: bool
@@ -401,9 +394,7 @@ class Objects:
                 failed += [_Failed(w, []) for w in same]
             else:
                 found.append((place, same))
-        read, bad = self._read(found, how)
-        self._trust_again(view, read, bad)
-        for unread in bad:
+        for unread in self._read(found, how):
             failed += self._fetch_elsewhere(view, unread)
         return failed
 
@@ -412,34 +403,19 @@ class Objects:
         tried = [unread]
         for place in self.index.find_all(view, unread.wants[0].digest):
             if place != unread.place:
-                bad = self._read([(place, unread.wants)], WITHOUT_POOL)[1]
+                bad = self._read([(place, unread.wants)], WITHOUT_POOL)
                 if not bad:
                     return []
                 tried += bad
         return [_Failed(want, tried) for want in unread.wants]
 
-    def _read(
-        self, found: list[tuple[Place, list[Want]]], how: ReadOptions
-    ) -> tuple[list[tuple[Place, list[Want]]], list[Unread]]:
-        """Read chunks from the cache, the others from the store.
-
-        Returns:
-            Those that were read from the store, and which of them failed there.
-        """
+    def _read(self, found: list[tuple[Place, list[Want]]], how: ReadOptions) -> list[Unread]:
+        """Read chunks from the cache, the others from the store; return those that failed there."""
         # Only of nodes the length is not known, and the host keeps those elsewhere.
         if self.chunk_cache is not None and all(wants[0].nbytes >= 0 for _, wants in found):
             found = self.chunk_cache.read(found, self.config.chunk_size, how)
             how = how._replace(keep=self.chunk_cache.keep)
-        return found, self.read_places(found, how)
-
-    def _trust_again(
-        self, view: View, read: list[tuple[Place, list[Want]]], bad: list[Unread]
-    ) -> None:
-        """Trust places again that were damaged and are whole now, from a backup perhaps."""
-        noted = self.index.distrusted(view, [wants[0].digest for _, wants in read])
-        if noted:
-            noted -= {(unread.wants[0].digest, unread.place) for unread in bad}
-            self.index.trust(view, noted & {(wants[0].digest, place) for place, wants in read})
+        return self.read_places(found, how)
 
     def read_places(
         self, places: list[tuple[Place, list[Want]]], how: ReadOptions = DEFAULT_READ

@@ -1,8 +1,8 @@
 """The packs of earlier commits that a change relies on, and whether their files are there.
 
 The index says what was written, not what is still there: a file may have been deleted by hand, or
-cut off by a partly restored backup. So each pack is looked at twice: when the change first relies
-on it, while missing chunks can still be stored anew, and again before the root is put.
+cut off by a partly restored backup. So each pack is looked at when the change first relies on it,
+while missing chunks can still be stored anew.
 """
 
 from __future__ import annotations
@@ -12,21 +12,10 @@ import threading
 from collections.abc import Iterable, KeysView
 from dataclasses import replace
 
-from casnap.errors import DamagedError, FencedError
+from casnap.errors import FencedError
 from casnap.format.digest import Digest, split_digests
-from casnap.format.records import (
-    FOOTER_RECORD_SIZE,
-    ID_SIZE,
-    PackId,
-    Place,
-    Segment,
-    SegmentId,
-    encode_segment,
-    pack_key,
-    segment_key,
-)
+from casnap.format.records import PackId, Place, pack_key
 from casnap.storage.index import View
-from casnap.storage.looks import Looks
 from casnap.storage.objects import Objects
 
 _log = logging.getLogger("casnap")
@@ -34,16 +23,10 @@ COLLECTED = (
     "a garbage collector whose grace was shorter than this has deleted packs that were written "
     "or relied on; take again, and give `casnap gc` a longer --grace"
 )
-_GONE = (
-    "packs that this relied on are gone or cut off, such as {key}, though the store names them; "
-    "take again, which stores the missing chunks anew. `casnap check` says what else is hurt"
-)
-_EMPTY_SEGMENT = len(encode_segment(Segment((), [])))
-_SEGMENT_RECORD = FOOTER_RECORD_SIZE + 4
 
 
 class ReliedPacks:
-    """The packs that one change relies on, for which digests, and how long they must be.
+    """The packs that one change relies on, and for which digests.
 
     Args:
         objects: The store.
@@ -54,10 +37,11 @@ class ReliedPacks:
         self._objects = objects
         self._view = view
         self._lock = threading.Lock()
-        # Pack → the digests relied on there, one behind the other; and where the last of them ends.
+        # Pack → the digests relied on there, one behind the other.
         self._digests: dict[PackId, bytearray] = {}
-        self._ends: dict[PackId, int] = {}
-        self._looks = Looks(objects.backend, view.cache)
+        # The packs that were looked at, with their lengths; and those that were bad.
+        self._lengths: dict[PackId, int] = {}
+        self._lost: set[PackId] = set()
 
     @property
     def packs(self) -> KeysView[PackId]:
@@ -74,9 +58,7 @@ class ReliedPacks:
         with self._lock:
             for digest, place in zip(digests, found, strict=True):
                 if place is not None:
-                    pack, end = PackId(place.pack), place.offset + place.stored
-                    self._digests.setdefault(pack, bytearray()).extend(digest)
-                    self._ends[pack] = max(end, self._ends.get(pack, 0))
+                    self._digests.setdefault(PackId(place.pack), bytearray()).extend(digest)
         return found
 
     def _find(self, digests: list[Digest]) -> list[Place | None]:
@@ -96,6 +78,7 @@ class ReliedPacks:
                     pack_key(min(bad)),
                 )
             with self._lock:
+                self._lost |= bad
                 self._view = replace(self._view, live=self._view.live.without(bad))
 
     def _bad(self, found: Iterable[Place | None]) -> set[PackId]:
@@ -105,46 +88,25 @@ class ReliedPacks:
             if place is not None:
                 pack, end = PackId(place.pack), place.offset + place.stored
                 ends[pack] = max(end, ends.get(pack, 0))
-        lengths = self._looks.lengths(ends.keys(), self._view.packs.at_most)
-        return {pack for pack, end in ends.items() if lengths[pack] < end}
+        unseen = [pack for pack in ends if pack not in self._lengths]
+        self._lengths |= self._objects.index.pack_lengths.of(unseen, self._view.packs.at_most)
+        return {pack for pack, end in ends.items() if self._lengths[pack] < end}
 
-    def confirm(self, latest: View, *, with_index: bool = True) -> None:
-        """Look at all packs again, for a newer root; rely on other places of what is gone.
+    def confirm(self, latest: View) -> None:
+        """Rely on other places of what lies in packs that a newer root does not name.
 
         Args:
             latest: The index as that root sees it.
-            with_index: Look at its segments, too.
 
         Raises:
             FencedError: A digest is in no live pack any more.
-            DamagedError: A segment of the root is gone.
         """
-        lengths = self._looks.again(self._ends.keys())
-        bad = {pack for pack, end in self._ends.items() if lengths[pack] < end}
-        self._view = replace(latest, live=latest.live.without(bad))
-        gone = latest.packs.lacking(self._digests) | bad
+        self._view = replace(latest, live=latest.live.without(self._lost))
+        gone = latest.packs.lacking(self._digests)
         lacking = self.rely(
             list(dict.fromkeys(split_digests(b"".join(self._digests[p] for p in gone))))
         )
         if any(lacking):
-            bad = {pack for pack in bad if pack in latest.packs}
-            raise FencedError(_GONE.format(key=pack_key(min(bad))) if bad else COLLECTED)
+            raise FencedError(COLLECTED)
         for pack in gone:
-            del self._digests[pack], self._ends[pack]
-        if with_index:
-            self._confirm_segments(latest)
-
-    def _confirm_segments(self, latest: View) -> None:
-        """Check that a host that has not cached the index can read it too."""
-        lengths = self._looks.segments([SegmentId(ref.id) for ref in latest.root.segments])
-        for ref in latest.root.segments:
-            ident = SegmentId(ref.id)
-            packs = len(latest.segments[ident])
-            whole = _EMPTY_SEGMENT + packs * ID_SIZE + ref.count * _SEGMENT_RECORD
-            key = segment_key(ident)
-            if lengths[ident] != whole:
-                raise DamagedError(
-                    f"the index segment {self._objects.backend.where(key)} is missing, or has "
-                    f"another length than the {whole:,} bytes that it was written with; "
-                    "`casnap repair` makes the index anew"
-                )
+            del self._digests[pack]

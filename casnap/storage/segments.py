@@ -18,7 +18,6 @@ from casnap.format.records import (
     segment_key,
 )
 from casnap.storage.index import SMALL_RECORDS, View
-from casnap.storage.looks import note_seen
 from casnap.storage.objects import Objects
 from casnap.storage.pack import new_id
 
@@ -177,8 +176,6 @@ def _put(objects: Objects, content: bytes, base: int) -> SegmentId:
     ident = SegmentId(new_id(base))
     objects.backend.write(segment_key(ident), content)
     objects.backend.sync()
-    if objects.backend.is_remote:
-        note_seen(objects.index.cache, {ident: len(content)})
     return ident
 
 

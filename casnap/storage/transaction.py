@@ -16,7 +16,6 @@ from casnap.format.digest import Digest, digest_of
 from casnap.format.records import NodeRef, Root, SegmentRef, segment_key
 from casnap.runtime.threads import Crew
 from casnap.storage.index import View
-from casnap.storage.looks import note_seen
 from casnap.storage.new_packs import ChunkWriter, NewPacks
 from casnap.storage.objects import Objects
 from casnap.storage.pack import Choose
@@ -109,12 +108,10 @@ class Transaction:
         return NodeRef(digest, self.objects.index.find(self.base, [digest])[0])
 
     def cache_nodes(self) -> None:
-        """Keep the new nodes in the cache of this host; note that it has seen the new packs."""
+        """Keep the new nodes in the cache of this host, and the lengths of the new packs."""
         nodes = [(digest, node) for digest, (node, _) in self.new_packs.nodes.items()]
-        cache = self.objects.index.cache
-        cache.keep_nodes(nodes)
-        if self.objects.backend.is_remote:
-            note_seen(cache, self.new_packs.lengths)
+        self.objects.index.cache.keep_nodes(nodes)
+        self.objects.index.pack_lengths.note(self.new_packs.lengths)
 
     def move(self, seq: int) -> None:
         """Give the new packs ids that were made under another root, past a fence.

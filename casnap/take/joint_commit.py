@@ -8,11 +8,11 @@ from collections.abc import Callable
 import msgspec
 
 from casnap.errors import FencedError, RankError, StoreError
-from casnap.format.records import PackId, Row, SegmentId, pack_key, segment_key
+from casnap.format.records import Row, pack_key, segment_key
 from casnap.ranks.comm import Comm
 from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
+from casnap.runtime.threads import mapped
 from casnap.storage.handover import Handover, OtherRanks, hand_over
-from casnap.storage.looks import Looks
 from casnap.storage.objects import Objects
 from casnap.storage.transaction import Transaction
 from casnap.take.publish import Taken
@@ -100,16 +100,15 @@ def _check_written(objects: Objects, others: OtherRanks) -> None:
     """
     # At a remote place one of each rank says where it writes; all see a put that was answered.
     written = others.samples if objects.backend.is_remote else others.packs
-    looks, base = Looks(objects.backend, objects.index.cache), objects.recent_view()
-    ends = dict.fromkeys(written, 0)
+    ends = dict.fromkeys(map(pack_key, written), 0)
+    ends |= {segment_key(ref.id): 0 for ref in others.segments}
     for _, place in others.records:
-        pack = PackId(place.pack)
-        if pack in ends:
-            ends[pack] = max(ends[pack], place.offset + place.stored)
-    packs = looks.lengths(ends.keys(), base.packs.at_most)
-    segments = looks.segments([SegmentId(ref.id) for ref in others.segments])
-    lacking = [pack_key(pack) for pack, end in ends.items() if packs[pack] < end]
-    lacking += [segment_key(ident) for ident, size in segments.items() if size < 0]
+        key = pack_key(place.pack)
+        if key in ends:
+            ends[key] = max(ends[key], place.offset + place.stored)
+    at_once = objects.backend.in_flight if objects.backend.is_remote else 1
+    sizes = mapped(objects.backend.size_if_there, ends, at_once)
+    lacking = [key for key, size in sizes if size is None or size < ends[key]]
     if lacking:
         raise StoreError(
             f"{objects.backend.where(lacking[0])}, which another rank has written, is not there, "

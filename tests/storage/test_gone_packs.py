@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -15,9 +14,9 @@ import torch
 import casnap.storage.index
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.errors import BackendError, DamagedError, ExhaustedError, FencedError
+from casnap.errors import BackendError, DamagedError, ExhaustedError
 from casnap.format.digest import digest_of
-from casnap.format.records import PackId, id_from_name, pack_key, segment_key
+from casnap.format.records import PackId, id_from_name, pack_key
 from casnap.runtime.threads import Crew
 from casnap.storage.cache import MemoryCache
 from casnap.storage.commit import publish
@@ -25,7 +24,7 @@ from casnap.storage.pack_set import PackSet
 from casnap.storage.roots import put_next_root
 from casnap.storage.transaction import Transaction
 from tests.support.damaged import change, flip, record_of
-from tests.support.faults import CHUNK, app_state, assert_holds, content, files, in_child, take
+from tests.support.faults import CHUNK, assert_holds, content, files, in_child, take
 from tests.support.faulty import Call, Fault, FaultyBackend
 
 FROZEN = content(0)["frozen"][: CHUNK // 4]
@@ -87,53 +86,6 @@ def test_all_packs_are_harmed_before_a_take(path: Path, harm: str) -> None:
     whole_elsewhere(path, 1)
 
 
-def after_the_first_look(path: Path, harm: Callable[[Path], object]) -> FaultyBackend:
-    """Return the store's backend, which harms a pack as soon as it was looked at."""
-    pack = pack_of(path)
-
-    def act(call: Call) -> object:
-        size = call.go()
-        harm(pack)
-        return size
-
-    key = str(pack.relative_to(path / "casnap-store"))
-    return FaultyBackend(LocalBackend(path), Fault(act, "size", key))
-
-
-@pytest.mark.parametrize("harm", HARM)
-def test_a_pack_that_is_harmed_during_a_take(path: Path, harm: str) -> None:
-    backend = after_the_first_look(path, HARM[harm])
-    take(Store(backend), 2)
-    assert backend.faults[0].struck
-    whole_elsewhere(path, 2)
-
-
-@pytest.mark.parametrize("harm", HARM)
-def test_a_pack_that_is_harmed_during_an_async_take(path: Path, harm: str) -> None:
-    store = Store(after_the_first_look(path, HARM[harm]))
-    pending = store.async_take(app_state(2), "step_2")
-    with pytest.raises(FencedError, match="gone or cut off"):
-        pending.wait()
-    assert "step_2" not in Store(path)
-    take(path, 2)
-    whole_elsewhere(path, 2)
-
-
-def test_copies_elsewhere_are_relied_on(path: Path) -> None:
-    """A pack goes during a take, but all that it holds of this is in another one as well."""
-    pack = pack_of(path)
-    away = pack.rename(path.parent / "away")
-    take(path, 2)
-    away.rename(pack)
-    for key in files(path, "packs"):
-        # What comes first, the take relies on.
-        if pack_key(record_of(path, FROZEN)[1].pack) == key:
-            backend = after_the_first_look(path, Path.unlink)
-            stored = Store(backend).async_take(app_state(3), "step_3").wait().stats
-            assert stored.new_bytes < 120_000
-    whole_elsewhere(path, 3)
-
-
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EIO])
 def test_a_pack_that_cannot_be_looked_at_is_not_taken_for_gone(path: Path, number: int) -> None:
     def refuse(*_args: object, **_options: object) -> None:
@@ -151,39 +103,12 @@ def test_a_pack_that_cannot_be_looked_at_is_not_taken_for_gone(path: Path, numbe
     assert files(path) == before
 
 
-@pytest.mark.parametrize("harm", HARM)
-def test_a_segment_that_is_harmed_is_not_built_on(path: Path, harm: str) -> None:
-    """A process that has it in its cache would not notice; others could not read what follows."""
-    (ref, *_) = Store(path).objects.newest().segments
-    before = files(path, "roots")
-    HARM[harm](path / "casnap-store" / segment_key(ref.id))
-    with pytest.raises(DamagedError, match="casnap repair"):
-        take(path, 2)
-    assert files(path, "roots") == before
-    assert Store(path).repair().ok
-    take(path, 2)
-    whole_elsewhere(path, 2)
-
-
 # --- what one process has found damaged -------------------------------------------------------
 
 
-def on_host(path: Path, work: Callable[[], object]) -> None:
-    """Do some work in a process of another host than this one, all of which share a cache."""
-
-    def there() -> None:
-        os.environ["CASNAP_CACHE_DIR"] = str(path.parent / "their cache")
-        work()
-
-    assert in_child(there) == 0
-
-
 def find_out(path: Path) -> None:
-    def work() -> None:
-        with pytest.raises(DamagedError):
-            assert_holds(Store(path)["step_0"], 0)
-
-    on_host(path, work)
+    with pytest.raises(DamagedError):
+        assert_holds(Store(path)["step_0"], 0)
 
 
 def harm(path: Path) -> tuple[Path, bytes]:
@@ -200,50 +125,26 @@ def places(path: Path) -> int:
     return len(objects.index.find_all(objects.view(), record_of(path, FROZEN)[0]))
 
 
-def assert_noted(path: Path, count: int) -> None:
-    digest = record_of(path, FROZEN)[0]
-
-    def work() -> None:
-        objects = Store(path).objects
-        assert len(objects.index.distrusted(objects.view(), [digest])) == count
-
-    on_host(path, work)
-
-
-def test_others_on_the_host_learn_of_damage(path: Path) -> None:
+def test_what_a_process_found_damaged_it_stores_anew(path: Path) -> None:
     harm(path)
-    on_host(path, lambda: take(path, 2))
+    take(path, 2)
     assert places(path) == 1
     find_out(path)
-    on_host(path, lambda: take(path, 3))
+    take(path, 3)
     whole_elsewhere(path, 3)
-    # It is known where it is whole, so it is stored anew only once, by whomever.
-    on_host(path, lambda: take(path, 4))
+    # It is known where it is whole, so it is stored anew only once.
+    take(path, 4)
     assert places(path) == 2
     whole_elsewhere(path, 4)
-    # Read elsewhere, it is not yet whole where it was damaged.
-    on_host(path, lambda: assert_holds(Store(path)["step_0"], 0))
-    assert_noted(path, 1)
 
 
-def test_damage_that_was_undone_is_forgotten(path: Path) -> None:
-    pack, whole = harm(path)
-    find_out(path)
-    assert_noted(path, 1)
-    pack.write_bytes(whole)
-    on_host(path, lambda: assert_holds(Store(path)["step_0"], 0))
-    assert_noted(path, 0)
-
-
-def test_damage_that_was_repaired_is_forgotten(path: Path) -> None:
-    pack, _ = harm(path)
-    find_out(path)
-    on_host(path, lambda: take(path, 2))
-    assert Store(path).repair().ok
-    assert pack_of(path) != pack
-    harm(path)
-    find_out(path)
-    assert_noted(path, 1)
+def test_damage_in_a_pack_that_was_collected_is_forgotten(path: Path) -> None:
+    objects = Store(path).objects
+    record = record_of(path, FROZEN)
+    objects.index.distrust(objects.view(), [record])
+    objects.index.distrust(replace(objects.view(), packs=PackSet([])), [])
+    take(path, 2)
+    assert places(path) == 1
 
 
 def test_threads_that_find_damage_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +163,7 @@ def test_threads_that_find_damage_at_once(path: Path, monkeypatch: pytest.Monkey
 
     packs = Meanwhile(view.segments.values())
     objects.index.distrust(replace(view, packs=packs), [(digest, place)])
-    assert (digest, place) in objects.index.distrusted(view, [digest])
+    assert objects.index.find(view, [digest], to_rely=True) == [None]
 
 
 @pytest.mark.parametrize("error", [ExhaustedError, BackendError])

@@ -68,8 +68,9 @@ def test_an_unchanged_take_of_a_warm_host(name: str) -> None:
         backend = RemoteDouble(name)
         store = Store(backend).make()
         store.take(state_of(), f"step_{number}")
-        assert backend.count <= 8, backend.log
-        assert set(backend.requests) <= {"get", "put"}
+        assert backend.count <= 9, backend.log
+        # The packs are looked at once for each process.
+        assert backend.requests["list"] <= 1
         backend.reset()
         store.take(state_of(), f"again_{number}")
         assert backend.count <= 8, backend.log

@@ -1,0 +1,98 @@
+"""How long the packs of a store are, and whether they are there.
+
+The index says what was written. A pack may have been deleted by hand since, or cut off by a backup
+that was restored in part. On a local disk a look is one call. On a remote store it is a request, so
+many packs are looked at in one listing, and a process believes what it saw for a day.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping
+
+from casnap.backends.base import Backend
+from casnap.format.records import PackId, id_from_name, pack_key
+from casnap.runtime.threads import mapped
+
+GONE = -1
+"""The length of a pack that is not there."""
+_BELIEVED = 86400.0
+# A page of a listing names so many objects.
+_PAGE_KEYS, _MANY = 1000, 64_000
+
+
+class PackLengths:
+    """The lengths of packs at one place.
+
+    Args:
+        backend: The place.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._lock = threading.Lock()
+        # What this process saw or wrote at a remote place, since when; and its single looks.
+        self._seen: dict[bytes, int] = {}
+        self._since = 0.0
+        self._single_looks = 0
+
+    def of(self, packs: Collection[PackId], total: int) -> dict[PackId, int]:
+        """Return the length of each pack, ``GONE`` for one that is not there.
+
+        Args:
+            packs: The packs.
+            total: How many packs the store has, about.
+        """
+        if not self._backend.is_remote:
+            return {pack: self._length(pack) for pack in packs}
+        with self._lock:
+            if time.monotonic() - self._since > _BELIEVED:
+                self._seen, self._since, self._single_looks = {}, time.monotonic(), 0
+            unseen = [pack for pack in packs if pack not in self._seen]
+            if self._single_looks + len(unseen) > total // _PAGE_KEYS:
+                self._seen |= listed_packs(self._backend, many=total > _MANY)
+                self._single_looks = 0
+                # A list may be older than the newest packs.
+                unseen = [pack for pack in unseen if pack not in self._seen]
+            self._single_looks += len(unseen)
+            found = dict(mapped(self._length, unseen, self._backend.in_flight))
+            self._seen |= {pack: size for pack, size in found.items() if size != GONE}
+            return {pack: self._seen.get(pack, GONE) for pack in packs}
+
+    def note(self, lengths: Mapping[PackId, int]) -> None:
+        """Note the lengths of packs that this process wrote."""
+        with self._lock:
+            for pack, size in lengths.items():
+                self._seen[pack] = size
+
+    def forget(self, packs: Collection[PackId]) -> None:
+        """Look at these packs again: a read found them missing, or cut off."""
+        with self._lock:
+            for pack in packs:
+                self._seen.pop(pack, None)
+
+    def _length(self, pack: PackId) -> int:
+        size = self._backend.size_if_there(pack_key(pack))
+        return GONE if size is None else size
+
+
+def listed_packs(backend: Backend, *, many: bool) -> dict[bytes, int]:
+    """Return the length of each pack of a remote store, whether or not a root names it.
+
+    Args:
+        backend: Where the store lives.
+        many: Whether there are so many that their folders are listed one by one, several at a time.
+    """
+
+    def listed(folder: str) -> dict[bytes, int]:
+        sizes = backend.sizes(folder).items()
+        named = ((id_from_name(key.rpartition("/")[2]), key, size) for key, size in sizes)
+        # casnap deletes only files whose names match its own grammar.
+        return {i: size for i, key, size in named if i is not None and pack_key(i) == key}
+
+    folders = [f"packs/{n:02x}" for n in range(256)] if many else ["packs"]
+    found: dict[bytes, int] = {}
+    for _, of_folder in mapped(listed, folders, backend.in_flight if many else 1):
+        found |= of_folder
+    return found
