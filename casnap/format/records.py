@@ -163,12 +163,15 @@ class StoreConfig(Struct, frozen=True):
         chunk_size: Bytes, a power of two.
         format: The version; a reader refuses a greater one.
         put_if_absent: Whether the backend was found to honour it.
+        first_settings: The settings that root 0 has. Whoever finishes a creation that was cut off
+            takes these, not its own.
     """
 
     store_id: str
     chunk_size: int
     format: int = FORMAT
     put_if_absent: bool = True
+    first_settings: dict[str, Any] = {}
 
 
 # --- records as bytes -------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from casnap.errors import (
 )
 from casnap.format.codec import Codec
 from casnap.format.names import STORE_FOLDER, check_name
-from casnap.format.records import DEFAULT_CHUNK_SIZE, Row, StoreConfig
+from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, Row, StoreConfig
 from casnap.runtime import calls
 from casnap.runtime.environment import threads_asked
 from casnap.storage.chunk_cache import room_for
@@ -346,7 +346,8 @@ def open_store(
         )
     room = room_for(backend, cache_bytes)
     backend.exclusive |= exclusive
-    may_make = create and not found.name
+    # If only the record of the store above is there, its making was cut off.
+    may_make = create and (not found.name or (found.exists and not backend.is_remote))
     options = options or StoreOptions()
     new_objects = partial(Objects, backend, marks=options.markers)
     objects = new_objects(config=config) if config is not None else None
@@ -379,7 +380,7 @@ def open_store(
 def _no_name_error(backend: Backend) -> NotAStoreError | None:
     """Return the error for a path right in the folder of a store that has no such name."""
     folder = backend.folder
-    if folder is None or not exists(folder.parent / STORE_FOLDER):
+    if folder is None or not exists(folder.parent / STORE_FOLDER / CONFIG_KEY):
         return None
     return NotAStoreError(
         f"{folder} is not a casnap store, and the store {folder.parent} has no snapshot "

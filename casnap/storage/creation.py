@@ -7,11 +7,12 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from casnap.backends import Backend, LocalBackend
+from casnap.backends.base import TEMPORARY
 from casnap.errors import BackendError, NotAStoreError, StoreError
 from casnap.format.codec import Codec
 from casnap.format.names import MARKER, STORE_FOLDER
@@ -87,7 +88,8 @@ def create_store(
     is_new = not holds(backend, CONFIG_KEY) if names is None else CONFIG_KEY not in names
     if is_new:
         names = set(backend.names("")) if names is None else names
-        ours = _put_config(backend, names, chunk_size, asked=asked)
+        settings = _first_settings(backend, codec, asked=asked)
+        ours = _put_config(backend, names, chunk_size, settings, asked=asked)
     config = ours or read_config(backend)  # raises if a newer version began to make it
     if not config.put_if_absent and (ours is not None or not holds(backend, root_key(0))):
         config = _settled(backend, is_ours=ours is not None)
@@ -99,7 +101,7 @@ def create_store(
     root: Root | None = None
     if not made:
         # The same bytes by each process that makes this store.
-        root = _first_root(backend, config, codec, asked=asked)
+        root = _first_root(config)
         if not backend.put_if_absent(root_key(0), sealed_root(root)):
             root = None
     backend.sync()
@@ -114,11 +116,15 @@ def check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size is a power of two from 64 KiB to 64 MiB; got {chunk_size}")
 
 
-def _first_root(backend: Backend, config: StoreConfig, codec: Codec, *, asked: bool) -> Root:
+def _first_settings(backend: Backend, codec: Codec, *, asked: bool) -> dict[str, Any]:
     settings = codec_settings(codec) if codec is not Codec.RAW else {}
     if not asked and backend.folder is not None:
         settings[FOLDER_ONLY] = True
-    settings[RECORD] = msgspec.to_builtins(config)
+    return settings
+
+
+def _first_root(config: StoreConfig) -> Root:
+    settings = {**config.first_settings, RECORD: msgspec.to_builtins(config)}
     return Root(seq=0, commit=bytes.fromhex(config.store_id), time=0.0, settings=settings)
 
 
@@ -149,7 +155,7 @@ def _warn_of_rules(backend: Backend) -> None:
 
 
 def _put_config(
-    backend: Backend, names: set[str], chunk_size: int, *, asked: bool
+    backend: Backend, names: set[str], chunk_size: int, settings: dict[str, Any], *, asked: bool
 ) -> StoreConfig | None:
     """Put the record of a new store, which begins to exist by that.
 
@@ -157,6 +163,7 @@ def _put_config(
         backend: Where to make it.
         names: What there is already.
         chunk_size: Bytes.
+        settings: Those of the new store.
         asked: Whether the user named this very place as a store.
 
     Returns:
@@ -170,20 +177,30 @@ def _put_config(
         raise NotAStoreError(
             f"{backend.uri} is a snapshot of a store further up; name that store, or another place"
         )
-    foreign = {"roots", "packs", "index"} & names
+    # A maker that was killed leaves nothing but temporary files.
+    others = names - {"tmp"}
+    if not backend.is_remote and "tmp" in names:
+        others.update(f"tmp/{n}" for n in backend.names("tmp") if not TEMPORARY.fullmatch(n))
     # Another process may have just made the store: it puts the record before any root.
-    if foreign and not holds(backend, CONFIG_KEY):
-        raise StoreError(
-            f"{backend.where('')} holds {', '.join(sorted(foreign))}, but no {CONFIG_KEY}: a "
-            "damaged store. Choose another folder"
-        )
+    if others and not holds(backend, CONFIG_KEY):
+        raise _foreign_error(backend, others)
     honoured = honours_put_if_absent(backend)
     if not honoured and not backend.exclusive:
         raise no_put_if_absent_error(backend)
-    config = StoreConfig(os.urandom(16).hex(), chunk_size, put_if_absent=honoured)
+    config = StoreConfig(
+        os.urandom(16).hex(), chunk_size, put_if_absent=honoured, first_settings=settings
+    )
     is_ours = backend.put_if_absent(CONFIG_KEY, config_content(config))
     backend.sync()
-    return config if is_ours and not foreign else None
+    return config if is_ours and not others else None
+
+
+def _foreign_error(backend: Backend, names: set[str]) -> StoreError:
+    shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
+    return StoreError(
+        f"{backend.where('')} holds {shown:.300}, but no {CONFIG_KEY}: it is no casnap store, or "
+        "what is left of one, so nothing is put there. Choose another folder, or rename that one"
+    )
 
 
 def _is_marked(backend: Backend) -> bool:

@@ -25,10 +25,10 @@ from casnap.errors import (
     UntrustedStoreError,
 )
 from casnap.format.names import STORE_FOLDER, check_name
-from casnap.format.records import CONFIG_KEY, root_key, serves_below
+from casnap.format.records import CONFIG_KEY, FOLDER_ONLY, root_key, serves_below
 from casnap.runtime.environment import local_path
 from casnap.runtime.handlers import pass_on
-from casnap.storage.config import no_config_error
+from casnap.storage.config import no_config_error, read_config
 from casnap.storage.objects import Objects
 from casnap.storage.roots import newest_root
 from casnap.storage.uris import Uri, snapshot_uri, store_uri
@@ -304,8 +304,8 @@ def _serves(store: Path, below: str) -> bool:
         # Nothing can be below a snapshot; the take says so.
         return any(table.get("/".join(parts[: n + 1])) is not None for n in range(len(parts)))
     except NotAStoreError:
-        # It is being made, or its making was cut off: a use that names it finishes that.
-        return False
+        # It is being made, or its making was cut off: a take finishes that, as it was begun.
+        return not read_config(backend).first_settings.get(FOLDER_ONLY)
 
 
 def _has_roots(inner: Path, *, named: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap import StateDict, Store
-from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
+from casnap import Snapshot, StateDict, Store
+from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, StoreError
 from casnap.opened.finding import find
-from tests.support.faults import files, stop, system_faults, while_stopped
+from tests.support.faults import (
+    SYSTEM_CALLS,
+    files,
+    in_child,
+    stop,
+    system_faults,
+    while_stopped,
+)
 from tests.support.ranks import World
 from tests.support.remote import RemoteDouble
 from tests.support.sweep import sweep
@@ -49,6 +57,107 @@ def test_another_process_makes_the_store_at_any_moment(
             break
         assert [make(place).id] == made
     assert k > 10
+
+
+def made_on_purpose(folder: Path) -> None:
+    Store(folder, chunk_size=1 << 16, codec="zstd").make()
+
+
+def made_unasked(folder: Path) -> None:
+    Snapshot.take(folder / "step_1", TINY)
+
+
+def taken_below(folder: Path) -> None:
+    Snapshot.take(folder / "run/step_2", TINY)
+
+
+def taken_in_view(folder: Path) -> None:
+    Store(folder / "run", chunk_size=1 << 17).take(TINY, "step_2")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("begin", "finish"),
+    [
+        (made_on_purpose, made_unasked),
+        (made_on_purpose, taken_below),
+        (made_on_purpose, taken_in_view),
+        (made_unasked, made_on_purpose),
+        (made_unasked, taken_below),
+        (made_unasked, taken_in_view),
+    ],
+)
+def test_who_finishes_a_store_makes_what_was_begun(
+    tmp_path: Path, begin: Callable[[Path], None], finish: Callable[[Path], None]
+) -> None:
+    """Its maker is killed at each call in turn. Another one, with other settings, goes on."""
+    half_made = 0
+    for k in sweep(3):
+        place = tmp_path / str(k)
+
+        def killed(place: Path = place, k: int = k) -> None:
+            with system_faults(k, names=[*SYSTEM_CALLS, *LOOKS]):
+                begin(place)
+
+        status = in_child(killed)
+        was_begun = (place / "casnap-store/casnap.json").exists()
+        if was_begun and not (place / "casnap-store/roots/0/0").exists():
+            half_made += 1
+        finish(place)
+        if was_begun:
+            store = Store(place)
+            on_purpose = begin is made_on_purpose
+            assert store.chunk_size == 1 << (16 if on_purpose else 20), k
+            assert store.settings["codec"] == ("zstd" if on_purpose else "raw"), k
+            below = on_purpose and finish in (taken_below, taken_in_view)
+            assert ("run/step_2" in store) == below, k
+            if finish is made_on_purpose:  # it is still for the folder alone
+                taken_below(place)
+                assert "run/step_2" not in store, k
+            assert store.check(data=True).ok, k
+            store.gc(grace=0)
+            assert files(place, "tmp") == set(), k
+        if status == 0:
+            break
+    assert half_made > 0
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "packs/notes.txt", "tmp/notes.txt", "index/a/b"])
+def test_a_folder_of_the_name_of_a_store(tmp_path: Path, name: str) -> None:
+    """It is a user's: nothing is written into it."""
+    theirs = tmp_path / "casnap-store" / name
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("mine")
+    for use in (
+        lambda: Store(tmp_path).make(),
+        lambda: Store(tmp_path).take(TINY, "run/step_1"),
+        lambda: Snapshot.take(tmp_path / "step_1", TINY),
+    ):
+        with pytest.raises(StoreError, match=r"but no casnap\.json: .* Choose another folder"):
+            use()
+    assert Store(tmp_path).latest() is None
+    assert Snapshot.take(tmp_path / "run/step_1", TINY).path
+    assert files(tmp_path / "casnap-store") == {name}
+
+
+def test_what_stands_where_a_store_would(tmp_path: Path) -> None:
+    for number, put in enumerate(
+        (
+            lambda place: place.write_text("mine"),
+            lambda place: place.symlink_to(tmp_path),
+            lambda place: place.symlink_to("nowhere"),
+            os.mkfifo,
+            lambda place: place.mkdir() or (place / "casnap.json").write_text("mine"),
+            lambda place: place.mkdir() or (place / "casnap.json").mkdir(),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        put(folder / "casnap-store")
+        before = sorted(folder.rglob("*"))
+        with pytest.raises(CasnapError, match=r"casnap-store"):
+            Snapshot.take(folder / "step_1", TINY)
+        assert sorted(folder.rglob("*")) == before
 
 
 @pytest.mark.parametrize("place", ["folder", "memory", "bucket"])
