@@ -14,6 +14,7 @@ from casnap.cli.arguments import (
     store_fields,
 )
 from casnap.cli.output import described, emit, json_option, moment, safe, size, table
+from casnap.storage.foreign import hint_in
 from casnap.storage.mirrored import is_unmirrored
 
 
@@ -35,7 +36,9 @@ def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
         emit({**store_fields(place), "snapshots": listed, **request_fields(place)})
         return
     if not found:
-        click.echo(f"{safe(place.uri)} holds no snapshot yet", err=True)
+        folder = place.objects.backend.folder
+        hint = "" if folder is None else hint_in(folder / place.opened.folder(prefix))
+        click.echo(safe(hint or f"{place.uri} holds no snapshot yet"), err=True)
         return
     rows = [
         (

@@ -26,6 +26,7 @@ from casnap.cli.output import (
     emit,
     json_option,
     phases,
+    print_warnings,
     quoted,
     safe,
 )
@@ -138,6 +139,7 @@ _THINGS = (
 def _print(uri: str, done: RepairReport) -> None:
     if not done.found:
         click.echo(f"{safe(uri)}: no damage found")
+        print_warnings(done.warnings)
         return
     for why in done.skipped:
         click.echo(f"skipped: {safe(why)}", err=True)
@@ -158,6 +160,7 @@ def _print(uri: str, done: RepairReport) -> None:
         click.echo("roots are damaged or lost (see `casnap check`): no snapshot needs them")
     if done.ok:
         click.echo("nothing would stay lost" if done.dry_run else "everything is whole")
+        print_warnings(done.warnings)
         return
     click.echo("what may stay lost:" if done.dry_run else "what stays lost:")
     print_damages(done.remaining)

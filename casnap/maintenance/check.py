@@ -134,7 +134,7 @@ def check(
         warnings=[*_bucket_warnings(backend), *doubts(backend)],
     )
     if report.ok:  # a damaged store could not tell what it holds
-        report.warnings += _lost_commits(objects)
+        report.warnings += lost_commits(objects)
     _count_orphans(backend, survey, report)
     return report
 
@@ -157,7 +157,7 @@ def _of_one(
     )
 
 
-def _lost_commits(objects: Objects) -> list[str]:
+def lost_commits(objects: Objects) -> list[str]:
     """Return warnings of commits that markers tell of, and the newest root does not."""
     return [
         f"the marker in {name} names the commit {commit.hex()}, which no snapshot of root "

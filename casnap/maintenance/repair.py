@@ -33,6 +33,7 @@ from casnap.format.records import (
     SegmentRef,
     pack_key,
 )
+from casnap.maintenance.check import lost_commits
 from casnap.maintenance.config_record import config_damages, restore_config
 from casnap.maintenance.damage import Damage, root_damages
 from casnap.maintenance.file_survey import FileSurvey
@@ -75,6 +76,8 @@ class RepairReport:
         healed_chunks: How many lost chunks and nodes were found in a source.
         rescued_packs: Condemned packs that are needed, and are no longer condemned.
         skipped: Sources, and packs that no segment lists, that could not be used, and why.
+        warnings: Snapshots that markers tell of, and the newest root does not, as in a check. No
+            repair can bring them back.
     """
 
     dry_run: bool = False
@@ -88,6 +91,7 @@ class RepairReport:
     healed_chunks: int = 0
     rescued_packs: int = 0
     skipped: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -164,6 +168,8 @@ class _Repair:
         finally:
             self._drop_salvage()
         self.report.root = survey.root.seq
+        if not survey.damages:
+            self.report.warnings = lost_commits(self._objects)
         return self.report
 
     def _change(self) -> bool:

@@ -26,9 +26,9 @@ from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, Row, StoreConf
 from casnap.runtime import calls
 from casnap.runtime.environment import threads_asked
 from casnap.storage.chunk_cache import room_for
-from casnap.storage.config import object_error
+from casnap.storage.config import not_a_store_error, object_error
 from casnap.storage.creation import Made, create_store
-from casnap.storage.foreign import hint_at
+from casnap.storage.foreign import hint_at, no_store_error
 from casnap.storage.location import Location, exists, locate_store
 from casnap.storage.mirrored import not_that_mirror, place_of
 from casnap.storage.objects import Objects
@@ -364,9 +364,8 @@ def open_store(
         raise (
             only_marker_error(backend, "")
             or _no_name_error(backend)
-            or NotAStoreError(
-                f"{backend.uri} is not a casnap store, nor is any folder above it; make one "
-                f"with `casnap init {backend.uri}`, or check the path"
+            or (
+                not_a_store_error(backend) if (at := backend.folder) is None else no_store_error(at)
             )
         )
     objects = objects or new_objects()

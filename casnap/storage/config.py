@@ -37,7 +37,7 @@ def no_config_error(uri: str) -> DamagedError:
     """Return the error for a store that has roots, but no ``casnap.json``."""
     return DamagedError(
         f"{uri} is a damaged store: it has roots, but {CONFIG_KEY} is missing or unreadable. "
-        f"`casnap repair {uri}` makes it anew, or restore it from a backup"
+        f"`casnap repair {uri}` makes it anew (--yes in a script), or restore it from a backup"
     )
 
 
@@ -95,7 +95,9 @@ def read_config(backend: Backend) -> StoreConfig:
             )
         config = json_decoder(StoreConfig).decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as e:
-        raise DamagedError(f"{where} is damaged: {e}; `casnap repair` makes it anew") from e
+        raise DamagedError(
+            f"{where} is damaged: {e}; `casnap repair` makes it anew (--yes in a script)"
+        ) from e
     if not _is_possible(config):
         raise DamagedError(
             f"{where} is damaged: chunk size {config.chunk_size}, id {config.store_id!r}"

@@ -1,4 +1,4 @@
-"""Checkpoints of another form, where a store or a snapshot was looked for.
+"""What is there where no store or snapshot was found: stores below, checkpoints of another form.
 
 A program that has changed libraries finds no snapshot, and would begin its run anew without a word.
 """
@@ -9,10 +9,14 @@ import os
 from itertools import islice
 from pathlib import Path
 
-from casnap.format.names import MARKER
+from casnap.errors import NotAStoreError
+from casnap.format.names import MARKER, STORE_FOLDER
+from casnap.format.records import CONFIG_KEY
 
 _MOST = 1000
 """How many names of a folder are looked at."""
+_SHOWN = 8
+"""How many stores a message names."""
 _FILES = {
     ".safetensors": "safetensors",
     ".pt": "torch.save",
@@ -69,6 +73,34 @@ def hint_in(folder: Path) -> str:
     return (
         f"{folder} holds no snapshot, but {path.name}, a checkpoint of {form}{more}: "
         f"`casnap import {path} {folder}/NAME` imports it as a snapshot"
+    )
+
+
+def no_store_error(folder: Path) -> NotAStoreError:
+    """Return the error for a folder that is in no store: it says what is there instead."""
+    none = f"{folder} is not a casnap store, nor is any folder above it"
+    below = _stores_below(folder)
+    if below:
+        more = ", …" if len(below) > _SHOWN else ""
+        return NotAStoreError(
+            f"{none}, but there {'are stores' if len(below) > 1 else 'is a store'} right below: "
+            f"{', '.join(below[:_SHOWN])}{more}. Name one, like {folder / below[0]}"
+        )
+    if hint := hint_in(folder):
+        return NotAStoreError(f"{none}. {hint}")
+    return NotAStoreError(
+        f"{none}{hint_at(folder) or f'; make one with `casnap init {folder}`, or check the path'}"
+    )
+
+
+def _stores_below(folder: Path) -> list[str]:
+    """Return the names of the stores right in a folder."""
+    try:
+        entries = _entries(folder)
+    except OSError:
+        return []
+    return sorted(
+        e.name for e in entries if os.path.lexists(Path(e.path, STORE_FOLDER, CONFIG_KEY))
     )
 
 

@@ -115,7 +115,7 @@ def test_a_store_that_lost_its_record(
         for path in (store, store / "run/c"):
             said = failure(command, path)
             assert f"{store} is a damaged store" in said
-            assert f"`casnap repair {store}` makes it anew" in said
+            assert f"`casnap repair {store}` makes it anew (--yes in a script)" in said
     with pytest.raises(DamagedError, match=r"casnap\.json is missing"):
         Snapshot.take(store / "run/d", {"s": StateDict(x=1)})
     assert files(store) == before

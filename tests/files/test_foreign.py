@@ -12,8 +12,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from casnap import Snapshot, StateDict, Store
-from casnap.errors import SnapshotNotFoundError
+from casnap.errors import NotAStoreError, SnapshotNotFoundError
 from casnap.integrations.dcp import install, uninstall
+from tests.support.cli_calls import failure, invoke
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is ", "ignore:TypedStorage is deprecated"
@@ -84,3 +85,32 @@ def test_the_newest_is_named_and_folders_of_casnap_do_not_count(
     assert (tmp_path / "step_3/.metadata").exists()
     assert store.latest() is None
     assert "holds no snapshot" not in caplog.text
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_store_but_a_checkpoint_of_another_form(tmp_path: Path, form: str) -> None:
+    assert "make one with `casnap init" in failure("ls", tmp_path)
+    path = save(form, tmp_path)
+    said = failure("ls", tmp_path)
+    assert f"{path.name}, a checkpoint of {form}: `casnap import {path} " in said
+    assert "casnap init" not in said
+    if path.is_dir():
+        said = failure("ls", path)
+        assert f"a checkpoint of {form}, which `casnap import` imports" in said or path.name in said
+        assert "casnap init" not in said
+    with pytest.raises(NotAStoreError, match="casnap import"):
+        Store(tmp_path, create=False)
+    Store(tmp_path).make()
+    assert "`casnap import" in invoke("ls", tmp_path).stderr
+
+
+def test_stores_right_below_are_named(tmp_path: Path) -> None:
+    for run in ("run2", "run1"):
+        Snapshot.take(tmp_path / run / "step_1", {"s": StateDict(step=1)})
+    torch.save(torch.ones(3), tmp_path / "notes.pt")
+    for command in ("ls", "check", "du"):
+        said = failure(command, tmp_path)
+        assert f"there are stores right below: run1, run2. Name one, like {tmp_path}/run1" in said
+        assert "casnap init" not in said
+    with pytest.raises(NotAStoreError, match="run1, run2"):
+        Snapshot(tmp_path / "step_1")

@@ -177,3 +177,11 @@ def test_a_newest_root_that_was_lost(store: Path) -> None:
     (warning,) = check(store).warnings
     assert f"the marker in run/c names the commit {lost}, which no snapshot" in warning
     assert f"warning: {warning}" in invoke("check", store).stdout
+    # No repair can bring it back, and it says so.
+    repaired = Store(store).repair(dry_run=True)
+    assert repaired.found == []
+    assert repaired.warnings == [warning]
+    said = invoke("repair", store, "--yes").stdout
+    assert f"no damage found\nwarning: {warning}" in said
+    (store / "run/c/casnap-snapshot.json").unlink()
+    assert "warning" not in invoke("repair", store, "--yes").stdout
