@@ -89,7 +89,7 @@ class UnavailableError(BackendError):
 
 
 class ExhaustedError(UnavailableError):
-    """This process or host has no open files, or no memory, left."""
+    """This process or host has no open files, no memory or no threads left."""
 
 
 class UnreachableError(UnavailableError):

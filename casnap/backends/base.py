@@ -19,7 +19,6 @@ from casnap.errors import (
     UnavailableError,
 )
 from casnap.format.records import MAX_SEGMENT_BYTES
-from casnap.runtime.handlers import pass_on
 
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 """Errors that say that this host has run out of something, and nothing about the object."""
@@ -317,7 +316,9 @@ def translated(what: str) -> Iterator[None]:
     except (FileNotFoundError, CasnapError):
         raise
     except OSError as e:
-        pass_on(e)
+        if e.errno is None:
+            # None of the system: a signal handler has raised it, such as an alarm.
+            raise
         if e.errno in NO_SPACE or e.errno == errno.EFBIG:
             raise StorageFullError(
                 f"no space left to write {what}; earlier snapshots are whole. "

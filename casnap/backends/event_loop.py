@@ -155,8 +155,8 @@ class _Threads(ThreadPoolExecutor):
 
         try:
             threading.Thread(target=work, name="casnap-io-call", daemon=True).start()
-        except RuntimeError:
-            work()
+        except RuntimeError as e:
+            raise ExhaustedError(NO_THREADS) from e
         return future
 
 

@@ -38,7 +38,6 @@ from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.buffers import PAGE, address_of
 from casnap.runtime.environment import boot_id
-from casnap.runtime.handlers import pass_on, system_errors_ignored
 from casnap.runtime.typing import override
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -273,7 +272,7 @@ class LocalBackend(Backend):
                     os.chmod(handle, mode)
                 _follow_group(handle, like.st_gid)
         if not self._is_inside(path):
-            with system_errors_ignored(), opened_above(path) as (folder, name):
+            with suppress(OSError), opened_above(path) as (folder, name):
                 os.setxattr(f"/proc/self/fd/{folder}/{name}", _MADE, b"1", follow_symlinks=False)
         if durable:
             self._new.add(path)
@@ -352,7 +351,7 @@ class LocalBackend(Backend):
 
     @override
     def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:
-        with system_errors_ignored(), suppress(BackendError):
+        with suppress(OSError, BackendError):
             fd = open_file(self._path(key))
             try:
                 for offset, nbytes in runs:
@@ -615,8 +614,7 @@ def _is_cached(fd: int, offset: int) -> bool:
     """Whether a byte can be read without the disk, as far as the system says."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, getattr(os, "RWF_NOWAIT", 0)) == 1
-    except OSError as e:
-        pass_on(e)
+    except OSError:
         return False
 
 

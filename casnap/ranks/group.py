@@ -29,7 +29,6 @@ from casnap.ranks.failures import Failure, LinkFailedError
 from casnap.ranks.link import PATIENCE, Link
 from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
 from casnap.ranks.shared_memory import Address, OwnMemory, SharedMemory, mapped
-from casnap.runtime.handlers import of_handler, pass_on
 from casnap.runtime.torch_modes import plain
 from casnap.runtime.typing import override
 
@@ -258,8 +257,7 @@ class Group(Comm):
             self._link.begin(self.operation, phase)
             try:
                 return exchange(self.timeout)
-            except RuntimeError as e:
-                pass_on(e)
+            except RuntimeError:
                 if time.monotonic() >= until or not self._link.broke_before():
                     raise
         left, told = max(0.0, until - time.monotonic()), self.timeout
@@ -269,7 +267,6 @@ class Group(Comm):
                 # All ranks are here now.
                 return exchange(min(self.timeout, max(PATIENCE, until - time.monotonic())))
             except RuntimeError as e:
-                pass_on(e)
                 if not self._link.is_apart():
                     raise
                 # On a busy machine gloo may fail to connect ranks; all of them come again soon.
@@ -324,9 +321,6 @@ class Group(Comm):
             raise RankError(f"{self.operation}: {e.failure.reason}", e.failure.ranks) from None
         except RuntimeError as e:
             self.ended = True
-            if of_handler(e):
-                self._link.find_cause(error_text(e), 0, late=False)
-                raise
             waited = time.monotonic() - began
             failure = self._link.find_cause(error, waited, late=waited >= 0.9 * self.timeout)
             if failure.error is not None:

@@ -13,7 +13,6 @@ from casnap.format.entries import ContainerEntry, Entry, Payload, TensorEntry
 from casnap.format.region import Region
 from casnap.restore.loading import Loading, naming, with_item_axis
 from casnap.restore.selection import Index, select
-from casnap.runtime.handlers import pass_on
 from casnap.runtime.progress import Progress
 from casnap.runtime.torch_modes import fill, plain
 from casnap.state.cuda import synchronize
@@ -170,7 +169,6 @@ def _copied(contents: Contents, path: str, value: Any, out: torch.Tensor) -> tor
             return out
         held = fill_shared_memory([(out, new)])
     except (TypeError, ValueError, RuntimeError) as e:
-        pass_on(e)
         raise MismatchError(f"{contents.where}: {path} cannot be read into a tensor: {e}") from e
     if not held:
         raise MismatchError(

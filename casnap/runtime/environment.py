@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from casnap.errors import StoreError
-from casnap.runtime.handlers import pass_on, system_errors_ignored
 from casnap.runtime.sizes import parsed_size
 
 _log = logging.getLogger("casnap")
@@ -39,7 +38,7 @@ def cache_folder() -> Path | None:
     """
     for folder in _cache_candidates():
         # Another process may delete it meanwhile.
-        with system_errors_ignored():
+        with suppress(OSError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if why_refused(folder) is None and os.access(folder, os.W_OK):
                 return folder
@@ -208,8 +207,7 @@ def file_system(folder: Path) -> str:
     """Return the type of the file system that holds a folder; empty if it is unknown."""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError as e:
-        pass_on(e)
+    except OSError:
         return ""
     real, best, kind = f"{folder.resolve()}/", "", ""
     for line in lines:
@@ -227,8 +225,7 @@ def boot_id() -> str:
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError as e:
-        pass_on(e)
+    except OSError:
         return ""
 
 

@@ -13,9 +13,8 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from casnap.errors import StateError
+from casnap.errors import ExhaustedError
 from casnap.runtime import calls
-from casnap.runtime.handlers import says_no_thread
 from casnap.runtime.typing import override
 
 T = TypeVar("T")
@@ -61,6 +60,18 @@ class Worker(threading.Thread):
         self._has_ended = False
         self._running = threading.Lock()
         self._running.acquire()
+
+    @override
+    def start(self) -> None:
+        """Start it.
+
+        Raises:
+            ExhaustedError: No thread can be started.
+        """
+        try:
+            super().start()
+        except RuntimeError as e:
+            raise ExhaustedError(NO_THREADS) from e
 
     @override
     def run(self) -> None:
@@ -144,29 +155,8 @@ class Crew:
         """Run ``work`` on ``count`` new threads.
 
         Raises:
-            StateError: So many cannot be started; those that were have ended.
+            ExhaustedError: So many cannot be started; those that were have ended.
         """
-        threads = self.start_some(work, count)
-        if len(threads) < count:
-            error = StateError(NO_THREADS)
-            self.fail(error)
-            for thread in threads:
-                thread.wait()
-            raise error
-        return threads
-
-    def run(self, work: Callable[[], None], count: int = 1) -> None:
-        """Run ``work`` on ``count`` new threads, and wait for them.
-
-        If so many cannot be started, fewer do the work, at least the calling thread.
-        """
-        threads = self.start_some(work, count)
-        if not threads and count:
-            self._guarded(work)
-        self.join(threads)
-
-    def start_some(self, work: Callable[[], None], count: int = 1) -> list[Worker]:
-        """Run ``work`` on as many new threads as can be started, up to ``count``."""
         started: list[Worker] = []
         for _ in range(count):
             thread = Worker(lambda: self._guarded(work))
@@ -176,11 +166,16 @@ class Crew:
             except BaseException as e:
                 if thread.give_up():
                     self._threads.remove(thread)
-                if isinstance(e, RuntimeError) and says_no_thread(e):
-                    break
+                self.fail(e)
+                for other in started:
+                    other.wait()
                 raise
             started.append(thread)
         return started
+
+    def run(self, work: Callable[[], None], count: int = 1) -> None:
+        """Run ``work`` on ``count`` new threads, and wait for them."""
+        self.join(self.start(work, count))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
@@ -226,8 +221,7 @@ def undisturbed(work: Callable[[Crew], T], limit: int | None = None) -> T:
     """Do some work on another thread, where no interrupt disturbs it, and return its result.
 
     Interrupts only come to the main thread. There they make the crew fail. Then the work stops and
-    cleans up, and the interrupt is raised. If no thread can be started, the caller does the work:
-    Python 3.12.0 and 3.12.1 start none once they exit, and a pending take must still finish then.
+    cleans up, and the interrupt is raised.
 
     Args:
         work: The work, given a crew.
@@ -247,11 +241,10 @@ def together(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
 
 
 def beside(first: Callable[[], T], second: Callable[[], U]) -> tuple[T, U]:
-    """Call one function in this thread, and another one on a thread meanwhile, if one starts."""
+    """Call one function in this thread, and another one on a thread meanwhile."""
     done: list[U] = []
     with Crew() as crew:
-        if not (started := crew.start_some(lambda: done.append(second()))):
-            done.append(second())
+        started = crew.start(lambda: done.append(second()))
         result = first()
         crew.join(started)
     return result, done[0]
@@ -286,10 +279,9 @@ def gently(work: Callable[[], T]) -> T:
 
     The threads that it starts have low priority too.
     """
-    caller = threading.get_ident()
 
     def gentle(_crew: Crew) -> T:
-        if sys.platform == "linux" and threading.get_ident() != caller:
+        if sys.platform == "linux":
             # Only Linux has a priority for each thread.
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -18,7 +18,6 @@ import torch
 from casnap.errors import DamagedError, StateError, UnsupportedFormatError, UnsupportedTypeError
 from casnap.format.entries import Entry, Payload, TensorEntry
 from casnap.runtime.buffers import can_write
-from casnap.runtime.handlers import pass_on
 from casnap.state import numpy_values
 from casnap.state.numpy_values import assemble_numpy, describe_numpy, is_numpy, numpy_itemsize
 from casnap.state.quantized import quantization_of, quantized
@@ -316,7 +315,6 @@ def allocate(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Te
             return torch.empty(entry.shape, dtype=_MADE_AS[dtype], device=device).view(dtype)
         return torch.empty(entry.shape, dtype=dtype, device=device)
     except (RuntimeError, MemoryError) as e:
-        pass_on(e)
         raise StateError(
             f"there is no memory for {entry.data.nbytes} bytes of {entry.dtype} on {device}: {e}"
         ) from e
@@ -374,7 +372,6 @@ def assemble(leaf: Leaf) -> object:
             content = quantized(entry.quantization, content)
         return _wrap(entry, content)
     except (RuntimeError, ValueError, TypeError, IndexError, OverflowError, struct.error) as e:
-        pass_on(e)
         if isinstance(e, UnsupportedTypeError):
             raise
         raise DamagedError(f"{leaf.path} cannot be put together: {e}", (leaf.path,)) from e

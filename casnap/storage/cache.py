@@ -30,7 +30,6 @@ from casnap.format.digest import DIGEST_SIZE, Digest, digest_of
 from casnap.format.records import ID_SIZE, PackId, Place, Record, SegmentId
 from casnap.runtime.environment import boot_id, cache_folder, why_refused
 from casnap.runtime.fork import PerProcess
-from casnap.runtime.handlers import pass_on
 from casnap.runtime.typing import override
 from casnap.storage.lmdb_files import (
     WRITING,
@@ -67,7 +66,6 @@ def _if_possible(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate
         try:
             return method(self, *args, **kwargs)
         except (lmdb.Error, OSError) as e:
-            pass_on(e)
             # The next caller that needs an answer replaces the cache.
             _log.debug("the cache failed: %s", e)
             return None
@@ -440,7 +438,6 @@ def open_cache(name: str) -> Cache:
             try:
                 cache = _opened(base, folder)
             except (lmdb.Error, OSError) as e:
-                pass_on(e)
                 _log.warning(
                     "the cache %s cannot be used (%s); the index is kept in memory", folder, e
                 )

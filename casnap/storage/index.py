@@ -34,7 +34,6 @@ from casnap.format.records import (
     segment_count,
     segment_key,
 )
-from casnap.runtime.handlers import pass_on
 from casnap.runtime.threads import mapped
 from casnap.storage.cache import Cache, LmdbCache, MemoryCache, open_cache
 from casnap.storage.pack_lengths import PackLengths
@@ -221,10 +220,10 @@ class Index:
         """
         try:
             return self._find_few(self.cache, root, digests)
-        except UnavailableError:
+        except (UnavailableError, TimeoutError):
+            # TimeoutError is none of the file system: the alarm of a user raises it.
             raise
         except (lmdb.Error, OSError, BackendError, DamagedError) as e:
-            pass_on(e)
             _log.debug("%s: the index is read whole: %s", self._backend.uri, e)
             return [None] * len(digests)
 
@@ -270,9 +269,8 @@ class Index:
         try:
             return cache, ask(cache)
         except (lmdb.Error, OSError) as e:
-            if not isinstance(cache, LmdbCache):
+            if not isinstance(cache, LmdbCache) or isinstance(e, TimeoutError):
                 raise
-            pass_on(e)
             _log.warning("the cache %s failed (%s); the index is kept in memory", cache.folder, e)
             # Out of file descriptors or memory, or busy: that says nothing about the cache.
             if isinstance(e, lmdb.Error) or e.errno not in EXHAUSTED | {errno.EWOULDBLOCK}:

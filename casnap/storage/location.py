@@ -27,7 +27,6 @@ from casnap.errors import (
 from casnap.format.names import STORE_FOLDER, check_name
 from casnap.format.records import CONFIG_KEY, FOLDER_ONLY, root_key, serves_below
 from casnap.runtime.environment import local_path
-from casnap.runtime.handlers import pass_on
 from casnap.storage.config import no_config_error, read_config
 from casnap.storage.objects import Objects
 from casnap.storage.roots import newest_root
@@ -158,7 +157,6 @@ def _resolved(folder: Path) -> Path:
     try:
         return folder.resolve()
     except (OSError, RuntimeError, ValueError) as e:
-        pass_on(e)
         # A loop of links, a NUL, a character that the file system does not have.
         raise NotAStoreError(f"{str(folder)!r} is not a folder: {e}") from e
 
@@ -167,8 +165,7 @@ def exists(path: Path) -> bool:
     """Whether a file or folder is there and can be looked at."""
     try:
         path.stat()
-    except (OSError, ValueError) as e:
-        pass_on(e)
+    except (OSError, ValueError):
         return False
     return True
 
@@ -221,8 +218,7 @@ def _mounted_above(way: Path) -> Iterator[Path]:
     for place in (way, *way.parents):
         try:
             here = place.stat().st_dev
-        except OSError as e:
-            pass_on(e)
+        except OSError:
             continue
         if device not in (None, here):
             return
@@ -312,8 +308,7 @@ def _has_roots(inner: Path, *, named: bool) -> bool:
     """Whether there are roots; of this user, unless the folder was named."""
     try:
         first = (inner / root_key(0)).lstat()
-    except (OSError, ValueError) as e:
-        pass_on(e)
+    except (OSError, ValueError):
         return False
     return stat.S_ISREG(first.st_mode) and (named or first.st_uid == os.geteuid())
 

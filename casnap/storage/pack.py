@@ -156,12 +156,12 @@ class PackWriter:
         with self._lock:
             self.stored_bytes += sum(place.stored for _, place in pack.records)
             if len(self._writers) < self._most_writers:
-                self._writers += self.crew.start_some(self._write_packs)
-            in_background = bool(self._writers)
-        if in_background:
-            self._full.put(pack)
-        else:
-            self._write_or_fail(pack)
+                try:
+                    self._writers += self.crew.start(self._write_packs)
+                except BaseException:
+                    self.pool.release(pack.slot)
+                    raise
+        self._full.put(pack)
 
     def _write_packs(self) -> None:
         while (pack := self._full.get()) is not None:

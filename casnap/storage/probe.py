@@ -148,7 +148,7 @@ def _has_one_winner(backend: Backend, puts: int, threads: int) -> bool:
                 mine = [content for content in contents if backend.put_if_absent(key, content)]
                 won.extend(mine)
 
-            crew.start_some(put, threads - 1)
+            crew.start(put, threads - 1)
             start.set()
             put()
         return len(won) == 1 and backend.read(key) == won[0]

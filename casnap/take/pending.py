@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from casnap.errors import StateError, retold
-from casnap.runtime.handlers import says_no_thread
-from casnap.runtime.threads import NO_THREADS, Worker
+from casnap.runtime.threads import Worker
 from casnap.take.publish import Taken
 
 _log = logging.getLogger("casnap")
@@ -104,7 +103,7 @@ class PendingTake:
         """Start the thread, unless it has been started. It first waits for the takes before it.
 
         Raises:
-            StateError: No thread can be started.
+            ExhaustedError: No thread can be started.
         """
         global _line, _count
         with self._lock:
@@ -119,14 +118,12 @@ class PendingTake:
                 self.number = _count
                 _unseen[self] = None
                 thread.start()
-            except BaseException as e:
+            except BaseException:
                 # If it does not run yet, it must not run at all.
                 if thread.give_up():
                     _line, self._thread = before, None
                     _count -= 1
                     _unseen.pop(self, None)
-                if isinstance(e, RuntimeError) and says_no_thread(e):
-                    raise StateError(NO_THREADS) from e
                 raise
 
     def _run(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
-from casnap.errors import FencedError, StateError
+from casnap.errors import ExhaustedError, FencedError, StateError
 from casnap.format.codec import Codec
 from casnap.format.names import key_of
 from casnap.format.records import Root
@@ -107,7 +107,10 @@ def async_take(
             except BaseException as e:
                 # Once started, the take in the background fails too, and tells the other ranks.
                 if not pending.started:
-                    undisturbed(lambda _: copies.release())
+                    try:
+                        undisturbed(lambda _: copies.release())
+                    except ExhaustedError:
+                        copies.release()
                     _tell_ranks_later(work, name, e)
                 pending.note_seen()
                 raise
@@ -140,7 +143,7 @@ def _tell_ranks_later(work: _Take, name: str, error: BaseException) -> None:
     telling.error_seen = True
     try:
         telling.start()
-    except StateError:
+    except ExhaustedError:
         # No thread can be started.
         background.wait_for_last()
         with suppress(BaseException):

@@ -26,6 +26,7 @@ from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
+    ExhaustedError,
     MirrorError,
     OptionsError,
     SnapshotExistsError,
@@ -154,7 +155,7 @@ class Mirror:
             self._watch()
             if not self._patience.delay:
                 self._start_pass()
-        except RuntimeError as e:
+        except (RuntimeError, ExhaustedError) as e:
             # No thread can be started. A later commit tries again.
             self._patience.note_failure(e)
 
