@@ -37,6 +37,7 @@ COMMANDS = {
     "du": ("casnap.cli.du", "Show disk usage of snapshots: logical, stored and unique bytes."),
     "report": ("casnap.cli.report", "Write a page that shows a store: sizes, metrics, changes."),
     "cp": ("casnap.cli.cp", "Copy snapshots into another store; send only what it lacks."),
+    "mirror": ("casnap.cli.mirror", "Show which snapshots the mirror of a store lacks, and why."),
     "import": ("casnap.cli.import_", "Import safetensors, torch.save, DCP or TorchSnapshot files."),
     "export": ("casnap.cli.export", "Export a snapshot, or a part of one, to such files."),
     "rm": ("casnap.cli.rm", "Delete snapshots."),

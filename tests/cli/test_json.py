@@ -67,6 +67,13 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         "rm": [document("rm", store / "run2/step_0", "--dry-run")],
         "gc": [document("gc", store)],
     }
+    mirrored = Store(tmp / "mirrored", mirror=tmp / "mirror")
+    mirrored.take({"s": StateDict(x=1)}, "step_1")
+    mirrored.wait_mirrored(60)
+    assert mirrored.mirror is not None
+    mirrored.mirror.stop()
+    mirrored.take({"s": StateDict(x=2)}, "step_2")
+    found["mirror"] = [document("mirror", tmp / "mirrored")]
     Reader(far_store(tmp / "far", 0)).restore()
     found["cache"] = [document("cache")]
     for pack in (tmp / "copy").glob("**/packs/*/*"):

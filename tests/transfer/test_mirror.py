@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import random
 import shutil
@@ -22,7 +23,7 @@ from casnap.errors import (
 )
 from casnap.transfer import mirror
 from casnap.transfer.whole import WholeCopy
-from tests.support.cli_calls import document, invoke, process
+from tests.support.cli_calls import document, failure, invoke, process
 from tests.support.copies import assert_copied, await_failure, mirrored, names
 from tests.support.faults import CHUNK, app_state, assert_holds, take
 from tests.support.faulty import Fault, FaultyBackend, fail
@@ -162,6 +163,46 @@ def test_what_is_not_mirrored_is_kept(tmp_path: Path, there: FaultyBackend) -> N
     assert not {"step_0", "step_1", "step_2"} & set(names(store))
     store.wait_mirrored(60)
     assert names(Store(tmp_path / "there")) == [f"step_{step}" for step in range(4)]
+
+
+def test_the_command_shows_how_far_it_lags(tmp_path: Path, there: FaultyBackend) -> None:
+    here = tmp_path / "here"
+    Store(here, chunk_size=CHUNK).make()
+    assert "has no mirror" in failure("mirror", here)
+    store = mirrored(here, there)
+    take(store, 0)
+    store.wait_mirrored(60)
+    state = document("mirror", here)
+    assert (state["mirror"], state["snapshots"], state["error"]) == (there.uri, [], None)
+    assert invoke("mirror", here).stdout == f"{there.uri} has all\n"
+    with there.during(DEAD):
+        for step in (1, 2):
+            take(store, step)
+        await_failure(store)
+        state = document("mirror", here)
+        assert [s["name"] for s in state["snapshots"]] == ["step_1", "step_2"]
+        assert state["lacking_bytes"] == sum(s["new_bytes"] for s in state["snapshots"]) > 0
+        assert state["process_id"] == os.getpid()
+        assert state["failing_since_time"] is not None
+        assert store.mirror is not None
+        assert state["error"] == store.mirror.status().error
+        said = invoke("mirror", here).stdout
+        assert f"{there.uri} lacks 2 snapshots, about " in said
+        assert f": {state['error']}" in said
+    store.wait_mirrored(60)
+    assert document("mirror", here)["snapshots"] == []
+
+
+def test_the_command_names_what_is_refused(tmp_path: Path) -> None:
+    take(Store(tmp_path / "there", chunk_size=CHUNK), 0)
+    store = mirrored(tmp_path / "here", tmp_path / "there")
+    take(store, 0)
+    with pytest.raises(MirrorError, match="holds another snapshot"):
+        store.wait_mirrored(60)
+    (snapshot,) = document("mirror", tmp_path / "here")["snapshots"]
+    assert "holds another snapshot 'step_0'" in snapshot["refused"]
+    assert "holds another snapshot 'step_0'" in invoke("mirror", tmp_path / "here").stdout
+    assert store.mirror is not None
 
 
 def test_it_may_be_overwritten_or_deleted(tmp_path: Path, there: FaultyBackend) -> None:

@@ -1,0 +1,80 @@
+"""``casnap mirror``."""
+
+from __future__ import annotations
+
+import click
+
+from casnap.cli.arguments import endpoint_option, named, open_whole_store, request_fields
+from casnap.cli.output import (
+    CommandError,
+    counted,
+    emit,
+    json_option,
+    json_time,
+    moment,
+    safe,
+    size,
+    table,
+)
+from casnap.storage.mirrored import Lacking, place_of
+from casnap.transfer.mirror_report import HostNote, Told
+
+
+@click.command()
+@click.argument("store", required=False)
+@endpoint_option
+@json_option
+def mirror(store: str | None, as_json: bool) -> None:
+    """Show which snapshots the mirror of a store lacks, and why.
+
+    The store itself says what is lacking; the mirror is not asked. Why, and since when, is known of
+    a process of this host that has the store open with mirror=.
+    """
+    place = open_whole_store(store)
+    objects = place.objects
+    uri = objects.backend.uri
+    root = objects.newest()
+    there = place_of(root, uri)
+    if there is None:
+        raise CommandError(f"{uri} has no mirror; Store({uri!r}, mirror=URI) gives it one")
+    lacking = Lacking().look(objects.table(root))
+    told = HostNote(objects, there.uri).heard()
+    said = told or Told()
+    nbytes = sum(row.stats.new_bytes for row in lacking.values())
+    if as_json:
+        snapshots = [
+            {
+                **named(objects.backend, name, row.commit.hex()),
+                "time": json_time(row.time),
+                "new_bytes": row.stats.new_bytes,
+                "refused": said.refused.get(name),
+            }
+            for name, row in lacking.items()
+        ]
+        state = {
+            "process_id": said.pid or None,
+            "error": said.error or None,
+            "failing_since_time": json_time(said.since or None),
+        }
+        totals = {"lacking_bytes": nbytes, **state, **request_fields(place)}
+        emit({"store": uri, "mirror": there.uri, "snapshots": snapshots, **totals})
+        return
+    if lacking:
+        rows = [
+            (
+                safe(name),
+                moment(row.time),
+                size(row.stats.new_bytes),
+                safe(said.refused.get(name, "")),
+            )
+            for name, row in lacking.items()
+        ]
+        table(("NAME", "TIME", "NEW", "REFUSED"), rows, numbers={"NEW"})
+    lag = (
+        f"lacks {counted(len(lacking), 'snapshot')}, about {size(nbytes)}" if lacking else "has all"
+    )
+    click.echo(f"{safe(there.uri)} {lag}")
+    if said.error:
+        click.echo(f"it fails since {moment(said.since)}: {safe(said.error)}")
+    if told is None and lacking:
+        click.echo("no process of this host copies to it; a Store with this mirror= does")
