@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from casnap.report.facts import Changes, Path
 from casnap.report.markup import Markup, element, joined, text
-from casnap.report.treemap import Box, squarified
 from casnap.runtime.sizes import size
 
 WIDTH = 960.0
 _LEFT, _TOP = 84.0, 16.0
 _MOST_POINTS = 400
 _CELL = 13.0
+
+
+class Box(NamedTuple):
+    """A rectangle: its corner, its width and its height."""
+
+    x: float
+    y: float
+    width: float
+    height: float
 
 
 def bars(names: Sequence[str], values: Sequence[int]) -> Markup:
@@ -100,6 +109,32 @@ def treemap(sizes: dict[Path, int]) -> Markup:
     return _drawing(height, drawn)
 
 
+def split_box(box: Box, sizes: Sequence[int]) -> list[Box]:
+    """Cut a rectangle into one part for each size, by halves of about equal areas.
+
+    Args:
+        box: The rectangle.
+        sizes: Positive sizes, the largest first.
+    """
+    if len(sizes) < 2:
+        return [box] * len(sizes)
+    total, count, nbytes = sum(sizes), 1, sizes[0]
+    while count < len(sizes) - 1 and 2 * nbytes + sizes[count] <= total:
+        nbytes += sizes[count]
+        count += 1
+    width, height = box.width, box.height
+    if width >= height:
+        width *= nbytes / total
+        rest = Box(box.x + width, box.y, box.width - width, height)
+    else:
+        height *= nbytes / total
+        rest = Box(box.x, box.y + height, width, box.height - height)
+    return [
+        *split_box(Box(box.x, box.y, width, height), sizes[:count]),
+        *split_box(rest, sizes[count:]),
+    ]
+
+
 def _nested(sizes: dict[Path, int], box: Box, path: Path) -> list[Markup]:
     """Draw what lies below a path into a rectangle."""
     below: dict[str, dict[Path, int]] = {}
@@ -114,7 +149,7 @@ def _nested(sizes: dict[Path, int], box: Box, path: Path) -> list[Markup]:
         )
     totals = {name: sum(inner.values()) for name, inner in below.items()}
     order = sorted(totals, key=lambda name: -totals[name])
-    boxes = squarified([totals[name] for name in order], box)
+    boxes = split_box(box, [totals[name] for name in order])
     drawn: list[Markup] = []
     for name, part in zip(order, boxes, strict=True):
         if part.width >= 1.5 and part.height >= 1.5:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from casnap import StateDict, Store
-from casnap.report.treemap import Box, squarified
+from casnap.report.charts import Box, split_box
 from casnap.runtime.sizes import size
 from tests.support.cli_calls import CHUNK, document, failure, fill, invoke
 
@@ -159,7 +159,7 @@ def test_only_a_report_is_replaced(folder: Path, tmp_path: Path) -> None:
 def test_a_treemap_tiles_its_box(sizes: list[int]) -> None:
     sizes.sort(reverse=True)
     box = Box(3.0, 5.0, 900.0, 400.0)
-    boxes = squarified(sizes, box)
+    boxes = split_box(box, sizes)
     assert len(boxes) == len(sizes)
     for nbytes, part in zip(sizes, boxes, strict=True):
         share = nbytes / sum(sizes)
