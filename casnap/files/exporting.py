@@ -8,9 +8,10 @@ from pathlib import Path
 
 from casnap.backends.base import NO_SPACE
 from casnap.errors import CasnapError, StorageFullError
-from casnap.files.chosen import part_of
+from casnap.files.chunk_writer import ChunkWriter
 from casnap.files.report import ExportOptions, ExportReport
-from casnap.files.target import check_place
+from casnap.files.selection import part_of
+from casnap.files.target import Target, check_place
 from casnap.runtime.progress import Progress
 from casnap.storage.contents import Contents
 
@@ -28,28 +29,32 @@ def export(
         StorageFullError: The disk is full; nothing is left there.
         OSError: The files cannot be written for another reason.
     """
-    started = time.monotonic()
+    start = time.monotonic()
     check_place(out, contents.objects.backend)
-    part = part_of(contents, options.path)
     if options.format == "safetensors":
-        from casnap.files.to_safetensors import export_safetensors as write
+        from casnap.files.to_safetensors import plan_safetensors as plan
     elif options.format == "torch":
-        from casnap.files.to_torch import export_torch as write
+        from casnap.files.to_torch import plan_torch as plan
     else:
-        from casnap.files.to_dcp import export_dcp as write
-    try:
-        report = write(contents, part, out, options, progress)
-    except OSError as e:
-        if isinstance(e, CasnapError):
-            raise
-        if e.errno in NO_SPACE:
-            raise StorageFullError(
-                f"no space left to write {out}, and nothing of it is left. Free some space, then "
-                "export again"
-            ) from e
-        if e.filename is not None:
-            raise
-        # A write knows no name.
-        raise OSError(e.errno, os.strerror(e.errno or 0), str(out)) from e
-    report.seconds = time.monotonic() - started
+        from casnap.files.to_dcp import plan_dcp as plan
+    report, write = plan(contents, part_of(contents, options.path), out.name, options)
+    if not options.dry_run:
+        is_folder = options.format == "dcp" or options.max_shard_size is not None
+        try:
+            with Target(out, is_folder=is_folder, needed=sum(report.files.values())) as target:
+                write(target, ChunkWriter(contents, report.nbytes, progress))
+        except OSError as e:
+            if isinstance(e, CasnapError):
+                raise
+            if e.errno in NO_SPACE:
+                raise StorageFullError(
+                    f"no space left to write {out}, and nothing of it is left. Free some space, "
+                    "then export again"
+                ) from e
+            if e.filename is not None:
+                raise
+            # A write knows no name.
+            raise OSError(e.errno, os.strerror(e.errno or 0), str(out)) from e
+        report.files = target.sizes
+    report.seconds = time.monotonic() - start
     return report

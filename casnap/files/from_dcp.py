@@ -15,8 +15,7 @@ import torch
 
 from casnap.errors import FileFormatError, StateError, UnsupportedTypeError
 from casnap.files.dcp_names import ObjectPath, casnap_path, containers_above
-from casnap.files.mapped import MappedFile, joined_leaf
-from casnap.files.source import SourceFiles, below
+from casnap.files.sources import MappedFile, MappedFolder, SourceFiles, joined_leaf
 from casnap.format.region import Region
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain
@@ -93,7 +92,7 @@ def read_dcp(folder: Path, key: str | None) -> SourceFiles:
     except (RefusedError, KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
         raise FileFormatError(f"{file} does not hold metadata of DCP: {e}") from e
     paths = {name: (key, *p) if key else p for name, p in metadata.paths.items()}
-    reader = _Files(folder, metadata)
+    reader = _Values(folder, metadata)
     try:
         above = containers_above(paths.values())
     except (StateError, UnsupportedTypeError) as e:
@@ -104,7 +103,7 @@ def read_dcp(folder: Path, key: str | None) -> SourceFiles:
     with plain(), collector_paused():
         for name, path in paths.items():
             leaves[str(path[0])] += reader.leaves(name, casnap_path(path))
-    return SourceFiles("dcp", len(reader.mapped) + 1, leaves)
+    return SourceFiles("dcp", len(reader.folder.files) + 1, leaves)
 
 
 # --- the metadata -----------------------------------------------------------------------------
@@ -204,16 +203,15 @@ def _stored(fields: dict[str, Any]) -> _FileRange:
 # --- the files --------------------------------------------------------------------------------
 
 
-class _Files:
-    """The files of a checkpoint, each mapped once."""
+class _Values:
+    """The values of a checkpoint, read from its files."""
 
     def __init__(self, folder: Path, metadata: _Metadata) -> None:
-        self._folder = folder
         self._metadata = metadata
         self._offsets: dict[str, set[tuple[int, ...] | None]] = {}
         for name, offsets in metadata.places:
             self._offsets.setdefault(name, set()).add(offsets)
-        self.mapped: dict[str, MappedFile] = {}
+        self.folder = MappedFolder(folder, ".metadata")
 
     def leaves(self, name: str, path: str) -> Iterator[Leaf]:
         """Yield the leaves of a value.
@@ -232,17 +230,14 @@ class _Files:
                 parts = [(box, self._part(name, tensor, box)) for box in _held(tensor)]
                 yield joined_leaf(path, tensor.dtype, tensor.shape, parts)
         except (RefusedError, UnsupportedTypeError) as e:
-            raise FileFormatError(f"{self._folder}: {name} cannot be imported: {e}") from e
+            raise FileFormatError(f"{self.folder.path}: {name} cannot be imported: {e}") from e
 
     def _place(self, name: str, offsets: tuple[int, ...] | None) -> tuple[MappedFile, int, int]:
         places = self._metadata.places
         stored = places.get((name, offsets)) or places.get((name, None))
         if stored is None:
             raise RefusedError("the metadata do not say where it is")
-        file = self.mapped.get(stored.file)
-        if file is None:
-            file = MappedFile(below(self._folder, stored.file, f"{self._folder}/.metadata"))
-            self.mapped[stored.file] = file
+        file = self.folder.file(stored.file)
         if stored.offset + stored.nbytes > len(file.view):
             raise RefusedError(f"{stored.file} ends before it")
         return file, stored.offset, stored.nbytes

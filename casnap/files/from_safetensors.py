@@ -9,8 +9,7 @@ import msgspec
 import torch
 
 from casnap.errors import FileFormatError
-from casnap.files.mapped import MappedFile, file_leaf
-from casnap.files.source import SourceFiles, below
+from casnap.files.sources import MappedFile, SourceFiles, below, file_leaf
 from casnap.format.decoding import json_decoder
 from casnap.format.names import component_of
 from casnap.runtime.torch_modes import plain
@@ -31,21 +30,21 @@ def read_safetensors(path: Path, key: str) -> SourceFiles:
     """
     expected = _shards(path) if path.name.endswith(".json") else {path: None}
     metadata: dict[str, Any] = {}
-    found: dict[str, tuple[MappedFile, HeaderTensor]] = {}
+    tensors: dict[str, tuple[MappedFile, HeaderTensor]] = {}
     for file, names in expected.items():
         mapped = MappedFile(file)
         try:
             header = read_header(mapped.view)
         except FileFormatError as e:
             raise FileFormatError(f"{file} is not a safetensors file: {e}") from e
-        held = [tensor.name for tensor in header.tensors]
-        if names is not None and (odd := set(held) ^ names):
+        held = {tensor.name for tensor in header.tensors}
+        if names is not None and (odd := held ^ names):
             raise FileFormatError(
                 f"{path.name} and {file} disagree on {min(odd)!r:.200}: only one of them has it"
             )
-        found |= {tensor.name: (mapped, tensor) for tensor in header.tensors}
+        tensors |= {tensor.name: (mapped, tensor) for tensor in header.tensors}
         metadata = {**header.metadata, **metadata}
-    return SourceFiles("safetensors", len(expected), {key: _leaves(key, found)}, metadata)
+    return SourceFiles("safetensors", len(expected), {key: _leaves(key, tensors)}, metadata)
 
 
 def _shards(index: Path) -> dict[Path, set[str] | None]:
@@ -66,12 +65,12 @@ def _shards(index: Path) -> dict[Path, set[str] | None]:
     return {below(index.parent, file, index.name, links=True): n for file, n in shards.items()}
 
 
-def _leaves(key: str, found: dict[str, tuple[MappedFile, HeaderTensor]]) -> list[Leaf]:
+def _leaves(key: str, tensors: dict[str, tuple[MappedFile, HeaderTensor]]) -> list[Leaf]:
     top = component_of(key)
     with plain():
         stand_in = torch.empty(0)
-        leaves = list(containers_of(dict.fromkeys(found, stand_in), top))
-        for name, (file, t) in found.items():
+        leaves = list(containers_of(dict.fromkeys(tensors, stand_in), top))
+        for name, (file, t) in tensors.items():
             content = file.elements(t.start, t.shape, t.itemsize)
             leaves.append(file_leaf(f"{top}/{component_of(name)}", t.dtype, t.shape, content))
     return leaves

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from casnap.errors import CasnapError, FileFormatError
-from casnap.files.mapped import MappedFile
-from casnap.files.source import MODEL, SourceFiles
+from casnap.files.sources import MODEL, MappedFile, SourceFiles
 from casnap.format.names import component_of
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import plain

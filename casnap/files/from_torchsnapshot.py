@@ -16,8 +16,7 @@ import msgspec
 import torch
 
 from casnap.errors import FileFormatError, UnsupportedTypeError
-from casnap.files.mapped import MappedFile, joined_leaf
-from casnap.files.source import SourceFiles, below
+from casnap.files.sources import MappedFolder, SourceFiles, joined_leaf
 from casnap.format.decoding import json_decoder
 from casnap.format.names import component_of, rank_names
 from casnap.format.region import Region
@@ -86,7 +85,7 @@ def read_torchsnapshot(folder: Path, key: str | None, rank: int | None) -> Sourc
         leaves = {top: list(reader.leaves_of(top)) for top in entries if "/" not in top}
     if len(orphans := entries.keys() - reader.seen):
         raise FileFormatError(f"{folder}: {min(orphans)!r:.200} is in no container")
-    return SourceFiles("torchsnapshot", len(reader.mapped) + 1, leaves)
+    return SourceFiles("torchsnapshot", len(reader.folder.files) + 1, leaves)
 
 
 def _read(file: Path) -> _Snapshot:
@@ -162,19 +161,18 @@ class _Reader:
     """The entries of a rank, and the files that they are in.
 
     Attributes:
-        mapped: The files that were read, by name.
+        folder: The files that were read.
         seen: The paths that were read.
     """
 
     def __init__(self, folder: Path, entries: dict[str, _Entry]) -> None:
-        self._folder = folder
+        self.folder = MappedFolder(folder, ".snapshot_metadata")
         self._entries = entries
         self._lengths: dict[str, int] = {}
         for path in entries:
             above, _, last = path.rpartition("/")
             if above in entries and entries[above].type == "list" and _NUMBER.fullmatch(last):
                 self._lengths[above] = max(self._lengths.get(above, 0), int(last) + 1)
-        self.mapped: dict[str, MappedFile] = {}
         self.seen: set[str] = set()
 
     def leaves_of(self, top: str) -> Iterator[Leaf]:
@@ -183,31 +181,31 @@ class _Reader:
         try:
             yield from containers_of(self._state(top, places), top)
         except RecursionError as e:
-            raise FileFormatError(f"{self._folder}: {top!r:.200} is nested too deeply") from e
+            raise FileFormatError(f"{self.folder.path}: {top!r:.200} is nested too deeply") from e
         for path in places:
             try:
                 yield from self._leaves(path, self._entries[path])
             except (RefusedError, UnsupportedTypeError, ValueError, struct.error) as e:
                 if isinstance(e, FileFormatError):
                     raise
-                raise FileFormatError(f"{self._folder}: {path} cannot be imported: {e}") from e
+                raise FileFormatError(f"{self.folder.path}: {path} cannot be imported: {e}") from e
 
     def _state(self, path: str, places: list[str]) -> Any:
         """Return containers as they were, empty where other values are; note the paths of these."""
         self.seen.add(path)
         entry = self._entries.get(path)
         if entry is None:
-            raise FileFormatError(f"{self._folder}: {path!r:.200} is missing from the manifest")
+            raise FileFormatError(f"{self.folder.path}: {path!r:.200} is missing from the manifest")
         if entry.type == "list":
             count = self._lengths.get(path, 0)
             if count > len(self._entries):
-                raise FileFormatError(f"{self._folder}: {path!r:.200} lacks elements")
+                raise FileFormatError(f"{self.folder.path}: {path!r:.200} lacks elements")
             return [self._state(f"{path}/{i}", places) for i in range(count)]
         if entry.type not in _CONTAINERS:
             places.append(path)
             return _VALUE
         if len(set(map(component_of, entry.keys))) < len(entry.keys):
-            raise FileFormatError(f"{self._folder}: {path!r:.200} has a key twice")
+            raise FileFormatError(f"{self.folder.path}: {path!r:.200} has a key twice")
         made: dict[Any, Any] = {} if entry.type == "dict" else OrderedDict()
         for name in entry.keys:
             made[name] = self._state(f"{path}/{component_of(name)}", places)
@@ -219,7 +217,7 @@ class _Reader:
         elif entry.type == "object":
             if entry.serializer != "torch_save":
                 raise RefusedError(f"it is written by {entry.serializer!r:.40}")
-            data = bytes(self._file(entry.location).view)
+            data = bytes(self.folder.file(entry.location).view)
             yield from flatten(decode_value(path, "object", data), path)
         elif entry.type == "Tensor" and entry.dtype.startswith("torch.q"):
             yield from self._quantized(path, entry)
@@ -241,7 +239,7 @@ class _Reader:
     def _quantized(self, path: str, entry: _Entry) -> Iterator[Leaf]:
         """Yield the leaf of a tensor that also has scales, so it is a value of ``torch.save``."""
         start, stop = entry.byte_range or (0, None)
-        data = bytes(self._file(entry.location).view[start:stop])
+        data = bytes(self.folder.file(entry.location).view[start:stop])
         with warnings.catch_warnings():
             # torch warns of its own way to read such a tensor.
             warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
@@ -263,7 +261,7 @@ class _Reader:
 
     def _content(self, tensor: _Tensor) -> torch.Tensor:
         known = TENSOR_DTYPES.get(tensor.dtype.removeprefix("torch."))
-        file = self._file(tensor.location)
+        file = self.folder.file(tensor.location)
         start, stop = tensor.byte_range or (0, len(file.view))
         if known is None or not 0 <= start <= stop <= len(file.view):
             raise RefusedError(f"{tensor.location} ends before it, or its dtype is unknown")
@@ -278,13 +276,6 @@ class _Reader:
         if prod(tensor.shape) * known.itemsize != stop - start:
             raise RefusedError(f"{tensor.location} has {stop - start:,} bytes for it")
         return file.elements(start, tensor.shape, known.itemsize)
-
-    def _file(self, location: str) -> MappedFile:
-        file = self.mapped.get(location)
-        if file is None:
-            what = f"{self._folder}/.snapshot_metadata"
-            file = self.mapped[location] = MappedFile(below(self._folder, location, what))
-        return file
 
 
 _VALUE = object()

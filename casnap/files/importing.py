@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from casnap.errors import FileFormatError
-from casnap.files.mapped import check_regular
+from casnap.files.from_safetensors import read_safetensors
+from casnap.files.from_torch import read_torch
+from casnap.files.from_torchsnapshot import read_torchsnapshot
 from casnap.files.report import ImportReport
-from casnap.files.source import MODEL, SourceFiles
+from casnap.files.sources import MODEL, SourceFiles, check_regular
 from casnap.files.target import check_local
 from casnap.format.names import STORE_FOLDER
 from casnap.take.capturable import Capturable, GivenLeaves
@@ -42,10 +44,10 @@ def import_files(
         FileFormatError: The files are malformed, or in no known format.
         CasnapError: The take failed; nothing was committed.
     """
-    started = time.monotonic()
+    start = time.monotonic()
     source = read_source(path, key, rank)
     tensors, values, nbytes = source.count()
-    kept = {**source.metadata, **metadata}
+    metadata = {**source.metadata, **metadata}
     report = ImportReport(
         take is None,
         name,
@@ -55,15 +57,12 @@ def import_files(
         tensors,
         values,
         nbytes,
-        metadata=kept,
+        metadata=metadata,
     )
     if take is not None:
-        report.new_bytes = take(GivenLeaves(source.leaves), kept)
-    report.seconds = time.monotonic() - started
+        report.new_bytes = take(GivenLeaves(source.leaves), metadata)
+    report.seconds = time.monotonic() - start
     return report
-
-
-# --- which format it is -----------------------------------------------------------------------
 
 
 def read_source(path: Path, key: str | None, rank: int | None) -> SourceFiles:
@@ -78,75 +77,57 @@ def read_source(path: Path, key: str | None, rank: int | None) -> SourceFiles:
         FileFormatError: It is in no format that can be imported, or is malformed.
         OSError: It cannot be read.
     """
-    read, where = _reader(path)
-    if rank is not None and read is not _torchsnapshot:
-        raise FileFormatError(f"{path}: rank= is for folders of TorchSnapshot of several ranks")
-    return read(where, key, rank)
-
-
-Reader = Callable[[Path, "str | None", "int | None"], SourceFiles]
-
-
-def _reader(path: Path) -> tuple[Reader, Path]:
-    """Return what reads a file or folder, and the file to begin with."""
     check_local(path, "and an import reads local files: download it first")
-    if path.is_dir():
-        return _reader_of_folder(path)
-    check_regular(path)
-    with path.open("rb") as stream:
-        head = stream.read(16)
-    if path.name.endswith(".index.json"):
-        return _safetensors, path
-    if head[:4] == b"PK\3\4":
-        return _torch, path
-    if path.suffix == ".safetensors" or head[8:9] == b"{":
-        return _safetensors, path
-    if head[:1] == b"\x80":
-        return _torch, path
-    raise FileFormatError(
-        f"{path} is neither a safetensors file nor one of torch.save; casnap imports these, and "
-        "folders of safetensors shards, of torch.distributed.checkpoint and of TorchSnapshot"
-    )
-
-
-def _reader_of_folder(folder: Path) -> tuple[Reader, Path]:
-    for name, reader in ((".metadata", _dcp), (".snapshot_metadata", _torchsnapshot)):
-        if (folder / name).is_file():
-            return reader, folder
-    if (folder / STORE_FOLDER).exists():
-        raise FileFormatError(f"{folder} is a casnap store; `casnap cp` copies its snapshots")
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    found = indices or sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return _safetensors, found[0]
-    if not found:
-        raise FileFormatError(
-            f"{folder} holds no safetensors file, no .metadata of torch.distributed.checkpoint and "
-            "no .snapshot_metadata of TorchSnapshot; to import a file of torch.save, name it"
-        )
-    names = ", ".join(each.name for each in found[:4])
-    raise FileFormatError(f"{folder} holds {names}: name the one to import, or its index")
-
-
-def _safetensors(path: Path, key: str | None, rank: int | None) -> SourceFiles:
-    from casnap.files.from_safetensors import read_safetensors
-
-    return read_safetensors(path, key or MODEL)
-
-
-def _torch(path: Path, key: str | None, rank: int | None) -> SourceFiles:
-    from casnap.files.from_torch import read_torch
-
-    return read_torch(path, key)
-
-
-def _dcp(path: Path, key: str | None, rank: int | None) -> SourceFiles:
+    if not path.is_dir():
+        kind, file = _format_of(path), path
+    else:
+        kind, file = _format_of_folder(path)
+    if kind == "torchsnapshot":
+        return read_torchsnapshot(path, key, rank)
+    if rank is not None:
+        raise FileFormatError(f"{path}: rank= is for folders of TorchSnapshot of several ranks")
+    if kind == "safetensors":
+        return read_safetensors(file, key or MODEL)
+    if kind == "torch":
+        return read_torch(path, key)
     from casnap.files.from_dcp import read_dcp
 
     return read_dcp(path, key)
 
 
-def _torchsnapshot(path: Path, key: str | None, rank: int | None) -> SourceFiles:
-    from casnap.files.from_torchsnapshot import read_torchsnapshot
+def _format_of(file: Path) -> str:
+    check_regular(file)
+    with file.open("rb") as stream:
+        head = stream.read(16)
+    if file.name.endswith(".index.json"):
+        return "safetensors"
+    if head[:4] == b"PK\3\4":
+        return "torch"
+    if file.suffix == ".safetensors" or head[8:9] == b"{":
+        return "safetensors"
+    if head[:1] == b"\x80":
+        return "torch"
+    raise FileFormatError(
+        f"{file} is neither a safetensors file nor one of torch.save; casnap imports these, and "
+        "folders of safetensors shards, of torch.distributed.checkpoint and of TorchSnapshot"
+    )
 
-    return read_torchsnapshot(path, key, rank)
+
+def _format_of_folder(folder: Path) -> tuple[str, Path]:
+    """Return the format of a folder, and the file to begin with."""
+    for name, kind in ((".metadata", "dcp"), (".snapshot_metadata", "torchsnapshot")):
+        if (folder / name).is_file():
+            return kind, folder / name
+    if (folder / STORE_FOLDER).exists():
+        raise FileFormatError(f"{folder} is a casnap store; `casnap cp` copies its snapshots")
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    files = indices or sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return "safetensors", files[0]
+    if not files:
+        raise FileFormatError(
+            f"{folder} holds no safetensors file, no .metadata of torch.distributed.checkpoint and "
+            "no .snapshot_metadata of TorchSnapshot; to import a file of torch.save, name it"
+        )
+    names = ", ".join(file.name for file in files[:4])
+    raise FileFormatError(f"{folder} holds {names}: name the one to import, or its index")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from casnap.errors import FileFormatError
+
+if TYPE_CHECKING:
+    from casnap.files.chunk_writer import ChunkWriter
+    from casnap.files.target import Target
 
 FORMATS = ("safetensors", "torch", "dcp")
 """The formats that can be exported."""
@@ -137,3 +141,10 @@ class ExportReport:
     tied: dict[str, str] = field(default_factory=dict)
     equal: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+
+
+class ExportPlan(NamedTuple):
+    """A planned export: what it will do, and what writes the files of the target."""
+
+    report: ExportReport
+    write: Callable[[Target, ChunkWriter], None]

@@ -7,63 +7,59 @@ from __future__ import annotations
 
 import io
 import mmap
+import os
 import pickle  # noqa: TID251 - written, never read
 import struct
 import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from casnap.files.chunk_writer import ChunkWriter, Placed
+from casnap.files.selection import StoredTensor
+from casnap.format.entries import TensorEntry
 from casnap.runtime.buffers import PAGE, bytes_at
 from casnap.state.tensors import TENSOR_DTYPES
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 PAGED_BYTES = 256 << 10
 """Tensors of so many bytes begin on a page."""
 _LARGE = 0xFFFFFFFF
 _DAY = 0x21  # 1980-01-01, the first day that zip knows
+_NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python has no name for
 
 
-class Reserved:
-    """Tensors of the right shapes, as stand-ins: their bytes are never read.
+class StandIns:
+    """Tensors of the right shapes that stand for tensors of a snapshot. Their bytes are never read.
 
     Args:
-        fd: A file; while it is in use, it may be extended by the bytes of the tensors, unwritten.
-        nbytes: So many bytes at most, with 64 for each tensor.
+        entries: The entries of these tensors.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
-        self._at = 0
-        self._memory: mmap.mmap | None = None
-        self._names: dict[int, int] = {}
-        if nbytes:
-            # Shared, and of a file: so it counts as memory nowhere.
-            with open(fd, "r+b", buffering=0, closefd=False) as file:
-                file.truncate(nbytes)
-            self._memory = mmap.mmap(fd, nbytes)
+    def __init__(self, entries: Iterable[TensorEntry]) -> None:
+        nbytes = sum(entry.data.nbytes + ALIGNMENT for entry in entries)
+        # Memory that is never touched takes none.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        self._memory = mmap.mmap(-1, nbytes or 1, flags)
+        self._fill = 0
+        self._tensors: dict[int, StoredTensor] = {}
 
-    def tensor(self, number: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor, and note its owner.
-
-        Args:
-            number: What :meth:`owner` returns for its storage.
-            dtype: The dtype, by torch's name.
-            shape: The shape.
-        """
-        kind = TENSOR_DTYPES[dtype]
-        count = prod(shape) * kind.itemsize
+    def tensor(self, path: str, entry: TensorEntry) -> torch.Tensor:
+        """Return the tensor that stands for one of the snapshot."""
+        dtype = TENSOR_DTYPES[entry.dtype]
+        count = prod(entry.shape) * dtype.itemsize
         if not count:
-            return torch.empty(shape, dtype=kind)
-        assert self._memory is not None
-        flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=self._at)
-        self._at += -(-count // _ALIGNMENT) * _ALIGNMENT
-        self._names[flat.data_ptr()] = number
-        return flat.view(kind).reshape(shape)
+            return torch.empty(entry.shape, dtype=dtype)
+        flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=self._fill)
+        self._fill += -(-count // ALIGNMENT) * ALIGNMENT
+        self._tensors[flat.data_ptr()] = StoredTensor(path, entry)
+        return flat.view(dtype).reshape(entry.shape)
 
-    def owner(self, storage: torch.UntypedStorage) -> int | None:
-        """Return the owner of a storage; None if it is another tensor's, with the same bytes."""
-        return self._names.get(storage.data_ptr())
+    def stored(self, storage: torch.UntypedStorage) -> StoredTensor | None:
+        """Return the tensor that a storage stands for; None if it holds bytes of its own."""
+        return self._tensors.get(storage.data_ptr())
 
 
 class _Pickler(pickle.Pickler):
@@ -92,70 +88,96 @@ class _Pickler(pickle.Pickler):
         return "storage", getattr(torch, kind), str(key), "cpu", count
 
 
-class Pickled(NamedTuple):
-    """A value as torch.save pickles it, and its storages, in the order of their names."""
-
-    data: bytes
-    storages: list[torch.UntypedStorage]
-
-
-def pickled(value: object) -> Pickled:
-    """Return a value as torch.save pickles it."""
-    out = io.BytesIO()
-    pickler = _Pickler(out)
-    pickler.dump(value)
-    return Pickled(out.getvalue(), [storage for _, storage in pickler.storages.values()])
-
-
-class Layout(NamedTuple):
-    """An archive.
-
-    Attributes:
-        pieces: Offset → the bytes there, except for those of storages.
-        starts: Where the bytes of each storage begin.
-        nbytes: The length of the archive.
-    """
-
-    pieces: dict[int, bytes]
-    starts: list[int]
-    nbytes: int
-
-
-def laid_out(value: Pickled, crcs: list[int] | None = None) -> Layout:
-    """Return the archive of a value.
+class Archive:
+    """The archive of one value, at its place in a file.
 
     Args:
+        at: Where in the file it begins.
         value: The value.
-        crcs: The CRC-32 of each storage; None if they are not known yet. They change only bytes,
-            not places.
+        stand_ins: The tensors in it that stand for tensors of a snapshot.
+
+    Attributes:
+        nbytes: Its length.
+        placed: The tensors to write, and where.
     """
-    names: list[tuple[str, bytes | int]] = [
-        ("data.pkl", value.data),
-        ("byteorder", b"little"),
-        *((f"data/{i}", storage.nbytes()) for i, storage in enumerate(value.storages)),
-        ("version", b"3\n"),
-    ]
-    sums = iter(crcs if crcs is not None else [0] * len(value.storages))
-    pieces, starts, at, directory = dict[int, bytes](), list[int](), 0, bytearray()
-    for name, content in names:
-        data = content if isinstance(content, bytes) else b""
-        size = len(data) if isinstance(content, bytes) else content
-        crc = zlib.crc32(data) if isinstance(content, bytes) else next(sums)
-        head = _local_header(f"archive/{name}".encode(), crc, size, at)
-        directory += _directory_entry(f"archive/{name}".encode(), crc, size, at)
-        pieces[at] = head + data
-        at += len(head)
-        if not isinstance(content, bytes):
-            starts.append(at)
-        at += size
-    end = _end(len(names), len(directory), at)
-    pieces[at] = bytes(directory) + end
-    return Layout(pieces, starts, at + len(directory) + len(end))
+
+    def __init__(self, at: int, value: object, stand_ins: StandIns) -> None:
+        out = io.BytesIO()
+        pickler = _Pickler(out)
+        pickler.dump(value)
+        self._at = at
+        self._pickle = out.getvalue()
+        self._storages = [storage for _, storage in pickler.storages.values()]
+        _, starts, self.nbytes = self._lay_out([0] * len(self._storages))
+        self.placed: list[Placed] = []
+        self._values: dict[int, bytes] = {}
+        self._starts = [at + start for start in starts]
+        for start, storage in zip(self._starts, self._storages, strict=True):
+            if (stored := stand_ins.stored(storage)) is not None:
+                self.placed.append(Placed(*stored, start))
+            else:
+                nbytes = storage.nbytes()
+                self._values[start] = bytes_at(storage.data_ptr(), nbytes) if nbytes else b""
+
+    def finish(self, fd: int, crcs: Mapping[int, int]) -> None:
+        """Write all but the tensors.
+
+        Args:
+            fd: The file.
+            crcs: The CRC-32 of each tensor that was written, by its place.
+        """
+        sums = {start: zlib.crc32(data) for start, data in self._values.items()}
+        pieces, _, _ = self._lay_out([sums[s] if s in sums else crcs[s] for s in self._starts])
+        for offset, data in pieces.items():
+            os.pwrite(fd, data, self._at + offset)
+        for start, data in self._values.items():
+            os.pwrite(fd, data, start)
+
+    def _lay_out(self, crcs: Sequence[int]) -> tuple[dict[int, bytes], list[int], int]:
+        """Lay the archive out. The CRCs change only bytes, not places.
+
+        Args:
+            crcs: The CRC-32 of each storage.
+
+        Returns:
+            The bytes at each offset, except for those of storages; where each storage begins; and
+            the length of the archive.
+        """
+        members = [
+            _text("data.pkl", self._pickle),
+            _text("byteorder", b"little"),
+            *(
+                (f"data/{i}", b"", storage.nbytes(), crc)
+                for i, (storage, crc) in enumerate(zip(self._storages, crcs, strict=True))
+            ),
+            _text("version", b"3\n"),
+        ]
+        pieces, starts, at, directory = dict[int, bytes](), list[int](), 0, bytearray()
+        for name, data, size, crc in members:
+            path = f"archive/{name}".encode()
+            header = _local_header(path, crc, size, at)
+            directory += _directory_entry(path, crc, size, at)
+            pieces[at] = header + data
+            at += len(header)
+            if name.startswith("data/"):
+                starts.append(at)
+            at += size
+        end = _end(len(members), len(directory), at)
+        pieces[at] = bytes(directory) + end
+        return pieces, starts, at + len(directory) + len(end)
 
 
-def known_bytes(storage: torch.UntypedStorage) -> bytes:
-    """Return the bytes of a storage."""
-    return bytes_at(storage.data_ptr(), storage.nbytes()) if storage.nbytes() else b""
+def _text(name: str, data: bytes) -> tuple[str, bytes, int, int]:
+    return name, data, len(data), zlib.crc32(data)
+
+
+def write_archives(fd: int, writer: ChunkWriter, archives: list[Archive], nbytes: int) -> None:
+    """Write archives to their places in a file of so many bytes."""
+    os.posix_fallocate(fd, 0, nbytes)
+    crcs: dict[int, int] = {}
+    writer.write(fd, (tensor for archive in archives for tensor in archive.placed), crcs)
+    for archive in archives:
+        archive.finish(fd, crcs)
 
 
 def _local_header(name: bytes, crc: int, size: int, at: int) -> bytes:
@@ -163,7 +185,7 @@ def _local_header(name: bytes, crc: int, size: int, at: int) -> bytes:
     extra = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
     # The content is aligned by an extra field, which begins with "FB" as in torch.
     behind = at + 30 + len(name) + len(extra) + 4
-    padding = -behind % (PAGE if size >= PAGED_BYTES else _ALIGNMENT)
+    padding = -behind % (PAGE if size >= PAGED_BYTES else ALIGNMENT)
     extra += struct.pack("<HH", 0x4246, padding) + b"Z" * padding
     small = _LARGE if large else size
     return (

@@ -35,7 +35,7 @@ class Placed(NamedTuple):
     start: int
 
 
-class Writer:
+class ChunkWriter:
     """Writes tensors of a snapshot to files.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from casnap.errors import FileFormatError
@@ -11,14 +11,14 @@ from casnap.format.names import key_of
 from casnap.storage.contents import Contents
 
 
-class ChosenTensor(NamedTuple):
-    """A tensor to export: its path in the snapshot, and its entry."""
+class StoredTensor(NamedTuple):
+    """A tensor of the snapshot: its path, and its entry."""
 
     path: str
     entry: TensorEntry
 
 
-class ChosenPart(NamedTuple):
+class Part(NamedTuple):
     """What is to be exported.
 
     Attributes:
@@ -29,13 +29,8 @@ class ChosenPart(NamedTuple):
     path: str
     entries: dict[str, Entry]
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the tensors."""
-        return sum(e.data.nbytes for e in self.entries.values() if isinstance(e, TensorEntry))
 
-
-def part_of(contents: Contents, path: str | None) -> ChosenPart:
+def part_of(contents: Contents, path: str | None) -> Part:
     """Return what is at and below a path; by default everything that rank 0 sees.
 
     Raises:
@@ -43,11 +38,11 @@ def part_of(contents: Contents, path: str | None) -> ChosenPart:
     """
     if path is None:
         trees = sorted(contents.trees(None).items())
-        return ChosenPart("", {key + inner: e for key, tree in trees for inner, e in tree.items()})
+        return Part("", {key + inner: e for key, tree in trees for inner, e in tree.items()})
     full, entry, tree = contents.entry(path.strip("/"))
     key, slash, inner = full.partition("/")
     below = {key + where: e for where, e in tree.below(f"{slash}{inner}/")}
-    return ChosenPart(full, {full: entry, **below})
+    return Part(full, {full: entry, **below})
 
 
 def is_plain(entry: Entry) -> bool:
@@ -56,7 +51,7 @@ def is_plain(entry: Entry) -> bool:
     return isinstance(entry, TensorEntry) and entry.kind in kinds and entry.quantization is None
 
 
-def sparse_below(part: ChosenPart) -> tuple[str, ...]:
+def sparse_below(part: Part) -> tuple[str, ...]:
     """Return the beginnings of the paths of what sparse tensors are made of."""
     return tuple(
         f"{path}/"
@@ -65,9 +60,9 @@ def sparse_below(part: ChosenPart) -> tuple[str, ...]:
     )
 
 
-def tensors_of(
-    part: ChosenPart, dtypes: Collection[str], where: str
-) -> tuple[dict[str, ChosenTensor], list[str]]:
+def named_tensors(
+    part: Part, dtypes: Collection[str], where: str
+) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the tensors by the names that they get, and the paths of what is not among them.
 
     Args:
@@ -78,7 +73,7 @@ def tensors_of(
     Raises:
         FileFormatError: Two tensors would get one name.
     """
-    found: dict[str, ChosenTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     rest: list[str] = []
     inside = sparse_below(part)
     for path, entry in part.entries.items():
@@ -90,13 +85,13 @@ def tensors_of(
             rest.append(path)
             continue
         name = _name(part.path, path)
-        if name in found:
+        if name in tensors:
             raise FileFormatError(
-                f"{where}: {found[name].path} and {path} would both be named {name!r}; export one "
-                "of the containers alone, by its path"
+                f"{where}: {tensors[name].path} and {path} would both be named {name!r}; export "
+                "one of the containers alone, by its path"
             )
-        found[name] = ChosenTensor(path, entry)
-    return found, rest
+        tensors[name] = StoredTensor(path, entry)
+    return tensors, rest
 
 
 def _name(base: str, path: str) -> str:
@@ -105,38 +100,65 @@ def _name(base: str, path: str) -> str:
     return ".".join(map(key_of, (below or path.rpartition("/")[2]).split("/")))
 
 
-def equal_ones(tensors: dict[str, ChosenTensor]) -> Iterator[tuple[str, str]]:
-    """Yield the names of tensors whose bytes an earlier one has, and the name of the first one."""
-    first: dict[tuple[object, ...], str] = {}
-    for name, (_, entry) in tensors.items():
-        if entry.data.nbytes > INLINE_BYTES:
-            same = first.setdefault((entry.dtype, entry.shape, entry.data), name)
-            if same != name:
-                yield name, same
+def equal_tensors(tensors: Mapping[str, StoredTensor], without: Collection[str]) -> dict[str, str]:
+    """Return the names of tensors whose bytes an earlier one has, and the earliest such name.
+
+    Args:
+        tensors: The tensors by name.
+        without: Names to leave out of the result.
+    """
+    names: dict[tuple[object, ...], str] = {}
+    equal = {
+        name: names.setdefault(_content(entry), name)
+        for name, (_, entry) in tensors.items()
+        if entry.data.nbytes > INLINE_BYTES
+    }
+    return {n: same for n, same in equal.items() if n != same and n not in without}
 
 
 def without_tied(
-    tensors: dict[str, ChosenTensor], tied: Sequence[str], where: str
-) -> tuple[dict[str, ChosenTensor], dict[str, str]]:
+    tensors: Mapping[str, StoredTensor], tied: Sequence[str], where: str
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Leave out tensors that are stored under another name; return the others, and those names.
 
     Raises:
         FileFormatError: There is no tensor of a name, or no other one has its bytes.
     """
-    kept = {name: chosen for name, chosen in tensors.items() if name not in tied}
-    names = {(c.entry.dtype, c.entry.shape, c.entry.data): name for name, c in kept.items()}
-    found = {}
+    others = {name: tensor for name, tensor in tensors.items() if name not in tied}
+    names = {_content(tensor.entry): name for name, tensor in others.items()}
+    aliases = {}
     for name in tied:
-        entry = tensors[name].entry if name in tensors else None
-        same = names.get((entry.dtype, entry.shape, entry.data)) if entry is not None else None
+        if name not in tensors:
+            raise FileFormatError(
+                f"{where}: {name!r} is said to be tied, but there is no such tensor"
+            )
+        same = names.get(_content(tensors[name].entry))
         if same is None:
             raise FileFormatError(
-                f"{where}: {name!r} is said to be tied, but "
-                + (
-                    "no other tensor has its bytes"
-                    if name in tensors
-                    else "there is no such tensor"
-                )
+                f"{where}: {name!r} is said to be tied, but no other tensor has its bytes"
             )
-        found[name] = same
-    return kept, found
+        aliases[name] = same
+    return others, aliases
+
+
+def _content(entry: TensorEntry) -> tuple[object, ...]:
+    """Return what is equal for tensors that are equal."""
+    return entry.dtype, entry.shape, entry.data
+
+
+def shards_of(sizes: Mapping[str, int], most: int | None) -> list[list[str]]:
+    """Return the names of what goes to each file, in order: as many as fit.
+
+    Args:
+        sizes: The bytes of each, by name.
+        most: How many bytes fit; None for any number.
+    """
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, nbytes in sizes.items():
+        if most is not None and shards[-1] and filled + nbytes > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += nbytes
+    return shards

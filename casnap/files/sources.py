@@ -1,0 +1,245 @@
+"""The source of an import: files, and their tensors as leaves of a take.
+
+A file is mapped, which takes no memory. The content of a leaf is bytes, with one more axis than the
+tensor: the bytes of an element. So it does not matter whether the elements are aligned in the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from casnap.errors import FileFormatError
+from casnap.format.entries import ContainerEntry, Payload, TensorEntry, payload_of
+from casnap.format.region import Region, cover_once
+from casnap.runtime.buffers import address_of, view_at
+from casnap.state.sharded import Shards
+from casnap.state.tensors import TENSOR_DTYPES, Leaf
+
+_NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python has no name for
+_MOST_AXES = 64
+
+
+MODEL = "model"
+"""The key that a state without keys of its own gets."""
+
+
+@dataclass
+class SourceFiles:
+    """What files hold.
+
+    Attributes:
+        format: The format.
+        files: How many files hold it.
+        leaves: The leaves, by key.
+        metadata: What the files say beside.
+    """
+
+    format: str
+    files: int
+    leaves: dict[str, list[Leaf]]
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def count(self) -> tuple[int, int, int]:
+        """Return the number of tensors, of other values, and the bytes of all leaves."""
+        entries = [leaf.entry for leaves in self.leaves.values() for leaf in leaves]
+        tensors = sum(isinstance(entry, TensorEntry) for entry in entries)
+        containers = sum(isinstance(entry, ContainerEntry) for entry in entries)
+        nbytes = sum(payload_of(entry).nbytes for entry in entries)
+        return tensors, len(entries) - tensors - containers, nbytes
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def check_regular(path: Path) -> None:
+    """Check that a file that exists is not a pipe or device: these cannot be mapped.
+
+    Raises:
+        FileFormatError: It is one.
+    """
+    if path.exists() and not path.is_file():
+        raise FileFormatError(f"{path} is not a regular file; write its content to one first")
+
+
+class MappedFile:
+    """A file in memory. Its pages belong to the page cache.
+
+    Args:
+        path: The file.
+
+    Raises:
+        FileFormatError: It is a pipe or a device.
+        OSError: It cannot be read.
+
+    Attributes:
+        bytes: The file, as a tensor of bytes.
+        view: The same; the tensor must outlive it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        check_regular(path)
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        with path.open("rb") as stream:
+            nbytes = stream.seek(0, 2)
+            if nbytes:
+                self.bytes = torch.frombuffer(
+                    _mapping(stream.fileno(), nbytes, path), dtype=torch.uint8
+                )
+        self.view = view_at(self.bytes.data_ptr(), nbytes) if nbytes else memoryview(b"")
+
+    def elements(
+        self, start: int, shape: Sequence[int], itemsize: int, strides: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Return elements of the file as the content of a leaf.
+
+        Args:
+            start: The byte of the file where the first element is.
+            shape: The shape.
+            itemsize: The bytes of one element.
+            strides: The strides, in elements; by default those of contiguous elements.
+        """
+        if not prod(shape):
+            return self.bytes.new_empty(0)
+        _check_shape(shape, str(self.path))
+        if strides is None:
+            strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
+        steps = (*(n * itemsize for n in strides), 1)
+        return self.bytes.as_strided((*shape, itemsize), steps, start)
+
+    def offset_of(self, part: memoryview) -> int:
+        """Return where a part of the view begins in the file."""
+        return address_of(part) - self.bytes.data_ptr() if len(part) else 0
+
+
+def _mapping(fd: int, nbytes: int, path: Path) -> mmap.mmap:
+    # torch.from_file would reserve memory for all of the file, which may be more than there is.
+    # Before Python 3.13 a mapping keeps a descriptor of its own for as long as it is there.
+    untracked = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+    try:
+        return mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE | _NO_RESERVE, **untracked)
+    except OSError as e:
+        if e.errno != errno.EMFILE:
+            raise
+        what = "too many open files; each file of an import needs one: raise the limit (ulimit -n)"
+        raise OSError(e.errno, what, str(path)) from e
+
+
+class MappedFolder:
+    """The files of a folder that another file of it names, each mapped once.
+
+    Args:
+        folder: The folder.
+        index: The name of the file that names them, for messages.
+
+    Attributes:
+        path: The folder.
+        files: Those that were mapped, by name.
+    """
+
+    def __init__(self, folder: Path, index: str) -> None:
+        self.path = folder
+        self._index = index
+        self.files: dict[str, MappedFile] = {}
+
+    def file(self, name: str) -> MappedFile:
+        """Return a file.
+
+        Raises:
+            FileFormatError: The name leads out of the folder, or there is no such file.
+        """
+        if name not in self.files:
+            self.files[name] = MappedFile(below(self.path, name, f"{self.path}/{self._index}"))
+        return self.files[name]
+
+
+def below(folder: Path, name: str, index: str, *, links: bool = False) -> Path:
+    """Return a file that another file of the folder names.
+
+    Args:
+        folder: The folder.
+        name: The name of the file.
+        index: What names it, for messages.
+        links: Whether it may be a symbolic link that leads out of the folder.
+
+    Raises:
+        FileFormatError: The name leads out of the folder, or there is no such file.
+    """
+    parts = name.split("/")
+    if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise FileFormatError(f"{index} names {name!r:.200}, which is not below its folder")
+    file = folder / name
+    try:
+        is_there = file.is_file()
+    except OSError:  # such as a name that is too long
+        is_there = False
+    if not is_there:
+        raise FileFormatError(f"{index} names {name!r:.200}, which is missing")
+    if not links and folder.resolve() not in (real := file.resolve()).parents:
+        raise FileFormatError(
+            f"{file} leads out of the folder, to {real}; if that belongs to the checkpoint, copy "
+            "the folder by cp -rL, and import the copy"
+        )
+    return file
+
+
+# --- leaves -----------------------------------------------------------------------------------
+
+
+def file_leaf(path: str, dtype: str, shape: tuple[int, ...], content: torch.Tensor) -> Leaf:
+    """Return a tensor of a file as a leaf.
+
+    Args:
+        path: Its path in the snapshot.
+        dtype: Its dtype, by torch's name.
+        shape: Its shape.
+        content: Its elements.
+    """
+    return Leaf(path, _entry(path, dtype, shape), content)
+
+
+def joined_leaf(
+    path: str, dtype: str, shape: tuple[int, ...], parts: Sequence[tuple[Region, torch.Tensor]]
+) -> Leaf:
+    """Return a tensor that lies in several boxes as a leaf.
+
+    Raises:
+        FileFormatError: The boxes do not cover the tensor once.
+    """
+    held = [(box, content) for box, content in parts if box.numel]
+    if [box for box, _ in held] == [Region.whole(shape)]:
+        return file_leaf(path, dtype, shape, held[0][1])
+    if not prod(shape) and not held:
+        return file_leaf(path, dtype, shape, torch.empty(0, dtype=torch.uint8))
+    if not cover_once(shape, [box for box, _ in held]):
+        raise FileFormatError(f"{path}: its parts do not make up a tensor of shape {list(shape)}")
+    boxes, contents = zip(*held, strict=True)
+    return Leaf(path, _entry(path, dtype, shape), Shards(shape, boxes, contents, contents[0]))
+
+
+def _check_shape(shape: Sequence[int], where: str) -> None:
+    """Check that torch can have a tensor of a shape.
+
+    Raises:
+        FileFormatError: It cannot.
+    """
+    # An axis without elements counts as one in strides.
+    if len(shape) > _MOST_AXES or min(shape, default=0) < 0 or prod(n or 1 for n in shape) >> 58:
+        raise FileFormatError(f"{where}: no tensor can have the shape {list(shape)[:8]}")
+
+
+def _entry(path: str, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
+    torch_dtype = TENSOR_DTYPES.get(dtype)
+    if torch_dtype is None:
+        raise FileFormatError(f"{path}: tensors of dtype {dtype!r:.40} cannot be imported")
+    _check_shape(shape, path)
+    return TensorEntry(dtype, shape, Payload(prod(shape) * torch_dtype.itemsize))
