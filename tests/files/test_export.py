@@ -298,9 +298,8 @@ def test_targets_that_are_no_place_for_an_export(
         with pytest.raises(FileFormatError, match=r"is inside of the store .*beside it"):
             snapshot.export(folder / "x", format=kind)
     monkeypatch.chdir(tmp_path)
-    for out in ("s3://bucket/x", "file:///tmp/x"):
-        with pytest.raises(FileFormatError, match=r"is a URI.*export to a local path"):
-            snapshot.export(out, format=kind)
+    with pytest.raises(FileFormatError, match=r"is a URI.*export to a local path"):
+        snapshot.export("s3://bucket/x", format=kind)
     assert sorted((tmp_path / "store").rglob("*")) == before
 
 
