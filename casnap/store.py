@@ -30,7 +30,6 @@ from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
 from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.storage.creation import check_chunk_size
-from casnap.storage.folders import check_followed
 from casnap.storage.foreign import hint_in
 from casnap.storage.location import Location, holds
 from casnap.storage.mirrored import in_order
@@ -79,8 +78,6 @@ class Store(Upkeep):
         cache_bytes: For a remote store: keep the chunks that are read on a disk of this host, up to
             so many bytes for all stores together, so that they are fetched once. 0: no cache. By
             default ``CASNAP_CACHE_BYTES`` of the environment counts; without it there is no cache.
-        follow_folders: After each take, forget the snapshots of its run whose folders were deleted,
-            as :meth:`prune_missing_folders` does: trainers forget checkpoints so.
         threads: How many threads of each step of a take may run, unless the take itself says; see
             :meth:`Snapshot.take`. By default ``CASNAP_THREADS`` of the environment counts.
 
@@ -88,11 +85,9 @@ class Store(Upkeep):
         NotAStoreError: There is no store, and ``create`` is False.
         UnsupportedFormatError: A newer casnap made the store.
         StoreError: A store cannot be made at this place, or cannot be reached; or the folder of the
-            cache is another user's, or on a network file system; or ``follow_folders`` is not for
-            this place.
+            cache is another user's, or on a network file system.
         ValueError: ``storage_options`` or ``cache_bytes`` were given for a store on this machine,
-            or options of a mirror without ``mirror``, or ``follow_folders`` without markers; or
-            the codec is unknown.
+            or options of a mirror without ``mirror``; or the codec is unknown.
         MirrorError: The mirror is the wrong store, or the store has another one.
     """
 
@@ -111,7 +106,6 @@ class Store(Upkeep):
         mirror_options: Mapping[str, Any] | None = None,
         mirror_retention: Retention | None = None,
         cache_bytes: int | None = None,
-        follow_folders: bool = False,
         threads: int | None = None,
     ) -> None:
         if threads is not None:
@@ -125,11 +119,8 @@ class Store(Upkeep):
         chosen = Codec.RAW if codec is None else codec_named(codec)
         place = self._place = located(uri, storage_options)
         self._uri = place.backend if isinstance(uri, Backend) else str(uri)
-        if follow_folders:
-            check_followed(place.backend, markers=markers)
         options = StoreOptions(
             markers=markers,
-            follow_folders=follow_folders,
             threads=threads or threads_asked(),
             mirror=how,
         )

@@ -134,16 +134,15 @@ class Upkeep(ABC):
     ) -> PruneReport:
         """Forget the snapshots whose folders were deleted, as trainers do; all in one commit.
 
-        A snapshot on a disk has a folder with a marker, ``<name>/casnap-snapshot.json``. Only one
-        is forgotten whose marker this host saw in an earlier call, or after a take of a store with
-        ``follow_folders=True``, and whose folder is gone now. Kept are those that are tagged,
-        copied from another store, or not mirrored yet; those whose folder was renamed within the
-        folder of the run; and all of a run if the run's folder is gone, or another one now, or if
-        none of the markers that were seen stands there any more.
+        A snapshot on a disk has a folder with a marker, ``<name>/casnap-snapshot.json``. One whose
+        folder is gone is forgotten. Kept are those that are tagged, copied from another store, or
+        not mirrored yet; those whose folder was renamed within the folder of the run; and all of a
+        run if no marker of its snapshots stands there any more. Snapshots that were taken without
+        markers, and a backup that was restored without them, look deleted: look at a dry run first.
 
         Args:
             prefix: Only the runs in and below this folder.
-            dry_run: Only report what would be forgotten. Markers then do not count as seen.
+            dry_run: Only report what would be forgotten.
 
         Returns:
             For each snapshot whether it is kept, and why.

@@ -37,7 +37,6 @@ from casnap.cli.output import (
 )
 from casnap.errors import CasnapError
 from casnap.maintenance.gc import GcOptions, GcReport, check_allowed
-from casnap.storage.folders import NOT_SEEN
 from casnap.storage.retention import Best, PruneReport, Retention
 from casnap.store import Store
 
@@ -104,8 +103,8 @@ def prune(
     apply to each run, that is each folder of snapshots, on its own. The bytes of forgotten
     snapshots stay on disk until garbage is collected; --gc does that at once.
 
-    --missing-folders forgets each snapshot whose folder a trainer has deleted. Only snapshots whose
-    markers this host saw before count, so the first call only looks for markers.
+    --missing-folders forgets each snapshot whose folder a trainer has deleted, in each run that has
+    a marker left.
     """
     rules = {
         "keep_last": keep_last,
@@ -129,11 +128,6 @@ def prune(
         document["prefix"] = place.outer_name(prefix.strip("/"))
     if not as_json:
         _show(report)
-        if missing_folders and any(NOT_SEEN in verdict.reasons for verdict in report.kept):
-            click.echo(
-                "what had lost its folder before this host saw its marker is kept: `casnap rm` "
-                "deletes it; Store(..., follow_folders=True) sees the marker at each take"
-            )
     try:
         garbage = _collect_after(report, place, options) if collect else None
     except (CasnapError, OSError, KeyboardInterrupt) as e:

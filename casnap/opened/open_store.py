@@ -74,7 +74,6 @@ class StoreOptions:
     """
 
     markers: bool = True
-    follow_folders: bool = False
     threads: int | None = field(default_factory=threads_asked)
     mirror: HowToMirror | None = None
 
@@ -213,7 +212,6 @@ class OpenStore:
         return replace(
             options,
             on_commit=self.on_commit,
-            follow_folders=self.options.follow_folders,
             threads=options.threads or self.options.threads,
         )
 

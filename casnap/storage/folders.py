@@ -1,63 +1,36 @@
 """Snapshots whose folders were deleted, as trainers forget their checkpoints.
 
-A snapshot on a disk has a folder of its own, with a marker in it. A note in the cache says which
-markers this host has seen in the folder of a run. A snapshot is missing if its marker was seen, and
-its folder is gone later. To rule out other causes, the folder of the run must be the same one, and
-another seen marker must still be there.
+A snapshot on a disk has a folder of its own, with a marker in it. A snapshot is missing if its
+folder is gone, and the marker of another snapshot of its run stands: so the run had markers.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
-
-import msgspec
 
 from casnap.backends.base import Backend, translated
 from casnap.backends.door import opened
 from casnap.errors import BackendError, DamagedError, StoreError, UnavailableError
-from casnap.format.decoding import decoder
-from casnap.format.digest import digest_of
 from casnap.format.names import MARKER, STORE_FOLDER
-from casnap.format.records import Row, encode
+from casnap.format.records import Row
 from casnap.runtime.typing import override
 from casnap.storage.mirrored import in_order, is_unmirrored, was_taken_here
 from casnap.storage.objects import Objects
-from casnap.storage.retention import Judging, Verdict, prune
+from casnap.storage.retention import Judging, Verdict
 from casnap.storage.table import Table, commit_in, snapshots_in
 
-NOT_SEEN = "this host saw no marker of it"
-"""Why a snapshot is kept that has no folder, and of which nothing is noted."""
-
-_NOTE = b"folders"
 _OWN = {STORE_FOLDER}
 _MOST_NAMES = 10_000
 
 
-class _Sightings(msgspec.Struct, array_like=True):
-    """What this host saw in the folder of a run.
-
-    Attributes:
-        device: The device of the folder.
-        inode: Its inode.
-        markers: The commit that each marker named, by the name of the snapshot's folder.
-    """
-
-    device: int
-    inode: int
-    markers: dict[str, bytes]
-
-
 class _Listing(NamedTuple):
-    """The folder of a run, as it is now: itself, and the names in it."""
+    """The names in the folder of a run."""
 
     backend: Backend
     run: str
-    device: int
-    inode: int
     names: frozenset[str]
 
     def marked(self, name: str) -> bytes | None:
@@ -90,127 +63,66 @@ def check_has_folders(backend: Backend) -> Path:
     return backend.folder
 
 
-def check_followed(backend: Backend, *, markers: bool) -> None:
-    """Check that the folders of snapshots can be followed.
-
-    Raises:
-        StoreError: The store is not in a folder of this machine.
-        ValueError: There are to be no markers.
-    """
-    check_has_folders(backend)
-    if not markers:
-        raise ValueError("follow_folders=True needs markers: a folder is known by its marker")
-
-
 class MissingFolders(Judging):
     """The change of a table that removes the snapshots whose folders were deleted.
 
     Args:
         objects: The store.
         folder: Where the runs are; "" for the whole store.
-        only: Whether to judge only the run right in the folder.
 
     Raises:
         StoreError: The store is not in a folder of this machine.
     """
 
-    def __init__(self, objects: Objects, folder: str, *, only: bool = False) -> None:
+    def __init__(self, objects: Objects, folder: str) -> None:
         super().__init__()
         self._objects = objects
         self._base = check_has_folders(objects.backend)
         self._folder = folder
-        self._only = only
-        self._sightings: dict[str, _Sightings] = {}
 
     @override
     def judge(self, table: Table) -> list[Verdict]:
         """Return the verdicts on the snapshots of a table."""
         runs: dict[str, dict[str, Row]] = defaultdict(dict)
-        rows = []
-        for name, row in snapshots_in(table, self._folder):
+        rows = list(snapshots_in(table, self._folder))
+        for name, row in rows:
             run, _, last = name.rpartition("/")
-            if run == self._folder or not self._only:
-                runs[run][last] = row
-                rows.append((name, row))
-        self._sightings = {}
+            runs[run][last] = row
         reasons: dict[str, str] = {}
-        for run, own in runs.items():
-            why = self._judge_run(run, own)
-            reasons.update({f"{run}/{last}".lstrip("/"): said for last, said in why.items()})
+        for run, rows_of_run in runs.items():
+            for last, reason in self._judge_run(run, rows_of_run).items():
+                reasons[f"{run}/{last}".lstrip("/")] = reason
         return [Verdict(n, row, tuple(filter(None, [reasons[n]]))) for n, row in in_order(rows)]
-
-    @override
-    def settle(self) -> None:
-        """Note what was seen."""
-        notes = {_key(run): encode(seen) for run, seen in self._sightings.items()}
-        if notes:
-            self._objects.index.cache.keep_notes(notes)
 
     def _judge_run(self, run: str, rows: dict[str, Row]) -> dict[str, str]:
         """Return why each snapshot of a run is kept, by the name of its folder; "" if it is not."""
         listing = _listed(self._objects.backend, f"{self._base}/{run}".rstrip("/"), run)
         if listing is None:
             return dict.fromkeys(rows, "the folder of its run is gone")
-        noted = self._noted(run)
-        seen: dict[str, bytes] = {}
-        if noted is not None and (noted.device, noted.inode) == (listing.device, listing.inode):
-            known = noted.markers.items()
-            seen = {last: c for last, c in known if last in rows and rows[last].commit == c}
-        gone = seen.keys() - listing.names
-        standing = listing.markers() if gone else set()
-        is_sure = not standing.isdisjoint(seen.values())
-        reasons, left = {}, {}
-        for last, row in rows.items():
-            if last in gone:
-                reasons[last], stays = self._of_gone(row, standing, is_sure=is_sure)
-            else:
-                stays = last in seen or (
-                    last in listing.names and listing.marked(last) == row.commit
-                )
-                reasons[last] = "its folder stands" if stays else NOT_SEEN
-            if stays:
-                left[last] = row.commit
-        now = _Sightings(listing.device, listing.inode, left)
-        if now != noted:
-            self._sightings[run] = now
-        return reasons
+        if rows.keys() <= listing.names:
+            return dict.fromkeys(rows, "its folder stands")
+        standing = listing.markers()
+        had_markers = any(row.commit in standing for row in rows.values())
+        return {
+            last: "its folder stands"
+            if last in listing.names
+            else self._reason_to_keep(row, standing, had_markers=had_markers)
+            for last, row in rows.items()
+        }
 
-    def _of_gone(self, row: Row, standing: set[bytes], *, is_sure: bool) -> tuple[str, bool]:
-        """Return why a snapshot is kept though its folder is gone, and whether that may pass."""
+    def _reason_to_keep(self, row: Row, standing: set[bytes], *, had_markers: bool) -> str:
+        """Return why a snapshot is kept though its folder is gone; "" if it is not."""
         if row.user_tags:
-            return "tagged", True
+            return "tagged"
         if is_unmirrored(row):
-            return "not mirrored yet", True
+            return "not mirrored yet"
         if row.commit in standing:
-            return "its folder was renamed", False
-        if not is_sure:
-            return "all folders of its run that were seen are gone", False
+            return "its folder was renamed"
+        if not had_markers:
+            return "no snapshot of its run has its folder"
         if not was_taken_here(self._objects, row):
-            return "copied from another store", False
-        return "", False
-
-    def _noted(self, run: str) -> _Sightings | None:
-        note = self._objects.index.cache.note(_key(run))
-        with suppress(msgspec.DecodeError):
-            return decoder(_Sightings).decode(note or b"")
-        return None
-
-
-def follow_folders(objects: Objects, run: str) -> list[Verdict]:
-    """Forget the snapshots of a run whose folders were deleted; return the verdicts on them.
-
-    If none was, this only lists the folder of the run.
-    """
-    missing = MissingFolders(objects, run, only=True)
-    verdicts = objects.current(lambda root: missing.judge(objects.table(root)))
-    if all(v.kept for v in verdicts):
-        missing.settle()
-        return []
-    return [v for v in prune(objects, missing) if not v.kept]
-
-
-def _key(run: str) -> bytes:
-    return _NOTE + digest_of(run.encode())
+            return "copied from another store"
+        return ""
 
 
 def _listed(backend: Backend, path: str, run: str) -> _Listing | None:
@@ -218,10 +130,10 @@ def _listed(backend: Backend, path: str, run: str) -> _Listing | None:
     with translated(path):
         try:
             with opened(path, listed=True) as fd:
-                found, names = os.fstat(fd), os.listdir(fd)
+                names = os.listdir(fd)
         except (FileNotFoundError, NotADirectoryError):
             return None
-    return _Listing(backend, run, found.st_dev, found.st_ino, frozenset(names))
+    return _Listing(backend, run, frozenset(names))
 
 
 def unknown_markers(objects: Objects) -> dict[str, bytes]:

@@ -307,9 +307,6 @@ class Judging(ABC):
     def judge(self, table: Table) -> list[Verdict]:
         """Return the verdicts on the snapshots of a table."""
 
-    def settle(self) -> None:  # noqa: B027 - nothing by default
-        """Is called once the change is committed, or there is nothing to change."""
-
     def __call__(self, table: Table, _seq: int) -> dict[str, Row | None]:
         """Return the rows to remove."""
         self.verdicts = self.judge(table)
@@ -379,5 +376,4 @@ def prune(objects: Objects, judging: Judging) -> list[Verdict]:
     """Remove the snapshots that are not kept, in one commit; return the verdicts."""
     if change_table(objects, judging):
         unmark(objects, {v.name: v.row.commit for v in judging.verdicts if not v.kept})
-    judging.settle()
     return judging.verdicts

@@ -18,7 +18,6 @@ class TakeOptions:
     Attributes:
         on_commit: Called right after the commit, on the rank that commits; the snapshot is then
             noted as one that the mirror of the store lacks. None if there is no mirror.
-        follow_folders: Whether then to forget the snapshots of the run whose folders were deleted.
     """
 
     metadata: Mapping[str, Any] | None = None
@@ -32,7 +31,6 @@ class TakeOptions:
     per_rank: Sequence[str] | None = None
     threads: int | None = None
     on_commit: Callable[[], None] | None = None
-    follow_folders: bool = False
 
     def __post_init__(self) -> None:
         if self.retention is not None:

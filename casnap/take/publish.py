@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
 from casnap.format.records import Row, Stats, encode
 from casnap.storage.commit import publish
-from casnap.storage.folders import follow_folders
 from casnap.storage.handover import OtherRanks
 from casnap.storage.mirrored import UNMIRRORED
 from casnap.storage.objects import Objects
@@ -91,9 +88,7 @@ class Publication:
             self.options.on_commit()
         mark(self.objects, self.name, made[-1])
         if self.options.retention is not None:
-            self._tidy(partial(self._prune, made[-1], self.options.retention))
-        if self.options.follow_folders:
-            self._tidy(self._follow)
+            self._prune(made[-1], self.options.retention)
         return Taken(made[-1], dict(transaction.requests + others.requests))
 
     def find(self, commit: bytes) -> Row | None:
@@ -101,12 +96,19 @@ class Publication:
         row = self.objects.current(lambda root: self.objects.table(root).get(self.name))
         return row if row is not None and row.commit == commit else None
 
-    @property
-    def _run(self) -> str:
-        return self.name.rpartition("/")[0]
-
     def _prune(self, row: Row, retention: Retention) -> None:
-        verdicts = prune(self.objects, Pruning(self.objects, retention, self._run, row.commit))
+        """Prune the run. An error is a warning only: the snapshot is committed."""
+        run = self.name.rpartition("/")[0]
+        try:
+            verdicts = prune(self.objects, Pruning(self.objects, retention, run, row.commit))
+        except Exception as e:  # noqa: BLE001
+            _log.warning(
+                "%s is committed, but its run was not pruned: %s: %s",
+                self.name,
+                type(e).__name__,
+                e,
+            )
+            return
         store = self.objects.config.store_id
         unknown = unknown_metrics(retention, (v.row for v in verdicts))
         if unknown and store not in _warned:
@@ -117,20 +119,4 @@ class Publication:
                 self.name,
                 unknown[0],
                 unknown[0],
-            )
-
-    def _follow(self) -> None:
-        for verdict in follow_folders(self.objects, self._run):
-            _log.info("%s is forgotten: its folder was deleted", verdict.name)
-
-    def _tidy(self, forget: Callable[[], None]) -> None:
-        """Forget snapshots of the run. An error is a warning only: the snapshot is committed."""
-        try:
-            forget()
-        except Exception as e:  # noqa: BLE001
-            _log.warning(
-                "%s is committed, but its run was not pruned: %s: %s",
-                self.name,
-                type(e).__name__,
-                e,
             )

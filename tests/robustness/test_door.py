@@ -378,8 +378,7 @@ def test_a_name_that_is_taken_anew_stays(
     else:
         slow.take(state(3), "run/step_3", retention=Retention(keep_last=3))
     assert marker(path, "run/step_0").exists()
-    following = Store(path, follow_folders=True)
-    following.take(state(4), "run/step_4")
+    Store(path).take(state(4), "run/step_4")
     assert Store(path)["run/step_0"].read_object("s/step") == 9
 
 

@@ -75,9 +75,8 @@ def install(
     writer of the store's own folder needs ``checkpoint_id=``.
 
     Args:
-        store: A store, or its path or URI; it is made if there is none. For code that deletes the
-            folders of old checkpoints, ``Store(path, follow_folders=True)``: else their snapshots
-            stay.
+        store: A store, or its path or URI; it is made if there is none. If code deletes the folders
+            of old checkpoints, their snapshots stay until :meth:`Store.prune_missing_folders`.
         allow_pickle: As for :class:`CasnapWriter` and :class:`CasnapReader`.
         dcp_files: Put files beside each snapshot, of the names that DCP gives to its own
             (``.metadata``, ``__0_0.distcp``), for code that looks for these to find its last
