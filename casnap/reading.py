@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from casnap.format.entries import Entry
 from casnap.format.names import component_of
-from casnap.runtime import calls
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.storage.contents import Contents
@@ -60,7 +59,6 @@ class Reading:
 
     contents: Contents
 
-    @calls.named("a look at an entry")
     def __getitem__(self, path: str) -> Handle:
         """Return a handle on a tensor, value or container, without reading it.
 
@@ -86,7 +84,6 @@ class Reading:
     # Without this, Python would try the numbers from 0 on as paths.
     __iter__ = None
 
-    @calls.named("handles()")
     def handles(self, pattern: str = "*") -> dict[str, Handle]:
         """Return handles on the tensors and values that a glob matches, each once, by path.
 
@@ -98,7 +95,6 @@ class Reading:
         with self.contents.reading():
             return handles(self.contents, pattern)
 
-    @calls.named("read_objects()")
     def read_objects(
         self,
         paths: str | Iterable[str],
@@ -146,7 +142,6 @@ class Reading:
                 progress=progress,
             )
 
-    @calls.named("read_object()")
     def read_object(
         self,
         path: str,
@@ -182,7 +177,6 @@ class Reading:
                 self.contents, path, obj_out, memory_budget_bytes, index, allow_pickle=allow_pickle
             )
 
-    @calls.named("get_manifest()")
     def get_manifest(self) -> EntriesByPath:
         """Return all entries by path, ``<rank>/<key>/<path>``.
 
@@ -205,7 +199,6 @@ class Reading:
         state: dict[str, Any] = self.read_object(component_of(key), allow_pickle=allow_pickle)
         return state
 
-    @calls.named("load_into()")
     def load_into(
         self,
         module: torch.nn.Module,

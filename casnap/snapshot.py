@@ -16,8 +16,8 @@ from casnap.format.records import Stats
 from casnap.opened.finding import find, find_together
 from casnap.opened.open_store import Found, OpenStore
 from casnap.reading import EntriesByPath, Reading
-from casnap.runtime import calls
 from casnap.runtime.environment import local_path
+from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.storage.contents import Contents
@@ -108,7 +108,6 @@ class Snapshot(Reading):
         NotAStoreError: There is no store above the path.
     """
 
-    @calls.named("Snapshot()")
     @collector_paused()
     def __init__(
         self,
@@ -140,7 +139,6 @@ class Snapshot(Reading):
     # --- taking ---
 
     @classmethod
-    @calls.named("take()", is_take=True)
     def take(
         cls,
         path: str | os.PathLike[str],
@@ -205,6 +203,7 @@ class Snapshot(Reading):
         from casnap.state.stateful import check_order
         from casnap.take.options import TakeOptions
 
+        refuse_nested_take()
         check_order("Snapshot.take(path, app_state)", app_state, path)
         options = TakeOptions(
             metadata=metadata,
@@ -221,7 +220,6 @@ class Snapshot(Reading):
         return Snapshot(opened.take(comm, app_state, name, options), pg)
 
     @classmethod
-    @calls.named("async_take()", is_take=True)
     def async_take(
         cls,
         path: str | os.PathLike[str],
@@ -262,6 +260,7 @@ class Snapshot(Reading):
         from casnap.state.stateful import check_order
         from casnap.take.options import TakeOptions
 
+        refuse_nested_take()
         check_order("Snapshot.async_take(path, app_state)", app_state, path)
         options = TakeOptions(
             metadata=metadata,
@@ -282,7 +281,6 @@ class Snapshot(Reading):
 
     # --- restoring ---
 
-    @calls.named("restore()")
     def restore(
         self,
         app_state: Mapping[str, Stateful],
@@ -343,7 +341,6 @@ class Snapshot(Reading):
         with comm, self.contents.reading():
             return restore(self.contents, app_state, options, comm)
 
-    @calls.named("export()")
     def export(
         self,
         out: str | os.PathLike[str],

@@ -24,8 +24,8 @@ from casnap.opened.open_store import (
     open_or_make,
     open_store,
 )
-from casnap.runtime import calls
 from casnap.runtime.environment import threads_asked
+from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
 from casnap.snapshot import PendingSnapshot, Snapshot
@@ -91,7 +91,6 @@ class Store(Upkeep):
         MirrorError: The mirror is the wrong store, or the store has another one.
     """
 
-    @calls.named("Store()")
     def __init__(
         self,
         uri: str | os.PathLike[str] | Backend | OpenStore,
@@ -261,7 +260,6 @@ class Store(Upkeep):
 
     # --- snapshots ---
 
-    @calls.named("take()", is_take=True)
     def take(
         self,
         app_state: Mapping[str, Stateful],
@@ -283,6 +281,7 @@ class Store(Upkeep):
         from casnap.state.stateful import check_order
         from casnap.take.options import TakeOptions
 
+        refuse_nested_take()
         check_order("store.take(app_state, name)", app_state, name)
         options = TakeOptions(
             metadata=metadata,
@@ -299,7 +298,6 @@ class Store(Upkeep):
             opened = self.make().opened
         return Snapshot(opened.take(comm, app_state, name, options), pg)
 
-    @calls.named("async_take()", is_take=True)
     def async_take(
         self,
         app_state: Mapping[str, Stateful],
@@ -323,6 +321,7 @@ class Store(Upkeep):
         from casnap.state.stateful import check_order
         from casnap.take.options import TakeOptions
 
+        refuse_nested_take()
         check_order("store.async_take(app_state, name)", app_state, name)
         options = TakeOptions(
             metadata=metadata,
@@ -379,7 +378,6 @@ class Store(Upkeep):
             return False
         return True
 
-    @calls.named("snapshots()")
     def snapshots(self, prefix: str | None = None) -> list[Snapshot]:
         """Return all snapshots, or those below a prefix, in the order of their commits."""
         opened = self._look()
@@ -427,7 +425,6 @@ class Store(Upkeep):
         """The mirror: its ``status()``, and ``stop()``. None if there is none."""
         return None if self._opened is None else self._opened.mirror
 
-    @calls.named("wait_mirrored()")
     def wait_mirrored(self, timeout: float | None = None) -> None:
         """Wait until the mirror holds all snapshots that were committed, or are being stored.
 
@@ -450,7 +447,6 @@ class Store(Upkeep):
         left = None if until is None else max(0.0, until - time.monotonic())
         mirror.wait(left, timeout)
 
-    @calls.named("delete()")
     def delete(self, name: str, *, commit_id: str | None = None) -> None:
         """Forget a snapshot, tagged or not. Garbage collection frees its bytes.
 
@@ -463,7 +459,6 @@ class Store(Upkeep):
         """
         unmark(self.objects, dict([self._edit(name, commit_id, lambda _: None)]))
 
-    @calls.named("tag()")
     def tag(self, name: str, *tags: str) -> None:
         """Give a snapshot tags. A snapshot with a tag is neither pruned nor overwritten.
 
@@ -478,7 +473,6 @@ class Store(Upkeep):
         """
         self._edit(name, None, lambda row: tagged(row, tags))
 
-    @calls.named("untag()")
     def untag(self, name: str, *tags: str) -> None:
         """Remove tags from a snapshot. A tag that it does not have is ignored.
 
@@ -501,7 +495,6 @@ class Store(Upkeep):
         change_table(self.objects, editing(full, commit_id, edit, self.objects.backend.uri))
         return full, bytes.fromhex(commit_id)
 
-    @calls.named("copy()")
     def copy(
         self,
         name: str | None = None,

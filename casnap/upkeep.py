@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from casnap.opened.open_store import OpenStore
-from casnap.runtime import calls
 from casnap.runtime.environment import local_path
+from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.snapshot import Snapshot
 from casnap.storage.config import RECORD
@@ -60,7 +60,6 @@ class Upkeep(ABC):
     def snapshots(self, prefix: str | None = None) -> list[Snapshot]:
         """Return all snapshots, or those below a prefix, in the order of their commits."""
 
-    @calls.named("import_file()", is_take=True)
     def import_file(
         self,
         source: str | os.PathLike[str],
@@ -99,6 +98,7 @@ class Upkeep(ABC):
             SnapshotExistsError: The name is taken.
             StoreError: The store cannot be used; nothing was committed.
         """
+        refuse_nested_take()
         full = self.full_name(name)
         where = (lambda: (self.make().opened, name)) if not dry_run else None
         how = {"overwrite": overwrite, "progress": progress}
@@ -106,7 +106,6 @@ class Upkeep(ABC):
             source, full, where, how, key=key, rank=rank, metadata=dict(metadata or {})
         )
 
-    @calls.named("prune()")
     def prune(
         self, retention: Retention, *, prefix: str | None = None, dry_run: bool = False
     ) -> PruneReport:
@@ -128,7 +127,6 @@ class Upkeep(ABC):
             Pruning(self.objects, retention, self.opened.folder(prefix)), dry_run=dry_run
         )
 
-    @calls.named("prune_missing_folders()")
     def prune_missing_folders(
         self, *, prefix: str | None = None, dry_run: bool = False
     ) -> PruneReport:
@@ -165,7 +163,6 @@ class Upkeep(ABC):
         settings.pop(RECORD, None)
         return settings
 
-    @calls.named("configure()")
     def configure(self, *, codec: str | None = None, mirror: str | None = None) -> bool:
         """Change settings of the whole store; return whether anything changed.
 
@@ -190,7 +187,6 @@ class Upkeep(ABC):
             changed |= detach(self.objects)
         return changed
 
-    @calls.named("gc()")
     def gc(
         self,
         *,
@@ -226,21 +222,18 @@ class Upkeep(ABC):
         options = GcOptions(grace=seconds, repack=repack, dry_run=dry_run, exclusive=exclusive)
         return collect(self.objects, options, progress)
 
-    @calls.named("diff()")
     def diff(self, a: str, b: str) -> Diff:
         """Return what differs between two snapshots. Only subtrees that differ are read."""
         from casnap.maintenance.diff import diff
 
         return diff(self[a].contents, self[b].contents)
 
-    @calls.named("usage()")
     def usage(self, prefix: str | None = None) -> list[Usage]:
         """Return the logical, stored and unique bytes of each snapshot, in the order of commits."""
         from casnap.maintenance.usage import usage
 
         return usage([s.contents for s in self.snapshots(prefix)], self.objects)
 
-    @calls.named("check()")
     def check(
         self,
         *,
@@ -277,7 +270,6 @@ class Upkeep(ABC):
             self.objects, data=data, sample=sample, seed=seed, name=full, progress=progress
         )
 
-    @calls.named("repair()")
     def repair(
         self,
         *,

@@ -13,8 +13,8 @@ from casnap.format.names import component_of, key_of
 from casnap.opened.finding import find
 from casnap.ranks.comm import SingleProcess
 from casnap.ranks.joining import own_rank
-from casnap.runtime import calls
 from casnap.runtime.environment import local_path
+from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import PendingSnapshot, Snapshot
 from casnap.state.stateful import Stateful
 from casnap.take.options import TakeOptions
@@ -68,7 +68,6 @@ class Value(NamedTuple):
         raise TypeError("a plain value cannot be restored in place; read it instead")
 
 
-@calls.named("take()", is_take=True)
 def take_alone(
     path: str | os.PathLike[str],
     values: Mapping[str, Any],
@@ -89,6 +88,7 @@ def take_alone(
     Returns:
         What waits for the snapshot, and returns it.
     """
+    refuse_nested_take()
     opened, name = find(path, storage_options, None, create=True)
     app_state = {key: Value(value) for key, value in values.items()}
     if later:

@@ -23,7 +23,6 @@ from casnap.errors import (
 from casnap.format.codec import Codec
 from casnap.format.names import STORE_FOLDER, check_name
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, Row, StoreConfig
-from casnap.runtime import calls
 from casnap.runtime.environment import threads_asked
 from casnap.storage.chunk_cache import room_for
 from casnap.storage.config import not_a_store_error, object_error
@@ -169,7 +168,6 @@ class OpenStore:
         objects = self.objects
         return objects.current(lambda root: look(objects.table(root)))
 
-    @calls.named("a look at the snapshots")
     def row(self, name: str) -> Row:
         """Return the row that the table has for a snapshot.
 

@@ -10,7 +10,6 @@ from casnap.errors import MismatchError
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry, payload_of
 from casnap.restore.read_object import read_objects, read_tensor
 from casnap.restore.selection import Index
-from casnap.runtime import calls
 from casnap.runtime.torch_modes import plain
 from casnap.state.numpy_values import is_numpy, numpy_dtype
 from casnap.state.tensors import torch_dtype
@@ -88,7 +87,6 @@ class Handle:
         is_whole = not self.is_global or self._contents.row.world_size == 1
         return False if is_whole or not isinstance(self._entry, TensorEntry) else None
 
-    @calls.named("a read through a handle")
     def __getitem__(self, index: Index) -> Any:
         """Read a part of a tensor, or of an array.
 
@@ -109,7 +107,6 @@ class Handle:
         with self._contents.reading(), plain():
             return read_tensor(self._contents, self.path, self._entry, None, None, index)
 
-    @calls.named("a read through a handle")
     def read(self, *, allow_pickle: bool = False) -> Any:
         """Read all of it, as :meth:`casnap.Snapshot.read_object` does.
 

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from casnap.errors import ExhaustedError
-from casnap.runtime import calls
 from casnap.runtime.typing import override
 
 T = TypeVar("T")
@@ -49,13 +48,20 @@ class Worker(threading.Thread):
     """A thread whose end can be waited for again after an interrupt.
 
     Before Python 3.13, after an interrupted ``join`` the thread counts as ended while it runs on.
-    The thread works for the call that its creator was in.
+
+    Args:
+        work: What to do.
+        name: Its name.
+        for_mirror: Whether it copies to a mirror in the background, which must not hold up others;
+            so do the threads that such a thread makes.
     """
 
-    def __init__(self, work: Callable[[], None], name: str = "casnap") -> None:
+    def __init__(
+        self, work: Callable[[], None], name: str = "casnap", *, for_mirror: bool = False
+    ) -> None:
         # Not a daemon, so the interpreter waits for its end.
         super().__init__(target=work, name=name, daemon=False)
-        self._call = calls.current()
+        self.for_mirror = for_mirror or works_for_mirror()
         self._fate = threading.Lock()
         self._has_ended = False
         self._running = threading.Lock()
@@ -77,7 +83,6 @@ class Worker(threading.Thread):
     def run(self) -> None:
         if not self._fate.acquire(blocking=False):
             return
-        calls.work_for(self._call)
         try:
             super().run()
         finally:
@@ -105,6 +110,12 @@ class Worker(threading.Thread):
         # It says that it has ended a little before it has. Now an interrupted join does no harm.
         if self.is_alive():
             self.join()
+
+
+def works_for_mirror() -> bool:
+    """Whether this thread copies to a mirror in the background."""
+    thread = threading.current_thread()
+    return isinstance(thread, Worker) and thread.for_mirror
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from functools import partial
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest
 from casnap.format.records import Place
-from casnap.runtime import calls
 from casnap.runtime.fork import PerProcess
+from casnap.runtime.threads import works_for_mirror
 from casnap.storage.new_packs import NewPacks
 from casnap.storage.objects import Objects
 from casnap.storage.place_reads import ReadOptions, Want
@@ -33,7 +33,7 @@ def one_at_a_time() -> Iterator[None]:
 
     Two threads that did so at once could each hold the buffers that the other waits for.
     """
-    with (_turn_of_mirrors if calls.current() == calls.MIRROR else _turn).value:
+    with (_turn_of_mirrors if works_for_mirror() else _turn).value:
         yield
 
 

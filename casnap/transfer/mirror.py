@@ -33,7 +33,6 @@ from casnap.errors import (
     SnapshotNotFoundError,
 )
 from casnap.format.records import Row
-from casnap.runtime import calls
 from casnap.runtime.threads import Worker
 from casnap.storage.lmdb_files import BusyError, locked
 from casnap.storage.mirrored import (
@@ -172,7 +171,7 @@ class Mirror:
             self._again = True
             if self._pass is not None and not self._pass.ended:
                 return
-            self._pass = Worker(self._run, "casnap-mirror-pass")
+            self._pass = Worker(self._run, "casnap-mirror-pass", for_mirror=True)
             self._pass.start()
 
     def due(self) -> float:
@@ -183,7 +182,6 @@ class Mirror:
     # --- the pass ---
 
     def _run(self) -> None:
-        calls.work_for(calls.MIRROR)
         while True:
             with self._lock:
                 if not self._again or self._stopped:

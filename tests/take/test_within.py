@@ -153,12 +153,12 @@ def test_from_progress(tmp_path: Path) -> None:
     def progress(_what: str, done: int, _total: int) -> None:
         take(store, 100)
 
-    with pytest.raises(NestedTakeError, match="within take"):
+    with pytest.raises(NestedTakeError):
         take(store, 1, progress=progress)
     pending = store.async_take(app_state(2), "step_2", metadata={"step": 2}, progress=progress)
-    with pytest.raises(NestedTakeError, match="within async_take"):
+    with pytest.raises(NestedTakeError):
         pending.wait()
-    with pytest.raises(NestedTakeError, match="within restore"):
+    with pytest.raises(NestedTakeError):
         take(store, 3).restore(app_state(4), progress=progress)
     assert_store(store.uri, {3})
 

@@ -26,7 +26,6 @@ from casnap.integrations.notices import is_notice
 from casnap.opened.finding import find
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.restore.shared_reads import fetch_shared
-from casnap.runtime import calls
 from casnap.runtime.environment import local_path
 from casnap.storage.contents import Contents
 from casnap.store import Store
@@ -78,7 +77,6 @@ class CasnapReader(StorageReader):
         self._contents, self._values = None, {}
 
     # DCP would ask again for the metadata of one rank, if this took "kwargs".
-    @calls.named("dcp.load()")
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
         """Find the snapshot, and describe what it holds.
 
@@ -121,7 +119,6 @@ class CasnapReader(StorageReader):
         ranks = ranks_of([plan.storage_data for plan in plans])
         return [replace(plan, storage_data=ranks) for plan in plans]
 
-    @calls.named("dcp.load()")
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what this rank needs, verified, and give it to the planner.
 

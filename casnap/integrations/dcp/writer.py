@@ -24,7 +24,7 @@ from casnap.integrations.dcp.plan import planned
 from casnap.integrations.dcp.staging import KeptStager
 from casnap.opened.finding import find_together
 from casnap.ranks.joining import join_ranks, own_rank
-from casnap.runtime import calls
+from casnap.runtime.nesting import refuse_nested_take
 from casnap.snapshot import Snapshot
 from casnap.storage.retention import Retention
 from casnap.store import Store
@@ -158,8 +158,8 @@ class CasnapWriter(KeptStager, StorageWriter):
         done.set_result([])
         return done
 
-    @calls.named("dcp.save()", is_take=True)
     def _take(self, ranks: tuple[int, ...], plan: SavePlan, planner: SavePlanner) -> None:
+        refuse_nested_take()
         place = self._save.place
         path, store, storage_options = place
         assert path is not None

@@ -1,0 +1,45 @@
+"""The check that a take does not begin within another call of casnap.
+
+A signal handler runs on the main thread, between any two steps of the program. If the main thread
+is in a call of casnap, it holds locks and buffers, and a take that waited for these would wait for
+ever. So would one in a ``state_dict()`` or a ``progress=``.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+from casnap.errors import NestedTakeError
+
+# What stands around the library and takes for the user; and what only waits, and holds nothing.
+_OUTSIDE = ("integrations", "cli", "demo", "testing", "preemption")
+_WAITING = ("casnap.take.pending", "casnap.runtime.threads")
+
+
+def refuse_nested_take() -> None:
+    """Check that the caller's caller is not called, however indirectly, by casnap.
+
+    The stack tells: of a thread that works for casnap, it begins in casnap.
+
+    Raises:
+        NestedTakeError: It is.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if _holds_something(frame):
+            raise NestedTakeError(
+                "a take cannot begin within another call of casnap in the same thread, so nothing "
+                "was taken. In a signal handler, only set a flag; look at it in the training "
+                "loop, and take there. A state_dict(), load_state_dict() or progress= must not take"
+            )
+        frame = frame.f_back
+
+
+def _holds_something(frame: FrameType) -> bool:
+    """Whether a function is one of casnap that may hold what a take needs."""
+    module: str = frame.f_globals.get("__name__", "")
+    package, _, rest = module.partition(".")
+    if package != "casnap" or rest.startswith(_OUTSIDE) or module in _WAITING:
+        return False
+    return (module, frame.f_code.co_name) != ("casnap.snapshot", "wait")
