@@ -147,7 +147,7 @@ def _print(uri: str, found: CheckReport) -> None:
 def _print_advice(uri: str, found: CheckReport) -> None:
     kinds = {damage.kind for damage in found.damages}
     if kinds - BEYOND_REPAIR:
-        click.echo(f"`casnap repair {uri}` saves what can be saved (in a script: with --yes)")
+        click.echo(f"`casnap repair {uri}` saves what can be saved (--yes in a script)")
     if "lost" in kinds:
         click.echo(f"`casnap repair {uri} --from STORE` heals what that store has")
     if kinds & BEYOND_REPAIR and ALL not in found.hurts:

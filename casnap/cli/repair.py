@@ -30,7 +30,7 @@ from casnap.cli.output import (
     quoted,
     safe,
 )
-from casnap.errors import DamagedError
+from casnap.errors import DamagedError, NotAStoreError
 from casnap.format.records import CONFIG_KEY
 from casnap.maintenance.config_record import copied_config, restore_config
 from casnap.maintenance.damage import Damage
@@ -110,6 +110,9 @@ def _with_config(store: str | None, error: DamagedError, *, yes: bool, dry_run: 
         read_config(backend)
     except DamagedError:
         config = copied_config(backend)
+    except NotAStoreError:
+        # The path lies below the store, which the error names.
+        raise error from None
     else:
         raise error
     if dry_run:

@@ -175,8 +175,8 @@ def _advice(objects: Objects, report: GcReport) -> str:
     uri = objects.backend.uri
     return (
         f"{done}. `casnap check {uri}` says what is hurt, `casnap repair {uri}` saves what can be "
-        "saved; if something stays lost, `casnap rm` of the snapshots that they name, or "
-        "`casnap repair --from` with a copy, lets gc continue"
+        "saved (--yes in a script); if something stays lost, `casnap rm` of the snapshots "
+        "that they name, or `casnap repair --from` with a copy, lets gc continue"
     )
 
 

@@ -245,7 +245,7 @@ class Survey(FileSurvey):
                 "malformed",
                 "",
                 f"the table has a row {name!r:.200}, which cannot be the name of a snapshot, so it "
-                "is passed over; `casnap repair` removes it",
+                "is passed over; `casnap repair` removes it (--yes in a script)",
             )
 
     def _rows(self, table: Tree[Row], children: list[Child], total: int) -> None:

@@ -32,6 +32,8 @@ RECORD = "record"
 It spares a request on a remote store, and a repair makes a lost record anew from it.
 """
 
+_MADE_ANEW = "`casnap repair` makes it anew (--yes in a script)"
+
 
 def no_config_error(uri: str) -> DamagedError:
     """Return the error for a store that has roots, but no ``casnap.json``."""
@@ -95,12 +97,11 @@ def read_config(backend: Backend) -> StoreConfig:
             )
         config = json_decoder(StoreConfig).decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as e:
-        raise DamagedError(
-            f"{where} is damaged: {e}; `casnap repair` makes it anew (--yes in a script)"
-        ) from e
+        raise DamagedError(f"{where} is damaged: {e}; {_MADE_ANEW}") from e
     if not _is_possible(config):
         raise DamagedError(
-            f"{where} is damaged: chunk size {config.chunk_size}, id {config.store_id!r}"
+            f"{where} is damaged: chunk size {config.chunk_size}, id {config.store_id!r:.80}; "
+            f"{_MADE_ANEW}"
         )
     return config
 

@@ -6,10 +6,11 @@ A program that has changed libraries finds no snapshot, and would begin its run 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from casnap.errors import NotAStoreError
+from casnap.errors import NotAStoreError, SnapshotExistsError
 from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
 
@@ -34,9 +35,8 @@ def form_of(path: Path) -> str | None:
             return _FILES.get(path.suffix)
         if not path.is_dir() or (path / MARKER).exists():
             return None
-        for name, form in _FOLDERS.items():
-            if (path / name).is_file() and not _is_ours(path / name):
-                return form
+        if (form := _folder_form(path)) is not None:
+            return form
         names = [entry.name for entry in _entries(path)]
     except OSError:
         return None
@@ -47,6 +47,31 @@ def _is_ours(path: Path) -> bool:
     """Whether a file only stands there for programs that look for it (integrations/notices.py)."""
     with path.open("rb") as file:
         return b"casnap" in file.read(32)
+
+
+def check_no_other_form(folder: Path) -> None:
+    """Check that the folder of a new snapshot holds no checkpoint of another library.
+
+    Raises:
+        SnapshotExistsError: It does. Whoever then looks for one by this name may find the other.
+    """
+    found = None
+    with suppress(OSError):
+        found = _folder_form(folder)
+    if found is not None:
+        raise SnapshotExistsError(
+            f"{folder} holds a checkpoint of {found}, and one name is not for two states: take "
+            f"under another name, or remove that one. `casnap import {folder} NAME` imports it as "
+            "a snapshot"
+        )
+
+
+def _folder_form(folder: Path) -> str | None:
+    """Return the form of a checkpoint that is a folder, judged by the file that each has."""
+    for name, form in _FOLDERS.items():
+        if (folder / name).is_file() and not _is_ours(folder / name):
+            return form
+    return None
 
 
 def hint_at(path: Path) -> str:

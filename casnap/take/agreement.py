@@ -11,6 +11,7 @@ from casnap.format.codec import Codec
 from casnap.format.names import component_of
 from casnap.format.records import Root
 from casnap.ranks.comm import Comm
+from casnap.storage.foreign import check_no_other_form
 from casnap.storage.objects import Objects
 from casnap.storage.settings import codec_of
 from casnap.storage.table import check_free, check_no_store_between
@@ -96,6 +97,8 @@ def agree_on_request(
 def _check_name_is_free(objects: Objects, name: str, options: TakeOptions) -> Root:
     """Check it in the newest root, and return that."""
     check_no_store_between(objects.backend, name)
+    if objects.backend.folder is not None:
+        check_no_other_form(objects.backend.folder / name)
 
     def check(root: Root) -> Root:
         table = objects.table(root)

@@ -118,6 +118,7 @@ def test_a_store_that_lost_its_record(
             assert f"`casnap repair {store}` makes it anew (--yes in a script)" in said
     with pytest.raises(DamagedError, match=r"casnap\.json is missing"):
         Snapshot.take(store / "run/d", {"s": StateDict(x=1)})
+    assert f"`casnap repair {store}` makes it anew" in failure("repair", "--yes", store / "run")
     assert files(store) == before
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from casnap import Snapshot, StateDict, Store
-from casnap.errors import NotAStoreError, SnapshotNotFoundError
-from casnap.integrations.dcp import install, uninstall
+from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
+from casnap.integrations.dcp import CasnapWriter, install, uninstall
 from tests.support.cli_calls import failure, invoke
 
 pytestmark = pytest.mark.filterwarnings(
@@ -62,6 +63,30 @@ def test_no_snapshot_but_a_checkpoint_of_another_form(
     assert latest is not None
     assert latest.name == "step_2"
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_one_name_is_not_for_two_states(tmp_path: Path, form: str) -> None:
+    """A take beside a checkpoint of another library: each of them would load its own."""
+    path = save(form, tmp_path)
+    before = sorted(path.iterdir())
+    state = {"s": StateDict(x=torch.zeros(3))}
+    store = Store(tmp_path)
+    for take in (
+        lambda: Snapshot.take(path, state),
+        lambda: Snapshot.take(path, state, overwrite=True),
+        lambda: store.take(state, path.name),
+        lambda: store.async_take(state, path.name).wait(),
+        lambda: dcp.save({"x": torch.zeros(3)}, storage_writer=CasnapWriter(path)),
+    ):
+        with pytest.raises(
+            (CasnapError, CheckpointException), match=rf"of {form}.* `casnap import"
+        ):
+            take()
+    assert sorted(path.iterdir()) == before
+    store.import_file(path, "imported") if form != "TorchSnapshot" else None
+    # It is in the way of its own name alone.
+    assert store.take(state, f"{path.name}0").path
 
 
 def test_the_newest_is_named_and_folders_of_casnap_do_not_count(

@@ -108,10 +108,7 @@ def test_command_on_damage(store: Path) -> None:
     result = invoke("check", store, "--data", status=1)
     assert digest.hex() in result.stdout
     assert f"hurts run/c {KEY}/frozen" in result.stdout
-    assert (
-        f"`casnap repair {store}` saves what can be saved (in a script: with --yes)"
-        in result.stdout
-    )
+    assert f"`casnap repair {store}` saves what can be saved (--yes in a script)" in result.stdout
     found = json.loads(invoke("check", store, "--data", "--json", status=1).stdout)
     assert not found["ok"]
     assert [d["digest"] for d in found["damages"]] == [digest.hex()]
