@@ -107,7 +107,7 @@ $(OTHER_TORCH)/.set-up: $(STAMP) Makefile
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/casnap demo ./demo-store
+	$(BIN)/python docs/examples/kill_and_resume.py ./demo-store
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ON_ALL_CORES)

@@ -1,7 +1,7 @@
 """The command ``casnap``: lists, checks and cleans stores.
 
-Each subcommand is a module that is imported when it is called. Only ``import``, ``export``
-and the processes of ``demo`` import torch.
+Each subcommand is a module that is imported when it is called. Only ``import`` and ``export``
+import torch.
 
 The command may import all of casnap. Begin with ``output.py``, then with any subcommand.
 """
@@ -48,7 +48,6 @@ COMMANDS = {
     "repair": ("casnap.cli.repair", "Repair a damaged store as far as possible."),
     "config": ("casnap.cli.config", "Show or change the settings of a store."),
     "cache": ("casnap.cli.cache", "Show, or clear, what this host keeps of remote stores."),
-    "demo": ("casnap.cli.demo", "Train a small GPT, kill it, and resume it, on this machine."),
 }
 
 EXAMPLES = """\

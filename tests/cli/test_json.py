@@ -20,9 +20,6 @@ from tests.support.cached import Reader, far_store
 from tests.support.cli_calls import COMMAND, document, fill, invoke
 from tests.support.json_keys import keys_of, listed_keys
 
-# Keys that other tests compare: they need shards, and a demo.
-ELSEWHERE = {"demo": listed_keys("demo")}
-
 
 def failed(*arguments: object) -> Any:
     """Return the document of a command that ends with status 1."""
@@ -102,10 +99,8 @@ def followed(source: Path, destination: Path) -> dict[str, Any]:
 def test_the_page_lists_what_is_printed(
     printed: dict[str, list[dict[str, Any]]], command: str
 ) -> None:
-    apart = ELSEWHERE.get(command, set())
     # The key error of prune is seen where a collection fails: tests/cli/test_cli_maintenance.py.
-    if command == "prune":
-        apart = {"error"}
+    apart = {"error"} if command == "prune" else set()
     assert listed_keys(command) - apart == keys_of(*printed.get(command, [])) - apart
 
 

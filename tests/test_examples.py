@@ -1,0 +1,85 @@
+"""``make demo`` kills a training and resumes it bit for bit, and says so if it does not."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from casnap import Store
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+SMALL = ("--steps", "12", "--every", "2", "--width", "32", "--layers", "1", "--batch", "2")
+
+
+def demo(
+    folder: Path, *options: str, examples: Path = EXAMPLES
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, examples / "kill_and_resume.py", folder, *options]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+
+
+@pytest.mark.timeout(500)
+def test_a_demo(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    done = demo(folder, *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert "killed by SIGKILL" in done.stdout
+    resumed = re.search(r"resumed from step_(\d+)$", done.stdout, re.MULTILINE)
+    assert resumed is not None
+    assert 2 <= int(resumed[1]) < 12
+    assert "no difference\nEQUAL" in done.stdout
+    for command in ("init", "diff", "gc", "ls", "du", "check"):
+        assert f"\n$ casnap {command} {folder}" in done.stdout
+    assert "no damage found" in done.stdout
+
+    store = Store(str(folder), create=False)
+    for run in ("killed1", "whole1", "tuned1"):
+        names = [snapshot.name for snapshot in store.snapshots(run)]
+        assert names == [f"{run}/step_{step:04d}" for step in (8, 10, 12)]
+    assert store["whole1/step_0012"].stats.new_bytes == 0
+    tuned = store["tuned1/step_0012"]
+    assert tuned.stats.new_bytes < tuned.stats.logical_bytes
+    frozen = "model/blocks.0.up.weight"
+    assert tuned[frozen].read().equal(store["killed1/step_0012"][frozen].read())
+
+
+@pytest.mark.slow
+def test_a_second_demo_in_the_same_store(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    for number in (1, 2):
+        done = demo(folder, *SMALL)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "EQUAL" in done.stdout
+        assert Store(str(folder), create=False).latest(f"tuned{number}") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["model", "optimizer", "scheduler", "batches", "rng"])
+def test_a_training_that_forgets_a_part_of_its_state(tmp_path: Path, part: str) -> None:
+    examples = tmp_path / "examples"
+    shutil.copytree(EXAMPLES, examples)
+    script = examples / "train.py"
+    text = script.read_text()
+    line = re.search(rf'^        "{part}": .*,\n', text, re.MULTILINE)
+    assert line is not None
+    script.write_text(text.replace(line[0], ""))
+    done = demo(tmp_path / "store", *SMALL, examples=examples)
+    assert done.returncode == 1, done.stdout
+    assert "the two runs are DIFFERENT" in done.stderr
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("…")
+    done = demo(tmp_path)
+    assert done.returncode == 1
+    assert "something other than a casnap store" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    done = demo(tmp_path / "thesis.tex")
+    assert done.returncode == 1
+    assert "is not a folder" in done.stderr
