@@ -17,6 +17,7 @@ import functools
 import logging
 import math
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,19 +105,45 @@ class CasnapCheckpointIO(TorchCheckpointIO):
             wait = self._take(checkpoint, path, storage_options)
         if self._async_save:
             self._wait = wait
+        else:
+            wait()
 
     def _take(
         self, checkpoint: dict[str, Any], path: StrPath, options: Mapping[str, Any] | None
     ) -> Callable[[], Snapshot]:
-        return take_alone(
-            path,
-            checkpoint,
-            TakeOptions(
-                metadata=_metadata_of(checkpoint), overwrite=True, allow_pickle=self._pickles
-            ),
-            storage_options=options or self._storage_options,
-            later=self._async_save,
-        )
+        place, aside = Path(local_path(path)), _aside(path)
+        was_there = aside is not None and _is_replaceable(place)
+        if aside is not None and was_there:
+            place.replace(aside)
+
+        def put_back() -> None:
+            if aside is not None and was_there and not os.path.lexists(place):
+                aside.replace(place)
+
+        def wait() -> Snapshot:
+            try:
+                taken = pending()
+            except BaseException:
+                put_back()
+                raise
+            if aside is not None:
+                aside.unlink(missing_ok=True)
+            return taken
+
+        try:
+            pending = take_alone(
+                path,
+                checkpoint,
+                TakeOptions(
+                    metadata=_metadata_of(checkpoint), overwrite=True, allow_pickle=self._pickles
+                ),
+                storage_options=options or self._storage_options,
+                later=self._async_save,
+            )
+        except BaseException:
+            put_back()
+            raise
+        return wait
 
     def load_checkpoint(
         self, path: StrPath, map_location: Any = None, weights_only: bool | None = None
@@ -130,15 +157,25 @@ class CasnapCheckpointIO(TorchCheckpointIO):
 
         Raises:
             SnapshotNotFoundError: There is no checkpoint at this path.
+            StateError: There are a snapshot and a file at this path.
             DamagedError: Stored bytes are missing or damaged.
         """
         self.wait()
+        aside, snapshot = _aside(path), snapshot_at(path, self._storage_options)
         if Path(local_path(path)).is_file():
+            if snapshot is not None:
+                raise StateError(
+                    f"{os.fspath(path)} is a file, and the store {snapshot.store.uri} has a "
+                    f"snapshot of that name as well, with {snapshot.metadata.user}; move the file "
+                    "away to load the snapshot, or load the file under another name"
+                )
             read: dict[str, Any] = super().load_checkpoint(
                 path, map_location or "cpu", weights_only
             )
             return read
-        snapshot = snapshot_at(path, self._storage_options)
+        if snapshot is None and aside is not None and aside.exists():
+            # The save that was to replace it was cut off.
+            return self.load_checkpoint(aside, map_location, weights_only)
         if snapshot is None:
             raise SnapshotNotFoundError(
                 f"there is no checkpoint at {os.fspath(path)!r}, neither a snapshot nor a file"
@@ -182,6 +219,22 @@ class CasnapCheckpointIO(TorchCheckpointIO):
     def teardown(self) -> None:
         """Wait for the save that is under way."""
         self.wait()
+
+
+def _aside(path: StrPath) -> Path | None:
+    """Return where what a save replaces lies until the snapshot is durable; None in a bucket.
+
+    Lightning looks for its last checkpoint by the beginning and the suffix of the name.
+    """
+    if "://" in (plain := local_path(path)):
+        return None
+    place = Path(plain)
+    return place.with_name(f"{place.stem}.replaced-by-casnap{place.suffix}")
+
+
+def _is_replaceable(place: Path) -> bool:
+    """Whether a save replaces what is there, as Lightning does: its own file, or its link."""
+    return place.is_symlink() or (place.is_file() and zipfile.is_zipfile(place))
 
 
 def _moved(checkpoint: dict[str, Any], map_location: Any) -> dict[str, Any]:

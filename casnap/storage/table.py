@@ -26,6 +26,7 @@ from casnap.format.names import MARKER, STORE_FOLDER, UNFINISHED
 from casnap.format.records import INTERNAL, MAX_METADATA_BYTES, Root, Row
 from casnap.runtime.threads import Crew, undisturbed
 from casnap.storage.commit import publish
+from casnap.storage.location import exists
 from casnap.storage.objects import Objects
 from casnap.storage.transaction import Transaction
 from casnap.storage.tree import Tree
@@ -97,8 +98,8 @@ def check_free(table: Table, name: str, *, overwrite: bool, uri: str) -> None:
         )
 
 
-def check_no_store_between(backend: Backend, name: str) -> None:
-    """Check that no other store is in the folder of a snapshot, or above it in this one.
+def check_path_is_free(backend: Backend, name: str) -> None:
+    """Check that a snapshot can have its folder: no file and no other store is there, or above it.
 
     Raises:
         SnapshotExistsError: There is one, to which the path of the snapshot leads.
@@ -107,6 +108,11 @@ def check_no_store_between(backend: Backend, name: str) -> None:
     for part in name.split("/") if place is not None else ():
         assert place is not None
         place /= part
+        if exists(place) and not place.is_dir():
+            raise SnapshotExistsError(
+                f"{place} is a file, which casnap leaves alone, so {name!r} cannot be a snapshot "
+                f"of {backend.uri}; choose another name, or move the file away"
+            )
         if place.is_symlink():
             # What it leads to is not in this store.
             return

@@ -14,7 +14,7 @@ from casnap.ranks.comm import Comm
 from casnap.storage.foreign import check_no_other_form
 from casnap.storage.objects import Objects
 from casnap.storage.settings import codec_of
-from casnap.storage.table import check_free, check_no_store_between
+from casnap.storage.table import check_free, check_path_is_free
 from casnap.take.options import TakeOptions
 
 
@@ -96,7 +96,7 @@ def agree_on_request(
 
 def _check_name_is_free(objects: Objects, name: str, options: TakeOptions) -> Root:
     """Check it in the newest root, and return that."""
-    check_no_store_between(objects.backend, name)
+    check_path_is_free(objects.backend, name)
     if objects.backend.folder is not None:
         check_no_other_form(objects.backend.folder / name)
 

@@ -102,11 +102,10 @@ class _Copy:
         there = self._destination
         if there is None:
             return list(snapshots)
-        uri = there.backend.uri
         there.check_writable("copy snapshots into", dry_run=self._options.dry_run)
 
         def look(table: Table) -> list[bool]:
-            return [is_present(table, chosen, uri) for chosen in snapshots]
+            return [is_present(table, chosen, there.backend) for chosen in snapshots]
 
         found = there.current(lambda root: look(there.table(root)), there.recent)
         pairs = list(zip(snapshots, found, strict=True))

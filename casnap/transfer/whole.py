@@ -9,6 +9,7 @@ from itertools import chain, islice
 
 import msgspec
 
+from casnap.backends import Backend
 from casnap.errors import FencedError
 from casnap.format.codec import Codec
 from casnap.format.digest import Digest, split_digests
@@ -22,7 +23,7 @@ from casnap.storage.objects import Objects
 from casnap.storage.references import digest_in
 from casnap.storage.relied_packs import COLLECTED, ReliedPacks
 from casnap.storage.settings import codec_of
-from casnap.storage.table import Table, check_free, mark
+from casnap.storage.table import Table, check_free, check_path_is_free, mark
 from casnap.storage.transaction import Transaction
 from casnap.transfer import pinned
 from casnap.transfer.report import ChosenSnapshot, CopyOptions
@@ -41,17 +42,18 @@ Planned = dict[Digest, "Place | None"]
 """What to send, with its places in the source."""
 
 
-def is_present(table: Table, chosen: ChosenSnapshot, uri: str) -> bool:
+def is_present(table: Table, chosen: ChosenSnapshot, backend: Backend) -> bool:
     """Whether a snapshot was copied already.
 
     Raises:
-        SnapshotExistsError: Its name is taken by another one.
+        SnapshotExistsError: Its name is taken by another one, or by a file.
     """
     row = table.get(chosen.target)
     if row is not None and row.commit == chosen.row.commit:
         return True
     replaces = row is not None and row.commit in chosen.replaces
-    check_free(table, chosen.target, overwrite=replaces, uri=uri)
+    check_path_is_free(backend, chosen.target)
+    check_free(table, chosen.target, overwrite=replaces, uri=backend.uri)
     return False
 
 
@@ -295,7 +297,7 @@ class WholeCopy:
         self._tally.count_sent(sent, transaction.new_packs.stored_bytes)
 
     def _check_missing(self, transaction: Transaction, table: Table) -> None:
-        if is_present(table, self._chosen, transaction.objects.backend.uri):
+        if is_present(table, self._chosen, transaction.objects.backend):
             raise _CopiedMeanwhileError
 
     def _check_kept(self, transaction: Transaction, table: Table) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from casnap.errors import (
 )
 from tests.support.bitwise import assert_same
 from tests.support.dcp_saves import files_of_dcp
-from tests.support.faults import in_child, kill
+from tests.support.faults import backend_faults, in_child, kill
 from tests.support.launched import launched
 from tests.support.pages import run_examples
 
@@ -279,8 +281,16 @@ def configured() -> Any:
     return Configured
 
 
-def fit(folder: Path, model: Any, epochs: int = 1, **options: Any) -> str:
-    """Train a module, and return the path of its last checkpoint."""
+def fit(
+    folder: Path,
+    model: Any,
+    epochs: int = 1,
+    *,
+    own: bool = False,
+    save_last: Any = True,
+    **options: Any,
+) -> str:
+    """Train a module, and return the path of its last checkpoint; ``own``: without the plugin."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -288,8 +298,9 @@ def fit(folder: Path, model: Any, epochs: int = 1, **options: Any) -> str:
 
     data = torch.utils.data.TensorDataset(torch.randn(8, 4))
     kept = ModelCheckpoint(folder, save_last=True)
+    plugins = [] if own else [CasnapCheckpointIO(**options)]
     trainer = lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", plugins=[CasnapCheckpointIO(**options)],
+        max_epochs=epochs, accelerator="cpu", plugins=plugins,
         callbacks=[kept], logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(model, torch.utils.data.DataLoader(data, 4), ckpt_path="last")
@@ -339,6 +350,59 @@ def test_hyperparameters_without_a_safe_encoding_are_pickled(
     assert again.hparams["options"] == options
     with pytest.raises(UnsupportedTypeError, match="allow_pickle=True"):
         kind.load_from_checkpoint(path)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_run_that_changes_over_goes_on_from_its_last_checkpoint(
+    tmp_path: Path, *, async_save: bool
+) -> None:
+    """A save replaces Lightning's own file of its name; else that would be loaded."""
+    from casnap.integrations.lightning import CasnapCheckpointIO
+
+    kind, folder = configured(), tmp_path / "ckpts"
+    last = folder / "last.ckpt"
+    fit(folder, kind(3), own=True)
+    assert last.is_file()
+    assert in_child(lambda: _kill_while_saving(folder, kind(3))) == -signal.SIGKILL
+    assert CasnapCheckpointIO().load_checkpoint(last)["epoch"] == 0
+    for epochs in (2, 3):
+        assert fit(folder, kind(3), epochs, async_save=async_save) == str(last)
+        assert CasnapCheckpointIO().load_checkpoint(last)["epoch"] == epochs - 1
+        assert last.is_dir()
+    assert not list(folder.glob("*replaced*"))
+
+
+def _kill_while_saving(folder: Path, model: Any) -> None:
+    with backend_faults(0, names=["put_if_absent"]):
+        fit(folder, model, 2)
+
+
+def test_a_file_of_the_users_is_not_replaced(tmp_path: Path) -> None:
+    from casnap.integrations.lightning import CasnapCheckpointIO
+
+    io, notes, last = CasnapCheckpointIO(), tmp_path / "notes.ckpt", tmp_path / "last.ckpt"
+    notes.write_text("mine")
+    with pytest.raises(
+        SnapshotExistsError, match=r"notes\.ckpt is a file, which casnap leaves alone"
+    ):
+        io.save_checkpoint({"epoch": 0}, notes)
+    assert notes.read_text() == "mine"
+    # A save that fails leaves the file that it was to replace.
+    torch.save({"epoch": 1}, last)
+    with pytest.raises(UnsupportedTypeError, match="cannot be stored"):
+        io.save_checkpoint({"value": lambda: 2}, last)
+    assert io.load_checkpoint(last)["epoch"] == 1
+    # In the place of a link there is the new one.
+    (tmp_path / "link.ckpt").symlink_to("last.ckpt")
+    io.save_checkpoint({"epoch": 3}, tmp_path / "link.ckpt")
+    assert io.load_checkpoint(tmp_path / "link.ckpt")["epoch"] == 3
+    assert io.load_checkpoint(last)["epoch"] == 1
+    # A file that was put beside a snapshot: neither is chosen.
+    io.save_checkpoint({"epoch": 2}, last)
+    shutil.rmtree(last)
+    torch.save({"epoch": 1}, last)
+    with pytest.raises(StateError, match="has a snapshot of that name as well"):
+        io.load_checkpoint(last)
 
 
 def test_fabric_saves_and_loads(tmp_path: Path) -> None:

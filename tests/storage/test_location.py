@@ -19,6 +19,7 @@ from casnap.errors import (
     CasnapError,
     InvalidNameError,
     NotAStoreError,
+    SnapshotExistsError,
     SnapshotNotFoundError,
     StoreError,
     UntrustedStoreError,
@@ -97,6 +98,24 @@ def test_a_store_inside_another_is_the_nearest(tmp_path: Path) -> None:
         Snapshot.take(tmp_path / "run", tiny())
     with pytest.raises(InvalidNameError, match="is a store itself"):
         Snapshot(tmp_path / "run")
+
+
+def test_a_file_is_no_place_for_a_snapshot(tmp_path: Path) -> None:
+    run, other = Store(tmp_path / "run"), Store(tmp_path / "other")
+    run.take(tiny(), "a/b")
+    other.take(tiny(), "notes.txt")
+    notes = tmp_path / "run/notes.txt"
+    notes.write_text("mine")
+    (tmp_path / "run/link").symlink_to(notes)
+    for name in ("notes.txt", "notes.txt/step", "link"):
+        with pytest.raises(SnapshotExistsError, match=r"(notes\.txt|link) is a file, which casnap"):
+            run.take(tiny(), name, overwrite=True)
+    with pytest.raises(SnapshotExistsError, match=r"notes\.txt is a file"):
+        Snapshot.take(notes, tiny())
+    with pytest.raises(SnapshotExistsError, match=r"notes\.txt is a file"):
+        other.copy("notes.txt", to=run)
+    assert names(run) == ["a/b"]
+    assert notes.read_text() == "mine"
 
 
 def test_a_mount_ends_the_walk(tmp_path: Path) -> None:
@@ -274,7 +293,7 @@ def test_a_marker_that_cannot_be_written_is_no_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store(tmp_path / "store").make()
-    (tmp_path / "store/step").write_text("a file where the folder would be")
+    (tmp_path / "store/step/casnap-snapshot.json").mkdir(parents=True)
     store.take(tiny(), "step")
     assert "marker" in caplog.text
     assert value_of(store["step"]) == 1
@@ -282,7 +301,7 @@ def test_a_marker_that_cannot_be_written_is_no_failure(
     store.delete("step")
     assert "marker" in caplog.text
     assert names(store) == []
-    assert (tmp_path / "store/step").is_file()
+    assert (tmp_path / "store/step/casnap-snapshot.json").is_dir()
 
 
 # --- making -----------------------------------------------------------------------------------
