@@ -125,9 +125,9 @@ def check(
         history=history,
         root=survey.root.seq,
         snapshots=survey.snapshots,
-        packs=len(survey.places.packs),
-        chunks=survey.places.distinct,
-        stored_bytes=survey.places.stored_bytes,
+        packs=len(survey.index.packs),
+        chunks=survey.index.distinct,
+        stored_bytes=survey.index.stored_bytes,
         read_bytes=survey.read_bytes,
         sample=share,
         seed=seed,
@@ -180,7 +180,7 @@ def _bucket_warnings(backend: Backend) -> list[str]:
 
 def _count_orphans(backend: Backend, survey: Survey, report: CheckReport) -> None:
     files = StoredFiles(survey.objects, survey.root)
-    named = {ref.id for ref in survey.root.segments}.union(survey.places.packs)
+    named = {ref.id for ref in survey.root.segments}.union(survey.index.packs)
     keys = [segment_key(ident) for ident in files.segments - named]
     report.orphan_segments = len(keys)
     # An unreadable segment may list any pack, so no pack is known to be left over then.

@@ -36,9 +36,8 @@ from casnap.format.records import (
 from casnap.maintenance.check import lost_commits
 from casnap.maintenance.config_record import config_damages, restore_config
 from casnap.maintenance.damage import Damage, root_damages
-from casnap.maintenance.file_survey import FileSurvey
 from casnap.maintenance.files import StoredFiles
-from casnap.maintenance.places import bad_records, can_lie_at, read_footer
+from casnap.maintenance.pack_checks import bad_records, can_lie_at, read_footer
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, undisturbed
@@ -159,7 +158,7 @@ class _Repair:
                 self._mend()
             else:
                 while self._change():
-                    survey.again()
+                    survey.run_again()
                     self._refuse_unreadable()
                 self.report.remaining = survey.damages
         except BaseException as e:
@@ -231,7 +230,7 @@ class _Repair:
         survey = self._survey
         seen: set[bytes] = set()
         files = StoredFiles(self._objects, survey.root)
-        for ident in sorted(files.packs - set(survey.places.packs)):
+        for ident in sorted(files.packs - set(survey.index.packs)):
             pack = PackId(ident)
             footer = self._footer(pack)
             wanted = {d for d, _ in footer if not survey.whole_places(d)}
@@ -381,10 +380,10 @@ class _Repair:
             Whether everything that was copied was still whole.
         """
         survey, whole = self._survey, True
-        safe = set(survey.places.packs) - survey.root.condemned.keys() - damaged
+        safe = set(survey.index.packs) - survey.root.condemned.keys() - damaged
         for pack in sorted(damaged):
             found = []
-            for digest, place in survey.places.of_pack(pack):
+            for digest, place in survey.index.of_pack(pack):
                 places = survey.whole_places(digest)
                 if place in places and not any(p.pack in safe for p in places):
                     found.append((place, [Want(digest, -1, partial(self._keep, digest), "")]))
@@ -405,7 +404,7 @@ class _Repair:
             return
         if self._salvage is None:
             records = [
-                r for pack in self._survey.hurt_packs for r in self._survey.places.of_pack(pack)
+                r for pack in self._survey.hurt_packs for r in self._survey.index.of_pack(pack)
             ]
             compressed = any(place.codec == Codec.ZSTD for _, place in records)
             codec = Codec.ZSTD if compressed else Codec.RAW
@@ -437,7 +436,7 @@ class _Repair:
         self._healed.add(digest)
 
     def _heal_from(self, other: Objects) -> None:
-        places = FileSurvey(other).places
+        places = Survey(other).index
         found: list[tuple[Place, list[Want]]] = []
         for digest in self._missing():
             want = Want(digest, -1, partial(self._heal_one, digest), "")

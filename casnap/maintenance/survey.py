@@ -6,28 +6,45 @@ The survey trusts only the store itself, neither the cache of this host nor hint
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from casnap.errors import DamagedError
+from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.digest import Digest, split_digests
 from casnap.format.entries import Entry, TensorEntry, payload_of
 from casnap.format.names import UNFINISHED
 from casnap.format.records import (
+    FOOTER_RECORD_SIZE,
+    PACK_TAIL_SIZE,
     PackId,
     Place,
+    Record,
     Root,
     Row,
+    SegmentId,
+    SegmentRef,
+    max_segment_bytes,
+    merged_segment,
     pack_key,
     segment_key,
 )
-from casnap.maintenance.damage import ALL, Damage, Hurt
-from casnap.maintenance.file_survey import FileSurvey
+from casnap.maintenance.damage import (
+    ALL,
+    KINDS,
+    READ_ERRORS,
+    Damage,
+    Hurt,
+    kind_and_message,
+)
+from casnap.maintenance.full_index import FullIndex
+from casnap.maintenance.pack_checks import bad_records, can_lie_at, read_footer
+from casnap.runtime.progress import Progress
 from casnap.runtime.threads import mapped
 from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects
-from casnap.storage.place_reads import Want, Why
+from casnap.storage.pack_lengths import listed_packs
+from casnap.storage.place_reads import Reason, Want, Why
 from casnap.storage.tree import Branch, Child, LeafNode, Tree
 
 T = TypeVar("T")
@@ -37,6 +54,30 @@ _TOGETHER = 4 << 20
 _KEPT_BYTES = 32 << 20
 # So many packs are read at the same time.
 _PACKS_AT_ONCE = 8
+
+
+_ROOT_ADVICE = (
+    "It is the newest root, so nothing else can be looked at. Restore this file from a backup; "
+    "never delete it, since the root before it would be taken for the newest one"
+)
+
+
+class _PackState(NamedTuple):
+    """The length of a pack, -1 if that is not known; its footer, or why that cannot be read."""
+
+    size: int
+    footer: Sequence[Record] = ()
+    error: Exception | None = None
+
+
+def _length_of(records: Sequence[Record]) -> int:
+    """Return how long a pack of these records is."""
+    end = max((place.offset + place.stored for _, place in records), default=0)
+    return end + len(records) * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE
+
+
+def _wrong_length(size: int, records: Sequence[Record]) -> str:
+    return f"the pack has {size:,} bytes, not the {_length_of(records):,} it was written with"
 
 
 class _UncachedObjects(Objects):
@@ -57,14 +98,14 @@ class _UncachedObjects(Objects):
         self.read_ahead([digest])
         if digest in self._kept:
             return self._kept[digest]
-        found: list[bytes] = []
+        copies: list[bytes] = []
+        want = Want(digest, -1, lambda raw: copies.append(bytes(raw)), "")
         # Read all places: each is there in case that another fails.
         for place in self._survey.whole_places(digest):
-            want = Want(digest, -1, lambda raw: found.append(bytes(raw)), "")
             for unread in self.read_places([(place, [want])]):
                 self._survey.note_bad(digest, place, unread.why)
-        if found:
-            return found[0]
+        if copies:
+            return copies[0]
         raise DamagedError(f"tree node {digest.hex()} is nowhere whole")
 
     def read_ahead(self, digests: Iterable[bytes]) -> None:
@@ -91,34 +132,47 @@ class _UncachedObjects(Objects):
 
     def _around(self, digest: Digest, places: list[Place]) -> dict[Digest, list[Place]]:
         """Return a node and those beside it in its pack: a commit writes all its nodes into one."""
-        first = min(place.offset for place in places)
-        near = range(first - _TOGETHER, first + _TOGETHER)
+        start = min(place.offset for place in places)
+        near = range(start - _TOGETHER, start + _TOGETHER)
         todo: dict[Digest, list[Place]] = {digest: places}
-        for other, place in self._survey.places.of_pack(PackId(places[0].pack)):
+        for other, place in self._survey.index.of_pack(PackId(places[0].pack)):
             # Each node has two places there.
             if place.offset in near and other not in todo and other not in self._kept:
                 todo[other] = self._survey.whole_places(other)
-        return {d: where for d, where in todo.items() if d == digest or len(where) > 1}
+        return {d: copies for d, copies in todo.items() if d == digest or len(copies) > 1}
 
     def _read_whole(self, todo: dict[Digest, list[Place]]) -> dict[Digest, bytes]:
         """Return the nodes that are whole at all their places."""
-        found: dict[Digest, list[bytes]] = {d: [] for d in todo}
-        wants = {d: [Want(d, -1, partial(_keep, found[d]), "")] for d in todo}
+        copies: dict[Digest, list[bytes]] = {d: [] for d in todo}
+
+        def keep(digest: Digest, raw: memoryview) -> None:
+            copies[digest].append(bytes(raw))
+
+        wants = {d: [Want(d, -1, partial(keep, d), "")] for d in todo}
         self.read_places([(place, wants[d]) for d in todo for place in todo[d]])
         # The rest is read alone, and noted as bad, where it is needed.
-        return {
-            d: copies[0] for d, copies in found.items() if copies and len(copies) == len(todo[d])
-        }
+        return {d: raws[0] for d, raws in copies.items() if raws and len(raws) == len(todo[d])}
 
 
-def _keep(copies: list[bytes], raw: memoryview) -> None:
-    copies.append(bytes(raw))
-
-
-class Survey(FileSurvey):
+class Survey:
     """Everything that is wrong in a store, with the tensors that it hurts.
 
+    A new survey has read the index. :meth:`run` reads the rest.
+
+    Args:
+        objects: The store.
+        progress: Called with the current phase, how much of it is done, and the total.
+
+    Raises:
+        DamagedError: The newest root cannot be read.
+
     Attributes:
+        root: The newest root.
+        index: The index by its readable segments.
+        unreadable: Its segments that cannot be read.
+        damages: What is wrong.
+        hurt_packs: Packs with any damage.
+        read_bytes: How many bytes were read and verified.
         needed: The digests that snapshots and the table need: the length of a chunk, -1 of a node.
         lost: Needed digests without a whole place.
         known_lost: Digests that the root says are lost.
@@ -127,23 +181,47 @@ class Survey(FileSurvey):
         rejected_names: The names in the table that cannot be ones.
     """
 
-    _only: str | None = None
+    root: Root
 
-    def look(self, root: Root) -> None:
-        """Start over with a root."""
+    def __init__(self, objects: Objects, progress: Progress | None = None) -> None:
+        self.objects = objects
+        self.read_bytes = 0
+        # Places that were read and are not whole. This stays true for newer roots.
+        self._bad: dict[Record, Why] = {}
+        # The one snapshot to survey, and what it needs; None for all.
+        self._only: str | None = None
+        self._wanted: set[Digest] | None = None
+        self._progress = progress or (lambda phase, done, total: None)
+        try:
+            root = objects.newest()
+        except DamagedError as e:
+            raise DamagedError(f"{e}. {_ROOT_ADVICE}") from e
+        self._begin(root)
+
+    def _begin(self, root: Root) -> None:
+        """Start over with a root: read its segments."""
+        self.root = root
+        self.damages: list[Damage] = []
+        self.hurt_packs: set[PackId] = set()
+        self.unreadable: dict[SegmentRef, Damage] = {}
         self.needed: dict[Digest, int] = {}
         self.lost: set[Digest] = set()
         self.rescued: set[PackId] = set()
         self.snapshots = 0
         self.known_lost = frozenset(split_digests(root.lost))
+        self.rejected_names: set[str] = set()
+        # The damages that cost a digest one of its places; those that hurt a needed digest.
+        self._blame: dict[Digest, list[Damage]] = {}
         self._damages_of: dict[Digest, list[Damage]] = {}
         self._condemned_damage: dict[PackId, Damage] = {}
+        self._gone: set[PackId] = set()
+        self._cut: set[Record] = set()
+        # What was surveyed once: damages below subtrees and leaves, and of lists of chunks.
         self._below: dict[bytes, list[tuple[str, Damage]]] = {}
         self._lists: dict[tuple[object, ...], list[Damage]] = {}
         self._commits: dict[str, bytes] = {}
-        self.rejected_names: set[str] = set()
         self._uncached = _UncachedObjects(self)
-        super().look(root)
+        self.index = FullIndex(self._segments())
 
     def run(
         self, *, share: float | None = None, seed: int | None = None, only: str | None = None
@@ -158,29 +236,29 @@ class Survey(FileSurvey):
         self._only = only
         if only is not None:
             self._walk()
-            self.narrow(set(self.needed))
+            self._wanted = set(self.needed)
         else:
-            self.look_at_packs()
+            self._look_at_packs()
         if share is not None:
-            self.read_share(share, random.Random(seed))
+            self._read_share(share, random.Random(seed))
         if only is not None:
-            self.again()
+            self.run_again()
         else:
             self._snapshots()
         # What is missing may have been collected or merged since the survey began.
         for _ in range(_LOOKS):
             if not self.damages or self.objects.newest() == self.root:
                 return
-            self.again()
+            self.run_again()
         self._drop_outdated()
 
-    def again(self) -> None:
+    def run_again(self) -> None:
         """Survey the newest root, and keep the bad places that were found before."""
-        self.look(self.objects.newest())
-        for (digest, place), why in list(self.bad.items()):
-            if place in self.places.of(digest):
+        self._begin(self.objects.newest())
+        for (digest, place), why in list(self._bad.items()):
+            if place in self.index.of(digest):
                 self.note_bad(digest, place, why)
-        self.look_at_packs()
+        self._look_at_packs()
         self._snapshots()
 
     def _drop_outdated(self) -> None:
@@ -211,10 +289,156 @@ class Survey(FileSurvey):
         """Whether parts of the trees cannot be read, so that their needs are not known."""
         return bool(self.unreadable) or any(self.needed[digest] < 0 for digest in self.lost)
 
+    def whole_places(self, digest: Digest) -> list[Place]:
+        """Return the places of a digest that are not known to be bad."""
+        places = self.index.of(digest)
+        return [place for place in places if self._is_whole(digest, place)]
+
+    def _is_whole(self, digest: Digest, place: Place) -> bool:
+        record = (digest, place)
+        return place.pack not in self._gone and record not in self._cut and record not in self._bad
+
     def note_bad(self, digest: Digest, place: Place, why: Why) -> None:
         """Record that the bytes at a place are not what was written."""
-        super().note_bad(digest, place, why)
+        self._bad[digest, place] = why
+        message = f"at byte {place.offset:,}: {why}"
+        damage = self._hurt_pack(PackId(place.pack), KINDS[why.reason], message, digest)
+        self._blame.setdefault(digest, []).append(damage)
         self._damages_of.pop(digest, None)
+
+    def _add_damage(self, kind: str, key: str, message: str, digest: bytes = b"") -> Damage:
+        damage = Damage(kind, key, message, digest.hex())
+        self.damages.append(damage)
+        return damage
+
+    # --- the index ---
+
+    def _segments(self) -> Iterator[tuple[bytes, str]]:
+        segments = self.root.segments
+        for done, ref in enumerate(segments):
+            self._progress("reading the index", done, len(segments))
+            key = segment_key(SegmentId(ref.id))
+            try:
+                yield self._read_segment(ref, key), key
+            except READ_ERRORS as e:
+                kind, why = kind_and_message(e, "an index segment")
+                damage = self.unreadable[ref] = self._add_damage(kind, key, why)
+                # The index cannot be read until the segment is replaced. Its chunks may be whole.
+                damage.hurts[ALL] = None
+
+    def _read_segment(self, ref: SegmentRef, key: str) -> bytes:
+        content = self.objects.backend.read(key, max_segment_bytes(ref.count))
+        if merged_segment([(content, key)])[2] != ref.count:
+            raise DamagedError(f"{key} is another index segment than the root says")
+        return content
+
+    # --- packs ---
+
+    @property
+    def packs(self) -> Sequence[PackId]:
+        """The packs to look at."""
+        if self._wanted is None:
+            return self.index.packs
+        return sorted({PackId(place.pack) for d in self._wanted for place in self.index.of(d)})
+
+    def _look_at_packs(self) -> None:
+        """Compare the size and the footer of each pack with the index."""
+        packs, backend = self.packs, self.objects.backend
+        listed = listed_packs(backend, many=False) if backend.is_remote else None
+        at_once = 1 if listed is None else backend.in_flight
+        states = mapped(lambda pack: self._state_of(pack, listed), packs, at_once)
+        for done, (pack, state) in enumerate(states):
+            self._progress("looking at packs", done, len(packs))
+            try:
+                self._compare(pack, state)
+            except FileNotFoundError:
+                self._lose_pack(pack, "missing", "the pack is missing")
+            except UnavailableError:
+                raise
+            except BackendError as e:
+                self._lose_pack(pack, "unreadable", f"the pack cannot be read: {e}")
+
+    def _state_of(self, pack: PackId, listed: dict[bytes, int] | None) -> _PackState:
+        backend, size = self.objects.backend, -1
+        try:
+            records = self.index.of_pack(pack)
+            size = -1 if listed is None else listed.get(pack, -1)
+            if size < _length_of(records):
+                # A list is not enough to call a pack hurt.
+                size = backend.size(pack_key(pack))
+            if size < _length_of(records):
+                return _PackState(size)
+            return _PackState(size, read_footer(backend, pack, size, len(records)))
+        except UnavailableError:
+            raise
+        except READ_ERRORS as e:
+            return _PackState(size, error=e)
+
+    def _compare(self, pack: PackId, state: _PackState) -> None:
+        records, size, error = self.index.of_pack(pack), state.size, state.error
+        if size < 0 and error is not None:
+            raise error
+        if size < _length_of(records):
+            self._note_cut_off(pack, size, records)
+            return
+        for digest, place in records:
+            if (digest, place) not in self._bad and not can_lie_at(place):
+                self.note_bad(digest, place, Why(Reason.IMPOSSIBLE))
+        if error is not None:
+            is_denied = isinstance(error.__cause__, PermissionError)
+            if is_denied or isinstance(error, FileNotFoundError):
+                raise error
+            self._hurt_pack(pack, "changed", f"{error}; its chunks may be whole")
+        elif not set(state.footer).issuperset(records):
+            self._hurt_pack(pack, "changed", "the footer of the pack and the index disagree")
+        elif size != _length_of(state.footer):
+            self._hurt_pack(pack, "changed", _wrong_length(size, state.footer))
+
+    def _note_cut_off(self, pack: PackId, size: int, records: Sequence[Record]) -> None:
+        damage = self._hurt_pack(pack, "cut off", _wrong_length(size, records))
+        for digest, place in records:
+            if place.offset + place.stored > size:
+                self._cut.add((digest, place))
+                self._blame.setdefault(digest, []).append(damage)
+
+    def _hurt_pack(self, pack: PackId, kind: str, message: str, digest: bytes = b"") -> Damage:
+        self.hurt_packs.add(pack)
+        return self._add_damage(kind, pack_key(pack), message, digest)
+
+    def _lose_pack(self, pack: PackId, kind: str, message: str) -> None:
+        damage = self._hurt_pack(pack, kind, message)
+        self._gone.add(pack)
+        for digest, _ in self.index.of_pack(pack):
+            self._blame.setdefault(digest, []).append(damage)
+
+    # --- all bytes ---
+
+    def _read_share(self, share: float, choice: random.Random) -> None:
+        """Read and verify a share of all chunks and nodes."""
+        total = int(self.stored_bytes * share)
+
+        def report(nbytes: int) -> None:
+            self.read_bytes += nbytes
+            self._progress("reading", min(self.read_bytes, total), total)
+
+        records = (r for r in self._to_read() if share >= 1 or choice.random() < share)
+        for (digest, place), why in bad_records(self.objects, records, report):
+            self.note_bad(digest, place, why)
+
+    @property
+    def stored_bytes(self) -> int:
+        """The stored bytes of what is looked at, at all its places."""
+        if self._wanted is None:
+            return self.index.stored_bytes
+        return sum(place.stored for d in self._wanted for place in self.index.of(d))
+
+    def _to_read(self) -> Iterator[Record]:
+        for pack in self.packs:
+            for digest, place in self.index.of_pack(pack):
+                if self._wanted is not None and digest not in self._wanted:
+                    continue
+                if self._is_whole(digest, place):
+                    yield digest, place
 
     # --- snapshots ---
 
@@ -228,12 +452,12 @@ class Survey(FileSurvey):
                     damage.message += "; nothing needs it"
 
     def _walk(self) -> None:
-        table, damages = self._reading(partial(self._uncached.table, self.root), "the table")
+        table, damages = self._read(partial(self._uncached.table, self.root), "the table")
         self._hurt(damages, ALL.snapshot, "")
         if table is None:
             return
         if self._only is not None:
-            row, damages = self._reading(partial(table.get, self._only), "the table")
+            row, damages = self._read(partial(table.get, self._only), "the table")
             self._hurt(damages, self._only, "")
             if row is not None:
                 self._snapshot(self._only, row)
@@ -241,7 +465,7 @@ class Survey(FileSurvey):
         self._rows(table, table.children, len(table))
         self.rejected_names = table.rejected
         for name in sorted(table.rejected):
-            self.add_damage(
+            self._add_damage(
                 "malformed",
                 "",
                 f"the table has a row {name!r:.200}, which cannot be the name of a snapshot, so it "
@@ -251,24 +475,24 @@ class Survey(FileSurvey):
     def _rows(self, table: Tree[Row], children: list[Child], total: int) -> None:
         """Survey all snapshots below some nodes of the table."""
         self._uncached.read_ahead(digest for _, digest, _ in children)
-        for first, digest, count in children:
-            node, damages = self._reading(partial(table.node, Digest(digest)), "the table")
-            self._hurt(damages, _first_of(first, count), "")
+        for key, digest, count in children:
+            node, damages = self._read(partial(table.node, Digest(digest)), "the table")
+            self._hurt(damages, _name_of(key, count), "")
             if isinstance(node, Branch):
                 self._rows(table, node.children, total)
             rows = node.items if isinstance(node, LeafNode) else ()
             self._uncached.read_ahead(row.manifest.digest for _, row in rows)
             for name, row in rows:
-                self.progress("looking at snapshots", self.snapshots, total)
+                self._progress("looking at snapshots", self.snapshots, total)
                 self._snapshot(name, row)
 
     def _snapshot(self, name: str, row: Row) -> None:
         self.snapshots += not name.startswith(UNFINISHED)
         self._commits[name] = row.commit
         contents = Contents(self._uncached, name, row)
-        manifest, damages = self._reading(lambda: contents.manifest, name)
+        manifest, damages = self._read(lambda: contents.manifest, name)
         self._hurt(damages, name, "")
-        self._hurt(self._reading(lambda: contents.metadata, name)[1], name, "")
+        self._hurt(self._read(lambda: contents.metadata, name)[1], name, "")
         if manifest is None:
             return
         everyone = (manifest.shared, *manifest.ranks.values())
@@ -288,44 +512,44 @@ class Survey(FileSurvey):
         """Return the damages below a key, by path. A known subtree is not read again."""
         if top in self._below:
             return self._below[top]
-        what = f"{contents.name}: {key}"
+        label = f"{contents.name}: {key}"
         load = self._uncached.node
-        tree, damages = self._reading(partial(Tree[Entry], Digest(top), load, Entry), what)
-        found = [("", damage) for damage in damages]
+        tree, damages = self._read(partial(Tree[Entry], Digest(top), load, Entry), label)
+        hurt_paths = [("", damage) for damage in damages]
         children = tree.children if tree is not None else []
         self._uncached.read_ahead(leaf for _, leaf, _ in children if leaf not in self._below)
-        for first, leaf, count in children:
+        for inner, leaf, count in children:
             if leaf not in self._below:
                 assert tree is not None
-                self._below[leaf] = self._leaf(contents, key, tree, leaf, _first_of(first, count))
-            found += self._below[leaf]
-        self._below[top] = found
-        return found
+                self._below[leaf] = self._leaf(contents, key, tree, leaf, _name_of(inner, count))
+            hurt_paths += self._below[leaf]
+        self._below[top] = hurt_paths
+        return hurt_paths
 
     def _leaf(
         self, contents: Contents, key: str, tree: Tree[Entry], leaf: bytes, entries: str
     ) -> list[tuple[str, Damage]]:
-        what = f"{contents.name}: {key}"
-        items, damages = self._reading(partial(tree.leaf, Digest(leaf)), what)
-        found = [(entries, damage) for damage in damages]
+        label = f"{contents.name}: {key}"
+        items, damages = self._read(partial(tree.leaf, Digest(leaf)), label)
+        hurt_paths = [(entries, damage) for damage in damages]
         for inner, entry in items or ():
-            found += [(inner, damage) for damage in self._entry(contents, key + inner, entry)]
-        return found
+            hurt_paths += [(inner, damage) for damage in self._entry(contents, key + inner, entry)]
+        return hurt_paths
 
     def _entry(self, contents: Contents, path: str, entry: Entry) -> list[Damage]:
         """Return the damages that hurt an entry. A known list of chunks is not read again."""
         payload = payload_of(entry)
         form = entry.shape if isinstance(entry, TensorEntry) else ()
-        same = (payload.digests, payload.depth, payload.nbytes, form)
-        if payload.depth and same in self._lists:
-            return self._lists[same]
-        chunks, damages = self._reading(partial(contents.chunks, path, entry), path)
+        content = (payload.digests, payload.depth, payload.nbytes, form)
+        if payload.depth and content in self._lists:
+            return self._lists[content]
+        chunks, damages = self._read(partial(contents.chunks, path, entry), path)
         for digest, nbytes in chunks or ():
             if self.needed.get(digest) != nbytes or digest in self._damages_of:
                 damages += self._chunk(digest, nbytes)
         damages = list(dict.fromkeys(damages))
         if payload.depth:
-            self._lists[same] = damages
+            self._lists[content] = damages
         return damages
 
     def _chunk(self, digest: Digest, nbytes: int) -> list[Damage]:
@@ -334,10 +558,10 @@ class Survey(FileSurvey):
         raw = {place.raw for place in places}
         if raw - {nbytes}:
             message = f"a tensor takes it for {nbytes:,} bytes, the index for {min(raw):,}"
-            return [self.add_damage("malformed", "", message, digest)]
+            return [self._add_damage("malformed", "", message, digest)]
         return self.damages_of(digest, places)
 
-    def _reading(self, read: Callable[[], T], what: str) -> tuple[T | None, list[Damage]]:
+    def _read(self, read: Callable[[], T], label: str) -> tuple[T | None, list[Damage]]:
         """Return the result of reading from the trees, and the damages that this met."""
         self._uncached.asked = []
         result, error = None, None
@@ -347,7 +571,7 @@ class Survey(FileSurvey):
             error = e
         damages = [d for digest in self._uncached.asked for d in self.damages_of(digest)]
         if error is not None and not damages:
-            damages = [self.add_damage("malformed", "", f"{what}: {error}")]
+            damages = [self._add_damage("malformed", "", f"{label}: {error}")]
         return result, damages
 
     def damages_of(self, digest: Digest, places: list[Place] | None = None) -> list[Damage]:
@@ -367,19 +591,20 @@ class Survey(FileSurvey):
         self.rescued.add(pack)
         if pack not in self._condemned_damage:
             why = "the pack is needed, but condemned: a garbage collector will delete it"
-            self._condemned_damage[pack] = self.add_damage("condemned", pack_key(pack), why)
+            self._condemned_damage[pack] = self._add_damage("condemned", pack_key(pack), why)
         return [self._condemned_damage[pack]]
 
     def _why_lost(self, digest: Digest) -> list[Damage]:
-        if digest in self.blame:
-            return self.blame[digest]
+        if digest in self._blame:
+            return self._blame[digest]
         if digest in self.known_lost:
             why = "known to be lost since an earlier repair"
-            return [self.add_damage("lost", "", why, digest)]
+            return [self._add_damage("lost", "", why, digest)]
         if self.unreadable:
             return list(self.unreadable.values())
-        return [self.add_damage("missing", "", "no pack of the index holds it", digest)]
+        return [self._add_damage("missing", "", "no pack of the index holds it", digest)]
 
 
-def _first_of(first: str, count: int) -> str:
-    return first if count == 1 else f"{first} and {count - 1:,} more"
+def _name_of(key: str, count: int) -> str:
+    """Return the name of a leaf: its first key, and how many more it has."""
+    return key if count == 1 else f"{key} and {count - 1:,} more"

@@ -41,7 +41,8 @@ from casnap.format.records import (
     seal,
     segment_records,
 )
-from casnap.maintenance.places import Places, read_footer
+from casnap.maintenance.full_index import FullIndex
+from casnap.maintenance.pack_checks import read_footer
 from casnap.maintenance.survey import Survey
 from casnap.state.flatten import flatten, inflate
 from casnap.state.tensors import Leaf, allocate
@@ -105,9 +106,9 @@ class Parts:
         self.segments = [p.read_bytes()[8:-32] for p in (folder / "casnap-store/index").iterdir()]
         self.footers: list[bytes] = []
         self.nodes: dict[str, list[bytes]] = defaultdict(list)
-        for pack in survey.places.packs:
+        for pack in survey.index.packs:
             content = (folder / "casnap-store" / pack_key(pack)).read_bytes()
-            records = survey.places.of_pack(pack)
+            records = survey.index.of_pack(pack)
             end = max(place.offset + place.stored for _, place in records)
             self.footers.append(content[end:-32])
             if content[-40:-32] == b"CASNAPt1":
@@ -175,7 +176,7 @@ def segment(body: bytes) -> object:
     for read in (
         lambda: list(segment_records(content, "it")[1]),
         lambda: merged_segment([(content, "it")]),
-        lambda: Places([(content, "it")]),
+        lambda: FullIndex([(content, "it")]),
     ):
         try:
             read()

@@ -105,7 +105,7 @@ def test_the_rest_of_a_damaged_pack(store: Path) -> None:
     assert [(d.kind, d.digest) for d in report.remaining] == [("lost", digest.hex())]
     assert named(report) == set(STEPS)
     assert Store(store).objects.newest().lost == digest
-    assert place.pack not in listing_of(store)
+    assert place.pack not in listing_of(store).packs
     assert torch.equal(Store(store)["a"].read_object(f"{KEY}/weight"), expected(0)["weight"])
     with pytest.raises(DamagedError, match=digest.hex()):
         Store(store)["a"].read_object(f"{KEY}/frozen")
@@ -327,8 +327,8 @@ def test_what_cannot_be_read_now_is_not_given_up(
 def test_takes_meanwhile(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A number that is lost to a take costs no second look at the store."""
     looks: list[object] = []
-    again = Survey.again
-    monkeypatch.setattr(Survey, "again", lambda self: (looks.append(self), again(self))[1])
+    again = Survey.run_again
+    monkeypatch.setattr(Survey, "run_again", lambda self: (looks.append(self), again(self))[1])
     damage_chunk(store, FROZEN)
 
     def take() -> None:

@@ -19,7 +19,7 @@ from casnap.errors import CasnapError
 from casnap.format.digest import digest_of
 from casnap.format.records import PackId, Record, SegmentId, decode_segment, pack_key, segment_key
 from casnap.maintenance.check import CheckReport
-from casnap.maintenance.places import Places
+from casnap.maintenance.full_index import FullIndex
 from casnap.maintenance.repair import RepairReport
 from casnap.maintenance.survey import Survey
 from casnap.storage.roots import put_next_root
@@ -164,8 +164,8 @@ def check(path: Path, **options: object) -> CheckReport:
     return Store(path, create=False).check(**options)  # type: ignore[arg-type]
 
 
-def listing_of(path: Path) -> Places:
-    return Survey(Store(path, create=False).objects).places
+def listing_of(path: Path) -> FullIndex:
+    return Survey(Store(path, create=False).objects).index
 
 
 def record_of(path: Path, raw: torch.Tensor | bytes) -> Record:

@@ -102,13 +102,13 @@ def node_fields(node: bytes) -> tuple[str, list[tuple[str, int]]]:
 
 def pack_layout(key: str, content: bytes, survey: Survey) -> Layout:
     pack = PackId(bytes.fromhex(key[-32:]))
-    listed = pack in survey.places
+    listed = pack in survey.index.packs
     (count,) = struct.unpack_from("<I", content, len(content) - PACK_TAIL_SIZE)
     end = len(content) - PACK_TAIL_SIZE - count * FOOTER_RECORD_SIZE
     regions: list[Region] = []
     at = 0
     names = {key[-32:]}
-    records = survey.places.of_pack(pack) if listed else []
+    records = survey.index.of_pack(pack) if listed else []
     for digest, place in records:
         names.add(digest.hex())
         if place.offset > at:

@@ -1,0 +1,93 @@
+"""Checking packs: their footers, and the bytes of each chunk and node in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from casnap.backends import Backend
+from casnap.format.codec import Codec
+from casnap.format.records import (
+    FOOTER_RECORD_SIZE,
+    PACK_TAIL_SIZE,
+    PackId,
+    Place,
+    Record,
+    pack_key,
+    read_pack_footer,
+)
+from casnap.storage.objects import Objects
+from casnap.storage.pack_runs import is_possible
+from casnap.storage.place_reads import Want, Why
+
+_WINDOW_BYTES = 128 << 20
+_WINDOW_RECORDS = 1 << 15
+_CODECS = frozenset(Codec)
+
+
+def read_footer(backend: Backend, pack: PackId, size: int, guess: int = 0) -> list[Record]:
+    """Return the records in the footer of a pack.
+
+    Args:
+        backend: Where the store lives.
+        pack: The pack.
+        size: Its length.
+        guess: How many records to expect; if that is right, one read is enough.
+
+    Raises:
+        DamagedError: The footer is not what was written.
+        FileNotFoundError: There is no such pack.
+    """
+    tail = _tail(backend, pack, size, guess)
+    count = int.from_bytes(tail[-PACK_TAIL_SIZE:][:4], "little")
+    if guess < count <= size // FOOTER_RECORD_SIZE:
+        tail = _tail(backend, pack, size, count)
+    return read_pack_footer(pack, tail)
+
+
+def _tail(backend: Backend, pack: PackId, size: int, count: int) -> bytes:
+    tail = bytearray(min(size, count * FOOTER_RECORD_SIZE + PACK_TAIL_SIZE))
+    [n] = backend.read_into(pack_key(pack), [(size - len(tail), memoryview(tail))])
+    return bytes(tail[:n])
+
+
+def bad_records(
+    objects: Objects, records: Iterable[Record], report: Callable[[int], None]
+) -> Iterator[tuple[Record, Why]]:
+    """Read chunks and nodes; yield those that are not whole, and why.
+
+    Args:
+        objects: The store.
+        records: The chunks and nodes, and their places.
+        report: Called with the number of bytes read since the last call.
+    """
+    window: list[tuple[Place, list[Want]]] = []
+    nbytes = 0
+    for digest, place in records:
+        window.append((place, [Want(digest, -1, _forget, "")]))
+        nbytes += place.stored
+        if nbytes >= _WINDOW_BYTES or len(window) >= _WINDOW_RECORDS:
+            yield from _bad_of(objects, window)
+            report(nbytes)
+            window, nbytes = [], 0
+    yield from _bad_of(objects, window)
+    report(nbytes)
+
+
+def _bad_of(
+    objects: Objects, window: list[tuple[Place, list[Want]]]
+) -> Iterator[tuple[Record, Why]]:
+    for place, wants, _ in objects.read_places(window):
+        # Each alone: one unreadable chunk makes a read with its neighbours fail.
+        for unread in objects.read_places([(place, wants)]):
+            yield (wants[0].digest, place), unread.why
+
+
+def _forget(_raw: memoryview) -> None:
+    """Drop the bytes of a chunk that only had to be verified."""
+
+
+def can_lie_at(place: Place) -> bool:
+    """Whether a place from the index is possible. Checked before memory is taken for it."""
+    if place.codec == Codec.RAW and place.raw != place.stored:
+        return False
+    return place.codec in _CODECS and is_possible(place)
