@@ -39,6 +39,18 @@ def test_examples_run(
     run_examples(page, tmp_path / "work", monkeypatch)
 
 
+@pytest.mark.parametrize("hidden", ["x = 1", "import math as x", "open('x', 'w').close()"])
+def test_what_is_hidden_defines_nothing(
+    hidden: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a reader can run a page as it stands."""
+    page = tmp_path / "page.md"
+    seen = "open('x').close()" if "open" in hidden else "assert x"
+    page.write_text(f"<!-- invisible-code-block: python\n{hidden}\n-->\n```python\n{seen}\n```\n")
+    with pytest.raises((NameError, AssertionError)):
+        run_examples(page, tmp_path / "work", monkeypatch)
+
+
 def names_in(page: Path) -> set[str]:
     """Return what stands in the code font on a page."""
     return set(re.findall(r"`([\w./]+)`", page.read_text()))

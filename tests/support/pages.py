@@ -8,7 +8,9 @@ The examples of a page run in order, in one empty working folder:
   without expected output may print what it likes. A ``\\`` at the end continues a command.
 - Anything else (```` ```sh ````, ```` ```text ````) is only shown.
 
-``<!-- invisible-code-block: python ... -->`` runs unseen, ``<!-- skip: next -->`` leaves one out.
+``<!-- invisible-code-block: python ... -->`` runs unseen. It may silence warnings, or check what
+the page says; but what it defines is dropped, and it may not change a file: a reader can run a page
+from top to bottom. ``<!-- skip: next -->`` leaves a block out.
 """
 
 from __future__ import annotations
@@ -96,4 +98,20 @@ def run_examples(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     folder.mkdir()
     monkeypatch.chdir(folder)
     for example in SYBIL.parse(page).examples():
-        example.evaluate()
+        if example.document.text[example.start :].startswith("<!--"):
+            _run_hidden(example)
+        else:
+            example.evaluate()
+
+
+def _run_hidden(example: Example) -> None:
+    """Run a block that a reader does not see, so that nothing of what he sees can rest on it."""
+    names, files = dict(example.namespace), _files()
+    example.evaluate()
+    example.namespace.clear()
+    example.namespace.update(names)
+    assert _files() == files, f"{example.path}:{example.line}: a hidden block changes files"
+
+
+def _files() -> dict[Path, int]:
+    return {path: path.lstat().st_mtime_ns for path in Path.cwd().rglob("*")}
