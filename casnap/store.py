@@ -43,7 +43,7 @@ from casnap.upkeep import Upkeep
 if TYPE_CHECKING:
     from casnap.state.stateful import Stateful
     from casnap.transfer.mirror import Mirror
-    from casnap.transfer.mirror_report import HowToMirror
+    from casnap.transfer.mirror_report import MirrorOptions
     from casnap.transfer.report import CopyReport
 
 _log = logging.getLogger("casnap")
@@ -114,7 +114,7 @@ class Store(Upkeep):
         if isinstance(uri, OpenStore):
             self._note(uri)
             return
-        how = _how_to_mirror(mirror, mirror_options, mirror_retention)
+        how = _mirror_options(mirror, mirror_options, mirror_retention)
         chosen = Codec.RAW if codec is None else codec_named(codec)
         place = self._place = located(uri, storage_options)
         self._uri = place.backend if isinstance(uri, Backend) else str(uri)
@@ -533,9 +533,9 @@ class Store(Upkeep):
                 stores cannot be used.
             DamagedError: Something in this store cannot be read.
         """
-        from casnap.transfer.choice import check_pair, choose
         from casnap.transfer.copy import copy_snapshots
         from casnap.transfer.report import CopyOptions
+        from casnap.transfer.selection import check_pair, choose
 
         chosen = choose(self.objects, self.prefix, name, rename)
         there: OpenStore | None
@@ -555,11 +555,11 @@ class Store(Upkeep):
         return copy_snapshots(self.objects, objects, chosen, options, progress)
 
 
-def _how_to_mirror(
+def _mirror_options(
     mirror: str | os.PathLike[str] | Backend | None,
     options: Mapping[str, Any] | None,
     retention: Retention | None,
-) -> HowToMirror | None:
+) -> MirrorOptions | None:
     """Return the user's options for the mirror; None without a mirror."""
     if mirror is None:
         if options is not None or retention is not None:
@@ -567,9 +567,9 @@ def _how_to_mirror(
         return None
     if retention is not None:
         check_retention(retention)
-    from casnap.transfer.mirror_report import HowToMirror
+    from casnap.transfer.mirror_report import MirrorOptions
 
-    return HowToMirror(mirror, options, retention)
+    return MirrorOptions(mirror, options, retention)
 
 
 def _store_to_make(uri: str | Backend, place: Location, open_place: partial[OpenStore]) -> Store:

@@ -25,9 +25,9 @@ from casnap.errors import NotAStoreError
 from casnap.opened.open_store import located, open_store
 from casnap.storage.uris import snapshot_uri, store_uri
 from casnap.store import Store
-from casnap.transfer.choice import check_pair, choose
-from casnap.transfer.follow import Follower, FollowOptions, Pair
+from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
 from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
+from casnap.transfer.selection import check_pair, choose
 
 EXAMPLES = """\
 \b
@@ -138,22 +138,22 @@ def _follow(source: str, destination: str, how: FollowOptions, *, as_json: bool)
 
     copied: list[str] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    follower = Follower(open_pair, how)
+    copy = ContinuousCopy(open_pair, how)
     try:
-        for report in follower.reports():
+        for report in copy.reports():
             copied += report.copied
             if not as_json:
                 click.echo(f"copied {', '.join(map(safe, report.copied))}: {_sent(report)}")
                 sys.stdout.flush()
     except KeyboardInterrupt:
         pass
-    done = {"copied": copied, "refused": follower.refused}
+    done = {"copied": copied, "refused": copy.refused}
     if as_json:
         emit({"source": source, "destination": destination, **done})
     else:
         click.echo(f"{counted(len(copied), 'snapshot')} copied")
-    if follower.refused:
-        raise CommandError("; ".join(f"{name}: {why}" for name, why in follower.refused.items()))
+    if copy.refused:
+        raise CommandError("; ".join(f"{name}: {why}" for name, why in copy.refused.items()))
 
 
 def _facts_of(report: CopyReport) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from casnap.cli.output import (
     table,
 )
 from casnap.storage.mirrored import Lacking, place_of
-from casnap.transfer.mirror_report import HostNote, Told
+from casnap.transfer.mirror_report import HostFiles, HostStatus
 
 
 @click.command()
@@ -38,8 +38,8 @@ def mirror(store: str | None, as_json: bool) -> None:
     if there is None:
         raise CommandError(f"{uri} has no mirror; Store({uri!r}, mirror=URI) gives it one")
     lacking = Lacking().look(objects.table(root))
-    told = HostNote(objects, there.uri).heard()
-    said = told or Told()
+    running = HostFiles(objects, there.uri).read()
+    status = running or HostStatus()
     nbytes = sum(row.stats.new_bytes for row in lacking.values())
     if as_json:
         snapshots = [
@@ -47,14 +47,14 @@ def mirror(store: str | None, as_json: bool) -> None:
                 **named(objects.backend, name, row.commit.hex()),
                 "time": json_time(row.time),
                 "new_bytes": row.stats.new_bytes,
-                "refused": said.refused.get(name),
+                "refused": status.refused.get(name),
             }
             for name, row in lacking.items()
         ]
         state = {
-            "process_id": said.pid or None,
-            "error": said.error or None,
-            "failing_since_time": json_time(said.since or None),
+            "process_id": status.pid or None,
+            "error": status.error or None,
+            "failing_since_time": json_time(status.since or None),
         }
         totals = {"lacking_bytes": nbytes, **state, **request_fields(place)}
         emit({"store": uri, "mirror": there.uri, "snapshots": snapshots, **totals})
@@ -65,7 +65,7 @@ def mirror(store: str | None, as_json: bool) -> None:
                 safe(name),
                 moment(row.time),
                 size(row.stats.new_bytes),
-                safe(said.refused.get(name, "")),
+                safe(status.refused.get(name, "")),
             )
             for name, row in lacking.items()
         ]
@@ -74,7 +74,7 @@ def mirror(store: str | None, as_json: bool) -> None:
         f"lacks {counted(len(lacking), 'snapshot')}, about {size(nbytes)}" if lacking else "has all"
     )
     click.echo(f"{safe(there.uri)} {lag}")
-    if said.error:
-        click.echo(f"it fails since {moment(said.since)}: {safe(said.error)}")
-    if told is None and lacking:
+    if status.error:
+        click.echo(f"it fails since {moment(status.since)}: {safe(status.error)}")
+    if running is None and lacking:
         click.echo("no process of this host copies to it; a Store with this mirror= does")

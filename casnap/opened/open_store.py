@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from casnap.take.options import TakeOptions
     from casnap.take.pending import PendingTake
     from casnap.transfer.mirror import Mirror
-    from casnap.transfer.mirror_report import HowToMirror
+    from casnap.transfer.mirror_report import MirrorOptions
 
 V = TypeVar("V")
 
@@ -74,7 +74,7 @@ class StoreOptions:
 
     markers: bool = True
     threads: int | None = field(default_factory=threads_asked)
-    mirror: HowToMirror | None = None
+    mirror: MirrorOptions | None = None
 
 
 class OpenStore:
@@ -252,7 +252,7 @@ def _open_again(
     return open_store(found, create=False, cache_bytes=cache_bytes, options=options)
 
 
-def _mirror_of(objects: Objects, prefix: str, how: HowToMirror) -> Mirror:
+def _mirror_of(objects: Objects, prefix: str, how: MirrorOptions) -> Mirror:
     """Return the mirror of a store.
 
     Raises:

@@ -2,8 +2,8 @@
 
 A snapshot is copied in parts. Each part is a change of the destination like a take: it relies on
 the chunks that are there, and writes those that it lacks. A part that does not complete the
-snapshot refers to what it has written from a row of its own (``pinned.py``). The last part writes
-the nodes of the tree and the row of the snapshot, and removes that row.
+snapshot refers to what it has written from a row of its own (``unfinished.py``). The last part
+writes the nodes of the tree and the row of the snapshot, and removes that row.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from casnap.storage.contents import Contents
 from casnap.storage.objects import Objects
 from casnap.storage.table import Table
 from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
+from casnap.transfer.snapshot_copy import SnapshotCopy, is_present
+from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally
-from casnap.transfer.tree import SourceTree
-from casnap.transfer.whole import WholeCopy, is_present
 
 _log = logging.getLogger("casnap")
 _FENCED_TRIES = 5
@@ -142,7 +142,7 @@ class _Copy:
         if len(self._seen) > _MOST_SEEN:
             self._forget()
         tree = SourceTree(self._source, chosen, self._seen, self._owners)
-        whole = WholeCopy(self._source, chosen, tree, self._options, self._tally)
+        whole = SnapshotCopy(self._source, chosen, tree, self._options, self._tally)
         if self._options.dry_run:
             whole.look(self._destination)
         else:

@@ -1,12 +1,17 @@
-"""Copying each new snapshot of a store as it is committed, for as long as asked."""
+"""Copying each new snapshot of a store as it is committed, for as long as asked.
+
+A :class:`Follower` copies what is new since its last look. A mirror has one on a thread of its own
+(``mirror.py``), and ``casnap cp --follow`` is a :class:`ContinuousCopy`.
+"""
 
 from __future__ import annotations
 
 import logging
-import math
+import random
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from casnap.errors import (
     CasnapError,
@@ -18,10 +23,14 @@ from casnap.errors import (
 from casnap.runtime.progress import Progress
 from casnap.storage.objects import Objects
 from casnap.transfer.copy import copy_snapshots
-from casnap.transfer.patience import RETRY_REFUSED, Patience
 from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
 
 _log = logging.getLogger("casnap")
+_random = random.SystemRandom()
+# The first and the longest pause after a failure, in seconds.
+_FIRST, _LONGEST = 1.0, 60.0
+# After how many seconds to try again a snapshot that waits for the user to act.
+_RETRY_REFUSED = 60.0
 
 
 @dataclass(frozen=True)
@@ -31,14 +40,88 @@ class Pair:
     Attributes:
         source: The store to read from.
         destination: The store to write to.
-        choose: Returns the snapshots that are meant, as the newest root of the source has them.
+        choose: Returns the snapshots that are meant, as the source has them now, in the order in
+            which they are to be copied.
         options: How to copy.
     """
 
     source: Objects
     destination: Objects
-    choose: Callable[[], list[ChosenSnapshot]]
-    options: CopyOptions
+    choose: Callable[[], Iterable[ChosenSnapshot]]
+    options: CopyOptions = field(default_factory=CopyOptions)
+
+
+class Refusal(NamedTuple):
+    """A snapshot that cannot be copied until the user acts: its commit id, and the reason."""
+
+    commit: bytes
+    reason: str
+
+
+class Follower:
+    """Copies what was committed since its last look.
+
+    Args:
+        pair: What to copy, and where.
+        progress: As for a copy.
+        explain: Returns the reason why a snapshot cannot be copied, given the error.
+
+    Attributes:
+        refused: The snapshots, by name, that cannot be copied until the user acts.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        progress: Progress | None = None,
+        explain: Callable[[ChosenSnapshot, CasnapError], str] = lambda _, error: str(error),
+    ) -> None:
+        self._pair = pair
+        self._progress = progress
+        self._explain = explain
+        self._seen_root: bytes | None = None
+        self._retry_at = 0.0
+        self.refused: dict[str, Refusal] = {}
+
+    def look(self) -> Iterator[tuple[ChosenSnapshot, CopyReport]]:
+        """Copy the snapshots that are new, and yield each with its report."""
+        pair = self._pair
+        root = pair.source.newest()
+        is_retry = bool(self.refused) and time.monotonic() >= self._retry_at
+        if root.commit == self._seen_root and not is_retry:
+            return
+        names: set[str] = set()
+        for chosen in pair.choose():
+            names.add(chosen.name)
+            refusal = self.refused.get(chosen.name)
+            if refusal is not None and refusal.commit == chosen.row.commit and not is_retry:
+                continue
+            try:
+                report = copy_snapshots(
+                    pair.source, pair.destination, [chosen], pair.options, self._progress
+                )
+            except SnapshotNotFoundError:
+                # It was deleted meanwhile.
+                continue
+            except (SnapshotExistsError, DamagedError) as e:
+                self._refuse(chosen, self._explain(chosen, e))
+                continue
+            self.refused.pop(chosen.name, None)
+            yield chosen, report
+        self.refused = {name: why for name, why in self.refused.items() if name in names}
+        self._seen_root = root.commit
+
+    def retry_refused(self) -> None:
+        """Try what was refused again at the next look."""
+        self._retry_at = 0.0
+
+    def _refuse(self, chosen: ChosenSnapshot, reason: str) -> None:
+        refusal = Refusal(chosen.row.commit, reason)
+        if self.refused.get(chosen.name) != refusal:
+            uri = self._pair.destination.backend.uri
+            _log.warning("%s is not copied to %s: %s", chosen.name, uri, reason)
+        self.refused[chosen.name] = refusal
+        self._retry_at = time.monotonic() + _RETRY_REFUSED
 
 
 @dataclass(frozen=True)
@@ -54,7 +137,7 @@ class FollowOptions:
     give_up_after: float | None = None
 
 
-class Follower:
+class ContinuousCopy:
     """Copies what a store holds, and then each snapshot that is committed.
 
     A snapshot that was copied is not copied again, even if it is deleted at the destination. If it
@@ -64,9 +147,6 @@ class Follower:
         open_pair: Opens both stores.
         options: How to follow.
         progress: As for a copy.
-
-    Attributes:
-        refused: Snapshots, by name, that cannot be copied until the user acts, and why.
     """
 
     def __init__(
@@ -78,13 +158,15 @@ class Follower:
         self._open_pair = open_pair
         self._options = options
         self._progress = progress
-        self._pair: Pair | None = None
-        self._looked_at: bytes | None = None
-        self._retry_at = math.inf
-        self._done: set[bytes] = set()
+        self._follower: Follower | None = None
         self._copied: dict[str, set[bytes]] = {}
-        self._patience = Patience("the copy")
-        self.refused: dict[str, str] = {}
+        self._backoff = Backoff("the copy")
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Snapshots, by name, that cannot be copied until the user acts, and the reasons."""
+        refused = {} if self._follower is None else self._follower.refused
+        return {name: refusal.reason for name, refusal in refused.items()}
 
     def reports(self) -> Iterator[CopyReport]:
         """Copy, and yield a report for each snapshot; for ever.
@@ -97,52 +179,88 @@ class Follower:
                 yield from self._look()
             except CasnapError as e:
                 # At the beginning, only what may pass is tried again: it may be a wrong argument.
-                if self._pair is None and not isinstance(e, UnavailableError):
+                if self._follower is None and not isinstance(e, UnavailableError):
                     raise
-                self._patience.note_failure(e)
+                self._backoff.note_failure(e)
                 most = self._options.give_up_after
-                if most is not None and self._patience.failing_for >= most:
+                if most is not None and self._backoff.failing_for >= most:
                     raise
             else:
-                self._patience.note_success()
-            time.sleep(max(self._options.interval, self._patience.delay))
+                self._backoff.note_success()
+            time.sleep(max(self._options.interval, self._backoff.delay))
 
     def _look(self) -> Iterator[CopyReport]:
-        """Copy what is new since the last look."""
-        pair = self._pair or self._open_pair()
-        self._pair = pair
-        root = pair.source.newest()
-        if root.commit == self._looked_at and time.monotonic() < self._retry_at:
-            return
-        try:
-            found = pair.choose()
-        except SnapshotNotFoundError:
-            # There is nothing yet.
-            found = []
-        self.refused = {}
-        self._retry_at = math.inf
-        for chosen in sorted(found, key=lambda c: c.row.seq):
-            if chosen.row.commit not in self._done:
-                report = self._copy(pair, chosen)
-                if report is not None:
-                    yield report
-        self._looked_at = root.commit
+        if self._follower is None:
+            self._follower = self._opened()
+        for chosen, report in self._follower.look():
+            self._copied.setdefault(chosen.target, set()).add(chosen.row.commit)
+            if report.copied:
+                yield report
 
-    def _copy(self, pair: Pair, chosen: ChosenSnapshot) -> CopyReport | None:
-        own = self._copied.setdefault(chosen.target, set())
-        chosen = chosen._replace(replaces=frozenset(own))
-        try:
-            report = copy_snapshots(
-                pair.source, pair.destination, [chosen], pair.options, self._progress
-            )
-        except SnapshotNotFoundError:
-            # It was deleted meanwhile.
-            return None
-        except (SnapshotExistsError, DamagedError) as e:
-            _log.warning("%s is not copied: %s", chosen.name, e)
-            self.refused[chosen.name] = str(e)
-            self._retry_at = time.monotonic() + RETRY_REFUSED
-            return None
-        own.add(chosen.row.commit)
-        self._done.add(chosen.row.commit)
-        return report if report.copied else None
+    def _opened(self) -> Follower:
+        pair = self._open_pair()
+
+        def new() -> Iterator[ChosenSnapshot]:
+            try:
+                snapshots = sorted(pair.choose(), key=lambda chosen: chosen.row.seq)
+            except SnapshotNotFoundError:
+                return  # there is nothing yet
+            for chosen in snapshots:
+                copied = frozenset(self._copied.get(chosen.target, ()))
+                if chosen.row.commit not in copied:
+                    yield chosen._replace(replaces=copied)
+
+        return Follower(Pair(pair.source, pair.destination, new, pair.options), self._progress)
+
+
+class Backoff:
+    """The failures of some work that is tried again and again: after each, it waits longer.
+
+    Args:
+        task: The work, for messages.
+
+    Attributes:
+        error: The last failure; None if the last try was a success.
+        since: When it began to fail, in seconds since the epoch.
+    """
+
+    def __init__(self, task: str) -> None:
+        self.error: BaseException | None = None
+        self.since: float | None = None
+        self._task = task
+        self._failures = 0
+        self._next = 0.0
+
+    def note_failure(self, error: BaseException) -> None:
+        """Note a failure; log the first one."""
+        if self.since is None:
+            self.since = time.time()
+            _log.warning("%s fails, and is tried again: %.1000s", self._task, error)
+        else:
+            _log.info("%s fails still: %.1000s", self._task, error)
+        self.error = error
+        # Random, so that many hosts do not come back together.
+        delay = min(_LONGEST, _FIRST * 2 ** min(self._failures, 10))
+        self._failures += 1
+        self._next = time.monotonic() + delay * _random.uniform(0.5, 1.0)
+
+    def note_success(self) -> None:
+        """Note that a try did not fail."""
+        if self.since is not None:
+            _log.warning("%s works again", self._task)
+        self.error, self.since = None, None
+        self._failures, self._next = 0, 0.0
+
+    def hurry(self) -> None:
+        """Have the next try at once."""
+        self._next = 0.0
+
+    @property
+    def failing_for(self) -> float:
+        """For how many seconds it has been failing."""
+        return 0.0 if self.since is None else time.time() - self.since
+
+    @property
+    def delay(self) -> float:
+        """How many seconds to wait before the next try; 0 for none."""
+        return max(0.0, self._next - time.monotonic())

@@ -16,8 +16,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from weakref import WeakSet, ref
 
 import msgspec
@@ -25,12 +26,10 @@ import msgspec
 from casnap.errors import (
     BackendError,
     CasnapError,
-    DamagedError,
     ExhaustedError,
     MirrorError,
     OptionsError,
     SnapshotExistsError,
-    SnapshotNotFoundError,
 )
 from casnap.format.records import Row
 from casnap.runtime.threads import Worker
@@ -46,11 +45,16 @@ from casnap.storage.mirrored import (
 )
 from casnap.storage.objects import Objects
 from casnap.storage.retention import Pruning, prune
-from casnap.transfer.choice import check_pair
-from casnap.transfer.copy import copy_snapshots
-from casnap.transfer.mirror_report import Destination, HostNote, HowToMirror, MirrorStatus, Told
-from casnap.transfer.patience import RETRY_REFUSED, Patience
+from casnap.transfer.follow import Backoff, Follower, Pair
+from casnap.transfer.mirror_report import (
+    Destination,
+    HostFiles,
+    HostStatus,
+    MirrorOptions,
+    MirrorStatus,
+)
 from casnap.transfer.report import ChosenSnapshot
+from casnap.transfer.selection import check_pair
 
 _log = logging.getLogger("casnap")
 # How often to look for what other processes have committed, in seconds.
@@ -84,7 +88,7 @@ class Mirror:
     def __init__(
         self,
         source: Objects,
-        how: HowToMirror,
+        how: MirrorOptions,
         uri: str,
         open_there: Callable[[], Destination],
         *,
@@ -94,7 +98,7 @@ class Mirror:
         self.how = how
         self.uri = uri
         self._source = source
-        self._note = HostNote(source, uri)
+        self._host = HostFiles(source, uri)
         self._open_there = open_there
         self._is_taking = is_taking
         self._patient_for = 0.0
@@ -113,15 +117,13 @@ class Mirror:
         self._opening = threading.Lock()
         self._event = threading.Event()
         self._changed = threading.Condition()
-        self._patience = Patience(f"the mirror of {self._source.backend.uri} at {self.uri}")
-        self._refused: dict[str, tuple[bytes, str]] = {}
+        self._backoff = Backoff(f"the mirror of {self._source.backend.uri} at {self.uri}")
         self._pass: Worker | None = None
         self._again = False
         self._watcher: threading.Thread | None = None
         self._contacted = threading.Event()
-        self._looked_at: bytes | None = None
+        self._follower: Follower | None = None
         self._passes = 0
-        self._refused_until = 0.0
 
     # --- from the threads of users; none of these raises because of the mirror, or waits for it ---
 
@@ -152,11 +154,11 @@ class Mirror:
             return
         try:
             self._watch()
-            if not self._patience.delay:
+            if not self._backoff.delay:
                 self._start_pass()
         except (RuntimeError, ExhaustedError) as e:
             # No thread can be started. A later commit tries again.
-            self._patience.note_failure(e)
+            self._backoff.note_failure(e)
 
     def _watch(self) -> None:
         with self._lock:
@@ -177,7 +179,7 @@ class Mirror:
     def due(self) -> float:
         """Return in how many seconds to look for something to copy."""
         # At a remote store each look is a request or two.
-        return self._patience.delay or (6 * _LOOK if self._source.backend.is_remote else _LOOK)
+        return self._backoff.delay or (6 * _LOOK if self._source.backend.is_remote else _LOOK)
 
     # --- the pass ---
 
@@ -190,14 +192,14 @@ class Mirror:
                 self._again = False
             try:
                 self._copy_all()
-                self._patience.note_success()
+                self._backoff.note_success()
             except (BusyError, _StoppedError):
                 pass
             except BaseException as e:  # noqa: BLE001 - it must never reach a take
                 if not self._stopped:
-                    self._patience.note_failure(e)
+                    self._backoff.note_failure(e)
                 self._again = False
-                self._note.tell(self._told())
+                self._host.write(self._host_status())
             finally:
                 self._passes += 1
                 self._contacted.set()
@@ -212,40 +214,26 @@ class Mirror:
         # Before the lock: each process is to hear of it if its mirror is the wrong store.
         there = self.destination()
         with ExitStack() as stack:
-            if (lock := self._note.lock) is not None:
+            if (lock := self._host.lock) is not None:
                 stack.enter_context(locked(lock, 0))
-            while not self._stopped:
-                root = self._source.newest()
-                retry = bool(self._refused) and time.monotonic() >= self._refused_until
-                if root.commit == self._looked_at and not retry:
-                    return
-                todo = self._lacking.look(self._source.table(root))
-                self._refused = {
-                    name: why
-                    for name, why in self._refused.items()
-                    if name in todo and todo[name].commit == why[0]
-                }
-                for name in () if retry else self._refused:
-                    del todo[name]
-                if not self._copy_some(there, todo):
-                    self._looked_at = root.commit
-                    self._note.tell(self._told())
-                    return
+            while not self._stopped and self._copy_some(there):
+                continue
+            self._host.write(self._host_status())
 
-    def _copy_some(self, there: Destination, todo: dict[str, Row]) -> bool:
-        """Copy some snapshots; return whether any of them was."""
+    def _copy_some(self, there: Destination) -> bool:
+        """Copy what is new; return whether anything was."""
+        if self._follower is None:
+            pair = Pair(self._source, there.objects, partial(self._choose, there))
+            self._follower = Follower(pair, self._on_progress, partial(self._explain, there))
         copied: dict[str, bytes] = {}
         settled = time.monotonic()
         any_copied = False
         try:
-            for name, row in todo.items():
-                # Takes go first, unless the mirror falls behind. No low priority for this thread:
-                # when it holds Python's lock, the training would wait with it.
-                self._patient_for = 0.0 if len(todo) > 1 else _GIVE_WAY
-                if self._copy(there, name, row):
-                    copied[name] = row.commit
-                    any_copied = True
-                if copied and time.monotonic() - settled > _SETTLE:
+            for chosen, _ in self._follower.look():
+                self._prune(there, chosen)
+                copied[chosen.name] = chosen.row.commit
+                any_copied = True
+                if time.monotonic() - settled > _SETTLE:
                     self._settle(copied)
                     settled = time.monotonic()
         finally:
@@ -254,37 +242,34 @@ class Mirror:
                 self._settle(copied)
         return any_copied
 
+    def _choose(self, there: Destination) -> Iterator[ChosenSnapshot]:
+        """Yield what the mirror lacks."""
+        lacking = self.lacking()
+        store_id = self._source.config.store_id
+        for name, row in lacking.items():
+            # Takes go first, unless the mirror falls behind. No low priority for this thread:
+            # when it holds Python's lock, the training would wait with it.
+            self._patient_for = 0.0 if len(lacking) > 1 else _GIVE_WAY
+            target = f"{there.prefix}/{name}" if there.prefix else name
+            sent = msgspec.structs.replace(row, tags=origin_tags(row, store_id))
+            yield ChosenSnapshot(name, target, sent, self._replaceable(there.objects, target))
+
+    def _prune(self, there: Destination, chosen: ChosenSnapshot) -> None:
+        """Prune the run of a snapshot that was copied, at the mirror."""
+        if (retention := self.how.retention) is not None:
+            folder = chosen.target.rpartition("/")[0]
+            store_id = self._source.config.store_id
+            # Other stores' copies there are not ours to prune.
+            own = lambda row: origin_of(row) == store_id  # noqa: E731
+            prune(there.objects, Pruning(there.objects, retention, folder, chosen.row.commit, own))
+
     def _settle(self, copied: dict[str, bytes]) -> None:
         # Before that, so that a thread that waits for the notes finds no failure any more.
-        self._patience.note_success()
+        self._backoff.note_success()
         settle(self._source, copied)
         copied.clear()
-        self._note.tell(self._told())
+        self._host.write(self._host_status())
         self._tell_waiting()
-
-    def _copy(self, there: Destination, name: str, row: Row) -> bool:
-        """Copy one snapshot; return whether the mirror holds it."""
-        target = f"{there.prefix}/{name}" if there.prefix else name
-        store_id = self._source.config.store_id
-        sent = msgspec.structs.replace(row, tags=origin_tags(row, store_id))
-        chosen = ChosenSnapshot(name, target, sent, self._replaceable(there.objects, target))
-        try:
-            copy_snapshots(self._source, there.objects, [chosen], progress=self._on_progress)
-        except SnapshotNotFoundError:
-            # It was deleted meanwhile.
-            return False
-        except SnapshotExistsError as e:
-            self._refuse(name, row, self._conflict(there, chosen, e))
-            return False
-        except DamagedError as e:
-            self._refuse(name, row, str(e))
-            return False
-        if (retention := self.how.retention) is not None:
-            folder = target.rpartition("/")[0]
-            # Other stores' copies there are not ours to prune.
-            own = lambda found: origin_of(found) == store_id  # noqa: E731
-            prune(there.objects, Pruning(there.objects, retention, folder, row.commit, own))
-        return True
 
     def _replaceable(self, there: Objects, target: str) -> frozenset[bytes]:
         """Return the commit id of the snapshot at the mirror that one of this store may replace."""
@@ -305,19 +290,11 @@ class Mirror:
             time.sleep(_GIVE_WAY_LOOK)
             self._patient_for -= _GIVE_WAY_LOOK
 
-    def _refuse(self, name: str, row: Row, why: str) -> None:
-        if self._refused.get(name) != (row.commit, why):
-            _log.warning("%s is not mirrored: %s", name, why)
-        self._refused[name] = (row.commit, why)
-        self._refused_until = time.monotonic() + RETRY_REFUSED
-
-    def _conflict(
-        self, there: Destination, chosen: ChosenSnapshot, error: SnapshotExistsError
-    ) -> str:
-        """Say which two snapshots want one name."""
+    def _explain(self, there: Destination, chosen: ChosenSnapshot, error: CasnapError) -> str:
+        """Say why a snapshot cannot be copied: which two want one name."""
         objects, here = there.objects, self._source
         row = objects.current(lambda root: objects.table(root).get(chosen.target))
-        if row is None:
+        if row is None or not isinstance(error, SnapshotExistsError):
             return str(error)
         origin = origin_of(row)
         taken = f"copied from the store {origin}" if origin else "not copied by a mirror"
@@ -374,17 +351,17 @@ class Mirror:
         if os.getpid() != self._pid:
             self._begin()
         lacking = self.lacking()
-        told = self._told()
-        if not told.error and not told.refused:
-            told = self._note.heard() or told
+        status = self._host_status()
+        if not status.error and not status.refused:
+            status = self._host.read() or status
         return MirrorStatus(
             self.uri,
             len(lacking),
             sum(row.stats.new_bytes for row in lacking.values()),
             self._pass is not None and not self._pass.ended,
-            told.error or None,
-            told.since or None,
-            {name: why for name, why in told.refused.items() if name in lacking},
+            status.error or None,
+            status.since or None,
+            {name: why for name, why in status.refused.items() if name in lacking},
         )
 
     def wait(self, timeout: float | None, asked: float | None) -> None:
@@ -402,8 +379,9 @@ class Mirror:
         until = None if timeout is None else time.monotonic() + timeout
         wanted = {row.commit for row in self.lacking().values()}
         passes = self._passes
-        self._patience.hurry()
-        self._refused_until = 0.0
+        self._backoff.hurry()
+        if self._follower is not None:
+            self._follower.retry_refused()
         while wanted:
             self.wake()
             left = None if until is None else until - time.monotonic()
@@ -418,18 +396,22 @@ class Mirror:
             hopeless &= self._passive or self._passes > passes
             hopeless |= self._stopped and not self._passive
             if hopeless or (until is not None and time.monotonic() >= until):
-                told = "it was stopped by this process" if self._stopped else ""
-                raise MirrorError(_lag(status, lacking, None if hopeless else asked, told))
+                stopped = "it was stopped by this process" if self._stopped else ""
+                raise MirrorError(_lag(status, lacking, None if hopeless else asked, stopped))
 
     def _tell_waiting(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _told(self) -> Told:
-        patience = self._patience
-        refused = {name: why for name, (_, why) in self._refused.items()}
-        error = "" if patience.error is None else f"{patience.error}"
-        return Told(os.getpid(), error, patience.since or 0.0, refused)
+    def _host_status(self) -> HostStatus:
+        backoff = self._backoff
+        refused = {} if self._follower is None else dict(self._follower.refused)
+        return HostStatus(
+            os.getpid(),
+            "" if backoff.error is None else f"{backoff.error}",
+            backoff.since or 0.0,
+            {name: refusal.reason for name, refusal in refused.items()},
+        )
 
 
 def _lag(status: MirrorStatus, lacking: Iterable[str], timeout: float | None, stopped: str) -> str:

@@ -31,7 +31,7 @@ class Destination(NamedTuple):
     prefix: str
 
 
-class HowToMirror(NamedTuple):
+class MirrorOptions(NamedTuple):
     """The user's options for a mirror.
 
     Attributes:
@@ -68,8 +68,8 @@ class MirrorStatus:
     refused: dict[str, str]
 
 
-class Told(msgspec.Struct):
-    """What the process that copies tells the others of its host.
+class HostStatus(msgspec.Struct):
+    """What the process that copies says to the others of its host.
 
     Attributes:
         pid: The process.
@@ -84,7 +84,7 @@ class Told(msgspec.Struct):
     refused: dict[str, str] = {}
 
 
-class HostNote:
+class HostFiles:
     """Two files of this host: which process copies to a mirror, and what it says.
 
     Nothing rests on them but that work is not done twice.
@@ -95,8 +95,8 @@ class HostNote:
     """
 
     def __init__(self, source: Objects, uri: str) -> None:
-        what = f"{source.config.store_id} {source.backend.identity} {uri}"
-        self._name = f"mirror-{digest_of(what.encode()).hex()[:32]}"
+        pair = f"{source.config.store_id} {source.backend.identity} {uri}"
+        self._name = f"mirror-{digest_of(pair.encode()).hex()[:32]}"
 
     def _path(self, suffix: str) -> Path | None:
         folder = cache_folder()
@@ -107,20 +107,20 @@ class HostNote:
         """The file that the process holds a lock on; None if there is no folder for it."""
         return self._path(".lock")
 
-    def tell(self, told: Told) -> None:
-        """Tell other processes."""
+    def write(self, status: HostStatus) -> None:
+        """Say something to the other processes."""
         path = self._path(".json")
         if path is not None:
             with suppress(OSError):
-                path.write_bytes(msgspec.json.encode(told))
+                path.write_bytes(msgspec.json.encode(status))
 
-    def heard(self) -> Told | None:
-        """Return what a process that still runs has told."""
+    def read(self) -> HostStatus | None:
+        """Return what a process that still runs has said."""
         path = self._path(".json")
         if path is None:
             return None
         try:
-            told = json_decoder(Told).decode(path.read_bytes())
+            status = json_decoder(HostStatus).decode(path.read_bytes())
         except (OSError, msgspec.DecodeError, ValueError):
             return None
-        return told if is_running(told.pid) else None
+        return status if is_running(status.pid) else None

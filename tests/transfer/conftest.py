@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import casnap.transfer.follow
 import casnap.transfer.mirror
-import casnap.transfer.patience
 from casnap.backends import LocalBackend
 from tests.support.faulty import FaultyBackend
 
@@ -15,8 +15,8 @@ from tests.support.faulty import FaultyBackend
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have mirrors try again soon."""
-    monkeypatch.setattr(casnap.transfer.patience, "_FIRST", 0.02)
-    monkeypatch.setattr(casnap.transfer.patience, "_LONGEST", 0.05)
+    monkeypatch.setattr(casnap.transfer.follow, "_FIRST", 0.02)
+    monkeypatch.setattr(casnap.transfer.follow, "_LONGEST", 0.05)
     monkeypatch.setattr(casnap.transfer.mirror, "_LOOK", 0.1)
 
 

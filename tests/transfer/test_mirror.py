@@ -22,7 +22,7 @@ from casnap.errors import (
     SnapshotNotFoundError,
 )
 from casnap.transfer import mirror
-from casnap.transfer.whole import WholeCopy
+from casnap.transfer.snapshot_copy import SnapshotCopy
 from tests.support.cli_calls import document, failure, invoke, process
 from tests.support.copies import assert_copied, await_failure, mirrored, names
 from tests.support.faults import CHUNK, app_state, assert_holds, take
@@ -227,9 +227,9 @@ def test_it_is_overwritten_often_while_it_is_copied(
 ) -> None:
     """The commit that the mirror gets in the end is its own, however many followed meanwhile."""
     begun, may_end = threading.Event(), threading.Event()
-    finish = WholeCopy._finish
+    finish = SnapshotCopy._finish
 
-    def slowly(self: WholeCopy, *args: Any) -> Any:
+    def slowly(self: SnapshotCopy, *args: Any) -> Any:
         begun.set()
         assert may_end.wait(60)
         return finish(self, *args)
@@ -237,7 +237,7 @@ def test_it_is_overwritten_often_while_it_is_copied(
     store = mirrored(tmp_path / "here", tmp_path / "there")
     store.take(app_state(0), "last")
     store.wait_mirrored(60)
-    monkeypatch.setattr(WholeCopy, "_finish", slowly)
+    monkeypatch.setattr(SnapshotCopy, "_finish", slowly)
     store.take(app_state(1), "last", overwrite=True)
     assert begun.wait(60)
     for step in range(2, 24):

@@ -24,7 +24,7 @@ from casnap import Retention, Store
 from casnap.backends import LocalBackend
 from casnap.errors import BackendError, MirrorError, NotAStoreError, UnreachableError
 from casnap.storage.table import snapshots_in
-from casnap.transfer.follow import Follower, FollowOptions, Pair
+from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
 from casnap.transfer.report import ChosenSnapshot, CopyOptions
 from tests.support.cli_calls import COMMAND
 from tests.support.copies import assert_copied, await_failure, filled
@@ -214,10 +214,10 @@ def test_many_at_once(tmp_path: Path) -> None:
 # --- processes ------------------------------------------------------------------------------------
 
 SCRIPT = """
-import sys, time, casnap.transfer.mirror, casnap.transfer.patience
+import sys, time, casnap.transfer.mirror, casnap.transfer.follow
 from tests.support.faults import take
 from casnap import Store
-casnap.transfer.patience._LONGEST = 0.05
+casnap.transfer.follow._LONGEST = 0.05
 store = Store(sys.argv[1], chunk_size=1 << 16, mirror=sys.argv[2])
 for step in range(3):
     take(store, step)
@@ -315,7 +315,7 @@ def test_many_ranks(world: Callable[[int], Any], tmp_path: Path) -> None:
 # --- casnap cp --follow ---------------------------------------------------------------------------
 
 
-def follower(here: Any, there: Any) -> Follower:
+def follower(here: Any, there: Any) -> ContinuousCopy:
     def open_pair() -> Pair:
         source, target = Store(here, chunk_size=CHUNK), Store(there, chunk_size=CHUNK)
         objects = source.objects
@@ -326,7 +326,7 @@ def follower(here: Any, there: Any) -> Follower:
 
         return Pair(objects, target.objects, chosen, CopyOptions(part_bytes=CHUNK))
 
-    return Follower(open_pair, FollowOptions(interval=0.001))
+    return ContinuousCopy(open_pair, FollowOptions(interval=0.001))
 
 
 def follow(here: Any, there: Any, count: int) -> Iterator[str]:

@@ -25,10 +25,10 @@ from casnap.storage.relied_packs import COLLECTED, ReliedPacks
 from casnap.storage.settings import codec_of
 from casnap.storage.table import Table, check_free, check_path_is_free, mark
 from casnap.storage.transaction import Transaction
-from casnap.transfer import pinned
+from casnap.transfer import unfinished
 from casnap.transfer.report import ChosenSnapshot, CopyOptions
+from casnap.transfer.source_tree import SourceTree
 from casnap.transfer.tally import Tally
-from casnap.transfer.tree import SourceTree
 
 # So many digests are looked for at a time, at most.
 _BATCH = 1024
@@ -61,7 +61,7 @@ class _CopiedMeanwhileError(Exception):
     """Ends a part of a snapshot that another process has copied."""
 
 
-class WholeCopy:
+class SnapshotCopy:
     """The copying of one snapshot.
 
     Args:
@@ -227,11 +227,11 @@ class WholeCopy:
 
     def _keep(self, transaction: Transaction, sent: list[tuple[Digest, int]]) -> None:
         """Commit what was sent, so that no collector deletes it."""
-        parts = pinned.put_part(transaction, sent)
+        parts = unfinished.put_part(transaction, sent)
 
         def change(table: Table, seq: int) -> dict[str, Row | None]:
             self._check_missing(transaction, table)
-            return pinned.with_parts(transaction, table, seq, self._chosen, parts)
+            return unfinished.with_parts(transaction, table, seq, self._chosen, parts)
 
         self._publish(transaction, change, len(sent))
         self._parts |= parts
@@ -239,7 +239,7 @@ class WholeCopy:
     def _finish(self, transaction: Transaction, sent: int) -> Row:
         """Write the tree, and commit the snapshot."""
         nodes = self._put_nodes(transaction)
-        chosen, keeper = self._chosen, pinned.name_of(self._chosen)
+        chosen, keeper = self._chosen, unfinished.name_of(self._chosen)
         contents = Contents(self._source, chosen.name, chosen.row)
         # A row that does not fit its manifest is found here, not by readers of the copy.
         metadata, _ = contents.metadata, contents.manifest
@@ -306,7 +306,7 @@ class WholeCopy:
         Raises:
             FencedError: A snapshot that has a part of the tree, or a part of this, was deleted.
         """
-        kept = pinned.parts_of(transaction.objects, table.get(pinned.name_of(self._chosen)))
+        kept = unfinished.parts_of(transaction.objects, table.get(unfinished.name_of(self._chosen)))
         stand = self._parts.items() <= kept.items()
         for name, chosen in self._tree.shared_with.items():
             row = table.get(name)
