@@ -473,3 +473,27 @@ def test_ctrl_c_ends_it_with_130(own_store: Path) -> None:
     assert status == 130
     assert "Traceback" not in seen
     assert len(Store(own_store).snapshots()) == 4
+
+
+def test_bash_completes_as_the_guide_shows() -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/operating.md").read_text()
+    (lines,) = re.findall(r"```sh\n(eval .*?)```", guide, re.DOTALL)
+    asked = """
+complete_line() {
+  COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
+  _casnap_completion casnap
+  echo "${COMPREPLY[*]}"
+}
+complete_line casnap re
+complete_line casnap prune --keep-l
+complete_line casnap export store/name --format ""
+"""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", lines + asked],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["report repair", "--keep-last", "safetensors torch dcp"]
