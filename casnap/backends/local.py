@@ -32,7 +32,7 @@ from casnap.backends.door import (
     stat_at,
     unlink,
 )
-from casnap.backends.durability import NewNames
+from casnap.backends.durability import NewNames, doubtful
 from casnap.errors import BackendError, CasnapError
 from casnap.format.names import STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
@@ -75,7 +75,7 @@ class LocalBackend(Backend):
         self.folder = Path(os.path.realpath(folder))
         self.uri = str(self.folder)
         self._base = f"{self.uri}{self.inner}"
-        self._new = NewNames(self._put_anew)
+        self._new = NewNames()
         self._entered: set[str] = set()
         # What goes into _durable with the next sync.
         self._noted: set[tuple[str, str]] = set()
@@ -91,9 +91,9 @@ class LocalBackend(Backend):
         with translated(self.uri):
             missing = [f for f in (self.folder, *self.folder.parents) if not f.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
-        for folder in map(str, (self.folder, *self.folder.parents)):
-            if Path(folder) in missing or self._new.failures(folder):
-                self._new.add(folder)
+        for folder in (self.folder, *self.folder.parents):
+            if folder in missing or str(folder.parent) in doubtful:
+                self._new.add(str(folder))
         is_new = self.size_if_there(CONFIG_KEY) is None and {"tmp"}.issuperset(self.names(""))
         if is_new and os.access(self.folder.parent, os.R_OK):
             # Its maker may have failed before it was durable.
@@ -152,9 +152,9 @@ class LocalBackend(Backend):
         target = self._path(to)
         with translated(target), opened_above(self._path(key)) as (source, name):
             check_regular(os.stat(name, dir_fd=source, follow_symlinks=False), self._path(key))
-            with self._entered_above(target) as (folder, failures):
+            with self._entered_above(target) as folder:
                 _link_at(name, source, target.rpartition("/")[2], folder)
-                self._new.add(target, failures)
+                self._new.add(target)
 
     def _link(self, key: str, content: memoryview | bytes) -> bool:
         target = self._path(key)
@@ -168,7 +168,7 @@ class LocalBackend(Backend):
             raise BackendError(f"{target}: its folder vanished") from gone
 
     def _try_to_link(self, target: str, content: memoryview | bytes) -> bool:
-        with self._temporary_folder() as tmp, self._entered_above(target) as (folder, failures):
+        with self._temporary_folder() as tmp, self._entered_above(target) as folder:
             temporary = os.urandom(12).hex()
             fd = self._write_file(temporary, tmp, content)
             try:
@@ -179,21 +179,16 @@ class LocalBackend(Backend):
                 _unlink_at(temporary, tmp)
                 os.close(fd)
             # Again: a sync of its folder until now may not have covered it.
-            self._new.add(target, failures)
+            self._new.add(target)
         return True
 
     @contextmanager
-    def _entered_above(self, target: str) -> Iterator[tuple[int, int]]:
-        """Open the folder of a new name. It becomes durable even if another process has made it.
-
-        Returns:
-            The folder, and what to pass to ``NewNames.add`` once the name is there.
-        """
+    def _entered_above(self, target: str) -> Iterator[int]:
+        """Open the folder of a new name. It becomes durable even if another process has made it."""
         above = target.rpartition("/")[0]
         with self._opened_or_made(above) as folder:
-            failures = self._new.failures(target)
             # Note the name before it is made, so that a failure in between does not lose it.
-            self._new.add(target, failures)
+            self._new.add(target)
             with self._lock:
                 if above not in self._entered:
                     self._entered.add(above)
@@ -203,7 +198,7 @@ class LocalBackend(Backend):
                             self._new.add(place)
                             if store:
                                 self._noted.add((store, place))
-            yield folder, failures
+            yield folder
 
     def _up_to_store(self, folder: str) -> Iterator[str]:
         """Yield a folder, and those above it, below the folder of the store."""
@@ -217,23 +212,6 @@ class LocalBackend(Backend):
             return self.identity
         except BackendError:
             return ""
-
-    def _put_anew(self, path: str) -> None:
-        fd = open_file(path)
-        try:
-            nbytes = os.fstat(fd).st_size
-            check_length(path, nbytes, MAX_WHOLE_BYTES)
-            content = _read_all(fd, nbytes)
-        finally:
-            os.close(fd)
-        with self._temporary_folder() as tmp, opened_above(path) as (folder, name):
-            temporary = os.urandom(12).hex()
-            fd = self._write_file(temporary, tmp, content)
-            try:
-                os.replace(temporary, name, src_dir_fd=tmp, dst_dir_fd=folder)
-            finally:
-                _unlink_at(temporary, tmp)
-                os.close(fd)
 
     def _temporary_folder(self) -> AbstractContextManager[int]:
         return self._opened_or_made(self._path("tmp"))
