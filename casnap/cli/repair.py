@@ -32,7 +32,7 @@ from casnap.cli.output import (
 )
 from casnap.errors import DamagedError, NotAStoreError
 from casnap.format.records import CONFIG_KEY
-from casnap.maintenance.config_record import copied_config, restore_config
+from casnap.maintenance.config_repair import copied_config, restore_config
 from casnap.maintenance.damage import Damage
 from casnap.maintenance.repair import RepairReport
 from casnap.runtime.environment import local_path

@@ -108,10 +108,10 @@ class _File(NamedTuple):
 
     def write(self, at: int, raw: memoryview) -> None:
         """Write bytes; whole pages of an aligned buffer to aligned places around the cache."""
-        whole = len(raw) // PAGE * PAGE
-        aligned = whole >= _DIRECT_BYTES and not at % PAGE and not raw.readonly
+        nbytes = len(raw) // PAGE * PAGE
+        aligned = nbytes >= _DIRECT_BYTES and not at % PAGE and not raw.readonly
         if self.direct is not None and aligned and not address_of(raw) % PAGE:
-            n = os.pwrite(self.direct, raw[:whole], at)
+            n = os.pwrite(self.direct, raw[:nbytes], at)
             raw, at = raw[n:], at + n
         while raw:
             n = os.pwrite(self.fd, raw, at)

@@ -82,17 +82,17 @@ def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
 
 def _check_paths(paths: Sequence[ObjectPath]) -> None:
     """Check that each value has a place of its own, and that lists are not mostly gaps."""
-    seen, above = set(paths), set[ObjectPath]()
+    distinct, parents = set(paths), set[ObjectPath]()
     lengths: dict[ObjectPath, int] = {}
     for path in paths:
         if len(path) > MAX_NESTING:
             raise StateError(f"{casnap_path(path):.200}… is nested more than {MAX_NESTING} deep")
         for i, key in enumerate(path):
-            above.add(path[:i])
+            parents.add(path[:i])
             if isinstance(key, int):
                 lengths[path[:i]] = max(lengths.get(path[:i], 0), key + 1)
-    if len(seen) < len(paths) or not above.isdisjoint(seen):
-        one = next(iter(above & seen), None) or Counter(paths).most_common(1)[0][0]
+    if len(distinct) < len(paths) or not parents.isdisjoint(distinct):
+        one = next(iter(parents & distinct), None) or Counter(paths).most_common(1)[0][0]
         raise StateError(f"{casnap_path(one):.200} is the path of several values, or above one")
     # An empty dict in a list leaves a gap.
     if sum(lengths.values()) > _MOST_GAPS + len(paths):
@@ -109,13 +109,13 @@ def _as_saved(value: Any) -> Any:
         return [_as_saved(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    made = {key: _as_saved(inner) for key, inner in value.items()}
-    if "param_groups" in made and made.keys() <= {"state", "param_groups"}:
-        state = made.get("state", {})
+    mapping = {key: _as_saved(inner) for key, inner in value.items()}
+    if "param_groups" in mapping and mapping.keys() <= {"state", "param_groups"}:
+        state = mapping.get("state", {})
         if isinstance(state, dict) and all(map(_NUMBER.fullmatch, state)):
             numbered = {int(key): inner for key, inner in state.items()}
-            made = {"state": numbered, "param_groups": made["param_groups"]}
-    return made
+            mapping = {"state": numbered, "param_groups": mapping["param_groups"]}
+    return mapping
 
 
 # --- loading ----------------------------------------------------------------------------------
@@ -192,20 +192,20 @@ def _stand_in(path: str, entries: Mapping[str, Entry], specs: Mapping[str, Leaf]
     if entry is None:
         raise DamagedError(f"{path} is missing from the snapshot", (path,))
     stored = Stored(path, entry)
-    made: Any = _Value(stored)
+    stand_in: Any = _Value(stored)
     if isinstance(entry, TensorEntry):
         if not is_numpy(entry) and entry.quantization is None:
-            made = allocate(entry, "meta")
-            made.stored = stored
+            stand_in = allocate(entry, "meta")
+            stand_in.stored = stored
     elif isinstance(entry, ContainerEntry) and entry.kind in _OPENED:
         spec = specs[path].content
         assert isinstance(spec, bytes)
         components, build = container_builder(path, entry, spec)
-        built = build([_stand_in(f"{path}/{c}", entries, specs) for c in components])
-        made = dict(built) if entry.kind != "list" else _List(built)
+        elements = build([_stand_in(f"{path}/{c}", entries, specs) for c in components])
+        stand_in = dict(elements) if entry.kind != "list" else _List(elements)
         if entry.kind == "list":
-            made.stored = stored
-    return made
+            stand_in.stored = stored
+    return stand_in
 
 
 _OPENED = ("dict", "OrderedDict", "defaultdict", "Counter", "list")

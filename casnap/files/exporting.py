@@ -41,7 +41,7 @@ def export(
     if not options.dry_run:
         is_folder = options.format == "dcp" or options.max_shard_size is not None
         try:
-            with Target(out, is_folder=is_folder, needed=sum(report.files.values())) as target:
+            with Target(out, is_folder=is_folder, nbytes=sum(report.files.values())) as target:
                 write(target, ChunkWriter(contents, report.nbytes, progress))
         except OSError as e:
             if isinstance(e, CasnapError):

@@ -94,11 +94,11 @@ def read_dcp(folder: Path, key: str | None) -> SourceFiles:
     paths = {name: (key, *p) if key else p for name, p in metadata.paths.items()}
     reader = _Values(folder, metadata)
     try:
-        above = containers_above(paths.values())
+        by_key = containers_above(paths.values())
     except (StateError, UnsupportedTypeError) as e:
         raise FileFormatError(f"{file}: {e}") from e
     leaves: dict[str, list[Leaf]] = {str(path[0]): [] for path in paths.values()}
-    for top, containers in above.items():
+    for top, containers in by_key.items():
         leaves[top] += containers
     with plain(), collector_paused():
         for name, path in paths.items():
@@ -134,8 +134,8 @@ def _read_metadata(data: memoryview) -> _Metadata:
     for index, info in _pairs(fields["storage_data"]):
         place = _fields(index, _INDEX)
         offset = place.get("offset")
-        where = _text(place["fqn"]), None if offset is None else _sizes(offset)
-        places[where] = _stored(_fields(info, _INFO))
+        key = _text(place["fqn"]), None if offset is None else _sizes(offset)
+        places[key] = _stored(_fields(info, _INFO))
     return _Metadata(values, paths, places)
 
 
@@ -254,16 +254,16 @@ class _Values:
 
     def _part(self, name: str, tensor: _Tensor, box: Region) -> torch.Tensor:
         file, at, nbytes = self._place(name, box.offsets)
-        found, raw = tensor_in(file.view[at : at + nbytes])
-        dtype = str(found.dtype).removeprefix("torch.")
-        if dtype != tensor.dtype or tuple(found.shape) != box.sizes:
+        place, raw = tensor_in(file.view[at : at + nbytes])
+        dtype = str(place.dtype).removeprefix("torch.")
+        if dtype != tensor.dtype or tuple(place.shape) != box.sizes:
             raise RefusedError(
                 f"the metadata say {tensor.dtype} of shape {list(box.sizes)}, the file has {dtype} "
-                f"of shape {list(found.shape)}"
+                f"of shape {list(place.shape)}"
             )
-        itemsize = found.dtype.itemsize
-        start = file.offset_of(raw) + found.offset * itemsize
-        return file.elements(start, box.sizes, itemsize, found.strides)
+        itemsize = place.dtype.itemsize
+        start = file.offset_of(raw) + place.offset * itemsize
+        return file.elements(start, box.sizes, itemsize, place.strides)
 
 
 def _held(tensor: _Tensor) -> list[Region]:

@@ -37,8 +37,8 @@ def read_safetensors(path: Path, key: str) -> SourceFiles:
             header = read_header(mapped.view)
         except FileFormatError as e:
             raise FileFormatError(f"{file} is not a safetensors file: {e}") from e
-        held = {tensor.name for tensor in header.tensors}
-        if names is not None and (odd := held ^ names):
+        tensor_names = {tensor.name for tensor in header.tensors}
+        if names is not None and (odd := tensor_names ^ names):
             raise FileFormatError(
                 f"{path.name} and {file} disagree on {min(odd)!r:.200}: only one of them has it"
             )

@@ -59,9 +59,11 @@ def _loaded(path: Path) -> Any:
             "it anew from where it came, or take another one"
         ) from e
     except Exception as e:  # torch.load raises errors of many types
-        why = " ".join(str(e).split()) if isinstance(e, RefusedError) else str(e).partition("\n")[0]
+        reason = (
+            " ".join(str(e).split()) if isinstance(e, RefusedError) else str(e).partition("\n")[0]
+        )
         raise FileFormatError(
-            f"{path} is not read: {why:.300}. casnap runs no code of a file, so it takes what "
+            f"{path} is not read: {reason:.300}. casnap runs no code of a file, so it takes what "
             "torch.load(weights_only=True) reads; if you trust the file, load it with "
             "weights_only=False on a machine where it may run code, and save its tensors and plain "
             "values anew"

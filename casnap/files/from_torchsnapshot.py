@@ -105,11 +105,11 @@ def _read(file: Path) -> _Snapshot:
     try:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         _check_yaml(yaml.parse(data, loader))
-        found = yaml.load(data, loader)
-        return json_decoder(_Snapshot).decode(msgspec.json.encode(found))
+        document = yaml.load(data, loader)
+        return json_decoder(_Snapshot).decode(msgspec.json.encode(document))
     except (yaml.YAMLError, msgspec.MsgspecError, RecursionError, TypeError, ValueError) as e:
-        why = " ".join(str(e).split())
-        raise FileFormatError(f"{file} is not as TorchSnapshot writes it: {why:.200}") from e
+        reason = " ".join(str(e).split())
+        raise FileFormatError(f"{file} is not as TorchSnapshot writes it: {reason:.200}") from e
 
 
 def _check_yaml(events: Iterable[object]) -> None:
@@ -129,32 +129,32 @@ def _check_yaml(events: Iterable[object]) -> None:
 def _seen_by(folder: Path, snapshot: _Snapshot, rank: int | None) -> dict[str, _Entry]:
     """Return the entries that a rank restores, by path without the rank; shards of all ranks."""
     world = snapshot.world_size
-    asked = 0 if rank is None else rank
-    if not 0 <= asked < max(world, 1):
-        raise FileFormatError(f"{folder} was taken by {world} ranks; there is no rank {asked}")
-    found: dict[str, _Entry] = {}
+    of_rank = 0 if rank is None else rank
+    if not 0 <= of_rank < max(world, 1):
+        raise FileFormatError(f"{folder} was taken by {world} ranks; there is no rank {of_rank}")
+    entries: dict[str, _Entry] = {}
     shards: dict[str, list[_Shard]] = {}
     others: dict[int, str] = {}
     for path, entry in snapshot.manifest.items():
-        first, _, inner = path.partition("/")
-        if not _NUMBER.fullmatch(first) or not inner or int(first) >= world:
+        number, _, inner = path.partition("/")
+        if not _NUMBER.fullmatch(number) or not inner or int(number) >= world:
             raise FileFormatError(f"{folder}: {path!r:.200} does not begin with a rank")
         if entry.type == "ShardedTensor":
             shards.setdefault(inner, []).extend(entry.shards)
-        if int(first) == asked or (first == "0" and entry.replicated):
-            found[inner] = entry
+        if int(number) == of_rank or (number == "0" and entry.replicated):
+            entries[inner] = entry
         elif not entry.replicated and entry.type not in (*_CONTAINERS, "ShardedTensor"):
-            others.setdefault(int(first), inner)
+            others.setdefault(int(number), inner)
     if rank is None and others:
         one, path = next(iter(others.items()))
         raise FileFormatError(
             f"{folder}: {rank_names(sorted(others))} of {world} have entries of their own, such as "
             f"{one}/{path}; say which rank to import with rank=0 (--rank 0)"
         )
-    for path, entry in found.items():
+    for path, entry in entries.items():
         if entry.type == "ShardedTensor":
-            found[path] = msgspec.structs.replace(entry, shards=shards[path])
-    return found
+            entries[path] = msgspec.structs.replace(entry, shards=shards[path])
+    return entries
 
 
 class _Reader:
@@ -206,10 +206,10 @@ class _Reader:
             return _VALUE
         if len(set(map(component_of, entry.keys))) < len(entry.keys):
             raise FileFormatError(f"{self.folder.path}: {path!r:.200} has a key twice")
-        made: dict[Any, Any] = {} if entry.type == "dict" else OrderedDict()
+        mapping: dict[Any, Any] = {} if entry.type == "dict" else OrderedDict()
         for name in entry.keys:
-            made[name] = self._state(f"{path}/{component_of(name)}", places)
-        return made
+            mapping[name] = self._state(f"{path}/{component_of(name)}", places)
+        return mapping
 
     def _leaves(self, path: str, entry: _Entry) -> Iterator[Leaf]:
         if entry.type in _PRIMITIVES:
@@ -260,22 +260,22 @@ class _Reader:
         return joined_leaf(path, dtype.removeprefix("torch."), shape, contents)
 
     def _content(self, tensor: _Tensor) -> torch.Tensor:
-        known = TENSOR_DTYPES.get(tensor.dtype.removeprefix("torch."))
+        dtype = TENSOR_DTYPES.get(tensor.dtype.removeprefix("torch."))
         file = self.folder.file(tensor.location)
         start, stop = tensor.byte_range or (0, len(file.view))
-        if known is None or not 0 <= start <= stop <= len(file.view):
+        if dtype is None or not 0 <= start <= stop <= len(file.view):
             raise RefusedError(f"{tensor.location} ends before it, or its dtype is unknown")
         if tensor.serializer == "torch_save":
-            found, raw = tensor_in(file.view[start:stop])
-            if (found.dtype, tuple(found.shape)) != (known, tensor.shape):
+            place, raw = tensor_in(file.view[start:stop])
+            if (place.dtype, tuple(place.shape)) != (dtype, tensor.shape):
                 raise RefusedError(f"{tensor.location} holds another tensor")
-            at = file.offset_of(raw) + found.offset * known.itemsize
-            return file.elements(at, tensor.shape, known.itemsize, found.strides)
+            at = file.offset_of(raw) + place.offset * dtype.itemsize
+            return file.elements(at, tensor.shape, dtype.itemsize, place.strides)
         if tensor.serializer != "buffer_protocol":
             raise RefusedError(f"it is written by {tensor.serializer!r:.40}")
-        if prod(tensor.shape) * known.itemsize != stop - start:
+        if prod(tensor.shape) * dtype.itemsize != stop - start:
             raise RefusedError(f"{tensor.location} has {stop - start:,} bytes for it")
-        return file.elements(start, tensor.shape, known.itemsize)
+        return file.elements(start, tensor.shape, dtype.itemsize)
 
 
 _VALUE = object()

@@ -23,7 +23,7 @@ _SUFFIXES = {
 }
 
 
-def format_of(out: str | os.PathLike[str], asked: str | None) -> str:
+def format_of(out: str | os.PathLike[str], format: str | None) -> str:
     """Return the format of an export: the one that was asked for, or the one that the name means.
 
     Raises:
@@ -32,17 +32,17 @@ def format_of(out: str | os.PathLike[str], asked: str | None) -> str:
     """
     name = os.fspath(out)
     suffix = Path(name).suffix.lower()
-    meant = _SUFFIXES.get(suffix)
-    if asked is None:
-        return meant or "safetensors"
-    if asked not in FORMATS:
-        raise ValueError(f"format= is one of {', '.join(FORMATS)}; got {asked!r}")
-    if meant is not None and meant != asked:
+    by_suffix = _SUFFIXES.get(suffix)
+    if format is None:
+        return by_suffix or "safetensors"
+    if format not in FORMATS:
+        raise ValueError(f"format= is one of {', '.join(FORMATS)}; got {format!r}")
+    if by_suffix is not None and by_suffix != format:
         raise FileFormatError(
-            f"{name}: a name that ends in {suffix} is for the format {meant}, not {asked}; choose "
-            "another name, or leave the format out"
+            f"{name}: a name that ends in {suffix} is for the format {by_suffix}, not {format}; "
+            "choose another name, or leave the format out"
         )
-    return asked
+    return format
 
 
 @dataclass
@@ -109,9 +109,9 @@ def tied_names(tied: Any) -> Sequence[str]:
     if not hasattr(tied, "named_parameters"):  # a look that imports no torch
         names: Sequence[str] = tied
         return names
-    first = {name for name, _ in tied.named_parameters()}
+    unique = {name for name, _ in tied.named_parameters()}
     every = (name for name, _ in tied.named_parameters(remove_duplicate=False))
-    return [name for name in every if name not in first]
+    return [name for name in every if name not in unique]
 
 
 @dataclass

@@ -154,11 +154,11 @@ def shards_of(sizes: Mapping[str, int], most: int | None) -> list[list[str]]:
         most: How many bytes fit; None for any number.
     """
     shards: list[list[str]] = [[]]
-    filled = 0
+    fill = 0
     for name, nbytes in sizes.items():
-        if most is not None and shards[-1] and filled + nbytes > most:
+        if most is not None and shards[-1] and fill + nbytes > most:
             shards.append([])
-            filled = 0
+            fill = 0
         shards[-1].append(name)
-        filled += nbytes
+        fill += nbytes
     return shards

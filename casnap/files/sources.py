@@ -215,14 +215,14 @@ def joined_leaf(
     Raises:
         FileFormatError: The boxes do not cover the tensor once.
     """
-    held = [(box, content) for box, content in parts if box.numel]
-    if [box for box, _ in held] == [Region.whole(shape)]:
-        return file_leaf(path, dtype, shape, held[0][1])
-    if not prod(shape) and not held:
+    parts = [(box, content) for box, content in parts if box.numel]
+    if [box for box, _ in parts] == [Region.whole(shape)]:
+        return file_leaf(path, dtype, shape, parts[0][1])
+    if not prod(shape) and not parts:
         return file_leaf(path, dtype, shape, torch.empty(0, dtype=torch.uint8))
-    if not cover_once(shape, [box for box, _ in held]):
+    if not cover_once(shape, [box for box, _ in parts]):
         raise FileFormatError(f"{path}: its parts do not make up a tensor of shape {list(shape)}")
-    boxes, contents = zip(*held, strict=True)
+    boxes, contents = zip(*parts, strict=True)
     return Leaf(path, _entry(path, dtype, shape), Shards(shape, boxes, contents, contents[0]))
 
 

@@ -35,11 +35,11 @@ class Target:
         sizes: The bytes of each file that was written, by its name.
     """
 
-    def __init__(self, out: Path, *, is_folder: bool, needed: int) -> None:
+    def __init__(self, out: Path, *, is_folder: bool, nbytes: int) -> None:
         self._out = out
         self._is_folder = is_folder
         check_absent(out)
-        if shutil.disk_usage(out.parent).free < needed:
+        if shutil.disk_usage(out.parent).free < nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
         # A name has at most 255 bytes, however many characters.
         name = os.fsdecode(os.fsencode(out.name)[:200])

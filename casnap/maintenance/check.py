@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from casnap.backends import Backend
 from casnap.errors import AccessDeniedError, DamagedError
 from casnap.format.records import pack_key, root_key, segment_key
-from casnap.maintenance.config_record import config_damages
+from casnap.maintenance.config_repair import config_damages
 from casnap.maintenance.damage import (
     ALL,
     Damage,
@@ -16,7 +16,7 @@ from casnap.maintenance.damage import (
     listed_roots,
     root_damages,
 )
-from casnap.maintenance.files import StoredFiles
+from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.storage.folders import unknown_markers

@@ -107,8 +107,8 @@ def damages_of_roots(backend: Backend, numbers: Iterable[int]) -> list[Damage]:
         try:
             read_root(backend, seq)
         except READ_ERRORS as e:
-            kind, why = kind_and_message(e, "a root")
-            return Damage(kind, root_key(seq), why)
+            kind, message = kind_and_message(e, "a root")
+            return Damage(kind, root_key(seq), message)
         return None
 
     looks = mapped(look, numbers, backend.in_flight if backend.is_remote else 1)

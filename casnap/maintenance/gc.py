@@ -28,9 +28,9 @@ from casnap.errors import (
 )
 from casnap.format.digest import split_digests
 from casnap.format.records import PackId, Root, pack_key, root_key
-from casnap.maintenance.files import StoredFiles, base_of
 from casnap.maintenance.marks import Marks
 from casnap.maintenance.repack import repack, sparse_packs
+from casnap.maintenance.stored_files import StoredFiles, base_of
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, gently, undisturbed
 from casnap.storage.index import View
@@ -263,25 +263,25 @@ class _Collector:
             return
         # Left by an earlier run. Deleting takes no space, and may free enough for the copies.
         self._delete_orphans(view)
-        proven: dict[bytes, PackId] = {}
+        copied_to: dict[bytes, PackId] = {}
         if sparse:
             total = sum(marks.uses[pack].live for pack in sparse)
             copies = repack(self._objects, marks, view, sparse, self._copy_counter(total))
             try:
-                while (found := gently(lambda: next(copies, None))) is not None:
-                    proven |= found
+                while (copies_of_batch := gently(lambda: next(copies, None))) is not None:
+                    copied_to |= copies_of_batch
             except StorageFullError:
                 # Packs that are wholly dead can still be condemned.
                 self._lacks_space = True
-        self._condemn(marks, doomed, set(sparse), proven)
+        self._condemn(marks, doomed, set(sparse), copied_to)
 
     def _check_missing(self, marks: Marks) -> None:
-        missing = marks.missing.difference(split_digests(marks.root.lost))
-        self.report.lost_chunks = len(marks.missing) - len(missing)
-        if missing:
+        unknown = marks.missing.difference(split_digests(marks.root.lost))
+        self.report.lost_chunks = len(marks.missing) - len(unknown)
+        if unknown:
             raise DamagedError(
-                f"{self._backend.uri}: {len(missing):,} chunks that snapshots need are in no pack, "
-                f"such as {min(missing).hex()}"
+                f"{self._backend.uri}: {len(unknown):,} chunks that snapshots need are in no pack, "
+                f"such as {min(unknown).hex()}"
             )
 
     def _copy_counter(self, total: int) -> Callable[[int], None]:
@@ -295,7 +295,7 @@ class _Collector:
         return count
 
     def _condemn(
-        self, marks: Marks, dead: set[PackId], sparse: set[PackId], proven: dict[bytes, PackId]
+        self, marks: Marks, dead: set[PackId], sparse: set[PackId], copied_to: dict[bytes, PackId]
     ) -> None:
         """Put a root that condemns packs, unless a newer root has come to need them.
 
@@ -303,12 +303,12 @@ class _Collector:
             marks: What is needed. If another writer puts the next root, its needs are added.
             dead: Packs of which nothing is needed.
             sparse: Packs of which little is needed.
-            proven: The needed digests of the sparse packs, each with another pack that holds it.
+            copied_to: The needed digests of the sparse packs, each with another pack that holds it.
         """
         doomed = dead | sparse
         contents: dict[bytes, list[PackId]] = {}
         required: set[bytes] = set()
-        found_again = set(split_digests(marks.root.lost)) - marks.missing
+        returned = set(split_digests(marks.root.lost)) - marks.missing
         while True:
             root = self._objects.newest()
             view = self._objects.index.view(root)
@@ -321,7 +321,7 @@ class _Collector:
             required |= fresh & contents.keys()
             for digest in required:
                 # A copy that another collector has condemned meanwhile does not count.
-                elsewhere = proven.get(digest)
+                elsewhere = copied_to.get(digest)
                 if elsewhere not in view.live or elsewhere in doomed:
                     doomed.difference_update(contents[digest])
             rescued = marks.rescue & root.condemned.keys()
@@ -329,22 +329,26 @@ class _Collector:
             condemned = {p: self._condemned_since(c, root) for p, c in root.condemned.items()}
             condemned = {p: c for p, c in condemned.items() if p not in rescued}
             condemned |= dict.fromkeys(doomed, seq)
-            lost = b"".join(d for d in split_digests(root.lost) if d not in found_again)
-            new: Root | None = root
+            lost_digests = b"".join(d for d in split_digests(root.lost) if d not in returned)
+            next_root: Root | None = root
             # After a root with a time in the future nothing would ever seem old, so put one with
             # the time of this host.
-            if condemned != root.condemned or lost != root.lost or root.time > time.time() + _SKEW:
-                new = self._put_next(root, condemned=condemned, lost=lost)
-            if new is not None:
+            if (
+                condemned != root.condemned
+                or lost_digests != root.lost
+                or root.time > time.time() + _SKEW
+            ):
+                next_root = self._put_next(root, condemned=condemned, lost=lost_digests)
+            if next_root is not None:
                 self.report.repacked_packs += len(doomed & sparse)
                 self._note_condemned(doomed, rescued)
                 return
 
     def _put_next(self, root: Root, **changes: Any) -> Root | None:
-        new = put_next_root(self._backend, root, **changes)
-        if new is not None:
-            self._objects.note_newest(new)
-        return new
+        next_root = put_next_root(self._backend, root, **changes)
+        if next_root is not None:
+            self._objects.note_newest(next_root)
+        return next_root
 
     def _condemned_since(self, condemned_at: int, root: Root) -> int:
         """Return the root that condemned a pack; one with a time in the future counts as new."""
@@ -380,18 +384,20 @@ class _Collector:
         assert segments is not None
         if not going and not orphans and segments == root.segments:
             return True
-        raised = max(root.fence, fence) if going or orphans else root.fence
-        kept = {p: seq for p, seq in root.condemned.items() if p not in going}
+        new_fence = max(root.fence, fence) if going or orphans else root.fence
+        condemned = {p: seq for p, seq in root.condemned.items() if p not in going}
         try:
-            new = self._put_next(root, fence=raised, condemned=kept, segments=segments)
+            next_root = self._put_next(
+                root, fence=new_fence, condemned=condemned, segments=segments
+            )
         except StorageFullError:
             rewriting.discard(self._objects)
             raise
-        if new is None:
+        if next_root is None:
             self._rewriting = rewriting
             return False
-        if raised > root.fence:
-            self.report.fence = raised
+        if new_fence > root.fence:
+            self.report.fence = new_fence
         self.report.merged_segments += len(root.segments) - len(segments)
         return True
 
@@ -404,11 +410,11 @@ class _Collector:
         if self._options.grace == 0:
             return root.seq + 1
         bases = {base_of(ident) + 1 for ident in unnamed}
-        wanted = {root.seq, *root.condemned.values(), *bases}
-        seqs = sorted(seq for seq in wanted if root.fence < seq <= root.seq)
+        candidates = {root.seq, *root.condemned.values(), *bases}
+        seqs = sorted(seq for seq in candidates if root.fence < seq <= root.seq)
         grace = self._options.grace
-        old = bisect_left(seqs, True, key=lambda seq: self._files.age_of(seq, root) < grace)
-        return seqs[old - 1] if old else root.fence
+        count = bisect_left(seqs, True, key=lambda seq: self._files.age_of(seq, root) < grace)
+        return seqs[count - 1] if count else root.fence
 
     def _delete_orphans(self, view: View) -> None:
         """Delete files that no root names or ever will: they were written before the fence."""

@@ -212,8 +212,8 @@ class Marks:
             DamagedError: A tree node is missing or damaged. These marks cannot be used any more.
         """
         self.root = root
-        found: set[bytes] = set()
+        digests: set[bytes] = set()
         for node, below in self._below():
-            found.add(digest_in(node))
-            found.update(d for d in below if not is_node(d))
-        return found
+            digests.add(digest_in(node))
+            digests.update(d for d in below if not is_node(d))
+        return digests

@@ -29,11 +29,11 @@ def sparse_packs(marks: Marks, view: View, share: float) -> list[PackId]:
     The pack that the root has a hint to is not among them: readers begin there.
     """
     table = view.root.table
-    first = None if table is None or table.hint is None else table.hint.pack
+    table_pack = None if table is None or table.hint is None else table.hint.pack
     return [
         pack
         for pack, use in marks.uses.items()
-        if use.needed and use.live < share * use.stored and pack in view.live and pack != first
+        if use.needed and use.live < share * use.stored and pack in view.live and pack != table_pack
     ]
 
 
@@ -61,7 +61,7 @@ def repack(
         FencedError: Another collector has deleted the copies before they were committed.
     """
     for batch in _batches(marks, packs):
-        proven: dict[bytes, PackId] = {}
+        copied_to: dict[bytes, PackId] = {}
         contents = {digest for digest, _, _ in marks.contents_of(batch)}
         to_copy: dict[Digest, bool] = {}
         for digest, is_node in marks.needed_of(contents).items():
@@ -69,10 +69,10 @@ def repack(
             if elsewhere is None:
                 to_copy[Digest(digest)] = is_node
             else:
-                proven[digest] = elsewhere
+                copied_to[digest] = elsewhere
         if to_copy:
-            proven |= _copy(objects, to_copy, report)
-        yield proven
+            copied_to |= _copy(objects, to_copy, report)
+        yield copied_to
 
 
 def _batches(marks: Marks, packs: list[PackId]) -> Iterator[frozenset[PackId]]:

@@ -34,10 +34,10 @@ from casnap.format.records import (
     pack_key,
 )
 from casnap.maintenance.check import lost_commits
-from casnap.maintenance.config_record import config_damages, restore_config
+from casnap.maintenance.config_repair import config_damages, restore_config
 from casnap.maintenance.damage import Damage, root_damages
-from casnap.maintenance.files import StoredFiles
 from casnap.maintenance.pack_checks import bad_records, can_lie_at, read_footer
+from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.survey import Survey
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import Crew, undisturbed
@@ -382,15 +382,17 @@ class _Repair:
         survey, whole = self._survey, True
         safe = set(survey.index.packs) - survey.root.condemned.keys() - damaged
         for pack in sorted(damaged):
-            found = []
+            places_to_read = []
             for digest, place in survey.index.of_pack(pack):
                 places = survey.whole_places(digest)
                 if place in places and not any(p.pack in safe for p in places):
-                    found.append((place, [Want(digest, -1, partial(self._keep, digest), "")]))
+                    places_to_read.append(
+                        (place, [Want(digest, -1, partial(self._keep, digest), "")])
+                    )
             if self.report.dry_run:
-                self._found.update(wants[0].digest for _, wants in found)
+                self._found.update(wants[0].digest for _, wants in places_to_read)
                 continue
-            for place, wants, why in self._objects.read_places(found, _READ):
+            for place, wants, why in self._objects.read_places(places_to_read, _READ):
                 survey.note_bad(wants[0].digest, place, why)
                 whole = False
         return whole
@@ -437,11 +439,11 @@ class _Repair:
 
     def _heal_from(self, other: Objects) -> None:
         places = Survey(other).index
-        found: list[tuple[Place, list[Want]]] = []
+        places_to_read: list[tuple[Place, list[Want]]] = []
         for digest in self._missing():
             want = Want(digest, -1, partial(self._heal_one, digest), "")
-            found += [(p, [want]) for p in places.of(digest) if can_lie_at(p)]
-        other.read_places(found, _READ)
+            places_to_read += [(p, [want]) for p in places.of(digest) if can_lie_at(p)]
+        other.read_places(places_to_read, _READ)
 
     def _skip(self, why: str) -> None:
         if why not in self.report.skipped:

@@ -57,19 +57,19 @@ def usage(
         DamagedError: A node is missing or damaged.
     """
     view = objects.view()
-    found = {(c.name, c.row.commit): c for c in _snapshots(objects, view)}
-    found.update({(c.name, c.row.commit): c for c in snapshots})
+    by_commit = {(c.name, c.row.commit): c for c in _snapshots(objects, view)}
+    by_commit.update({(c.name, c.row.commit): c for c in snapshots})
     # Neighbours share most, so put the snapshots of one run side by side.
-    order = sorted(found.values(), key=lambda c: (c.name.rpartition("/")[0], c.row.seq))
-    walk, stored = _Walk(objects, view), {}
+    order = sorted(by_commit.values(), key=lambda c: (c.name.rpartition("/")[0], c.row.seq))
+    walk, sizes = _Walk(objects, view), {}
     for done, contents in enumerate(order):
         if progress is not None:
             progress("reading snapshots", done, len(order))
-        stored[contents.name, contents.row.commit] = (done, walk.step(contents.row))
+        sizes[contents.name, contents.row.commit] = (done, walk.step(contents.row))
     unique = walk.unique(len(order))
     usages = []
     for contents in snapshots:
-        number, nbytes = stored[contents.name, contents.row.commit]
+        number, nbytes = sizes[contents.name, contents.row.commit]
         logical = contents.row.stats.logical_bytes
         usages.append(Usage(contents.name, logical, nbytes, unique[number]))
     return usages
@@ -151,11 +151,11 @@ class _Walk:
         self._step += 1
         # The hint finds the node without the index. From now on it is cached.
         self._objects.node(Digest(row.manifest.digest), row.manifest.hint)
-        left = self._top
+        previous = self._top
         top = self._top = self._number([MANIFEST + row.manifest.digest])[0]
         self._enter(top)
-        if left is not None:
-            self._leave(left)
+        if previous is not None:
+            self._leave(previous)
         return self._bytes
 
     def unique(self, steps: int) -> list[int]:
@@ -168,13 +168,13 @@ class _Walk:
 
     def _number(self, references: list[bytes]) -> array[int]:
         """Return the numbers of nodes and chunks; new ones get a number."""
-        new = [r for r in dict.fromkeys(references) if r not in self._numbers]
-        places = self._objects.index.find(self._view, [digest_in(r) for r in new])
-        for reference, found in zip(new, places, strict=True):
+        unnumbered = [r for r in dict.fromkeys(references) if r not in self._numbers]
+        places = self._objects.index.find(self._view, [digest_in(r) for r in unnumbered])
+        for reference, place in zip(unnumbered, places, strict=True):
             number = self._numbers[reference] = len(self._numbers)
             if is_node(reference):
                 self._nodes[number] = reference
-            self._stored.append(found.stored if found else 0)
+            self._stored.append(place.stored if place else 0)
             self._owner.append(_NO_OWNER)
             self._count.append(0)
         return array("I", [self._numbers[r] for r in references])

@@ -47,8 +47,8 @@ def bars(names: Sequence[str], values: Sequence[int]) -> Markup:
 
 def curve(names: Sequence[str], values: Sequence[float | None]) -> Markup:
     """Draw a metric as a curve over the snapshots; a gap where one does not have it."""
-    height, known = 110.0, [value for value in values if value is not None]
-    low, high = min(known), max(known)
+    height, numbers = 110.0, [value for value in values if value is not None]
+    low, high = min(numbers), max(numbers)
     span = (high - low) or 1.0
     every = max(1, -(-len(values) // _MOST_POINTS))
     step = (WIDTH - _LEFT - 12) / max(1, len(values) - 1)
@@ -73,8 +73,8 @@ def curve(names: Sequence[str], values: Sequence[float | None]) -> Markup:
 
 def heat_map(changes: Changes) -> Markup:
     """Draw a row for each module and a column for each snapshot: the share that changed."""
-    left = min(360.0, 12 + 6.4 * max(map(len, changes.modules), default=0))
-    width = (WIDTH - left) / max(1, len(changes.snapshots))
+    label_width = min(360.0, 12 + 6.4 * max(map(len, changes.modules), default=0))
+    width = (WIDTH - label_width) / max(1, len(changes.snapshots))
     rows: list[Markup] = []
     for i, (module, shares) in enumerate(zip(changes.modules, changes.shares, strict=True)):
         y = _TOP + i * _CELL
@@ -82,14 +82,14 @@ def heat_map(changes: Changes) -> Markup:
         rows.append(
             element(
                 "text", element("title", text(module)), text(label),
-                x=left - 6, y=y + _CELL - 3, text_anchor="end",
+                x=label_width - 6, y=y + _CELL - 3, text_anchor="end",
             )
         )  # fmt: skip
         rows += [
             element(
                 "rect",
                 element("title", text(f"{name}: {share:.1%} of {module} changed")),
-                x=left + j * width,
+                x=label_width + j * width,
                 y=y,
                 width=max(0.5, width - 1),
                 height=_CELL - 1,

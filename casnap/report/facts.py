@@ -133,11 +133,11 @@ def gather(
     Raises:
         DamagedError: Something in the store cannot be read.
     """
-    used = usage(list(chosen), objects, progress)
+    usages = usage(list(chosen), objects, progress)
     by_folder: dict[str, list[tuple[Contents, SnapshotFacts]]] = {}
-    for contents, use in zip(chosen, used, strict=True):
-        taken = _taken(contents, use.stored_bytes, use.unique_bytes)
-        by_folder.setdefault(contents.name.rpartition("/")[0], []).append((contents, taken))
+    for contents, use in zip(chosen, usages, strict=True):
+        facts = _facts_of(contents, use.stored_bytes, use.unique_bytes)
+        by_folder.setdefault(contents.name.rpartition("/")[0], []).append((contents, facts))
     newest = sorted(by_folder, key=lambda folder: -by_folder[folder][-1][0].row.seq)
     runs = [_run(folder, by_folder[folder], last, progress) for folder in newest[:_MOST_RUNS]]
     # A dry run counts what is needed, and changes nothing.
@@ -146,7 +146,7 @@ def gather(
         uri=objects.backend.uri,
         chunk_size=objects.config.chunk_size,
         snapshots=len(chosen),
-        logical_bytes=sum(use.logical_bytes for use in used),
+        logical_bytes=sum(use.logical_bytes for use in usages),
         store_bytes=stored_bytes(objects),
         live_bytes=live,
         runs=runs,
@@ -154,7 +154,7 @@ def gather(
     )
 
 
-def _taken(contents: Contents, stored: int, unique: int) -> SnapshotFacts:
+def _facts_of(contents: Contents, stored: int, unique: int) -> SnapshotFacts:
     row = contents.row
     notes = (*row.user_tags, *(("not mirrored yet",) if is_unmirrored(row) else ()))
     stats = row.stats
@@ -185,32 +185,36 @@ def _metrics(contents: Contents) -> dict[str, float]:
 
 
 def _run(
-    folder: str, found: list[tuple[Contents, SnapshotFacts]], last: int, progress: Progress | None
+    folder: str,
+    snapshots: list[tuple[Contents, SnapshotFacts]],
+    last: int,
+    progress: Progress | None,
 ) -> Run:
-    compared = [contents for contents, _ in found[-last - 1 :]]
+    compared = [contents for contents, _ in snapshots[-last - 1 :]]
     sizes = _sizes(compared[-1])
-    return Run(folder, [taken for _, taken in found], _changes(compared, sizes, progress), sizes)
+    changes = _changes(compared, sizes, progress)
+    return Run(folder, [facts for _, facts in snapshots], changes, sizes)
 
 
 def _parts(path: str) -> Path:
     """Return the modules that lead to an entry; all ranks' own entries count as one rank's."""
-    first, slash, rest = path.partition("/")
-    if slash and _NUMBER.fullmatch(first):
-        path = f"ranks/{rest}"
+    head, slash, tail = path.partition("/")
+    if slash and _NUMBER.fullmatch(head):
+        path = f"ranks/{tail}"
     return tuple(_SEPARATORS.split(path, _MOST_PARTS))
 
 
 def _sizes(contents: Contents) -> dict[Path, int]:
     """Return the bytes of all tensors and values of a snapshot, by path."""
-    found: list[tuple[Path, int]] = []
+    sizes: list[tuple[Path, int]] = []
     manifest = contents.manifest
-    subtrees = [("", manifest.shared), *((f"{r}/", own) for r, own in manifest.ranks.items())]
-    for prefix, trees in subtrees:
+    of_ranks = ((f"{rank}/", trees) for rank, trees in manifest.ranks.items())
+    for prefix, trees in (("", manifest.shared), *of_ranks):
         for key, digest in trees.items():
             for path, entry in contents.tree(digest).items():
                 if not isinstance(entry, ContainerEntry):
-                    found.append((_parts(prefix + key + path), payload_of(entry).nbytes))
-    return {parts: nbytes for parts, nbytes in _summed(found).items() if nbytes}
+                    sizes.append((_parts(prefix + key + path), payload_of(entry).nbytes))
+    return {parts: nbytes for parts, nbytes in _summed(sizes).items() if nbytes}
 
 
 def _changes(

@@ -29,11 +29,11 @@ def element(name: str, *content: Markup, **attributes: str | float) -> Markup:
         attributes: Its attributes; underscores become hyphens, and one at the end is dropped, as
             in ``class_``.
     """
-    written = "".join(
+    pairs = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
         for key, value in attributes.items()
     )
-    return Markup(f"<{name}{written}>{''.join(content)}</{name}>")
+    return Markup(f"<{name}{pairs}>{''.join(content)}</{name}>")
 
 
 def _attribute(value: str | float) -> str:

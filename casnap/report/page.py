@@ -87,36 +87,38 @@ def _introduction(facts: Facts, now: float) -> str:
 def _cards(facts: Facts) -> Markup:
     garbage = max(0, facts.store_bytes - facts.live_bytes)
     saved = facts.logical_bytes / facts.store_bytes if facts.store_bytes else 0.0
-    shown = [
+    figures = [
         (f"{facts.snapshots:,}", "snapshots"),
         (size(facts.logical_bytes), "in their states"),
         (size(facts.store_bytes), "in packs"),
         (f"{saved:.1f} ×", "states to packs"),
         (size(garbage), "garbage, and gaps in packs"),
     ]
-    cards = (element("div", element("b", text(b)), text(what), class_="card") for b, what in shown)
+    cards = (
+        element("div", element("b", text(b)), text(label), class_="card") for b, label in figures
+    )
     return element("div", joined(cards), class_="cards")
 
 
 def _run(run: Run) -> Markup:
-    names = [taken.name for taken in run.snapshots]
+    names = [snapshot.name for snapshot in run.snapshots]
     sections = [
         element("h2", text(run.folder or "Snapshots")),
         element("p", text(_summary(run.snapshots)), class_="faint"),
         element("h3", text("Size of the state")),
-        charts.bars(names, [taken.logical_bytes for taken in run.snapshots]),
+        charts.bars(names, [snapshot.logical_bytes for snapshot in run.snapshots]),
         element("h3", text("Added by each take")),
-        charts.bars(names, [taken.new_bytes for taken in run.snapshots]),
+        charts.bars(names, [snapshot.new_bytes for snapshot in run.snapshots]),
         element("h3", text("Held by each snapshot alone: what deleting it would free")),
-        charts.bars(names, [taken.unique_bytes for taken in run.snapshots]),
+        charts.bars(names, [snapshot.unique_bytes for snapshot in run.snapshots]),
         *_metrics(names, run.snapshots),
     ]
     if run.changes.snapshots:
-        first, last = run.changes.snapshots[0], run.changes.snapshots[-1]
-        what = f"{first} to {last}; what is not listed did not change"
+        oldest, newest = run.changes.snapshots[0], run.changes.snapshots[-1]
+        caption = f"{oldest} to {newest}; what is not listed did not change"
         sections += [
             element("h3", text("What changed: the share of each module, against the one before")),
-            element("p", text(what), class_="faint"),
+            element("p", text(caption), class_="faint"),
             charts.heat_map(run.changes),
         ]
     if run.sizes:
@@ -128,16 +130,16 @@ def _run(run: Run) -> Markup:
 
 
 def _summary(snapshots: Sequence[SnapshotFacts]) -> str:
-    first, last = snapshots[0], snapshots[-1]
+    oldest, newest = snapshots[0], snapshots[-1]
     count = f"{len(snapshots):,} snapshot{'s' * (len(snapshots) > 1)}"
-    return f"{count}, {_moment(first.time)} to {_moment(last.time)}"
+    return f"{count}, {_moment(oldest.time)} to {_moment(newest.time)}"
 
 
 def _metrics(names: Sequence[str], snapshots: Sequence[SnapshotFacts]) -> list[Markup]:
-    keys = dict.fromkeys(key for taken in snapshots for key in taken.metrics if key != "step")
+    keys = dict.fromkeys(key for snapshot in snapshots for key in snapshot.metrics if key != "step")
     drawn: list[Markup] = []
     for key in list(keys)[:_MOST_METRICS]:
-        values = [taken.metrics.get(key) for taken in snapshots]
+        values = [snapshot.metrics.get(key) for snapshot in snapshots]
         # One number makes no curve.
         if len([value for value in values if value is not None]) > 1:
             drawn += [element("h3", text(f"Metadata: {key}")), charts.curve(names, values)]
@@ -149,16 +151,16 @@ def _table(snapshots: Sequence[SnapshotFacts]) -> Markup:
     numbers = {"State", "New", "Unique", "Leaves", "Seconds"}
     header = joined(_cell("th", title, is_number=title in numbers) for title in titles)
     rows = [element("tr", header)]
-    for taken in reversed(snapshots[-_MOST_LISTED:]):
+    for snapshot in reversed(snapshots[-_MOST_LISTED:]):
         cells = [
-            taken.name,
-            _moment(taken.time),
-            size(taken.logical_bytes),
-            size(taken.new_bytes),
-            size(taken.unique_bytes),
-            f"{taken.entries:,}",
-            f"{taken.seconds:.2f}",
-            ", ".join(taken.notes),
+            snapshot.name,
+            _moment(snapshot.time),
+            size(snapshot.logical_bytes),
+            size(snapshot.new_bytes),
+            size(snapshot.unique_bytes),
+            f"{snapshot.entries:,}",
+            f"{snapshot.seconds:.2f}",
+            ", ".join(snapshot.notes),
         ]
         listed = zip(titles, cells, strict=True)
         rows.append(

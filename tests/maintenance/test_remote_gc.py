@@ -21,7 +21,7 @@ from casnap.format.records import (
     pack_key,
     segment_key,
 )
-from casnap.maintenance.files import StoredFiles
+from casnap.maintenance.stored_files import StoredFiles
 from casnap.maintenance.usage import stored_bytes
 from casnap.storage.pack import new_id
 from casnap.storage.roots import newest_root, put_next_root

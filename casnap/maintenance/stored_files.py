@@ -80,11 +80,11 @@ class StoredFiles:
 
         def work() -> None:
             for batch in source:
-                found = {key: self._size(key) for key in batch}
-                why = self._backend.delete_all(batch)
+                sizes_of_batch = {key: self._size(key) for key in batch}
+                errors = self._backend.delete_all(batch)
                 with lock:
-                    refused.update({key: str(error) for key, error in why.items()})
-                    sizes.update({key: n for key, n in found.items() if key not in why})
+                    refused.update({key: str(error) for key, error in errors.items()})
+                    sizes.update({key: n for key, n in sizes_of_batch.items() if key not in errors})
                     progress("deleting", len(sizes) + len(refused), len(keys))
 
         with Crew() as crew:

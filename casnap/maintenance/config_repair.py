@@ -17,12 +17,12 @@ def config_damages(objects: Objects) -> list[Damage]:
     try:
         if read_config(objects.backend) == objects.config:
             return []
-        kind, why = "changed", "it has changed since this store was opened"
+        kind, message = "changed", "it has changed since this store was opened"
     except UnavailableError:
         raise
     except CasnapError as e:
-        kind, why = "changed" if holds(objects.backend, CONFIG_KEY) else "missing", str(e)
-    return [Damage(kind, CONFIG_KEY, why, hurts={ALL: None})]
+        kind, message = "changed" if holds(objects.backend, CONFIG_KEY) else "missing", str(e)
+    return [Damage(kind, CONFIG_KEY, message, hurts={ALL: None})]
 
 
 def copied_config(backend: Backend) -> StoreConfig:
