@@ -81,10 +81,16 @@ class EventLoop:
             raise
         ended = threading.Event()
         tasks: list[asyncio.Task[T]] = []
+        cancelled: list[bool] = []
 
         def start() -> None:
             tasks.append(loop.create_task(work))
             tasks[0].add_done_callback(lambda _: ended.set())
+
+        def cancel() -> None:
+            if not cancelled:
+                cancelled.append(True)
+                tasks[0].cancel()
 
         loop.call_soon_threadsafe(start)
         try:
@@ -92,11 +98,14 @@ class EventLoop:
                 meanwhile()
             _wait(ended)
         except BaseException:
-            loop.call_soon_threadsafe(lambda: tasks[0].cancel())
-            while not ended.is_set():
-                # Nor does a second interrupt leave earlier.
-                with suppress(BaseException):
+            # Nor does a second interrupt leave earlier, whenever it comes.
+            while True:
+                try:
+                    loop.call_soon_threadsafe(cancel)
                     _wait(ended)
+                    break
+                except BaseException:  # noqa: BLE001 - the first one is raised
+                    continue
             if not tasks[0].cancelled():
                 tasks[0].exception()
             raise

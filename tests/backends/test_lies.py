@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -244,9 +245,24 @@ def test_a_file_system_that_ignores_ranges(tmp_path: Path) -> None:
         backend.read_into("x", [(4, memoryview(bytearray(4)))])
 
 
+@pytest.mark.parametrize("moment", ["while it waits", "before it waits"])
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGUSR1], ids=["again", "an alarm"])
-def test_a_second_interrupt_waits_for_the_end_too(second: signal.Signals) -> None:
+def test_a_second_interrupt_waits_for_the_end_too(
+    second: signal.Signals, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else a request could write into a buffer that the caller uses for something else by then."""
+    loop, all_sent = event_loop._running(), threading.Event()
+    real, passed_on = loop.call_soon_threadsafe, list[object]()
+
+    def slow(call: Callable[[], object]) -> None:
+        """Pass work on to the loop; on a busy machine that goes on meanwhile, but not this."""
+        real(call)
+        passed_on.append(call)
+        if len(passed_on) > 1:  # the work has begun
+            all_sent.wait(60)
+
+    if moment == "before it waits":
+        monkeypatch.setattr(loop, "call_soon_threadsafe", slow)
     steps: list[str] = []
 
     async def stubborn() -> None:
@@ -263,6 +279,7 @@ def test_a_second_interrupt_waits_for_the_end_too(second: signal.Signals) -> Non
             while step not in steps:
                 time.sleep(0.01)
             signal.pthread_kill(threading.main_thread().ident or 0, number)
+        all_sent.set()
 
     def alarm(*_: object) -> None:
         raise TimeoutError("from the handler")

@@ -15,8 +15,8 @@ from casnap import StateDict, Store
 from casnap.errors import SnapshotExistsError, SnapshotNotFoundError, StateError
 from tests.support.bitwise import assert_same
 from tests.support.dcp_saves import files_of_dcp
-from tests.support.faults import in_child, kill
-from tests.support.launched import launched
+from tests.support.faults import in_child
+from tests.support.launched import kill_all, launched
 from tests.support.pages import run_examples
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
@@ -103,7 +103,7 @@ def train(
     while progress["epoch"] < 4:
         for (batch,) in loader:
             if progress["epoch"] == kill_at:
-                kill()
+                kill_all()
             loss = model(batch).square().mean()
             accelerator.backward(loss)
             optimizer.step()
@@ -112,7 +112,7 @@ def train(
         progress["epoch"] += 1
         if progress["epoch"] == kill_in_save:
             # The model is saved by then.
-            accelerate.accelerator.save_fsdp_optimizer = lambda *_: kill()
+            accelerate.accelerator.save_fsdp_optimizer = lambda *_: kill_all()
         save()
     torch.save({"model": full(model.state_dict()), "optim": full(optimizer.state_dict())}, end)
 

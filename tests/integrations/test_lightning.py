@@ -25,8 +25,8 @@ from casnap.errors import (
 )
 from tests.support.bitwise import assert_same
 from tests.support.dcp_saves import files_of_dcp
-from tests.support.faults import backend_faults, in_child, kill
-from tests.support.launched import launched
+from tests.support.faults import backend_faults, in_child
+from tests.support.launched import kill_all, launched
 from tests.support.pages import run_examples
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
@@ -58,7 +58,7 @@ def make_model(kill_at: int | None, sharded: str = "") -> Any:
 
         def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
             if self.global_step == kill_at:
-                kill()
+                kill_all()
             loss = self.head(self.base(batch[0])).square().mean()
             self.log("loss", loss, on_step=False, on_epoch=True)
             return loss

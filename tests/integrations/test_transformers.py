@@ -16,7 +16,7 @@ from casnap import Snapshot, Store
 from casnap.errors import SnapshotNotFoundError, StateError
 from tests.support.bitwise import assert_same
 from tests.support.faults import in_child, kill, start, wait
-from tests.support.launched import launched
+from tests.support.launched import kill_all, launched
 from tests.support.pages import run_examples
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
@@ -97,7 +97,7 @@ def run(
     *,
     resume: bool | str | None = None,
     at: int | None = None,
-    strike: Any = kill,
+    strike: Any = kill_all,
     **arguments: Any,
 ) -> None:
     """Train, and keep the weights and the state of the optimizer at the end."""

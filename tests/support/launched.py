@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import random
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from threading import Barrier
 
-from tests.support.faults import start, wait
+from tests.support.faults import kill, start, wait
+
+_met: Barrier | None = None
 
 
 def launched(size: int, work: Callable[[], object]) -> list[int]:
     """Do some work on the ranks of a world, each a fork of this process; return how they ended."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
+    met = multiprocessing.get_context("fork").Barrier(size)
 
     def on(rank: int) -> None:
+        global _met
+        _met = met
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0")
         os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)))
         os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
@@ -24,3 +31,22 @@ def launched(size: int, work: Callable[[], object]) -> list[int]:
 
     pids = [start(partial(on, rank)) for rank in range(size)]
     return [wait(pid) for pid in pids]
+
+
+def kill_all() -> None:
+    """Kill this process, once each rank of its world has called this.
+
+    Else one that is still in what they do together would fail, and not be killed.
+    """
+    if _met is not None:
+        _met.wait(90)
+    kill()
+
+
+def _free_port() -> int:
+    """Return a free port that the system gives no client before the ranks use it."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
