@@ -90,7 +90,11 @@ class LocalBackend(Backend):
         """Make the folder itself, and those above it that are missing."""
         with translated(self.uri):
             missing = [f for f in (self.folder, *self.folder.parents) if not f.exists()]
-            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except FileNotFoundError as e:
+                # Below /proc, say.
+                raise BackendError(f"no folder can be made at {self.uri}; choose another") from e
         for folder in (self.folder, *self.folder.parents):
             if folder in missing or str(folder.parent) in doubtful:
                 self._new.add(str(folder))

@@ -140,6 +140,15 @@ def test_a_folder_of_the_name_of_a_store(tmp_path: Path, name: str) -> None:
     assert files(tmp_path / "casnap-store") == {name}
 
 
+def test_a_place_where_no_folder_can_be_made() -> None:
+    for make in (
+        lambda: Store("/proc/x").make(),
+        lambda: Snapshot.take("/proc/x/step_1", {"s": StateDict(x=1)}),
+    ):
+        with pytest.raises(StoreError, match="no folder can be made at /proc/x; choose another"):
+            make()
+
+
 def test_what_stands_where_a_store_would(tmp_path: Path) -> None:
     for number, put in enumerate(
         (
