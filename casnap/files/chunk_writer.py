@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from casnap.errors import DamagedError
 from casnap.format.digest import split_digests
 from casnap.format.entries import INLINE_BYTES, TensorEntry
 from casnap.runtime.buffers import PAGE, address_of
-from casnap.runtime.progress import Progress
+from casnap.runtime.progress import ProgressCounter
 from casnap.storage.contents import Contents
 from casnap.storage.place_reads import Want
 
@@ -40,16 +39,12 @@ class ChunkWriter:
 
     Args:
         contents: The snapshot.
-        total: The bytes of all tensors, for the progress.
-        progress: Told how many bytes are done.
+        counter: Counts the bytes that are written.
     """
 
-    def __init__(self, contents: Contents, total: int, progress: Progress | None) -> None:
+    def __init__(self, contents: Contents, counter: ProgressCounter) -> None:
         self._contents = contents
-        self._progress = progress
-        self._total = total
-        self._done = 0
-        self._lock = threading.Lock()
+        self._counter = counter
 
     def write(self, fd: int, placed: Iterable[Placed], crcs: dict[int, int] | None = None) -> None:
         """Write tensors to a file.
@@ -91,13 +86,7 @@ class ChunkWriter:
         if crc is not None:
             crc.add(number, raw)
         file.write(at, raw)
-        self._count(len(raw))
-
-    def _count(self, nbytes: int) -> None:
-        if self._progress is not None:
-            with self._lock:
-                self._done += nbytes
-                self._progress("writing", self._done, self._total)
+        self._counter.add(len(raw))
 
 
 class _File(NamedTuple):

@@ -12,7 +12,7 @@ from casnap.files.chunk_writer import ChunkWriter
 from casnap.files.report import ExportOptions, ExportReport
 from casnap.files.selection import part_of
 from casnap.files.target import Target, check_place
-from casnap.runtime.progress import Progress
+from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.storage.contents import Contents
 
 
@@ -42,7 +42,8 @@ def export(
         is_folder = options.format == "dcp" or options.max_shard_size is not None
         try:
             with Target(out, is_folder=is_folder, nbytes=sum(report.files.values())) as target:
-                write(target, ChunkWriter(contents, report.nbytes, progress))
+                counter = ProgressCounter(progress, "writing", report.nbytes)
+                write(target, ChunkWriter(contents, counter))
         except OSError as e:
             if isinstance(e, CasnapError):
                 raise

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +30,7 @@ from casnap.format.records import PackId, Root, pack_key, root_key
 from casnap.maintenance.marks import Marks
 from casnap.maintenance.repack import repack, sparse_packs
 from casnap.maintenance.stored_files import StoredFiles, base_of
-from casnap.runtime.progress import Progress
+from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import Crew, gently, undisturbed
 from casnap.storage.index import View
 from casnap.storage.objects import Objects
@@ -266,13 +265,16 @@ class _Collector:
         copied_to: dict[bytes, PackId] = {}
         if sparse:
             total = sum(marks.uses[pack].live for pack in sparse)
-            copies = repack(self._objects, marks, view, sparse, self._copy_counter(total))
+            counter = ProgressCounter(self._progress, "copying", total)
+            copies = repack(self._objects, marks, view, sparse, counter.add)
             try:
                 while (copies_of_batch := gently(lambda: next(copies, None))) is not None:
                     copied_to |= copies_of_batch
             except StorageFullError:
                 # Packs that are wholly dead can still be condemned.
                 self._lacks_space = True
+            finally:
+                report.copied_bytes += counter.done
         self._condemn(marks, doomed, set(sparse), copied_to)
 
     def _check_missing(self, marks: Marks) -> None:
@@ -283,16 +285,6 @@ class _Collector:
                 f"{self._backend.uri}: {len(unknown):,} chunks that snapshots need are in no pack, "
                 f"such as {min(unknown).hex()}"
             )
-
-    def _copy_counter(self, total: int) -> Callable[[int], None]:
-        lock = threading.Lock()
-
-        def count(nbytes: int) -> None:
-            with lock:
-                self.report.copied_bytes += nbytes
-                self._progress("copying", min(self.report.copied_bytes, total), total)
-
-        return count
 
     def _condemn(
         self, marks: Marks, dead: set[PackId], sparse: set[PackId], copied_to: dict[bytes, PackId]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable
 from functools import cache
@@ -10,7 +9,7 @@ from functools import cache
 from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.records import PackId, Root, id_from_name, pack_key, segment_key
 from casnap.runtime.progress import Progress
-from casnap.runtime.threads import Crew, SharedItems
+from casnap.runtime.threads import mapped
 from casnap.storage.index import View
 from casnap.storage.objects import Objects
 from casnap.storage.pack_lengths import listed_packs
@@ -18,7 +17,8 @@ from casnap.storage.roots import read_root
 
 _DELETERS = 4
 # An object store deletes so many objects by one request.
-_BATCH = 1000
+_REMOTE_BATCH = 1000
+_LOCAL_BATCH = 16
 _MANY_RECORDS = 1_000_000
 
 
@@ -71,25 +71,15 @@ class StoredFiles:
             The bytes of each deleted file; and the reason for each file that this user may not
             delete, such as another user's file in a sticky folder.
         """
-        most = _BATCH if self._backend.is_remote else 1
+        most = _REMOTE_BATCH if self._backend.is_remote else _LOCAL_BATCH
         keys = list(files)
         batches = [keys[at : at + most] for at in range(0, len(keys), most)]
         sizes: dict[str, int] = {}
         refused: dict[str, str] = {}
-        lock = threading.Lock()
-
-        def work() -> None:
-            for batch in source:
-                sizes_of_batch = {key: self._size(key) for key in batch}
-                errors = self._backend.delete_all(batch)
-                with lock:
-                    refused.update({key: str(error) for key, error in errors.items()})
-                    sizes.update({key: n for key, n in sizes_of_batch.items() if key not in errors})
-                    progress("deleting", len(sizes) + len(refused), len(keys))
-
-        with Crew() as crew:
-            source = SharedItems(batches, crew)
-            crew.run(work, min(_DELETERS, len(batches)))
+        for batch, errors in mapped(self._backend.delete_all, batches, _DELETERS):
+            refused |= {key: str(error) for key, error in errors.items()}
+            sizes |= {key: self._size(key) for key in batch if key not in errors}
+            progress("deleting", len(sizes) + len(refused), len(keys))
         # The next collection tries the refused files again.
         self.packs.difference_update(files.values())
         self.segments.difference_update(files.values())

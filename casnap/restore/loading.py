@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,7 +25,7 @@ from casnap.format.region import Region
 from casnap.restore.selection import Selection
 from casnap.runtime import buffers
 from casnap.runtime.buffers import Slot, address_of, view_at
-from casnap.runtime.progress import Progress
+from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.runtime.threads import collector_paused
 from casnap.runtime.torch_modes import fill
 from casnap.state.cuda import pin, synchronize_workers
@@ -94,10 +93,8 @@ class Loading:
 
     def __init__(self, contents: Contents, progress: Progress | None = None) -> None:
         self._contents = contents
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._done = 0
-        self._total = 0
+        self._counter = ProgressCounter(progress, "reading")
+        self._reports = progress is not None
         self._items: list[_Item] = []
 
     def add(
@@ -123,7 +120,7 @@ class Loading:
         """
         if not isinstance(entry, TensorEntry):
             # Memory is taken later, once it is known that there are chunks for it.
-            self._total += payload_of(entry).nbytes
+            self._counter.total += payload_of(entry).nbytes
             self._items.append(_Item(path, entry, bytearray()))
             return
         with naming(self._contents, path):
@@ -132,8 +129,8 @@ class Loading:
                 content = allocate(entry)
                 targets = ((Region.whole(entry.shape), with_item_axis(entry, content)),)
         wanted = [(box, as_copyable(tensor.detach())) for box, tensor in targets if box.numel]
-        if self._progress is not None:
-            self._total += sum(box.numel for box, _ in wanted) * itemsize_of(entry)
+        if self._reports:
+            self._counter.total += sum(box.numel for box, _ in wanted) * itemsize_of(entry)
         self._items.append(_Item(path, entry, content, wanted))
 
     def load(self, budget: int | None = None, fetch: Fetch | None = None) -> dict[str, Leaf]:
@@ -185,7 +182,7 @@ class Loading:
                 each = (_moves(entry, cells, box, tensor) for box, tensor in item.targets)
                 moves = chain.from_iterable(each)
             for number, nbytes, kept, sink, target in moves:
-                counted = self._counted(sink, kept) if self._progress else sink
+                counted = self._counted(sink, kept) if self._reports else sink
                 yield Want(digests[number], nbytes, counted, path, target)
 
     def _fill_inline(self, item: _Item, payload: Payload) -> None:
@@ -203,10 +200,7 @@ class Loading:
     def _counted(self, sink: Sink, kept: int) -> Sink:
         def counted(raw: memoryview) -> None:
             sink(raw)
-            with self._lock:
-                self._done += kept
-                assert self._progress is not None
-                self._progress("reading", self._done, self._total)
+            self._counter.add(kept)
 
         return counted
 

@@ -2,7 +2,36 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
 """Called from time to time, from any thread: with the phase, how much is done, and the total."""
+
+
+class ProgressCounter:
+    """Counts what is done, from any thread, and reports it.
+
+    Args:
+        progress: Called with the phase, how much is done (at most the total), and the total.
+        phase: The phase.
+        total: How much there is to do.
+
+    Attributes:
+        total: The same. It may be raised.
+        done: How much is done.
+    """
+
+    def __init__(self, progress: Progress | None, phase: str, total: int = 0) -> None:
+        self._progress = progress
+        self._phase = phase
+        self._lock = threading.Lock()
+        self.total = total
+        self.done = 0
+
+    def add(self, amount: int) -> None:
+        """Count what was done now."""
+        with self._lock:
+            self.done += amount
+            if self._progress is not None:
+                self._progress(self._phase, min(self.done, self.total), self.total)

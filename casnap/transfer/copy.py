@@ -88,7 +88,7 @@ class _Copy:
     def run(self, snapshots: Sequence[ChosenSnapshot]) -> None:
         """Copy them all."""
         todo = self._missing(snapshots)
-        self._tally.total = sum(chosen.row.stats.logical_bytes for chosen in todo)
+        self._tally.bytes.total = sum(chosen.row.stats.logical_bytes for chosen in todo)
         for chosen in todo:
             with self._tally.dealing_with(chosen.row.stats.logical_bytes):
                 self._copy(chosen)

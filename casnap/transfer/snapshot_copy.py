@@ -128,7 +128,7 @@ class SnapshotCopy:
             self._found += digest
             if not self._looks_again:
                 self._tally.count_present(place)
-                self._tally.advance(place.raw)
+                self._tally.bytes.add(place.raw)
         return lacking
 
     def look(self, destination: Objects | None) -> None:
@@ -158,7 +158,7 @@ class SnapshotCopy:
             would.add(digest)
             place = planned[digest]
             self._tally.count_sent(1, place.stored if place is not None else 0)
-            self._tally.advance(place.raw if place is not None else 0)
+            self._tally.bytes.add(place.raw if place is not None else 0)
 
     # --- sending ---
 
@@ -213,7 +213,7 @@ class SnapshotCopy:
             if crew.error is not None:
                 raise crew.error
             sent.append((digest, nbytes))
-            self._tally.advance(nbytes)
+            self._tally.bytes.add(nbytes)
 
         codec = codec_of(transaction.base.root, transaction.objects.backend.uri)
         # A store that compresses compresses all; another one takes chunks as they are.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from casnap.format.digest import Digest
 from casnap.format.records import Place
-from casnap.runtime.progress import Progress
+from casnap.runtime.progress import Progress, ProgressCounter
 from casnap.transfer.report import CopyReport
 
 
@@ -20,31 +19,21 @@ class Tally:
 
     Attributes:
         report: The report so far.
-        total: The bytes of all snapshots.
+        bytes: Counts the bytes of all snapshots that were dealt with.
         would_send: In a dry run, what would be sent for the snapshots so far.
     """
 
     def __init__(self, progress: Progress | None) -> None:
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._done = 0
-        self.total = 0
+        self.bytes = ProgressCounter(progress, "copying")
         self.report = CopyReport()
         self.would_send: set[Digest] = set()
 
     @contextmanager
     def dealing_with(self, nbytes: int) -> Iterator[None]:
         """Deal with a snapshot of so many bytes, some of which may be passed over as a whole."""
-        before = self._done
+        before = self.bytes.done
         yield
-        self.advance(before + nbytes - self._done)
-
-    def advance(self, nbytes: int) -> None:
-        """Note that so many bytes more were dealt with; from any thread."""
-        with self._lock:
-            self._done += nbytes
-            if self._progress is not None:
-                self._progress("copying", min(self._done, self.total), self.total)
+        self.bytes.add(before + nbytes - self.bytes.done)
 
     def count_present(self, place: Place) -> None:
         """Count a chunk or node that the destination has."""
