@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
 
 from casnap.integrations.dcp import CasnapReader, CasnapWriter
 from casnap.integrations.trainers import check_version, snapshot_at
+from casnap.runtime.environment import local_path
 
 check_version("torchtitan", "0.3", "0.4")
 
@@ -45,6 +46,12 @@ class CasnapCheckpointManager(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         """The settings of torchtitan's CheckpointManager."""
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        if self.enable:
+            # torchtitan looks there for the last step, by the path as it is.
+            self.folder = local_path(self.folder)
 
     @torch.no_grad()
     def dcp_save(

@@ -21,6 +21,7 @@ from casnap.format.names import MARKER
 from casnap.integrations.notices import notice, put_whole
 from casnap.integrations.trainers import Value, check_version, load_own, snapshot_at
 from casnap.ranks.joining import own_rank
+from casnap.runtime.environment import local_path
 from casnap.snapshot import Snapshot
 from casnap.state.stateful import RNGState, Stateful
 
@@ -92,6 +93,8 @@ class CasnapTrainerMixin(_Base):
         self._check_supported()
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_whole(self.args.output_dir) or True
+        elif isinstance(resume_from_checkpoint, str):
+            resume_from_checkpoint = local_path(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kw)
 
     def _check_supported(self) -> None:

@@ -187,6 +187,18 @@ def test_another_number_of_ranks_goes_on(uninterrupted: Path, tmp_path: Path) ->
         torch.testing.assert_close(load(end)[key], value)
 
 
+def test_a_folder_below_the_home_folder(
+    uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is taken there is found there."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    end = tmp_path / "end"
+    assert in_world(1, lambda: train(Path("~/run"), end, 5)) == [-9]
+    assert in_world(1, lambda: train(Path("~/run"), end)) == [0]
+    assert_same(load(end), load(uninterrupted / "end"))
+    assert (tmp_path / "run/checkpoint/casnap-store").is_dir()
+
+
 def test_goes_on_from_the_checkpoints_of_torchtitan(uninterrupted: Path, tmp_path: Path) -> None:
     from torchtitan.components.checkpointer import CheckpointManager
 

@@ -144,7 +144,10 @@ def test_each_save_writes_what_changed_and_the_limit_is_kept(uninterrupted: Path
     assert_same(dict(trainer.model.state_dict()), dict(end["model"]))
 
 
-def test_resumes_bit_exact_after_sigkill(uninterrupted: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_name", [False, True])
+def test_resumes_bit_exact_after_sigkill(
+    uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, by_name: bool
+) -> None:
     out = tmp_path / "out"
     assert in_child(lambda: run(out, tmp_path / "end", at=7)) == -9
     # One whose save was cut off is passed over, and refused if it is named.
@@ -154,7 +157,9 @@ def test_resumes_bit_exact_after_sigkill(uninterrupted: Path, tmp_path: Path) ->
         trainer_of(out).train(resume_from_checkpoint=str(out / "checkpoint-7"))
     # A snapshot that was copied from elsewhere has its small files in it.
     (out / "checkpoint-6/trainer_state.json").unlink()
-    assert in_child(lambda: run(out, tmp_path / "end", resume=True)) == 0
+    monkeypatch.setenv("HOME", str(tmp_path))
+    resume = "~/out/checkpoint-6" if by_name else True
+    assert in_child(lambda: run(out, tmp_path / "end", resume=resume)) == 0
     assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
     kept = {s.name for s in Store(out).snapshots()}
     assert "checkpoint-8" in kept
