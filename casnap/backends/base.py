@@ -332,5 +332,9 @@ def translated(what: str) -> Iterator[None]:
         if e.errno == errno.EISDIR:
             raise BackendError(f"{what} is a folder, not a file") from e
         if e.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            raise BackendError(f"{what}: {e.strerror}; is the store writable for this user?") from e
+            raise BackendError(
+                f"{what}: {e.strerror}; is the store writable for this user? Whoever uses it needs "
+                "the rights to all that is in it: after chown, chgrp or chmod of a folder, do the "
+                "same with -R"
+            ) from e
         raise BackendError(f"{what}: {e.strerror or e}") from e

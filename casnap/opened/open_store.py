@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ from casnap.storage.chunk_cache import room_for
 from casnap.storage.config import not_a_store_error, object_error
 from casnap.storage.creation import Made, create_store
 from casnap.storage.foreign import hint_at, no_store_error
-from casnap.storage.location import Location, exists, locate_store
+from casnap.storage.location import Location, exists, locate_store, narrow_hint
 from casnap.storage.mirrored import not_that_mirror, place_of
 from casnap.storage.objects import Objects
 from casnap.storage.settings import CODEC, settings_of
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from casnap.transfer.mirror_report import MirrorOptions
 
 V = TypeVar("V")
+_log = logging.getLogger("casnap")
 
 
 class Found(NamedTuple):
@@ -353,6 +355,9 @@ def open_store(
     if objects is None and may_make:
         # If the store exists, this finishes a creation that was interrupted.
         made = create_store(backend, chunk_size=chunk_size, asked=asked, codec=codec)
+        if made.is_new and backend.folder and (narrow := narrow_hint(backend.folder)):
+            level = logging.INFO if asked else logging.WARNING
+            _log.log(level, "%s is a store of its own now%s", backend.uri, narrow)
         objects = new_objects(config=made.config)
         if made.root is not None and backend.is_remote:
             objects.note_newest(made.root)
@@ -380,6 +385,7 @@ def _no_name_error(backend: Backend) -> NotAStoreError | None:
     return NotAStoreError(
         f"{folder} is not a casnap store, and the store {folder.parent} has no snapshot "
         f"{folder.name!r}; `casnap ls {folder.parent}` lists those that it has"
+        f"{narrow_hint(folder)}"
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from casnap.errors import NotAStoreError, SnapshotExistsError
 from casnap.format.names import MARKER, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
+from casnap.storage.location import narrow_hint
 
 _MOST = 1000
 """How many names of a folder are looked at."""
@@ -103,6 +104,8 @@ def hint_in(folder: Path) -> str:
 
 def no_store_error(folder: Path) -> NotAStoreError:
     """Return the error for a folder that is in no store: it says what is there instead."""
+    if narrow := narrow_hint(folder):
+        return NotAStoreError(f"{folder} is not a casnap store, nor in one{narrow}")
     none = f"{folder} is not a casnap store, nor is any folder above it"
     below = _stores_below(folder)
     if below:

@@ -304,6 +304,20 @@ def _serves(store: Path, below: str) -> bool:
         return not read_config(backend).first_settings.get(FOLDER_ONLY)
 
 
+def narrow_hint(folder: Path) -> str:
+    """Return what a message about a folder is to say of a store above that does not serve it."""
+    above = next((p for p in folder.parents if exists(p / STORE_FOLDER / CONFIG_KEY)), None)
+    try:
+        if above is None or serves_below(newest_root(LocalBackend(above))):
+            return ""
+    except CasnapError:
+        return ""
+    return (
+        f". The store {above} serves only names right in its folder, since a path alone has made "
+        f"it; `casnap init {above}` has it serve all paths below"
+    )
+
+
 def _has_roots(inner: Path, *, named: bool) -> bool:
     """Whether there are roots; of this user, unless the folder was named."""
     try:
@@ -318,7 +332,10 @@ def _warn(text: str) -> None:
     _log.warning("%s", text)
 
 
-_ADVICE = "To use it, name it: store=..., or Store(...)"
+_ADVICE = (
+    "To use it, name it: store=..., or Store(...). If it is yours alone, `chown -R` its "
+    f"{STORE_FOLDER} to you, and `chmod -R go-w` it"
+)
 
 
 def _untrusted(store: Path, why: str) -> UntrustedStoreError:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, StoreError
 from casnap.opened.finding import find
+from tests.support.cli_calls import invoke
 from tests.support.faults import (
     SYSTEM_CALLS,
     files,
@@ -197,6 +198,34 @@ def test_reading_makes_nothing(tmp_path: Path, place: str) -> None:
     assert store.take(TINY, "step_1").path
     assert [s.name for s in store.snapshots()] == ["step_1"]
     assert store.latest() is not None
+
+
+def test_below_a_store_of_its_folder_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever takes or looks deeper learns what serves what, and how to widen it."""
+    Snapshot.take(tmp_path / "step_1", TINY)
+    widen = rf"The store {tmp_path} serves only names right in its folder.*casnap init {tmp_path}"
+    for use in (
+        lambda: Snapshot(tmp_path / "run/step_1"),
+        lambda: Snapshot(tmp_path / "run/deep/step_1"),
+        lambda: Store(tmp_path / "run", create=False),
+        lambda: Store(tmp_path / "run/deep").id,
+    ):
+        with pytest.raises(NotAStoreError, match=widen):
+            use()
+    assert caplog.text == ""
+    for path in ("run/step_1", "run/step_2", "run/deep/step_1"):
+        caplog.clear()
+        Snapshot.take(tmp_path / path, TINY)
+        assert ("is a store of its own now" in caplog.text) == (path != "run/step_2"), path
+    assert f"The store {tmp_path / 'run'} serves only names" in caplog.text
+    caplog.clear()
+    Store(tmp_path / "named/run").take(TINY, "step_1")  # it is what the user has asked for
+    assert caplog.text == ""
+    assert invoke("init", tmp_path).stdout
+    assert Snapshot.take(tmp_path / "other/step_1", TINY).store.uri == str(tmp_path)
+    assert caplog.text == ""
 
 
 def test_a_remote_store_that_is_not_made_yet_is_asked_once(tmp_path: Path) -> None:

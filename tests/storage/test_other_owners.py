@@ -15,7 +15,7 @@ import casnap.storage.location
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import BackendError, CasnapError, UntrustedStoreError
 from tests.support.faults import files, in_child
-from tests.support.mounts import NOBODY, let_others_in, needs_root
+from tests.support.mounts import NOBODY, as_nobody, let_others_in, needs_root
 
 STATE = {"s": StateDict(x=torch.arange(100_000))}
 NOBODY_KNOWS = 54321
@@ -76,11 +76,32 @@ def test_a_store_that_is_not_ours_alone(
         lambda: Snapshot(place / "run/step"),
         lambda: Store(place / "run"),
     ):
-        with pytest.raises(UntrustedStoreError, match=f"{why}.*store="):
+        with pytest.raises(
+            UntrustedStoreError, match=f"{why}.*store=.*`chown -R` its casnap-store"
+        ):
             use()
     assert files(place) == before
     Snapshot.take("run/step_2", STATE, store=place)
     assert Snapshot("run/step_2", store=place).store.uri == str(place)
+
+
+@pytest.mark.parametrize("given", ["group", "owner"])
+def test_a_store_of_which_only_the_folder_was_given_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    """By chgrp or chown, without -R."""
+    place = tmp_path / "given"
+    Store(place).take(STATE, "run/step")
+    needs_root()
+    for folder in (place, place / "casnap-store"):
+        os.chown(folder, NOBODY if given == "owner" else -1, NOBODY)
+        folder.chmod(0o2775)
+
+    def work() -> None:
+        with pytest.raises(BackendError, match=r"is the store writable .*do the same with -R"):
+            Store(place).take({"s": StateDict(x=torch.ones(3))}, "run/step_2")
+
+    as_nobody(tmp_path, monkeypatch, work)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o755])
