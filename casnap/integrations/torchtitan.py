@@ -47,11 +47,14 @@ class CasnapCheckpointManager(CheckpointManager):
     class Config(CheckpointManager.Config):
         """The settings of torchtitan's CheckpointManager."""
 
-    def __init__(self, *args: Any, **kw: Any) -> None:
-        super().__init__(*args, **kw)
-        if self.enable:
-            # torchtitan looks there for the last step, by the path as it is.
-            self.folder = local_path(self.folder)
+    @property
+    def folder(self) -> str:
+        """The folder of the checkpoints. ``~`` is the home folder, also where steps are found."""
+        return self._folder
+
+    @folder.setter
+    def folder(self, path: str) -> None:
+        self._folder = local_path(path)
 
     @torch.no_grad()
     def dcp_save(

@@ -194,9 +194,10 @@ def test_a_folder_below_the_home_folder(
     monkeypatch.setenv("HOME", str(tmp_path))
     end = tmp_path / "end"
     assert in_world(1, lambda: train(Path("~/run"), end, 5)) == [-9]
+    begun = Store("~/run/checkpoint", create=False)["step-4"].commit_id
     assert in_world(1, lambda: train(Path("~/run"), end)) == [0]
     assert_same(load(end), load(uninterrupted / "end"))
-    assert (tmp_path / "run/checkpoint/casnap-store").is_dir()
+    assert Store(tmp_path / "run/checkpoint")["step-4"].commit_id == begun
 
 
 def test_goes_on_from_the_checkpoints_of_torchtitan(uninterrupted: Path, tmp_path: Path) -> None:
