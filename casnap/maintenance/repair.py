@@ -23,7 +23,7 @@ from casnap.errors import (
     UnavailableError,
 )
 from casnap.format.codec import Codec
-from casnap.format.digest import Digest, digest_of
+from casnap.format.digest import Digest
 from casnap.format.records import (
     PackId,
     Place,
@@ -55,7 +55,7 @@ from casnap.storage.table import change_table
 # One reader: packs are filled from one thread, out of the other buffers of the pool.
 _READ = ReadOptions(readers=1)
 # How often to start over because a collector has changed the store meanwhile.
-_LOOKS = 10
+_MOST_TRIES = 10
 
 
 @dataclass
@@ -133,12 +133,12 @@ class _Repair:
         self._sources = sources
         self._crew = crew
         self._salvage: NewPacks | None = None
-        self._found: set[Digest] = set()
+        self._copied: set[Digest] = set()
         self._healed: set[Digest] = set()
         self._would_adopt: set[Digest] = set()
         # Damaged roots, which must not stay the newest.
         self._must_replace: set[int] = set()
-        self._looks = 0
+        self._tries = 0
         self.report = RepairReport(dry_run=dry_run)
 
     def run(self, progress: Progress | None) -> RepairReport:
@@ -177,8 +177,8 @@ class _Repair:
             return self._drop_rows() or self._adopt() or self._mend()
         except DamagedError:
             # A collector removes segments that the root at hand names, and the newest does not.
-            self._looks += 1
-            if self._looks == _LOOKS or self._objects.newest() == self._survey.root:
+            self._tries += 1
+            if self._tries == _MOST_TRIES or self._objects.newest() == self._survey.root:
                 raise
             self._drop_salvage()
             return True
@@ -194,17 +194,17 @@ class _Repair:
             if damage.kind == "unreadable":
                 raise self._unreadable(damage.object, damage.message)
 
-    def _unreadable(self, key: str, why: str) -> BackendError:
+    def _unreadable(self, key: str, reason: str) -> BackendError:
         return BackendError(
-            f"{self._objects.backend.where(key)}: {why}; it may be whole, so it is not given up. "
-            "Make it readable, then repair again; of a broken disk, put what can be read of it in "
+            f"{self._objects.backend.where(key)}: {reason}; it may be whole, so it is not given up."
+            " Make it readable, then repair again; of a broken disk, put what can be read of it in "
             "its place, or delete it"
         )
 
     def _drop_salvage(self) -> None:
         if self._salvage is not None:
             self._salvage.close()
-        self._salvage, self._found, self._healed = None, set(), set()
+        self._salvage, self._copied, self._healed = None, set(), set()
 
     # --- packs that no segment lists ---
 
@@ -228,27 +228,23 @@ class _Repair:
     def _orphans(self) -> Iterator[tuple[PackId, list[Record]]]:
         """Yield the packs to list again, and the whole records of each."""
         survey = self._survey
-        seen: set[bytes] = set()
         files = StoredFiles(self._objects, survey.root)
         for ident in sorted(files.packs - set(survey.index.packs)):
             pack = PackId(ident)
             footer = self._footer(pack)
-            wanted = {d for d, _ in footer if not survey.whole_places(d)}
+            useful = {d for d, _ in footer if not survey.whole_places(d)}
             if not survey.unreadable:
-                wanted &= survey.lost
-            # A repair that was killed may have left a copy of the same pack.
-            content = digest_of(b"".join(digest for digest, _ in footer))
-            if not wanted or content in seen:
+                useful &= survey.lost
+            if not useful:
                 continue
             bad = set()
             for record, why in bad_records(self._objects, footer, lambda n: None):
                 if why.reason is Reason.UNREADABLE:
                     raise self._unreadable(pack_key(pack), str(why))
                 bad.add(record)
-            whole = [record for record in footer if record not in bad]
-            if wanted.intersection(digest for digest, _ in whole):
-                seen.add(content)
-                yield pack, whole
+            records = [record for record in footer if record not in bad]
+            if useful.intersection(digest for digest, _ in records):
+                yield pack, records
 
     def _footer(self, pack: PackId) -> list[Record]:
         backend = self._objects.backend
@@ -296,14 +292,14 @@ class _Repair:
         if not self._save(damaged):
             return True
         self._heal()
-        lost = self._lost() - self._found
-        gone = survey.rescued | damaged
+        lost_digests = self._lost_digests() - self._copied
+        released = survey.rescued | damaged
         changes = {
-            "condemned": {p: c for p, c in root.condemned.items() if p not in gone},
-            "lost": b"".join(sorted(lost)),
+            "condemned": {p: c for p, c in root.condemned.items() if p not in released},
+            "lost": b"".join(sorted(lost_digests)),
         }
         if self.report.dry_run:
-            self._report_dry_run(lost - self._would_adopt)
+            self._report_dry_run(lost_digests - self._would_adopt)
             self._count(damaged)
             return False
         news = self._salvage or damaged or survey.unreadable or root.seq in self._must_replace
@@ -320,7 +316,7 @@ class _Repair:
                 self._drop_salvage()
                 return True
             newer = self._objects.newest()
-            if not self._is_true_of(newer, root, damaged):
+            if not self._holds_for(newer, root, damaged):
                 return True
             root = newer
 
@@ -333,14 +329,16 @@ class _Repair:
         segments = drop_packs(self._objects, self._readable(root), damaged)
         if self._salvage is None:
             return segments
-        rest = msgspec.structs.replace(root, segments=segments)
+        without_damage = msgspec.structs.replace(root, segments=segments)
         self._salvage.finish()
         if root.fence > self._salvage.base:
             self._salvage.move(root.seq)
         segment = self._salvage.segment()
-        return add_segment(self._objects, self._objects.index.view(rest), segment, root.seq)
+        return add_segment(
+            self._objects, self._objects.index.view(without_damage), segment, root.seq
+        )
 
-    def _is_true_of(self, newer: Root, root: Root, damaged: frozenset[PackId]) -> bool:
+    def _holds_for(self, newer: Root, root: Root, damaged: frozenset[PackId]) -> bool:
         """Whether the survey of a root is also true of a newer root, which a take has put."""
         return (
             (newer.condemned, newer.lost) == (root.condemned, root.lost)
@@ -362,10 +360,10 @@ class _Repair:
         report.dropped_segments += len(survey.unreadable)
         report.replaced_packs += len(damaged)
         report.rescued_packs += len(survey.rescued - damaged)
-        report.saved_chunks += len(self._found - self._healed)
+        report.saved_chunks += len(self._copied - self._healed)
         report.healed_chunks += len(self._healed)
 
-    def _lost(self) -> set[Digest]:
+    def _lost_digests(self) -> set[Digest]:
         survey = self._survey
         lost = set(survey.lost)
         if survey.trees_incomplete:
@@ -379,7 +377,7 @@ class _Repair:
         Returns:
             Whether everything that was copied was still whole.
         """
-        survey, whole = self._survey, True
+        survey, all_whole = self._survey, True
         safe = set(survey.index.packs) - survey.root.condemned.keys() - damaged
         for pack in sorted(damaged):
             places_to_read = []
@@ -390,18 +388,18 @@ class _Repair:
                         (place, [Want(digest, -1, partial(self._keep, digest), "")])
                     )
             if self.report.dry_run:
-                self._found.update(wants[0].digest for _, wants in places_to_read)
+                self._copied.update(wants[0].digest for _, wants in places_to_read)
                 continue
             for place, wants, why in self._objects.read_places(places_to_read, _READ):
                 survey.note_bad(wants[0].digest, place, why)
-                whole = False
-        return whole
+                all_whole = False
+        return all_whole
 
     def _keep(self, digest: Digest, raw: memoryview) -> None:
         """Write a verified chunk or node to a new pack, once."""
-        if digest in self._found:
+        if digest in self._copied:
             return
-        self._found.add(digest)
+        self._copied.add(digest)
         if self.report.dry_run:
             return
         if self._salvage is None:
@@ -418,7 +416,7 @@ class _Repair:
 
     def _heal(self) -> None:
         """Look for lost chunks and nodes in the cache and in the sources."""
-        for digest in self._missing():
+        for digest in self._still_lost():
             node = self._objects.index.cache.node(digest)
             if node is not None:
                 self._heal_one(digest, memoryview(node))
@@ -430,24 +428,24 @@ class _Repair:
             except CasnapError as e:
                 self._skip(f"{name}: {e}")
 
-    def _missing(self) -> set[Digest]:
-        return self._lost() - self._found - self._would_adopt
+    def _still_lost(self) -> set[Digest]:
+        return self._lost_digests() - self._copied - self._would_adopt
 
     def _heal_one(self, digest: Digest, raw: memoryview) -> None:
         self._keep(digest, raw)
         self._healed.add(digest)
 
-    def _heal_from(self, other: Objects) -> None:
-        places = Survey(other).index
+    def _heal_from(self, source: Objects) -> None:
+        places = Survey(source).index
         places_to_read: list[tuple[Place, list[Want]]] = []
-        for digest in self._missing():
+        for digest in self._still_lost():
             want = Want(digest, -1, partial(self._heal_one, digest), "")
             places_to_read += [(p, [want]) for p in places.of(digest) if can_lie_at(p)]
-        other.read_places(places_to_read, _READ)
+        source.read_places(places_to_read, _READ)
 
-    def _skip(self, why: str) -> None:
-        if why not in self.report.skipped:
-            self.report.skipped.append(why)
+    def _skip(self, reason: str) -> None:
+        if reason not in self.report.skipped:
+            self.report.skipped.append(reason)
 
 
 def _store_at(source: str) -> Backend:
