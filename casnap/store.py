@@ -59,7 +59,8 @@ class Store(Upkeep):
             names of all snapshots in the view begin with the rest of the path.
         create: If there is no store, make one with the first take, import or copy to it, or with
             :meth:`make`. Reading makes none: where there is no store, there is no snapshot. With
-            ``mirror``, the store is made at once.
+            ``mirror``, the store is made at once. Until it is made, a path below it does not lead
+            to it: call :meth:`make` before ``Snapshot.take`` of a path, or pass it ``store=``.
         chunk_size: For a new store: bytes, a power of two from 64 KiB to 64 MiB.
         codec: For a new store: how new chunks are stored, "raw" or "zstd" (where that makes them
             smaller). :meth:`configure` changes it.

@@ -200,6 +200,16 @@ def test_reading_makes_nothing(tmp_path: Path, place: str) -> None:
     assert store.latest() is not None
 
 
+def test_a_path_below_a_store_that_is_not_made_yet(tmp_path: Path) -> None:
+    """Where a path leads depends on the disk alone. ``store=`` and ``make()`` are the ways."""
+    store = Store(tmp_path)
+    assert Snapshot.take(tmp_path / "a/step_1", TINY).store.uri == str(tmp_path / "a")
+    assert Snapshot.take("b/step_1", TINY, store=store).store.uri == str(tmp_path)
+    assert Snapshot.take(tmp_path / "c/step_1", TINY).store.uri == str(tmp_path)
+    Store(tmp_path / "d").make()
+    assert Snapshot.take(tmp_path / "d/run/step_1", TINY).store.uri == str(tmp_path)
+
+
 def test_below_a_store_of_its_folder_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
