@@ -158,9 +158,11 @@ def test_resumes_bit_exact_after_sigkill(
     # A snapshot that was copied from elsewhere has its small files in it.
     (out / "checkpoint-6/trainer_state.json").unlink()
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     resume = "~/out/checkpoint-6" if by_name else True
     assert in_child(lambda: run(out, tmp_path / "end", resume=resume)) == 0
     assert_same(load(tmp_path / "end"), load(uninterrupted / "end"))
+    assert not Path("~").exists()
     kept = {s.name for s in Store(out).snapshots()}
     assert "checkpoint-8" in kept
     assert kept == {path.name for path in out.glob("checkpoint-*")} - {"checkpoint-7"}
