@@ -34,7 +34,7 @@ from casnap.backends.door import (
 )
 from casnap.backends.durability import NewNames, doubtful
 from casnap.errors import BackendError, CasnapError
-from casnap.format.names import STORE_FOLDER
+from casnap.format.names import NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
 from casnap.runtime.buffers import PAGE, address_of
 from casnap.runtime.environment import boot_id
@@ -451,6 +451,8 @@ class LocalBackend(Backend):
                         _put_back(aside, name, folder)
                     _unlink_at(aside, folder)
             own = path.rpartition("/")[0]
+            if was_stale:
+                _remove_notices(own)
             for place in self._up_to_store(own):
                 with opened_above(place) as (folder, name):
                     try:
@@ -516,6 +518,21 @@ def _put_back(aside: str, name: str, folder: int) -> None:
         return
     except OSError:  # it is a folder
         os.rename(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _remove_notices(path: str) -> None:
+    """Remove what stands beside a marker for the readers of other libraries."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with opened(path, listed=True) as folder:
+        for name in os.listdir(folder):
+            try:
+                fd = os.open(name, flags, dir_fd=folder)
+            except OSError:
+                continue
+            with open(fd, "rb") as file:
+                is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+                if is_file and file.read(len(NOTICE_HEAD)) == NOTICE_HEAD:
+                    _unlink_at(name, folder)
 
 
 def _unlink_at(name: str, folder: int) -> None:

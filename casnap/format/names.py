@@ -9,6 +9,8 @@ from functools import lru_cache
 from casnap.errors import InvalidNameError
 
 MARKER = "casnap-snapshot.json"
+NOTICE_HEAD = b"\x80\x02ccasnap.integrations.notices\n"
+"""How a file begins that stands where another library looks for its own (see notices.py)."""
 STORE_FOLDER = "casnap-store"
 """The folder of a store that holds all of it. The folders of snapshots stand beside it."""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from casnap.errors import SnapshotExistsError, SnapshotNotFoundError, StateError
+from casnap.integrations.notices import put_notices
 from casnap.integrations.trainers import Value, check_version, load_own, snapshot_at
 from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
@@ -27,12 +28,17 @@ check_version("accelerate", "1.15", "1.16")
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
-from accelerate.utils.constants import RNG_STATE_NAME  # noqa: E402
+from accelerate.utils.constants import RNG_STATE_NAME, WEIGHTS_NAME  # noqa: E402
 
 __all__ = ["load_state", "save_state"]
 
 StrPath = str | os.PathLike[str]
 
+_NOTICE = (
+    "This is a snapshot of casnap; load it by "
+    "casnap.integrations.accelerate.load_state(accelerator, folder), or its weights by "
+    'casnap.Snapshot(folder).restore({"model": model})'
+)
 _ONE_COPY = ("NO", "MULTI_CPU", "MULTI_GPU")
 """The kinds of worlds in which each process has the whole model."""
 
@@ -85,6 +91,8 @@ def save_state(
         per_rank=["dataloader*"],
         metadata={"step": accelerator.step},
     )
+    if accelerator.is_main_process:
+        put_notices(taken, _NOTICE, WEIGHTS_NAME)
     if automatic:
         limit = accelerator.project_configuration.total_limit
         if limit is not None and accelerator.is_main_process:

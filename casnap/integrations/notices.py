@@ -2,20 +2,25 @@
 
 A notice stands where a library's own file would be. Whoever unpickles it gets an error that says
 casnap: torch's safe unpickler refuses the name of the function in it, and any other one calls it,
-or does not find casnap. So it never passes for what it stands for.
+or does not find casnap. So it never passes for what it stands for. Notices
+are removed with the marker of their snapshot (backends/local.py).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
 from typing import NoReturn
 
 from casnap.errors import StateError
+from casnap.format.names import NOTICE_HEAD
+from casnap.snapshot import Snapshot
 
-_CALL = b"\x80\x02c%b\n%b\nX%b%b\x85R."
-"""A pickle of protocol 2 that calls a function of a module with one text."""
+_log = logging.getLogger("casnap")
+_CALL = NOTICE_HEAD + b"%b\nX%b%b\x85R."
+"""A pickle of protocol 2 that calls a function of this module with one text."""
 
 
 def notice(what: str) -> bytes:
@@ -25,16 +30,37 @@ def notice(what: str) -> bytes:
         what: The message: what is in the snapshot, and how to read it.
     """
     text = what.encode()
-    module, function = __name__.encode(), read_this_with_casnap.__name__.encode()
-    return _CALL % (module, function, len(text).to_bytes(4, "little"), text)
+    function = read_this_with_casnap.__name__.encode()
+    return _CALL % (function, len(text).to_bytes(4, "little"), text)
+
+
+def put_notices(snapshot: Snapshot, what: str, *names: str) -> None:
+    """Put notices beside a snapshot, where its marker is; not in place of other files.
+
+    An error is a warning only: the snapshot is committed.
+
+    Args:
+        snapshot: The snapshot.
+        what: What they say, as for :func:`notice`.
+        names: Their names.
+    """
+    objects = snapshot.store.objects
+    if objects.backend.folder is None or not objects.marks:
+        return
+    for path in (Path(snapshot.path, name) for name in names):
+        try:
+            if not os.path.lexists(path) or is_notice(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                put_whole(path, notice(what))
+        except OSError as e:
+            _log.warning("%s is committed, but %s cannot be written: %s", snapshot.path, path, e)
 
 
 def is_notice(path: Path) -> bool:
     """Whether a file is a notice: not what its name says."""
-    head = b"\x80\x02c" + __name__.encode()
     try:
         with path.open("rb") as file:
-            return file.read(len(head)) == head
+            return file.read(len(NOTICE_HEAD)) == NOTICE_HEAD
     except OSError:
         return False
 

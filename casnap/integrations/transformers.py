@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from casnap.errors import SnapshotNotFoundError, StateError
 from casnap.format.names import MARKER
-from casnap.integrations.notices import notice, put_whole
+from casnap.integrations.notices import is_notice, put_notices, put_whole
 from casnap.integrations.trainers import Value, check_version, load_own, snapshot_at
 from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
@@ -51,8 +51,10 @@ _ADAPTER = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)
 _STATE = ("optimizer.pt", "scheduler.pt")
 """Files of the Trainer without which it would go on with a fresh optimizer, and say nothing."""
 _NOTICE = (
-    "This checkpoint is a snapshot of casnap, which holds the optimizer and all else that a run "
-    "goes on with. Use a Trainer with casnap.integrations.transformers.CasnapTrainerMixin"
+    "This checkpoint is a snapshot of casnap, which holds the weights, the optimizer and all else "
+    "that a run goes on with. Use a Trainer with "
+    "casnap.integrations.transformers.CasnapTrainerMixin, or "
+    'casnap.Snapshot(folder).restore({"model": model})'
 )
 
 
@@ -137,7 +139,7 @@ class CasnapTrainerMixin(_Base):
                 metadata=self._casnap_metadata(),
             )
             if self.args.should_save:
-                self._put_weights(folder, Path(staged))
+                self._put_weights(taken, folder, Path(staged))
                 self._rotate(run_dir, taken)
 
     def _put_files(self, folder: Path, staged: Path) -> dict[str, bytes]:
@@ -148,7 +150,7 @@ class CasnapTrainerMixin(_Base):
         # Without an adapter nothing but the small files is wanted; the Trainer asks for them in
         # the same way for DeepSpeed.
         self._save(str(staged), state_dict=None if self._has_adapter else {})
-        for old in (*_weights_in(folder), *(folder / name for name in _STATE)):
+        for old in {*_weights_in(folder), *(folder / name for name in (*_MODEL, *_STATE))}:
             if old.is_file():  # of an earlier run
                 old.unlink()
         for path in sorted(staged.rglob("*")):
@@ -159,13 +161,13 @@ class CasnapTrainerMixin(_Base):
         found = (path for path in sorted(folder.iterdir()) if path.is_file())
         return {p.name: p.read_bytes() for p in found if p.name not in (MARKER, _UNFINISHED)}
 
-    def _put_weights(self, folder: Path, staged: Path) -> None:
-        """Put the adapter beside the snapshot, whole, for the tools of PEFT."""
+    def _put_weights(self, taken: Snapshot, folder: Path, staged: Path) -> None:
+        """Put the adapter beside the snapshot, whole, for the tools of PEFT; without, a notice."""
         if not self._has_adapter:
+            put_notices(taken, _NOTICE, WEIGHTS_NAME)
             return
         if not self.args.save_only_model:
-            for name in _STATE:
-                put_whole(folder / name, notice(_NOTICE))
+            put_notices(taken, _NOTICE, *_STATE)
         for path in sorted(staged.rglob("*")):
             if path.name in _ADAPTER:
                 put_whole(folder / path.relative_to(staged), path)
@@ -283,7 +285,7 @@ def _weights_in(folder: Path) -> list[Path]:
     """Return the weights that the Trainer itself has written: files, or a folder of FSDP."""
     names = ("*.safetensors", "*.bin", "*.index.json", "*/adapter_model.*", "pytorch_model_fsdp*")
     found = (path for name in names for path in folder.glob(name))
-    return [path for path in found if path.name != "training_args.bin"]
+    return [path for path in found if path.name != "training_args.bin" and not is_notice(path)]
 
 
 def _last_whole(output_dir: str) -> str | None:

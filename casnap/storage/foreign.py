@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from casnap.errors import NotAStoreError, SnapshotExistsError
-from casnap.format.names import MARKER, STORE_FOLDER
+from casnap.format.names import MARKER, NOTICE_HEAD, STORE_FOLDER
 from casnap.format.records import CONFIG_KEY
 from casnap.storage.location import narrow_hint
 
@@ -47,7 +47,7 @@ def form_of(path: Path) -> str | None:
 def _is_ours(path: Path) -> bool:
     """Whether a file only stands there for programs that look for it (integrations/notices.py)."""
     with path.open("rb") as file:
-        return b"casnap" in file.read(32)
+        return file.read(len(NOTICE_HEAD)) == NOTICE_HEAD
 
 
 def check_no_other_form(folder: Path) -> None:

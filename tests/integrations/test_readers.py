@@ -7,9 +7,11 @@ table, and is compared with what the readers did here.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from casnap import Snapshot
+from casnap.errors import StateError
+from casnap.integrations.notices import is_notice
 from tests.support.faults import in_child
 
 pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("default")]
@@ -96,6 +100,13 @@ def module() -> Any:
     return Model
 
 
+def fabric(plugins: list[Any]) -> tuple[Any, Any]:
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=plugins)
+    return fabric, fabric.setup(torch.nn.Linear(4, 3))
+
+
 def fit(folder: Path, model: Any, ckpt_path: str | None, plugins: list[Any]) -> None:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -103,7 +114,8 @@ def fit(folder: Path, model: Any, ckpt_path: str | None, plugins: list[Any]) -> 
     data = torch.utils.data.TensorDataset(torch.randn(8, 4))
     lightning.Trainer(
         max_epochs=1, accelerator="cpu", plugins=plugins, logger=False, enable_progress_bar=False,
-        callbacks=[ModelCheckpoint(folder, filename="best")], enable_model_summary=False,
+        callbacks=[ModelCheckpoint(folder, filename="best", save_last=True)],
+        enable_model_summary=False,
     ).fit(model, torch.utils.data.DataLoader(data, 4), ckpt_path=ckpt_path)  # fmt: skip
 
 
@@ -134,6 +146,9 @@ def make(top: Path) -> None:
     fit(top / "lightning", model, None, [CasnapCheckpointIO()])
     torch.save(model.state_dict(), top / "lightning.pt")
 
+    through, linear = fabric([CasnapCheckpointIO()])
+    through.save(top / "fabric/step_2", {"model": linear})
+
     accelerator, linear = accelerated()
     save_state(accelerator, top / "accelerate/step_2")
     torch.save(linear.state_dict(), top / "accelerate.pt")
@@ -150,6 +165,7 @@ FOLDERS = {
     "Transformers": "full/checkpoint-2",
     "Transformers, PEFT": "adapter/checkpoint-2",
     "Lightning": "lightning/best.ckpt",
+    "Fabric": "fabric/step_2",
     "Accelerate": "accelerate/step_2",
     "DCP, `install()`": "installed/step_2",
     "DCP, `CasnapWriter`": "writer/step_2",
@@ -182,6 +198,15 @@ def _(top: Path) -> bool:
         if "lora" in k
     }
     return bool(found) and same(found, wanted)
+
+
+@case("`AutoPeftModelForCausalLM.from_pretrained`", "Transformers, PEFT")
+def _(top: Path) -> bool:
+    import peft
+
+    folder = top / FOLDERS["Transformers, PEFT"]
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload()
+    return same(model.state_dict(), torch.load(top / "merged.pt"))
 
 
 @case("`PeftModel.from_pretrained`", "Transformers")
@@ -243,6 +268,35 @@ def _(top: Path) -> bool:
     return False
 
 
+@case('`Trainer.fit(ckpt_path="last")` without the plugin', "Lightning")
+def _(top: Path) -> bool:
+    fit(top / "lightning", module()(), "last", [])
+    return False
+
+
+@case("`fabric.load` without the plugin", "Fabric")
+def _(top: Path) -> bool:
+    through, linear = fabric([])
+    through.load(top / FOLDERS["Fabric"], {"model": linear})
+    return False
+
+
+@case("`load_checkpoint_in_model` of Accelerate", "Accelerate")
+def _(top: Path) -> bool:
+    from accelerate import load_checkpoint_in_model
+
+    load_checkpoint_in_model(torch.nn.Linear(4, 3), top / FOLDERS["Accelerate"])
+    return False
+
+
+@case("`load_checkpoint_in_model` of Accelerate", "Transformers")
+def _(top: Path) -> bool:
+    from accelerate import load_checkpoint_in_model
+
+    load_checkpoint_in_model(language_model(1), top / FOLDERS["Transformers"])
+    return False
+
+
 @case("`accelerator.load_state`", "Accelerate")
 def _(top: Path) -> bool:
     accelerator, _ = accelerated()
@@ -260,6 +314,19 @@ def _(top: Path) -> bool:
     return dcp_loads(top / FOLDERS["DCP, `CasnapWriter`"])
 
 
+@case("`dcp_to_torch_save`", "DCP, `CasnapWriter`")
+def _(top: Path) -> bool:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(top / FOLDERS["DCP, `CasnapWriter`"], top / "out.pt")
+    return False
+
+
+@case("`dcp.load`", "`Snapshot.take`")
+def _(top: Path) -> bool:
+    return dcp_loads(top / FOLDERS["`Snapshot.take`"])
+
+
 def dcp_loads(folder: Path) -> bool:
     dcp.load({"x": torch.zeros(5)}, checkpoint_id=folder)
     return False
@@ -274,15 +341,17 @@ def _(top: Path) -> bool:
     return False
 
 
-@case("`torch.load` of `.metadata` and `__0_0.distcp`", "DCP, `install()`")
+@case("`torch.load` of a file in it", "any")
 def _(top: Path) -> bool:
-    torch.load(top / FOLDERS["DCP, `install()`"] / ".metadata")
-    return False
-
-
-@case("`torch.load` of `optimizer.pt`", "Transformers, PEFT")
-def _(top: Path) -> bool:
-    torch.load(top / FOLDERS["Transformers, PEFT"] / "optimizer.pt")
+    every = [path for folder in FOLDERS.values() for path in (top / folder).iterdir()]
+    notices = [path for path in every if is_notice(path)]
+    names = {"pytorch_model.bin", "optimizer.pt", "scheduler.pt", ".metadata", "__0_0.distcp"}
+    assert {path.name for path in notices} == names
+    for path in notices[1:]:
+        for safely in (True, False):
+            with pytest.raises((UnpicklingError, StateError), match="casnap"):
+                torch.load(path, weights_only=safely)
+    torch.load(notices[0])
     return False
 
 
@@ -326,5 +395,19 @@ def test_no_file_passes_for_weights(top: Path) -> None:
             if path.suffix == ".safetensors":
                 assert path.name == "adapter_model.safetensors"
                 assert any(tensor.any() for key, tensor in load_file(path).items() if "_B" in key)
-            else:
-                assert path.name == "training_args.bin" or path.suffix not in (".bin", ".ckpt")
+            elif path.name != "training_args.bin":
+                assert path.suffix not in (".bin", ".ckpt", ".pt", ".distcp") or is_notice(path)
+
+
+def test_notices_go_with_their_snapshot(top: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(top, copy)
+    for folder in FOLDERS.values():
+        snapshot = Snapshot(copy / folder)
+        mine = copy / folder / "notes.txt"
+        mine.write_text("mine")
+        snapshot.store.delete(snapshot.name)
+        assert mine.read_text() == "mine"
+        left = {path.name for path in (copy / folder).iterdir()}
+        assert not left & {"casnap-snapshot.json", "pytorch_model.bin", ".metadata"}
+        assert not any(is_notice(copy / folder / name) for name in left)

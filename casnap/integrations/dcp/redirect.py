@@ -14,16 +14,11 @@ from torch.distributed.checkpoint._async_process_executor import (
     _ProcessBasedAsyncCheckpointExecutor,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from casnap.errors import InvalidNameError, StateError
 from casnap.integrations.dcp.place import name_below
 from casnap.integrations.dcp.reader import CasnapReader
 from casnap.integrations.dcp.writer import CasnapWriter
-from casnap.integrations.notices import notice, put_whole
-from casnap.ranks.joining import own_rank
 from casnap.storage.folders import check_has_folders
 from casnap.store import Store
 
@@ -36,12 +31,6 @@ except ImportError:  # its name before torch 2.15, where that name warns
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 _log = logging.getLogger("casnap")
-
-_NOTICE = (
-    "This is a snapshot of casnap; .metadata and *.distcp only stand there for code that looks for "
-    "them. Load it after casnap.integrations.dcp.install(store), or by "
-    "dcp.load(..., storage_reader=casnap.integrations.dcp.CasnapReader(path))"
-)
 
 _WRITERS: tuple[type, ...] = (FileSystemWriter, FsspecWriter)
 _READERS: tuple[type, ...] = (FileSystemReader, FsspecReader)
@@ -78,10 +67,8 @@ def install(
         store: A store, or its path or URI; it is made if there is none. If code deletes the folders
             of old checkpoints, their snapshots stay until :meth:`Store.prune_missing_folders`.
         allow_pickle: As for :class:`CasnapWriter` and :class:`CasnapReader`.
-        dcp_files: Put files beside each snapshot, of the names that DCP gives to its own
-            (``.metadata``, ``__0_0.distcp``), for code that looks for these to find its last
-            checkpoint. They hold no tensor; read without casnap, they give an error that says so.
-            By default, where the store is in a folder.
+        dcp_files: Whether to put files of DCP's names beside each snapshot, as
+            :class:`CasnapWriter` does. By default, where the store is in a folder.
         storage_options: How to reach a remote store, as :class:`casnap.Store` takes them.
 
     Returns:
@@ -183,25 +170,11 @@ def _made(
         made = CasnapReader(store, allow_pickle=allow_pickle)
     else:
         overwrite = given.get("overwrite", True)
-        kind = _WriterWithFiles if dcp_files else CasnapWriter
-        made = kind(store, overwrite=overwrite, allow_pickle=allow_pickle)
+        made = CasnapWriter(store, overwrite=overwrite, allow_pickle=allow_pickle)
+        made._has_files = dcp_files
     if name:
         made.reset(path)
     return made
-
-
-class _WriterWithFiles(CasnapWriter):
-    """Puts files of DCP's names beside a snapshot, once that is durable."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Take the snapshot, then put the files of this rank."""
-        done = super().write_data(plan, planner)
-        folder, number = Path(self._save.place.id), plan.storage_data.index(own_rank())
-        folder.mkdir(parents=True, exist_ok=True)
-        put_whole(folder / f"__{number}_0.distcp", notice(_NOTICE))
-        if number == 0:
-            put_whole(folder / ".metadata", notice(_NOTICE))
-        return done
 
 
 def _place_of(path: Any) -> tuple[_Installed | None, str]:

@@ -22,6 +22,7 @@ from casnap.errors import StateError, UnsupportedTypeError
 from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
 from casnap.integrations.dcp.plan import planned
 from casnap.integrations.dcp.staging import KeptStager
+from casnap.integrations.notices import put_notices
 from casnap.opened.finding import find_together
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.runtime.nesting import refuse_nested_take
@@ -29,6 +30,12 @@ from casnap.snapshot import Snapshot
 from casnap.storage.retention import Retention
 from casnap.store import Store
 from casnap.take.options import TakeOptions
+
+_NOTICE = (
+    "This is a snapshot of casnap; .metadata and *.distcp only stand there for code that looks for "
+    "them. Load it after casnap.integrations.dcp.install(store), or by "
+    "dcp.load(..., storage_reader=casnap.integrations.dcp.CasnapReader(path))"
+)
 
 
 class _Save:
@@ -51,6 +58,10 @@ class _Save:
 class CasnapWriter(KeptStager, StorageWriter):
     """Saves what DCP plans as a snapshot.
 
+    Beside the marker of the snapshot it puts files of the names that DCP gives to its own
+    (``.metadata``, ``__0_0.distcp``), for code that looks for these to find its last checkpoint.
+    They hold no tensor; read without casnap, they give an error that says so.
+
     Args:
         where: The path of the snapshot, as :meth:`casnap.Snapshot.take` has it; or a store, and
             ``checkpoint_id=`` names the snapshot. ``checkpoint_id=`` also replaces a path.
@@ -67,6 +78,9 @@ class CasnapWriter(KeptStager, StorageWriter):
     Attributes:
         snapshot: The snapshot that this process has saved last with this object.
     """
+
+    _has_files = True
+    """Whether to put the files of DCP's names."""
 
     def __init__(
         self,
@@ -153,6 +167,11 @@ class CasnapWriter(KeptStager, StorageWriter):
             self._take(ranks, plan, planner)
         finally:
             self._give_back(getattr(planner, "state_dict", {}).values())
+        if self._has_files:
+            assert self._save.snapshot is not None
+            number = ranks.index(own_rank())
+            names = [f"__{number}_0.distcp", *([".metadata"] if number == 0 else [])]
+            put_notices(self._save.snapshot, _NOTICE, *names)
         done: Future[list[WriteResult]] = Future()
         # DCP would gather results of all ranks, only to give them to finish().
         done.set_result([])
