@@ -27,6 +27,7 @@ from tests.support.faults import (
     assert_holds,
     assert_no_orphans,
     backend_faults,
+    elsewhere,
     held,
     in_child,
     littered_store,
@@ -235,7 +236,7 @@ def test_a_take_that_is_passed_again_and_again(pair: Path) -> None:
             assert in_child(renew) == 0
 
     with (
-        backend_faults(0, collector_passes, ["put_if_absent"], lasting=True),
+        backend_faults(0, elsewhere(collector_passes), ["put_if_absent"], lasting=True),
         pytest.raises(FencedError, match="take again"),
     ):
         again(path)
