@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from threading import Barrier
+from threading import Barrier, BrokenBarrierError
 
 from tests.support.faults import kill, start, wait
 
@@ -27,7 +27,14 @@ def launched(size: int, work: Callable[[], object]) -> list[int]:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0")
         os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)))
         os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
-        work()
+        try:
+            work()
+        except BaseException:
+            met.abort()
+            raise
+        # One that leaves earlier cuts its connections, by which others may still be served.
+        with suppress(BrokenBarrierError):
+            met.wait(90)
 
     pids = [start(partial(on, rank)) for rank in range(size)]
     return [wait(pid) for pid in pids]
