@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec import field
-from msgspec.structs import asdict, astuple
+import msgspec
 
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
-from casnap.format.names import check_name
-from casnap.format.records import Stats
-from casnap.opened.finding import find, find_together
-from casnap.opened.open_store import Found, OpenStore
-from casnap.reading import EntriesByPath, Reading
+from casnap.format.entries import Entry
+from casnap.format.names import check_name, component_of
+from casnap.format.records import Root, Row, Stats, StoreConfig
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
 from casnap.storage.contents import Contents
+from casnap.storage.location import locate_snapshot, locate_store
+from casnap.storage.opening import open_objects
+from casnap.storage.table import only_marker_error
+from casnap.store import Store, store_of
 from casnap.version import __version__
 
 if TYPE_CHECKING:
     import torch
 
     from casnap.files.report import ExportReport
+    from casnap.ranks.comm import Comm
+    from casnap.restore.handle import Handle
     from casnap.restore.renaming import Rename
     from casnap.restore.report import RestoreReport
+    from casnap.restore.selection import Index
     from casnap.state.stateful import Stateful
     from casnap.storage.retention import Retention
-    from casnap.store import Store
     from casnap.take.pending import PendingTake
 
 
@@ -47,6 +50,34 @@ def _check_no_file(path: str | os.PathLike[str], cause: CasnapError) -> None:
             f"{text} is a file, not a snapshot in a store; `casnap import {text} STORE/NAME` makes "
             "one of a file of safetensors or torch.save"
         ) from cause
+
+
+class EntriesByPath(dict[str, Entry]):
+    """The entries of a snapshot by path, ``<rank>/<key>/<path>``.
+
+    A global entry stands under the prefix of each rank.
+
+    Args:
+        entries: The entries.
+        own: The paths of the entries that belong to one rank.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], own: frozenset[str]) -> None:
+        super().__init__(entries)
+        self._own = own
+
+    def is_global(self, path: str) -> bool:
+        """Whether any rank can restore an entry, on any number of ranks.
+
+        Otherwise the entry belongs to the rank that its path begins with, and only that rank
+        restores it.
+
+        Raises:
+            KeyError: There is no entry of this path.
+        """
+        if path not in self:
+            raise KeyError(path)
+        return path not in self._own
 
 
 class SnapshotMetadata:
@@ -85,10 +116,10 @@ class TakeStats(Stats, frozen=True, array_like=True):
             is empty for a snapshot that was looked up, and for a store on this machine.
     """
 
-    requests: dict[str, int] = field(default_factory=dict)
+    requests: dict[str, int] = msgspec.field(default_factory=dict)
 
 
-class Snapshot(Reading):
+class Snapshot:
     """One immutable, named checkpoint in a store.
 
     The object stays with the snapshot that it opened. If another snapshot is taken under the same
@@ -111,30 +142,55 @@ class Snapshot(Reading):
     @collector_paused()
     def __init__(
         self,
-        path: str | os.PathLike[str] | Found,
+        path: str | os.PathLike[str],
         pg: Any = None,
         storage_options: Mapping[str, Any] | None = None,
         *,
         store: Store | str | os.PathLike[str] | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        if isinstance(path, Found):
-            found = path
-        else:
-            try:
-                opened, name = find(
-                    path, storage_options, store, create=False, cache_bytes=cache_bytes
-                )
-                found = Found(opened, check_name(name), opened.row(name))
-            except (NotAStoreError, SnapshotNotFoundError) as e:
-                if store is None:
-                    _check_no_file(path, e)
-                raise
-        self._opened, self.name, self.row, requests = found
-        self._requests = dict(requests)
-        self._store = self._opened.store
+        try:
+            opened, name = find_store(
+                path, storage_options, store, create=False, cache_bytes=cache_bytes
+            )
+            name, row = check_name(name), opened.row(name)
+        except (NotAStoreError, SnapshotNotFoundError) as e:
+            if store is None:
+                _check_no_file(path, e)
+            raise
+        self._begin(opened, name, row, pg)
+
+    def _begin(
+        self, store: Store, name: str, row: Row, pg: Any, requests: Mapping[str, int] = {}
+    ) -> None:
+        self._store = store
+        self.name = name
+        self.row = row
         self.pg = pg
-        self.contents = Contents(self._opened.objects, self._opened.outer_name(self.name), self.row)
+        self._requests = dict(requests)
+        self.contents = Contents(store.objects, store.outer_name(name), row)
+
+    @classmethod
+    def of(
+        cls,
+        store: Store,
+        name: str,
+        row: Row,
+        pg: Any = None,
+        requests: Mapping[str, int] = {},
+    ) -> Snapshot:
+        """Return the snapshot of a row of a store's table.
+
+        Args:
+            store: The store, which is open.
+            name: The snapshot's name there.
+            row: The row.
+            pg: As for the constructor.
+            requests: How many requests the take made, by kind, if it was taken just now.
+        """
+        snapshot = cls.__new__(cls)
+        snapshot._begin(store, name, row, pg, requests)
+        return snapshot
 
     # --- taking ---
 
@@ -201,6 +257,7 @@ class Snapshot(Reading):
         """
         from casnap.ranks.joining import join
         from casnap.state.stateful import check_order
+        from casnap.take.capturable import LiveState
         from casnap.take.options import TakeOptions
 
         refuse_nested_take()
@@ -216,8 +273,8 @@ class Snapshot(Reading):
             threads=threads,
         )
         comm = join(pg, timeout, f"the take of {os.fspath(path)!r}")
-        opened, name = find_together(path, storage_options, store, comm)
-        return Snapshot(opened.take(comm, app_state, name, options), pg)
+        opened, name = find_store_together(path, storage_options, store, comm)
+        return opened.take_from(comm, lambda: LiveState(app_state), name, options, pg)
 
     @classmethod
     def async_take(
@@ -275,9 +332,8 @@ class Snapshot(Reading):
             threads=threads,
         )
         comm = join(pg, timeout, f"the async_take of {os.fspath(path)!r}")
-        opened, name = find_together(path, storage_options, store, comm)
-        pending = opened.async_take(comm, app_state, name, options)
-        return PendingSnapshot(opened, pending, check_name(name), pg)
+        opened, name = find_store_together(path, storage_options, store, comm)
+        return opened.begin_take(comm, app_state, name, options, pg)
 
     # --- restoring ---
 
@@ -391,6 +447,199 @@ class Snapshot(Reading):
         with self.contents.reading():
             return export(self.contents, Path(local_path(out)), how, progress)
 
+    # --- reading: no method here talks to other ranks ---
+
+    def __getitem__(self, path: str) -> Handle:
+        """Return a handle on a tensor, value or container, without reading it.
+
+        ``snapshot["model/weight"]`` has ``.shape``, ``.dtype`` and ``.nbytes``; its ``[index]``
+        reads a part, ``.read()`` all of it.
+
+        Args:
+            path: As for :meth:`read_objects`, but no glob.
+
+        Raises:
+            EntryNotFoundError: There is no entry of this path, or several ranks have one each.
+        """
+        from casnap.restore.handle import handle_of
+
+        with self.contents.reading():
+            return handle_of(self.contents, path)
+
+    def __contains__(self, path: object) -> bool:
+        """Whether :meth:`__getitem__` finds an entry."""
+        with self.contents.reading():
+            return isinstance(path, str) and self.contents.find(path) is not None
+
+    # Without this, Python would try the numbers from 0 on as paths.
+    __iter__ = None
+
+    def handles(self, pattern: str = "*") -> dict[str, Handle]:
+        """Return handles on the tensors and values that a glob matches, each once, by path.
+
+        Args:
+            pattern: As for :meth:`read_objects`; by default everything.
+        """
+        from casnap.restore.handle import handles
+
+        with self.contents.reading():
+            return handles(self.contents, pattern)
+
+    def read_objects(
+        self,
+        paths: str | Iterable[str],
+        memory_budget_bytes: int | None = None,
+        *,
+        allow_pickle: bool = False,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Read many tensors and values in one pass.
+
+        Chunks that lie side by side are read together, and each chunk once.
+
+        Args:
+            paths: Paths and globs (``*`` crosses ``/``). ``3/model/w`` is what rank 3 sees,
+                ``global/model/w`` a global entry. Without one of these, a path or glob means
+                global entries, and what single ranks have of their own. A glob matches tensors and
+                values; a path may name a container, too.
+            memory_budget_bytes: The most bytes of buffers besides the result.
+            allow_pickle: As for :meth:`casnap.Snapshot.restore`.
+            progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
+
+        Returns:
+            Each object by its path: a path as you gave it; a match of a glob by its own path, which
+            begins with a rank if the entry belongs to one.
+
+        Raises:
+            EntryNotFoundError: A path or glob names nothing, or a path without a rank names entries
+                of several ranks.
+            DamagedError: Stored bytes are missing or damaged.
+        """
+        given: Any = paths
+        asked = [given] if isinstance(given, str) or not isinstance(given, Iterable) else [*given]
+        if not all(isinstance(path, str) for path in asked):
+            raise TypeError(
+                f"read_objects() takes a path or glob, or a list of them; got {paths!r:.200}"
+            )
+        with collector_paused(), self.contents.reading():
+            from casnap.restore.read_object import read_objects
+
+            return read_objects(
+                self.contents,
+                asked,
+                memory_budget_bytes,
+                allow_pickle=allow_pickle,
+                progress=progress,
+            )
+
+    def read_object(
+        self,
+        path: str,
+        obj_out: Any = None,
+        memory_budget_bytes: int | None = None,
+        *,
+        index: Index | None = None,
+        allow_pickle: bool = False,
+    ) -> Any:
+        """Read one tensor or value, a part of a tensor, or everything below a container.
+
+        Args:
+            path: A path of :meth:`get_manifest`, with or without the rank. Without it, rank 0's
+                entry is read if there is no global one.
+            obj_out: A tensor of the same shape to read into; another dtype is cast.
+            memory_budget_bytes: The most bytes of buffers besides the result. One chunk is always
+                allowed.
+            index: Ints, slices and ``...``, as in ``tensor[index]``. Only the chunks that hold
+                selected elements are read.
+            allow_pickle: As for :meth:`restore`.
+
+        Raises:
+            EntryNotFoundError: There is no entry of this path. The error names the nearest one.
+            MismatchError: ``obj_out`` has another shape.
+            DamagedError: Stored bytes are missing or damaged.
+        """
+        # To load these modules would set off a visit to all objects of torch, several times as long
+        # as a small read.
+        with collector_paused(), self.contents.reading():
+            from casnap.restore.read_object import read_object
+
+            return read_object(
+                self.contents, path, obj_out, memory_budget_bytes, index, allow_pickle=allow_pickle
+            )
+
+    def get_manifest(self) -> EntriesByPath:
+        """Return all entries by path, ``<rank>/<key>/<path>``.
+
+        ``get_manifest().is_global(path)`` says whether any rank can restore an entry, or only the
+        one that its path begins with.
+        """
+        contents = self.contents
+        with contents.reading():
+            ranks = list(contents.ranks())
+            entries = {f"{r}/{path}": e for r in ranks for path, e in contents.entries(r)}
+            own = frozenset(f"{r}/{path}" for r in ranks for path in contents.own_paths(r))
+            return EntriesByPath(entries, own)
+
+    def get_state_dict_for_key(self, key: str, *, allow_pickle: bool = False) -> dict[str, Any]:
+        """Return the state that was taken under a key of the app state, in new memory.
+
+        Raises:
+            EntryNotFoundError: The app state had no such key.
+        """
+        state: dict[str, Any] = self.read_object(component_of(key), allow_pickle=allow_pickle)
+        return state
+
+    def load_into(
+        self,
+        module: torch.nn.Module,
+        prefix: str = "model",
+        *,
+        rename: Rename | None = None,
+        device: torch.device | str | None = None,
+        strict: bool = True,
+        progress: Progress | None = None,
+    ) -> RestoreReport:
+        """Fill the parameters and persistent buffers of a module in place, and nothing else.
+
+        Unlike :meth:`casnap.Snapshot.restore`, this runs no ``load_state_dict`` and no hook, and
+        needs no app state. Of a sharded module (FSDP2, tensor parallelism), each rank fills its own
+        parts. Shapes and dtypes are checked before anything is written; another dtype is cast.
+
+        Args:
+            module: The module.
+            prefix: Where its tensors are: a key such as ``model``, or a submodule in it, as in
+                ``model/encoder`` for ``model/encoder.weight``. It may begin with a rank.
+            rename: The name in the module for each name below the prefix: a mapping, or a
+                function. None leaves an entry out; a mapping leaves other names as they are.
+            device: Where tensors on the meta device get their memory; ties are kept. Others must
+                be there already.
+            strict: Whether to raise if module and snapshot differ. Otherwise what fits is filled;
+                the rest stays as it is.
+            progress: Called as ``progress(phase, done, total)``, in bytes, from any thread.
+
+        Returns:
+            What was not filled, or has no counterpart in the module.
+
+        Raises:
+            EntryNotFoundError: There is nothing below the prefix, or several ranks have own tensors
+                there and it does not name the rank.
+            MismatchError: With ``strict``, module and snapshot differ; the error lists all
+                differences, and nothing was written. Or two names were renamed to one.
+            DamagedError: Stored bytes are missing or damaged. Tensors may hold new values already.
+        """
+        from casnap.restore.load_into import load_into
+
+        with self.contents.reading():
+            return load_into(
+                self.contents,
+                module,
+                prefix,
+                rename,
+                device,
+                strict=strict,
+                progress=progress,
+            )
+
     # --- properties ---
 
     @property
@@ -401,7 +650,7 @@ class Snapshot(Reading):
     @property
     def path(self) -> str:
         """The URI of the store, then the name of the snapshot."""
-        return self._opened.path_of(self.name)
+        return self._store.path_of(self.name)
 
     @property
     def metadata(self) -> SnapshotMetadata:
@@ -431,7 +680,7 @@ class Snapshot(Reading):
     @property
     def stats(self) -> TakeStats:
         """The logical bytes, new bytes, entries, seconds and requests of the take."""
-        return TakeStats(**asdict(self.row.stats), requests=self.requests)
+        return TakeStats(**msgspec.structs.asdict(self.row.stats), requests=self.requests)
 
     @property
     def requests(self) -> dict[str, int]:
@@ -451,16 +700,14 @@ class Snapshot(Reading):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew; process groups stay in their process."""
-        return type(self), (Found(self._opened, self.name, self.row, self._requests),)
+        return Snapshot.of, (self._store, self.name, self.row, None, self._requests)
 
 
 class PendingSnapshot:
     """A snapshot that is being stored in the background."""
 
-    def __init__(self, store: OpenStore, take: PendingTake, name: str, pg: Any = None) -> None:
-        self._opened = store
-        # Kept for the snapshot, which is to have the same Store.
-        self._store = store.store
+    def __init__(self, store: Store, take: PendingTake, name: str, pg: Any = None) -> None:
+        self._store = store
         self._pg = pg
         self._take = take
         self._name = name
@@ -468,7 +715,7 @@ class PendingSnapshot:
     @property
     def path(self) -> str:
         """The path that the snapshot will have."""
-        return self._opened.path_of(self._name)
+        return self._store.path_of(self._name)
 
     def done(self) -> bool:
         """Whether the take has ended, with success or with an error."""
@@ -482,4 +729,98 @@ class PendingSnapshot:
                 earlier take of the store failed, and no call has raised that yet: call again.
         """
         taken = self._take.wait()
-        return Snapshot(Found(self._opened, self._name, *astuple(taken)), self._pg)
+        return Snapshot.of(self._store, self._name, taken.row, self._pg, taken.requests)
+
+
+# --- the store of a path ---
+
+
+def store_above(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, **how: Any
+) -> tuple[Store, str]:
+    """Return the store that the path of a snapshot is in, and the name there.
+
+    Further arguments, and errors, are those of :func:`casnap.storage.opening.open_objects`.
+    """
+    place = locate_snapshot(path, storage_options)
+    try:
+        objects, is_new = open_objects(place._replace(name=""), asked=False, ahead=True, **how)
+    except NotAStoreError as e:
+        raise only_marker_error(place.backend, place.name) or e from None
+    return store_of(objects, is_new=is_new), place.name
+
+
+def find_store(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    store: Store | str | os.PathLike[str] | None,
+    *,
+    create: bool,
+    cache_bytes: int | None = None,
+) -> tuple[Store, str]:
+    """Return the store, and the name in it, that the arguments of a Snapshot name.
+
+    Raises:
+        ValueError: Storage options or ``cache_bytes`` are for a store that is open, or local.
+    """
+    if store is None:
+        return store_above(path, storage_options, create=create, cache_bytes=cache_bytes)
+    if isinstance(store, str | os.PathLike):
+        store = Store(
+            store, create=create, storage_options=storage_options, cache_bytes=cache_bytes
+        )
+    elif not isinstance(store, Store):
+        raise TypeError(f"store= is a Store or its URI; got a {type(store).__name__}")
+    elif storage_options:
+        raise ValueError(f"{store.uri} is open already; give storage_options to Store(...)")
+    elif cache_bytes is not None:
+        raise ValueError(f"{store.uri} is open already; give cache_bytes to Store(...)")
+    if create:
+        store.make()
+    return store, os.fspath(path)
+
+
+class _SnapshotPlace(msgspec.Struct, array_like=True):
+    """Rank 0's message about the place of a new snapshot.
+
+    Attributes:
+        path: The path that it was given.
+        uri: The store.
+        name: The full name.
+        config: The record of a remote store, which then no other rank reads.
+        root: A recent root of it.
+    """
+
+    path: str
+    uri: str
+    name: str
+    config: StoreConfig | None = None
+    root: Root | None = None
+
+
+def find_store_together(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    store: Store | str | os.PathLike[str] | None,
+    comm: Comm,
+) -> tuple[Store, str]:
+    """Return the store and the name that rank 0 finds. Rank 0 makes the store if there is none."""
+    with comm.reporting_errors():
+        if comm.rank == 0:
+            opened, name = find_store(path, storage_options, store, create=True)
+            objects = opened.objects
+            said = _SnapshotPlace(os.fspath(path), objects.backend.uri, opened.outer_name(name))
+            if objects.backend.is_remote and comm.size > 1:
+                said.config, said.root = objects.config, objects.recent()
+            comm.broadcast_message(said, _SnapshotPlace)
+            return opened, name
+        said = comm.broadcast_message(None, _SnapshotPlace)
+        comm.check_same("the path", os.fspath(path), said.path)
+        # Each rank reaches the store in its own way, but never looks for another one.
+        if isinstance(store, Store) and store.objects.backend.uri == said.uri:
+            return store.whole(), said.name
+        place = locate_store(said.uri, storage_options)
+        objects, _ = open_objects(place, create=False, config=said.config)
+        if said.root is not None:
+            objects.hear(said.root)
+        return store_of(objects, place.name), said.name

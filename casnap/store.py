@@ -4,52 +4,86 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from casnap.backends import Backend
-from casnap.errors import MirrorError, NotAStoreError, SnapshotNotFoundError, StoreError
+from casnap.errors import (
+    MirrorError,
+    NotAStoreError,
+    SnapshotNotFoundError,
+    StoreError,
+    nearest,
+)
 from casnap.format.codec import Codec
 from casnap.format.names import check_name
 from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, Row
-from casnap.opened.open_store import (
-    Found,
-    OpenStore,
-    StoreOptions,
-    located,
-    open_or_make,
-    open_store,
-)
-from casnap.runtime.environment import threads_asked
+from casnap.runtime.environment import local_path, threads_asked
 from casnap.runtime.nesting import refuse_nested_take
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import check_count
-from casnap.snapshot import PendingSnapshot, Snapshot
+from casnap.storage.config import RECORD
 from casnap.storage.creation import check_chunk_size
-from casnap.storage.foreign import hint_in
+from casnap.storage.folders import MissingFolders
+from casnap.storage.foreign import hint_at, hint_in
 from casnap.storage.location import Location, holds
-from casnap.storage.mirrored import in_order
+from casnap.storage.mirrored import detach, in_order, not_that_mirror, place_of
 from casnap.storage.objects import Objects
-from casnap.storage.retention import Retention, check_retention
-from casnap.storage.settings import codec_named
-from casnap.storage.table import change_table, editing, snapshots_in, tagged, unmark, untagged
+from casnap.storage.opening import located, open_objects
+from casnap.storage.retention import (
+    Judging,
+    PruneReport,
+    Pruning,
+    Retention,
+    check_retention,
+    prune,
+)
+from casnap.storage.settings import (
+    CODEC,
+    change_settings,
+    codec_named,
+    codec_settings,
+    settings_of,
+)
+from casnap.storage.table import (
+    Table,
+    change_table,
+    editing,
+    snapshots_in,
+    tagged,
+    unmark,
+    untagged,
+)
 from casnap.storage.uris import joined
-from casnap.upkeep import Upkeep
 
 if TYPE_CHECKING:
+    from casnap.files.report import ImportReport
+    from casnap.maintenance.check import CheckReport
+    from casnap.maintenance.diff import Diff
+    from casnap.maintenance.gc import GcReport
+    from casnap.maintenance.repair import RepairReport
+    from casnap.maintenance.usage import Usage
+    from casnap.ranks.comm import Comm
+    from casnap.snapshot import PendingSnapshot, Snapshot
     from casnap.state.stateful import Stateful
+    from casnap.take.capturable import Capturable
+    from casnap.take.options import TakeOptions
     from casnap.transfer.mirror import Mirror
     from casnap.transfer.mirror_report import MirrorOptions
     from casnap.transfer.report import CopyReport
 
 _log = logging.getLogger("casnap")
+V = TypeVar("V")
 
 
-class Store(Upkeep):
+class Store:
     """Many snapshots at one place. Each chunk is stored once.
 
     Args:
@@ -94,7 +128,7 @@ class Store(Upkeep):
 
     def __init__(
         self,
-        uri: str | os.PathLike[str] | Backend | OpenStore,
+        uri: str | os.PathLike[str] | Backend,
         *,
         create: bool = True,
         chunk_size: int = DEFAULT_CHUNK_SIZE,
@@ -110,74 +144,97 @@ class Store(Upkeep):
     ) -> None:
         if threads is not None:
             check_count("threads", threads)
-        self._opened: OpenStore | None = None
-        self._create = create
-        if isinstance(uri, OpenStore):
-            self._note(uri)
-            return
-        how = _mirror_options(mirror, mirror_options, mirror_retention)
         chosen = Codec.RAW if codec is None else codec_named(codec)
-        place = self._place = located(uri, storage_options)
-        self._uri = place.backend if isinstance(uri, Backend) else str(uri)
-        options = StoreOptions(
-            markers=markers,
-            threads=threads or threads_asked(),
-            mirror=how,
-        )
-        self._open = partial(
-            open_store,
+        place = located(uri, storage_options)
+        opening = partial(
+            open_objects,
             chunk_size=chunk_size,
             codec=chosen,
             exclusive=exclusive,
             cache_bytes=cache_bytes,
-            options=options,
+            markers=markers,
         )
-        if how is not None and create:
-            self._note(self._open(place, create=True))
+        self._begin(
+            place.backend if isinstance(uri, Backend) else str(uri),
+            place,
+            opening,
+            create,
+            threads or threads_asked(),
+            _mirror_options(mirror, mirror_options, mirror_retention),
+        )
+        if mirror is not None and create:
+            self._open(place, create=True)
         elif self._look() is None:
             check_chunk_size(chunk_size)
 
     # --- the store, which may not be there yet ---
 
-    def _note(self, opened: OpenStore) -> OpenStore:
-        self._opened = opened
-        opened.note_store(self)
-        if opened.mirror is not None:
-            opened.mirror.start()
-        return opened
+    def _begin(
+        self,
+        uri: str | Backend,
+        place: Location,
+        opening: partial[tuple[Objects, bool]],
+        create: bool,
+        threads: int | None,
+        mirror_options: MirrorOptions | None,
+    ) -> None:
+        """Note what the constructor was given. No store is open yet."""
+        self._uri = uri
+        self._place = place
+        self._opening = opening
+        self._create = create
+        self._threads = threads
+        self._mirror_options = mirror_options
+        self._objects: Objects | None = None
+        self._mirror: Mirror | None = None
+        self.is_new = False
+
+    def _open(self, place: Location, *, create: bool, start_mirror: bool = True) -> Objects:
+        """Open the store, or make it."""
+        objects, self.is_new = self._opening(place, create=create)
+        options = self._mirror_options
+        mirror = None if options is None else _mirror_of(objects, place.name, options)
+        self._objects, self._mirror = objects, mirror
+        self._place = place._replace(exists=True)
+        if mirror is not None and start_mirror:
+            mirror.start()
+        return objects
 
     def _locate(self) -> Location:
-        """Return where the store is now: one above may have been made."""
-        if self._place.backend.is_remote:
-            return self._place  # no other one is looked for
+        """Return where the store is, or would be; a remote one is not asked for that."""
+        if self._objects is not None or self._place.backend.is_remote:
+            return self._place
+        # One above may have been made.
         place = located(self._uri, None)
         return place._replace(exists=place.exists and holds(place.backend, CONFIG_KEY))
 
-    def _look(self) -> OpenStore | None:
-        """Return the open store; None if there is none yet, and it may be made."""
-        if self._opened is None:
+    def _look(self) -> Objects | None:
+        """Open the store; return None if there is none yet, and it may be made."""
+        if self._objects is None:
             place = self._locate()
             if not self._create or (place.exists and not place.backend.is_remote):
                 # If the making of the store was cut off, this finishes it.
-                self._note(self._open(place, create=self._create))
+                self._open(place, create=self._create)
             elif place.backend.is_remote:
                 with suppress(NotAStoreError):
-                    self._note(self._open(place, create=False))
-        return self._opened
+                    self._open(place, create=False)
+        return self._objects
 
-    def _at_mirror(self) -> OpenStore | None:
+    def _at_mirror(self) -> Store | None:
+        """Return the store at the mirror, open; None if there is no mirror.
+
+        Raises:
+            StoreError: It cannot be used, or not be reached just now.
+        """
         # A store that is still to be made has no mirror: with one, it is made at once.
-        return None if self._opened is None else self._opened.at_mirror()
-
-    def _where(self) -> Location:
-        """Return where the store is, or would be; a remote one is not asked for that."""
-        if self._opened is None:
-            return self._locate()
-        return Location(self._opened.objects.backend, self._opened.prefix, exists=True)
+        if self._mirror is None:
+            return None
+        there = self._mirror.destination()
+        return store_of(there.objects, there.prefix)
 
     def _folder(self, prefix: str | None) -> Path | None:
         """Return the folder of this machine that snapshots are, or would be, marked in."""
-        place = self._where()
+        place = self._locate()
         folder = place.backend.folder
         return None if folder is None else folder / place.name / (prefix or "").strip("/")
 
@@ -190,37 +247,36 @@ class Store(Upkeep):
         Raises:
             StoreError: A store cannot be made at this place.
         """
-        if self._opened is None:
-            self._note(self._open(self._locate(), create=self._create))
+        if self._objects is None:
+            self._open(self._locate(), create=self._create)
         return self
 
     @property
-    def opened(self) -> OpenStore:
-        """The open store.
+    def objects(self) -> Objects:
+        """The objects of the open store.
 
         Raises:
             NotAStoreError: There is none yet.
         """
         # If there is none, opening it says so.
-        return self._look() or self._note(self._open(self._locate(), create=False))
+        return self._look() or self._open(self._locate(), create=False)
 
-    @property
-    def objects(self) -> Objects:
-        """The objects of the open store."""
-        return self.opened.objects
+    def whole(self) -> Store:
+        """Return the whole store that this is a view of."""
+        return store_of(self.objects, threads=self._threads) if self.prefix else self
 
     # --- properties ---
 
     @property
     def uri(self) -> str:
         """The URI of the store, and the prefix of this view."""
-        place = self._where()
+        place = self._locate()
         return joined(place.backend.uri, place.name, is_view=True)
 
     @property
     def prefix(self) -> str:
         """The beginning of the full names of all snapshots in this view; empty for a store."""
-        return self._where().name
+        return self._locate().name
 
     @property
     def id(self) -> str:
@@ -235,16 +291,22 @@ class Store(Upkeep):
     @property
     def requests(self) -> dict[str, int]:
         """How many requests this object has made, by kind; empty for a store on this machine."""
-        return dict(self._where().backend.requests)
+        return dict(self._locate().backend.requests)
 
     def __repr__(self) -> str:
         return f"Store({self.uri!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process open the store anew; the pickle holds the storage options."""
-        if self._opened is None:
-            return _store_to_make, (self._uri, self._place, self._open)
-        return type(self), (self.opened,)
+        opening = self._opening
+        if self._objects is not None:
+            cache = self._objects.chunk_cache
+            opening = partial(opening, cache_bytes=0 if cache is None else cache.nbytes)
+        is_open = self._objects is not None
+        beginning = (self._uri, self._place, opening, self._create, self._threads)
+        return _unpickled, ((*beginning, self._mirror_options), is_open)
+
+    # --- names ---
 
     def full_name(self, name: str) -> str:
         """Return the full name of a snapshot: the prefix of this view, then the name.
@@ -258,6 +320,18 @@ class Store(Upkeep):
         """Return the full name for a name that is known to be valid."""
         prefix = self.prefix
         return f"{prefix}/{name}" if prefix else name
+
+    def inner_name(self, full: str) -> str:
+        """Return a full name without the prefix of this view, which it begins with."""
+        return full[len(self.prefix) + 1 :] if self.prefix else full
+
+    def folder(self, prefix: str | None) -> str:
+        """Return the full name of a folder of this view; "" for the whole store."""
+        return "/".join(p for p in (self.prefix, (prefix or "").strip("/")) if p)
+
+    def path_of(self, name: str) -> str:
+        """Return the path or URI of a snapshot."""
+        return joined(self.uri, name)
 
     # --- snapshots ---
 
@@ -280,6 +354,7 @@ class Store(Upkeep):
         """Take a snapshot. :meth:`Snapshot.take` describes the arguments."""
         from casnap.ranks.joining import join
         from casnap.state.stateful import check_order
+        from casnap.take.capturable import LiveState
         from casnap.take.options import TakeOptions
 
         refuse_nested_take()
@@ -296,8 +371,8 @@ class Store(Upkeep):
         )
         comm = join(pg, timeout, f"the take of {self.full_name(name)!r}")
         with comm.reporting_errors():
-            opened = self.make().opened
-        return Snapshot(opened.take(comm, app_state, name, options), pg)
+            self.make()
+        return self.take_from(comm, lambda: LiveState(app_state), name, options, pg)
 
     def async_take(
         self,
@@ -338,9 +413,68 @@ class Store(Upkeep):
         )
         comm = join(pg, timeout, f"the async_take of {self.full_name(name)!r}")
         with comm.reporting_errors():
-            opened = self.make().opened
-        pending = opened.async_take(comm, app_state, name, options)
-        return PendingSnapshot(opened, pending, check_name(name), pg)
+            self.make()
+        return self.begin_take(comm, app_state, name, options, pg)
+
+    def take_from(
+        self,
+        comm: Comm,
+        capture: Callable[[], Capturable],
+        name: str,
+        options: TakeOptions,
+        pg: Any = None,
+    ) -> Snapshot:
+        """Take a snapshot together with other ranks, for :meth:`take` and integrations.
+
+        Args:
+            comm: The ranks. At the end, this leaves them.
+            capture: Returns the state of this rank.
+            name: The snapshot's name.
+            options: How to take it.
+            pg: The process group of the snapshot that is returned.
+        """
+        from casnap.snapshot import Snapshot
+        from casnap.take.take import take
+
+        with comm:
+            full, options = self.full_name(name), self._with_settings(options)
+            taken = take(self.objects, full, capture(), options, comm)
+        return Snapshot.of(self, check_name(name), taken.row, pg, taken.requests)
+
+    def begin_take(
+        self,
+        comm: Comm,
+        app_state: Mapping[str, Stateful],
+        name: str,
+        options: TakeOptions,
+        pg: Any = None,
+    ) -> PendingSnapshot:
+        """Begin a take together with other ranks, for :meth:`async_take` and integrations.
+
+        Args:
+            comm: The ranks. At its end, the take leaves them.
+            app_state: As for :meth:`take`.
+            name: The snapshot's name.
+            options: How to take it.
+            pg: The process group of the snapshot that :meth:`PendingSnapshot.wait` returns.
+        """
+        from casnap.snapshot import PendingSnapshot
+        from casnap.take.capturable import LiveState
+        from casnap.take.take import async_take
+
+        full, options = self.full_name(name), self._with_settings(options)
+        pending = async_take(self.objects, full, LiveState(app_state), options, comm)
+        return PendingSnapshot(self, pending, check_name(name), pg)
+
+    def _with_settings(self, options: TakeOptions) -> TakeOptions:
+        """Add the settings of the store to the options of a take."""
+        threads = options.threads or self._threads
+        return replace(options, on_commit=self.on_commit, threads=threads)
+
+    @property
+    def on_commit(self) -> Callable[[], None] | None:
+        """What to call after each commit of a snapshot; None if there is no mirror."""
+        return None if self._mirror is None else self._mirror.wake
 
     def row(self, name: str) -> Row:
         """Return the row that the store's table has for a snapshot.
@@ -348,27 +482,45 @@ class Store(Upkeep):
         Raises:
             SnapshotNotFoundError: There is no snapshot of this name.
         """
-        opened = self._look()
-        if opened is None:
+        full = self.full_name(name)
+        if self._look() is None:
             raise SnapshotNotFoundError(
                 f"there is no snapshot {check_name(name)!r}: {self.uri} is not a store yet; the "
                 "first take to it makes one"
             )
-        return opened.row(name)
+
+        def look(table: Table) -> Row:
+            row = table.get(full)
+            if row is None:
+                folder = self.objects.backend.folder
+                hint = "" if folder is None else hint_at(folder / full)
+                hint = hint or nearest(full, (name for name, _ in snapshots_in(table)))
+                raise SnapshotNotFoundError(
+                    f"{self.objects.backend.uri} holds no snapshot {full!r}{hint}"
+                )
+            return row
+
+        return self.read(look)
+
+    def read(self, look: Callable[[Table], V]) -> V:
+        """Call a function with the newest table, and return its result."""
+        objects = self.objects
+        return objects.current(lambda root: look(objects.table(root)))
 
     def __getitem__(self, name: str) -> Snapshot:
         """Return a snapshot by name, or raise :class:`SnapshotNotFoundError`.
 
         One that this store does not have is looked for at its mirror.
         """
+        from casnap.snapshot import Snapshot
+
         try:
-            row = self.row(name)
-            return Snapshot(Found(self.opened, check_name(name), row))
+            return Snapshot.of(self, check_name(name), self.row(name))
         except SnapshotNotFoundError:
             there = self._at_mirror()
             if there is None:
                 raise
-        return Snapshot(Found(there, check_name(name), there.row(name)))
+        return Snapshot.of(there, check_name(name), there.row(name))
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str):
@@ -381,13 +533,13 @@ class Store(Upkeep):
 
     def snapshots(self, prefix: str | None = None) -> list[Snapshot]:
         """Return all snapshots, or those below a prefix, in the order of their commits."""
-        opened = self._look()
-        if opened is None:
+        from casnap.snapshot import Snapshot
+
+        if self._look() is None:
             return []
-        folder = opened.folder(prefix)
-        rows = opened.read(lambda table: list(snapshots_in(table, folder)))
-        named = [(opened.inner_name(name), row) for name, row in in_order(rows)]
-        return [Snapshot(Found(opened, name, row)) for name, row in named]
+        folder = self.folder(prefix)
+        rows = self.read(lambda table: list(snapshots_in(table, folder)))
+        return [Snapshot.of(self, self.inner_name(name), row) for name, row in in_order(rows)]
 
     def latest(self, prefix: str | None = None) -> Snapshot | None:
         """Return the snapshot that was committed last, or None if there is no snapshot.
@@ -406,7 +558,7 @@ class Store(Upkeep):
         newest = own[-1] if own else None
         try:
             there = self._at_mirror()
-            other = None if there is None else Store(there).latest(prefix)
+            other = None if there is None else there.latest(prefix)
         except StoreError as e:
             if newest is None:
                 raise
@@ -424,7 +576,7 @@ class Store(Upkeep):
     @property
     def mirror(self) -> Mirror | None:
         """The mirror: its ``status()``, and ``stop()``. None if there is none."""
-        return None if self._opened is None else self._opened.mirror
+        return self._mirror
 
     def wait_mirrored(self, timeout: float | None = None) -> None:
         """Wait until the mirror holds all snapshots that were committed, or are being stored.
@@ -539,21 +691,279 @@ class Store(Upkeep):
         from casnap.transfer.selection import check_pair, choose
 
         chosen = choose(self.objects, self.prefix, name, rename)
-        there: OpenStore | None
-        if not isinstance(to, Store):
-            place = located(to, storage_options)
-            size = self.chunk_size
-            there = open_or_make(place, chunk_size=size, exclusive=exclusive, dry_run=dry_run)
-        elif storage_options:
-            raise ValueError(f"{to.uri} is open already; give storage_options to Store(...)")
+        if isinstance(to, Store):
+            if storage_options:
+                raise ValueError(f"{to.uri} is open already; give storage_options to Store(...)")
         else:
-            there = to._look() if dry_run else to.make().opened
-        if there is not None:
-            check_pair(self.objects, there.objects)
-            chosen = [c._replace(target=there.full_name(c.target)) for c in chosen]
-        objects, on_commit = (there.objects, there.on_commit) if there is not None else (None, None)
-        options = CopyOptions(dry_run=dry_run, skip_gone=len(chosen) > 1, on_commit=on_commit)
+            size = self.chunk_size
+            to = Store(to, chunk_size=size, storage_options=storage_options, exclusive=exclusive)
+        objects = to._look() if dry_run else to.make().objects
+        if objects is not None:
+            check_pair(self.objects, objects)
+            chosen = [c._replace(target=to.full_name(c.target)) for c in chosen]
+        many = len(chosen) > 1
+        options = CopyOptions(dry_run=dry_run, skip_gone=many, on_commit=to.on_commit)
         return copy_snapshots(self.objects, objects, chosen, options, progress)
+
+    # --- maintenance ---
+
+    def import_file(
+        self,
+        source: str | os.PathLike[str],
+        name: str,
+        *,
+        key: str | None = None,
+        rank: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> ImportReport:
+        """Import files of another format as a snapshot, in one commit. No code of a file is run.
+
+        Chunks that the store has are not stored again, whether a take or an import brought them.
+        The files are mapped, not read into memory; do not cut them off meanwhile. With
+        ``torch.distributed``, one rank alone calls this.
+
+        Args:
+            source: A safetensors file, the index or the folder of its shards, a file of
+                ``torch.save``, or a folder of ``torch.distributed.checkpoint`` or TorchSnapshot.
+            name: The snapshot's name.
+            key: The key of the snapshot to import under. By default ``model``; but a dict of
+                ``torch.save`` that holds more than tensors, and folders, keep keys of their own.
+            rank: For a TorchSnapshot folder of many ranks: the rank whose state to import.
+            metadata: Kept with the snapshot, beside the ``__metadata__`` of safetensors.
+            overwrite: Replace a snapshot of this name, unless it has a tag.
+            dry_run: Only report what would be imported.
+            progress: Called as ``progress(phase, done, total)``, in bytes.
+
+        Returns:
+            What was found, and how much of it was new.
+
+        Raises:
+            FileFormatError: The files are malformed, need pickle, or are in no known format.
+            SnapshotExistsError: The name is taken.
+            StoreError: The store cannot be used; nothing was committed.
+        """
+        refuse_nested_take()
+        full = self.full_name(name)
+        where = (lambda: (self.make(), name)) if not dry_run else None
+        how = {"overwrite": overwrite, "progress": progress}
+        return import_snapshot(
+            source, full, where, how, key=key, rank=rank, metadata=dict(metadata or {})
+        )
+
+    def prune(
+        self, retention: Retention, *, prefix: str | None = None, dry_run: bool = False
+    ) -> PruneReport:
+        """Forget the snapshots that no rule keeps, all in one commit.
+
+        The rules are applied to each run, that is each folder of snapshots, on its own. They are
+        applied to the table that the commit changes, so they see the tags, takes and overwrites of
+        other processes in the meantime. Garbage collection frees the bytes.
+
+        Args:
+            retention: The rules.
+            prefix: Prune only the runs in and below this folder.
+            dry_run: Only report what would be forgotten.
+
+        Returns:
+            For each snapshot whether it is kept, and by which rules.
+        """
+        return self._pruned(Pruning(self.objects, retention, self.folder(prefix)), dry_run=dry_run)
+
+    def prune_missing_folders(
+        self, *, prefix: str | None = None, dry_run: bool = False
+    ) -> PruneReport:
+        """Forget the snapshots whose folders were deleted, as trainers do; all in one commit.
+
+        A snapshot on a disk has a folder with a marker, ``<name>/casnap-snapshot.json``. One whose
+        folder is gone is forgotten. Kept are those that are tagged, copied from another store, or
+        not mirrored yet; those whose folder was renamed within the folder of the run; and all of a
+        run if no marker of its snapshots stands there any more. Snapshots that were taken without
+        markers, and a backup that was restored without them, look deleted: look at a dry run first.
+
+        Args:
+            prefix: Only the runs in and below this folder.
+            dry_run: Only report what would be forgotten.
+
+        Returns:
+            For each snapshot whether it is kept, and why.
+
+        Raises:
+            StoreError: The store is not in a folder of this machine.
+        """
+        missing = MissingFolders(self.objects, self.folder(prefix))
+        return self._pruned(missing, dry_run=dry_run)
+
+    def _pruned(self, judging: Judging, *, dry_run: bool) -> PruneReport:
+        verdicts = self.read(judging.judge) if dry_run else prune(self.objects, judging)
+        own = [replace(v, name=self.inner_name(v.name)) for v in verdicts]
+        return PruneReport(own, dry_run)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the whole store: ``codec`` is how new chunks are stored."""
+        settings = settings_of(self.objects.newest())
+        settings.pop(RECORD, None)
+        return settings
+
+    def configure(self, *, codec: str | None = None, mirror: str | None = None) -> bool:
+        """Change settings of the whole store; return whether anything changed.
+
+        Takes that begin after that obey them, in all processes. What is stored stays as it is.
+
+        Args:
+            codec: How new chunks are stored: "raw", or "zstd" where that makes them smaller.
+            mirror: "none" forgets which store is the mirror, and which snapshots it lacks. The next
+                ``Store(..., mirror=)`` may name another one. Without that, one mirror is the only.
+
+        Raises:
+            ValueError: There is no such codec, or ``mirror`` is another word.
+        """
+        if mirror not in (None, "none"):
+            raise ValueError(f"mirror can only be 'none', which forgets it; got {mirror!r:.80}")
+        new = {} if codec is None else codec_settings(codec_named(codec))
+        self.make()
+        changed = False
+        if codec is not None:
+            changed = change_settings(self.objects, lambda settings: {**settings, **new})
+        if mirror is not None:
+            changed |= detach(self.objects)
+        return changed
+
+    def gc(
+        self,
+        *,
+        grace: float | timedelta = 86400.0,
+        repack: float = 0.5,
+        dry_run: bool = False,
+        exclusive: bool = False,
+        progress: Progress | None = None,
+    ) -> GcReport:
+        """Collect garbage: delete the data that no snapshot needs.
+
+        Takes, deletes and other collectors may run at the same time, even with wrong clocks. The
+        collector always works on the whole store, not only on this view.
+
+        Args:
+            grace: How long to keep unreferenced data, in seconds (0: delete it now). For so long,
+                a deleted snapshot can still be read, and a running take can still rely on the data.
+                After that the reader gets an error, and the take begins again.
+            repack: Copy the rest out of packs of which less than this share is needed (0: never).
+            dry_run: Only report what would be done.
+            exclusive: You make sure that no other process writes to this store. This is asked
+                only where the store's backend cannot keep two writers apart.
+            progress: Called as ``progress(phase, done, total)``.
+
+        Raises:
+            StoreError: The store cannot be written to, or not safely.
+            DamagedError: An object could not be read; nothing was deleted.
+            ValueError: An argument is out of range.
+        """
+        from casnap.maintenance.gc import GcOptions, collect
+
+        seconds = grace.total_seconds() if isinstance(grace, timedelta) else grace
+        options = GcOptions(grace=seconds, repack=repack, dry_run=dry_run, exclusive=exclusive)
+        return collect(self.objects, options, progress)
+
+    def diff(self, a: str, b: str) -> Diff:
+        """Return what differs between two snapshots. Only subtrees that differ are read."""
+        from casnap.maintenance.diff import diff
+
+        return diff(self[a].contents, self[b].contents)
+
+    def usage(self, prefix: str | None = None) -> list[Usage]:
+        """Return the logical, stored and unique bytes of each snapshot, in the order of commits."""
+        from casnap.maintenance.usage import usage
+
+        return usage([s.contents for s in self.snapshots(prefix)], self.objects)
+
+    def check(
+        self,
+        *,
+        data: bool = False,
+        sample: float | None = None,
+        seed: int | None = None,
+        name: str | None = None,
+        progress: Progress | None = None,
+    ) -> CheckReport:
+        """Check that nothing in the store is missing or damaged. Nothing is changed.
+
+        The whole store is checked, not only this view; or with a name, what one snapshot needs.
+
+        Args:
+            data: Read and verify every chunk, at each of its places.
+            sample: Read and verify a random share of the chunks, up to 1.
+            seed: Chooses the share. By default it is another share each time.
+            name: The snapshot to check alone.
+            progress: Called as ``progress(phase, done, total)``.
+
+        Returns:
+            All damages, and the parts of snapshots that each one hurts.
+
+        Raises:
+            SnapshotNotFoundError: There is no snapshot of this name.
+        """
+        from casnap.maintenance.check import check
+
+        full = None
+        if name is not None:
+            self.row(name)
+            full = self.full_name(name)
+        return check(
+            self.objects, data=data, sample=sample, seed=seed, name=full, progress=progress
+        )
+
+    def repair(
+        self,
+        *,
+        sources: Sequence[str | os.PathLike[str] | Store] = (),
+        progress: Progress | None = None,
+        dry_run: bool = False,
+    ) -> RepairReport:
+        """Save what can be saved of a damaged store.
+
+        Lost parts of the index are built again from the packs. Undamaged chunks are copied out of
+        damaged packs. A chunk without an undamaged copy is looked for in the sources. If no source
+        has it, it is recorded as lost, and the next take of the same bytes stores it again. The
+        whole store is repaired, not only this view.
+
+        Args:
+            sources: Other casnap stores: open, or a path or URI.
+            progress: Called as ``progress(phase, done, total)``.
+            dry_run: Change nothing; only report what would be done.
+
+        Raises:
+            DamagedError: The newest root cannot be read.
+        """
+        from casnap.maintenance.repair import repair
+
+        if isinstance(sources, str | os.PathLike):
+            raise TypeError(f"sources is a list, such as [{str(sources)!r}]; got one alone")
+        places = [s.objects.backend if isinstance(s, Store) else s for s in sources]
+        return repair(self.objects, sources=places, progress=progress, dry_run=dry_run)
+
+
+def store_of(
+    objects: Objects, prefix: str = "", *, is_new: bool = False, threads: int | None = None
+) -> Store:
+    """Return a Store of open objects, or a view of the snapshots below a prefix."""
+    store = Store.__new__(Store)
+    place = Location(objects.backend, prefix, exists=True)
+    opening = partial(open_objects, markers=objects.marks)
+    store._begin(objects.backend, place, opening, False, threads or threads_asked(), None)
+    store._objects, store.is_new = objects, is_new
+    return store
+
+
+def _unpickled(beginning: tuple[Any, ...], is_open: bool) -> Store:
+    store = Store.__new__(Store)
+    store._begin(*beginning)
+    if is_open:
+        # The mirror is not started: a worker that only reads has no use for it; a take starts it.
+        store._open(store._place, create=False, start_mirror=False)
+    return store
 
 
 def _mirror_options(
@@ -573,11 +983,91 @@ def _mirror_options(
     return MirrorOptions(mirror, options, retention)
 
 
-def _store_to_make(uri: str | Backend, place: Location, open_place: partial[OpenStore]) -> Store:
-    store = Store.__new__(Store)
-    store._opened, store._create = None, True
-    store._uri, store._place, store._open = uri, place, open_place
-    return store
+def _mirror_of(objects: Objects, prefix: str, options: MirrorOptions) -> Mirror:
+    """Return the mirror of a store.
+
+    Raises:
+        CasnapError: It cannot be the mirror of this store.
+        TypeError: It is not a path or URI.
+    """
+    from casnap.take.pending import under_way
+    from casnap.transfer.mirror import Mirror
+    from casnap.transfer.mirror_report import Destination
+
+    if prefix:
+        uri = objects.backend.uri
+        raise MirrorError(
+            f"{uri}/{prefix} is a view of the store {uri}; the mirror is of a whole store: give "
+            "mirror= to that one"
+        )
+    if not isinstance(options.uri, str | os.PathLike | Backend):
+        raise TypeError(f"mirror= is a path or URI of a store; got a {type(options.uri).__name__}")
+    place = located(options.uri, options.options)
+
+    def open_there() -> Destination:
+        root = objects.newest()
+        known = place_of(root, objects.backend.uri)
+        zstd = settings_of(root)[CODEC] == "zstd"
+        try:
+            there, _ = open_objects(
+                place,
+                create=known is None,
+                chunk_size=objects.config.chunk_size,
+                codec=Codec.ZSTD if zstd else Codec.RAW,
+            )
+        except NotAStoreError as e:
+            if known is None:
+                raise
+            raise not_that_mirror(objects, known, f"there is no store: {e}") from e
+        there.check_writable("mirror to")
+        return Destination(there, place.name)
+
+    distributed: Any = sys.modules.get("torch.distributed")
+    # On many ranks, rank 0 commits, and copies.
+    has_ranks = distributed is not None and distributed.is_available()
+    passive = has_ranks and distributed.is_initialized() and distributed.get_rank() != 0
+    uri = place.backend.uri
+    return Mirror(objects, options, uri, open_there, is_taking=under_way, passive=passive)
 
 
-OpenStore.store_class = Store
+def import_snapshot(
+    source: str | os.PathLike[str],
+    name: str,
+    where: Callable[[], tuple[Store, str]] | None,
+    options: Mapping[str, Any],
+    *,
+    key: str | None = None,
+    rank: int | None = None,
+    metadata: dict[str, Any],
+) -> ImportReport:
+    """Import files as a snapshot. :meth:`Store.import_file` describes the rest.
+
+    Args:
+        source: The files.
+        name: The snapshot's name, for the report.
+        where: Opens the store, and returns the name there, once it is known that the files can be
+            imported; None for a dry run.
+        options: Further options of the take.
+        key: As there.
+        rank: As there.
+        metadata: As there.
+    """
+    from casnap.files.importing import import_files
+    from casnap.ranks.comm import SingleProcess
+    from casnap.take.options import TakeOptions
+
+    def take(leaves: Any, kept: dict[str, Any]) -> int:
+        assert where is not None
+        store, inner = where()
+        options_of_take = TakeOptions(metadata=kept, **options)
+        snapshot = store.take_from(SingleProcess(), lambda: leaves, inner, options_of_take)
+        return snapshot.stats.new_bytes
+
+    return import_files(
+        Path(local_path(source)),
+        name,
+        take if where else None,
+        key=key,
+        rank=rank,
+        metadata=metadata,
+    )

@@ -20,10 +20,8 @@ from casnap.errors import (
     nearest,
 )
 from casnap.format.names import check_name
-from casnap.opened.finding import store_above
-from casnap.opened.open_store import Found
 from casnap.runtime.environment import local_path
-from casnap.snapshot import Snapshot
+from casnap.snapshot import Snapshot, store_above
 from casnap.storage.mirrored import is_unmirrored
 from casnap.storage.uris import joined, store_uri
 from casnap.store import Store
@@ -94,8 +92,8 @@ def open_snapshot(path: str) -> Snapshot:
     Raises:
         CasnapError: There is no such snapshot, or its store cannot be used.
     """
-    opened, name = store_above(path, options_for(path), create=False, exclusive=is_exclusive())
-    return Snapshot(Found(opened, check_name(name), opened.row(name)))
+    store, name = store_above(path, options_for(path), create=False, exclusive=is_exclusive())
+    return Snapshot.of(store, check_name(name), store.row(name))
 
 
 def open_part(path: str) -> tuple[Snapshot, str | None]:
@@ -115,7 +113,7 @@ def open_part(path: str) -> tuple[Snapshot, str | None]:
                 raise
             place = uri.above[0]
             rest.insert(0, uri.above[1])
-    whole = Store(found.opened.whole())
+    whole = found.whole()
     parts = [*(found.prefix.split("/") if found.prefix else []), *rest]
     for count in range(1, len(parts) + 1):
         name = "/".join(parts[:count])
@@ -154,7 +152,7 @@ def snapshots_of(store: Store, prefix: str | None) -> list[Snapshot]:
     outer = "/".join(part for part in (store.prefix, (prefix or "").strip("/")) if part)
     if found or not outer:
         return found
-    whole = Store(store.opened.whole())
+    whole = store.whole()
     every = whole.snapshots()
     named = [snapshot for snapshot in every if snapshot.name == outer]
     if named or not every:

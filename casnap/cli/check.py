@@ -89,7 +89,7 @@ def _place(text: str | None) -> tuple[Store, str | None]:
         snapshot = open_snapshot(text)
         return snapshot.store, snapshot.store.outer_name(snapshot.name)
     if text and place.prefix:
-        whole = Store(place.opened.whole())
+        whole = place.whole()
         if place.prefix in whole:
             return place, place.prefix
         try:

@@ -22,9 +22,9 @@ from casnap.cli.arguments import (
 from casnap.cli.option_types import duration
 from casnap.cli.output import CommandError, counted, counts, emit, json_option, phases, safe, size
 from casnap.errors import NotAStoreError
-from casnap.opened.open_store import located, open_store
+from casnap.storage.opening import located, open_objects
 from casnap.storage.uris import snapshot_uri, store_uri
-from casnap.store import Store
+from casnap.store import Store, store_of
 from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
 from casnap.transfer.report import ChosenSnapshot, CopyOptions, CopyReport
 from casnap.transfer.selection import check_pair, choose
@@ -127,7 +127,7 @@ def _follow(source: str, destination: str, how: FollowOptions, *, as_json: bool)
         if isinstance(there, str):
             options, size = _options(there), here.chunk_size
             there = Store(there, chunk_size=size, storage_options=options, exclusive=is_exclusive())
-        target = there.make().opened
+        target = there.make()
         check_pair(here.objects, target.objects)
 
         def chosen() -> list[ChosenSnapshot]:
@@ -196,8 +196,8 @@ def _opened(uri: str, asked: list[Backend]) -> tuple[Store, str | None]:
     """
     place = located(uri, _options(uri))
     asked.append(place.backend)
-    opened = open_store(place, create=False, exclusive=is_exclusive())
-    return Store(opened.whole()), opened.prefix or None
+    objects, _ = open_objects(place, create=False, exclusive=is_exclusive())
+    return store_of(objects), place.name or None
 
 
 def _opened_or_above(uri: str, asked: list[Backend]) -> tuple[Store, str | None]:

@@ -16,11 +16,9 @@ from casnap.cli.arguments import (
 )
 from casnap.cli.output import counted, counts, emit, json_option, phases, safe, size
 from casnap.files.report import ImportReport
-from casnap.opened.finding import store_above
-from casnap.opened.open_store import OpenStore
+from casnap.snapshot import store_above
 from casnap.storage.location import locate_snapshot
-from casnap.store import Store
-from casnap.upkeep import import_snapshot
+from casnap.store import Store, import_snapshot
 
 EXAMPLES = """\
 \b
@@ -62,9 +60,9 @@ def import_(
     a file runs: a file that needs pickle is refused.
     """
     reach = options_for(snapshot)  # raises for a dry run, too
-    opened: list[tuple[OpenStore, str]] = []
+    opened: list[tuple[Store, str]] = []
 
-    def find() -> tuple[OpenStore, str]:
+    def find() -> tuple[Store, str]:
         opened.append(
             store_above(snapshot, reach, create=True, exclusive=is_exclusive()),
         )
@@ -89,16 +87,15 @@ def import_(
 
 
 def _which(
-    path: str, reach: dict[str, Any] | None, opened: tuple[OpenStore, str] | None = None
+    path: str, reach: dict[str, Any] | None, opened: tuple[Store, str] | None = None
 ) -> dict[str, Any]:
     """Return which snapshot it is, and the requests that were made; none by a dry run."""
     if opened is None:
         found = locate_snapshot(path, reach)
         return named(found.backend, found.name, None)
-    place, name = opened
-    store = Store(place)
-    full, commit = place.outer_name(name), place.row(name).commit.hex()
-    return {**named(place.objects.backend, full, commit), **request_fields(store)}
+    store, name = opened
+    full, commit = store.outer_name(name), store.row(name).commit.hex()
+    return {**named(store.objects.backend, full, commit), **request_fields(store)}
 
 
 def _facts_of(report: ImportReport) -> dict[str, Any]:

@@ -88,12 +88,12 @@ def init(store: str, chunk_size: int | None, codec: str | None, as_json: bool) -
                 "id": place.id,
                 "chunk_size_bytes": place.chunk_size,
                 CODEC: kept,
-                "created": place.opened.is_new,
+                "created": place.is_new,
                 **request_fields(place),
             }
         )
         return
-    what = "is a store already" if not place.opened.is_new else "is a store now"
+    what = "is a store already" if not place.is_new else "is a store now"
     click.echo(f"{safe(place.uri)} {what}, of {binary(place.chunk_size)} chunks")
 
 

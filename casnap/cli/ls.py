@@ -37,7 +37,7 @@ def ls(store: str | None, prefix: str | None, as_json: bool) -> None:
         return
     if not found:
         folder = place.objects.backend.folder
-        hint = "" if folder is None else hint_in(folder / place.opened.folder(prefix))
+        hint = "" if folder is None else hint_in(folder / place.folder(prefix))
         click.echo(safe(hint or f"{place.uri} holds no snapshot yet"), err=True)
         return
     rows = [

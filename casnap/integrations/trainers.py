@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from casnap.errors import NotAStoreError, SnapshotNotFoundError
 from casnap.format.names import component_of, key_of
-from casnap.opened.finding import find
 from casnap.ranks.comm import SingleProcess
 from casnap.ranks.joining import own_rank
 from casnap.runtime.environment import local_path
 from casnap.runtime.nesting import refuse_nested_take
-from casnap.snapshot import PendingSnapshot, Snapshot
+from casnap.snapshot import Snapshot, find_store
 from casnap.state.stateful import Stateful
+from casnap.take.capturable import LiveState
 from casnap.take.options import TakeOptions
 
 
@@ -89,13 +89,12 @@ def take_alone(
         What waits for the snapshot, and returns it.
     """
     refuse_nested_take()
-    opened, name = find(path, storage_options, None, create=True)
+    store, name = find_store(path, storage_options, None, create=True)
     app_state = {key: Value(value) for key, value in values.items()}
     if later:
-        pending = opened.async_take(SingleProcess(), app_state, name, options)
-        return PendingSnapshot(opened, pending, name).wait
-    taken = Snapshot(opened.take(SingleProcess(), app_state, name, options))
-    return lambda: taken
+        return store.begin_take(SingleProcess(), app_state, name, options).wait
+    snapshot = store.take_from(SingleProcess(), lambda: LiveState(app_state), name, options)
+    return lambda: snapshot
 
 
 def values_of(snapshot: Snapshot, *, allow_pickle: bool = False) -> dict[str, Any]:

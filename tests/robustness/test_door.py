@@ -472,7 +472,7 @@ def test_a_link_into_another_store_of_the_reader(path: Path, other: Path) -> Non
         with untouched(other):
             Snapshot.take(path / "run/step_7", state(7))
             assert Snapshot(path / "run/step_2").read_object("s/step") == 2
-            assert Store(path / "run").opened.uri == str(path / "run")
+            assert Store(path / "run").uri == str(path / "run")
             Store(path / "run").prune(Retention(keep_last=2))
             Store(path / "run").gc(grace=0)
         assert [s.name for s in Store(path).snapshots()] == ["run/step_2", "run/step_7"]

@@ -436,12 +436,12 @@ def test_a_store_without_users_is_freed_at_once(tmp_path: Path) -> None:
     try:
         store = Store(tmp_path / "store")
         snapshot = store.take({}, "x")
-        freed, opened = ref(store), ref(store.opened)
+        freed, objects = ref(store), ref(store.objects)
         del store
         assert snapshot.store is freed()
         del snapshot
         assert freed() is None
-        assert opened() is None
+        assert objects() is None
     finally:
         gc.enable()
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from casnap import Snapshot, StateDict, Store
 from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, StoreError
-from casnap.opened.finding import find
+from casnap.snapshot import find_store
 from tests.support.cli_calls import invoke
 from tests.support.faults import (
     SYSTEM_CALLS,
@@ -36,7 +36,7 @@ LOOKS = ["stat", "listdir", "link"]
     "make",
     [
         lambda folder: Store(folder).make(),
-        lambda folder: find(folder / "step", None, None, create=True)[0].store,
+        lambda folder: find_store(folder / "step", None, None, create=True)[0],
     ],
     ids=["named", "unasked"],
 )

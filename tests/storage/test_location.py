@@ -24,7 +24,7 @@ from casnap.errors import (
     StoreError,
     UntrustedStoreError,
 )
-from casnap.opened.finding import find
+from casnap.snapshot import find_store
 from tests.support.faults import files
 from tests.support.mounts import NOBODY, as_nobody, needs_root, tmpfs
 
@@ -76,7 +76,7 @@ def test_a_snapshot_knows_its_store(tmp_path: Path) -> None:
 
 def test_the_nearest_store_above_is_used(tmp_path: Path) -> None:
     outer = Store(tmp_path).make()
-    inner = find(tmp_path / "x/y/step", None, None, create=True)[0].store
+    inner = find_store(tmp_path / "x/y/step", None, None, create=True)[0]
     assert inner.id == outer.id
     for run in ("a/b/c", "a", "d"):
         snapshot = Snapshot.take(tmp_path / run / "step", LARGE)

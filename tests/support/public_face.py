@@ -25,10 +25,9 @@ from casnap.maintenance.gc import GcReport
 from casnap.maintenance.repair import RepairReport
 from casnap.maintenance.usage import Usage
 from casnap.preemption import Preemption
-from casnap.reading import EntriesByPath
 from casnap.restore.handle import Handle
 from casnap.restore.report import RestoreReport
-from casnap.snapshot import SnapshotMetadata
+from casnap.snapshot import EntriesByPath, SnapshotMetadata
 from casnap.storage.retention import PruneReport
 from casnap.transfer.mirror_report import MirrorStatus
 from casnap.transfer.report import CopyReport

@@ -23,10 +23,10 @@ from casnap.files.dcp_names import Stored, described
 from casnap.integrations.dcp.load import PlanLoad
 from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
 from casnap.integrations.notices import is_notice
-from casnap.opened.finding import find
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.restore.shared_reads import fetch_shared
 from casnap.runtime.environment import local_path
+from casnap.snapshot import find_store
 from casnap.storage.contents import Contents
 from casnap.store import Store
 
@@ -98,7 +98,7 @@ class CasnapReader(StorageReader):
             self._place.id  # noqa: B018 - raises if there is no path
             path, store, storage_options = self._place
             assert path is not None
-            opened, name = find(path, storage_options, store, create=False)
+            opened, name = find_store(path, storage_options, store, create=False)
             contents = Contents(opened.objects, opened.full_name(name), opened.row(name))
         with contents.reading():
             metadata, self._values = described(contents, dict(contents.entries(own_rank())))

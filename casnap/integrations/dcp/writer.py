@@ -23,10 +23,9 @@ from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ra
 from casnap.integrations.dcp.plan import planned
 from casnap.integrations.dcp.staging import KeptStager
 from casnap.integrations.notices import put_notices
-from casnap.opened.finding import find_together
 from casnap.ranks.joining import join_ranks, own_rank
 from casnap.runtime.nesting import refuse_nested_take
-from casnap.snapshot import Snapshot
+from casnap.snapshot import Snapshot, find_store_together
 from casnap.storage.retention import Retention
 from casnap.store import Store
 from casnap.take.options import TakeOptions
@@ -183,15 +182,15 @@ class CasnapWriter(KeptStager, StorageWriter):
         path, store, storage_options = place
         assert path is not None
         comm = join_ranks(ranks, self._timeout, f"the dcp.save of {place.id!r}")
-        opened, name = find_together(path, storage_options, store, comm)
+        opened, name = find_store_together(path, storage_options, store, comm)
         allow_pickle = self._options.allow_pickle
-        found = opened.take_asked(
+        snapshot = opened.take_from(
             comm,
             lambda: planned(comm, plan, planner, allow_pickle=allow_pickle),
             name,
             self._options,
         )
-        self.snapshot = self._save.snapshot = Snapshot(found)
+        self.snapshot = self._save.snapshot = snapshot
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the metadata that ``dcp.save`` returns. The snapshot is there already."""

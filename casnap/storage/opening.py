@@ -1,0 +1,140 @@
+"""Opening the store at a place, or making it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from casnap.backends import Backend
+from casnap.errors import NotAStoreError, UnsupportedFormatError
+from casnap.format.codec import Codec
+from casnap.format.names import STORE_FOLDER
+from casnap.format.records import CONFIG_KEY, DEFAULT_CHUNK_SIZE, StoreConfig
+from casnap.storage.chunk_cache import room_for
+from casnap.storage.config import not_a_store_error, object_error
+from casnap.storage.creation import Made, create_store
+from casnap.storage.foreign import no_store_error
+from casnap.storage.location import Location, exists, locate_store, narrow_hint
+from casnap.storage.objects import Objects
+from casnap.storage.table import only_marker_error
+
+_log = logging.getLogger("casnap")
+
+
+def open_objects(
+    place: Location,
+    *,
+    create: bool,
+    asked: bool = True,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    codec: Codec = Codec.RAW,
+    exclusive: bool = False,
+    config: StoreConfig | None = None,
+    ahead: bool = False,
+    cache_bytes: int | None = None,
+    markers: bool = True,
+) -> tuple[Objects, bool]:
+    """Open a store, or make it.
+
+    Args:
+        place: The place of the store; with a name, of a folder of snapshots in it.
+        create: Make the store if there is none.
+        asked: Whether the user named this very place as a store.
+        chunk_size: For a new store, in bytes.
+        codec: For a new store: how new chunks are stored.
+        exclusive: Whether the user vouches that no other process writes to the store.
+        config: The record of the store, if it was read already.
+        ahead: Whether a use follows at once, so that a remote store looks for its newest root now.
+        cache_bytes: How many bytes of chunks of remote stores this host keeps; 0 for none, None for
+            the bound in the environment.
+        markers: Whether snapshots get markers.
+
+    Returns:
+        The objects of the store, and whether it was made just now.
+
+    Raises:
+        NotAStoreError: There is no store, and ``create`` is False.
+        UnsupportedFormatError: A newer casnap made the store, or this machine is big-endian.
+        StoreError: A store cannot be made at this place, or the cache is not to be used.
+        ValueError: ``cache_bytes`` were given for a store on this machine.
+    """
+    backend = place.backend
+    if sys.byteorder != "little":
+        raise UnsupportedFormatError(
+            f"{backend.uri} cannot be used on this machine: the bytes of tensors are "
+            "little-endian, and this casnap does not swap them for a big-endian one"
+        )
+    room = room_for(backend, cache_bytes)
+    backend.exclusive |= exclusive
+    # If only the record of the store above is there, its making was cut off.
+    may_make = create and (not place.name or (place.exists and not backend.is_remote))
+    new_objects = partial(Objects, backend, marks=markers)
+    objects = new_objects(config=config) if config is not None else None
+    made: Made | None = None
+    if objects is None and backend.is_remote:
+        objects = _at(backend, or_none=may_make, ahead=ahead, marks=markers)
+    if objects is None and may_make:
+        # If the store exists, this finishes a creation that was interrupted.
+        made = create_store(backend, chunk_size=chunk_size, asked=asked, codec=codec)
+        if made.is_new and backend.folder and (narrow := narrow_hint(backend.folder)):
+            level = logging.INFO if asked else logging.WARNING
+            _log.log(level, "%s is a store of its own now%s", backend.uri, narrow)
+        objects = new_objects(config=made.config)
+        if made.root is not None and backend.is_remote:
+            objects.note_newest(made.root)
+    elif objects is None and not place.exists:
+        raise (
+            only_marker_error(backend, "")
+            or _no_name_error(backend)
+            or (
+                not_a_store_error(backend) if (at := backend.folder) is None else no_store_error(at)
+            )
+        )
+    objects = objects or new_objects()
+    if room is not None:
+        objects.chunk_cache = room.of(objects.config, backend)
+    return objects, made is not None and made.is_new
+
+
+def _no_name_error(backend: Backend) -> NotAStoreError | None:
+    """Return the error for a path right in the folder of a store that has no such name."""
+    folder = backend.folder
+    if folder is None or not exists(folder.parent / STORE_FOLDER / CONFIG_KEY):
+        return None
+    return NotAStoreError(
+        f"{folder} is not a casnap store, and the store {folder.parent} has no snapshot "
+        f"{folder.name!r}; `casnap ls {folder.parent}` lists those that it has"
+        f"{narrow_hint(folder)}"
+    )
+
+
+def located(
+    uri: str | os.PathLike[str] | Backend, storage_options: Mapping[str, Any] | None
+) -> Location:
+    """Return the store that a URI or a backend means, and the prefix in it."""
+    if not isinstance(uri, Backend):
+        return locate_store(uri, storage_options)
+    if storage_options:
+        raise ValueError("a backend knows how it is reached; give storage_options to its maker")
+    # A backend without a store is noticed when the store's record is read.
+    return Location(uri, "", True)
+
+
+def _at(backend: Backend, *, or_none: bool, ahead: bool, marks: bool) -> Objects | None:
+    """Open a remote store; with ``ahead`` for a use that follows at once.
+
+    Raises:
+        NotAStoreError: There is no store, or its creation was cut off; unless ``or_none``.
+    """
+    try:
+        return Objects.at(backend, ahead=ahead, marks=marks)
+    except NotAStoreError:
+        if or_none:
+            return None
+        if backend.is_object():
+            raise object_error(backend.uri) from None
+        raise
