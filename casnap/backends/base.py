@@ -110,6 +110,16 @@ class Backend(ABC):
     def make(self) -> None:  # noqa: B027 - nothing by default
         """Make the place itself before a store is made in it, where it does not exist yet."""
 
+    def belong(self, check: Callable[[Backend], None]) -> None:  # noqa: B027 - nothing by default
+        """Note that a store uses this place, whose record was just read from it.
+
+        A place that can come to hold another store all at once, as a folder can that is moved,
+        calls ``check`` before it changes anything where that may have happened.
+
+        Args:
+            check: Raises a StoreError if a place holds another store.
+        """
+
     @property
     @abstractmethod
     def identity(self) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from casnap.errors import BackendError
 
@@ -38,6 +39,13 @@ class _How(ctypes.Structure):
     )
 
 
+class OpenFolder(NamedTuple):
+    """A folder that is open, and the path that led to it."""
+
+    fd: int
+    path: str
+
+
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.argtypes = (
     ctypes.c_long,
@@ -49,15 +57,21 @@ _syscall.argtypes = (
 _syscall.restype = ctypes.c_long
 
 
-def _open(path: str, flags: int) -> int:
+def _open(path: str, flags: int, above: OpenFolder | None = None) -> int:
     """Open a file or folder by its real path.
+
+    Args:
+        path: Its path.
+        flags: How to open it.
+        above: An open folder of that path, to begin there. It may have been moved since.
 
     Raises:
         BackendError: A part of the path is a link.
         OSError: It cannot be opened.
     """
+    at, way = (_AT_FDCWD, path) if above is None else (above.fd, path[len(above.path) + 1 :] or ".")
     try:
-        return _open_at_once(path, flags) if has_openat2() else _walk(path, flags)
+        return _open_at_once(way, flags, at) if has_openat2() else _walk(way, flags, at)
     except OSError as e:
         if e.errno in (errno.ELOOP, errno.ENOTDIR):
             _check_no_link(path, e)
@@ -69,12 +83,12 @@ def _how(flags: int) -> _How:
     return _How(flags, 0, _NO_SYMLINKS)
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _open_at_once(path: str, flags: int, at: int = _AT_FDCWD) -> int:
     raw = os.fsencode(path)
     if b"\0" in raw:
         raise ValueError("embedded null byte")
     while True:
-        fd: int = _syscall(_OPENAT2, _AT_FDCWD, raw, _how(flags), ctypes.sizeof(_How))
+        fd: int = _syscall(_OPENAT2, at, raw, _how(flags), ctypes.sizeof(_How))
         if fd >= 0:
             return fd
         number = ctypes.get_errno()
@@ -92,9 +106,9 @@ def has_openat2() -> bool:
     return True
 
 
-def _walk(path: str, flags: int) -> int:
+def _walk(path: str, flags: int, at: int) -> int:
     *folders, last = path.strip("/").split("/")
-    here = os.open("/", _FOLDER)
+    here = os.open("/", _FOLDER) if at == _AT_FDCWD else os.dup(at)
     try:
         for name in folders:
             below = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=here)
@@ -120,8 +134,11 @@ def _check_no_link(path: str, cause: OSError) -> None:
             ) from cause
 
 
-def open_file(path: str) -> int:
+def open_file(path: str) -> tuple[int, os.stat_result]:
     """Open a regular file to read it.
+
+    Returns:
+        The file, and what it is.
 
     Raises:
         BackendError: It is something else, or reached through a link.
@@ -135,11 +152,12 @@ def open_file(path: str) -> int:
             check_regular(os.fstat(file), path)
             fd = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        check_regular(os.fstat(fd), path)
+        found = os.fstat(fd)
+        check_regular(found, path)
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    return fd, found
 
 
 def check_regular(found: os.stat_result, path: str) -> None:
@@ -175,20 +193,26 @@ def _held(path: str) -> Iterator[int]:
         os.close(fd)
 
 
-@contextmanager
-def opened(folder: str, *, listed: bool = False) -> Iterator[int]:
-    """Open a folder for a ``with`` block, to reach names in it by ``dir_fd``.
+def open_folder(folder: str, *, listed: bool = False, above: OpenFolder | None = None) -> int:
+    """Open a folder, to reach names in it by ``dir_fd``.
 
     Args:
         folder: Its real path.
         listed: Whether it is also to be listed, synced or changed itself. That takes the right to
             read it.
+        above: An open folder above it, to begin there.
 
     Raises:
         BackendError: A part of the path is a link.
         OSError: It cannot be opened.
     """
-    fd = _open(folder, _LISTED if listed else _FOLDER)
+    return _open(folder, _LISTED if listed else _FOLDER, above)
+
+
+@contextmanager
+def opened(folder: str, *, listed: bool = False, above: OpenFolder | None = None) -> Iterator[int]:
+    """Open a folder for a ``with`` block; as :func:`open_folder`."""
+    fd = open_folder(folder, listed=listed, above=above)
     try:
         yield fd
     finally:
@@ -196,14 +220,14 @@ def opened(folder: str, *, listed: bool = False) -> Iterator[int]:
 
 
 @contextmanager
-def opened_above(path: str) -> Iterator[tuple[int, str]]:
-    """Open the folder of a name for a ``with`` block; as :func:`opened`.
+def opened_above(path: str, above: OpenFolder | None = None) -> Iterator[tuple[int, str]]:
+    """Open the folder of a name for a ``with`` block; as :func:`open_folder`.
 
     Returns:
         The folder, and the name in it.
     """
     folder, _, name = path.rpartition("/")
-    with opened(folder or "/") as fd:
+    with opened(folder or "/", above=above) as fd:
         yield fd, name
 
 
@@ -213,10 +237,10 @@ def create_file(name: str, folder: int, mode: int) -> int:
     return os.open(name, flags, mode, dir_fd=folder)
 
 
-def unlink(path: str) -> None:
+def unlink(path: str, above: OpenFolder | None = None) -> None:
     """Remove a name that is no folder, if it is there."""
     try:
-        with opened_above(path) as (folder, name):
+        with opened_above(path, above) as (folder, name):
             os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
         return

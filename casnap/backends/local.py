@@ -9,10 +9,10 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from casnap.backends.base import (
     MAX_MARKER_BYTES,
@@ -24,9 +24,11 @@ from casnap.backends.base import (
     translated,
 )
 from casnap.backends.door import (
+    OpenFolder,
     check_regular,
     create_file,
     open_file,
+    open_folder,
     opened,
     opened_above,
     stat_at,
@@ -52,6 +54,7 @@ _MADE = "user.casnap.made"
 # Folders that this process has made durable: the identity of the store, and the folder. Who opens
 # a store anew for each take would else sync them each time, as they may be another process's.
 _durable: set[tuple[str, str]] = set()
+_Inode: TypeAlias = tuple[int, int, int]
 
 
 class LocalBackend(Backend):
@@ -75,12 +78,17 @@ class LocalBackend(Backend):
         self.folder = Path(os.path.realpath(folder))
         self.uri = str(self.folder)
         self._base = f"{self.uri}{self.inner}"
+        self._record_path = self._path(CONFIG_KEY)
         self._new = NewNames()
         self._entered: set[str] = set()
         # What goes into _durable with the next sync.
         self._noted: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         self._is_there = False
+        self._check: Callable[[Backend], None] | None = None
+        # The record that was read last, and the one of the store that uses this, as files.
+        self._read_record: _Inode | None = None
+        self._record: _Inode | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Have another process reach the same folder."""
@@ -141,6 +149,44 @@ class LocalBackend(Backend):
             return f"{boot_id()} {os.stat(self.uri).st_dev}"
 
     @override
+    def belong(self, check: Callable[[Backend], None]) -> None:
+        self._check, self._record = check, self._read_record
+
+    @contextmanager
+    def _opened_base(self, *, make: bool = True) -> Iterator[OpenFolder]:
+        """Open the folder of the objects for a ``with`` block that changes some.
+
+        A record that is another file than before says that another store may have come here. What
+        is then changed lies in this very folder, also if that is moved meanwhile.
+
+        Args:
+            make: Whether to make the folder if it is missing.
+
+        Raises:
+            StoreError: It is the folder of another store than that which uses this.
+        """
+        with self._opened_or_made(self._base) if make else opened(self._base) as fd:
+            if self._check is not None and _record_in(fd) != self._record:
+                self._look_whose(fd, self._check)
+            yield OpenFolder(fd, self._base)
+
+    def _check_place(self) -> None:
+        """Check that no other store has come here."""
+        if self._check is not None:
+            with self._opened_base(make=False):
+                pass
+
+    def _look_whose(self, folder: int, check: Callable[[Backend], None]) -> None:
+        for _ in range(_ATTEMPTS):
+            found = _record_in(folder)
+            check(self)
+            with opened(self._base) as there:
+                if found == _record_in(folder) == _record_in(there):
+                    self._record = found
+                    return
+        raise BackendError(f"{self.uri} is moved again and again; try again when it rests")
+
+    @override
     def write(self, key: str, content: memoryview | bytes) -> None:
         """Write a file under ``tmp/``, sync it, then link it into place."""
         if not self._link(key, content):
@@ -153,10 +199,14 @@ class LocalBackend(Backend):
 
     @override
     def copy(self, key: str, to: str) -> None:
-        target = self._path(to)
-        with translated(target), opened_above(self._path(key)) as (source, name):
-            check_regular(os.stat(name, dir_fd=source, follow_symlinks=False), self._path(key))
-            with self._entered_above(target) as folder:
+        path, target = self._path(key), self._path(to)
+        with (
+            translated(target),
+            self._opened_base(make=False) as base,
+            opened_above(path, base) as (source, name),
+        ):
+            check_regular(os.stat(name, dir_fd=source, follow_symlinks=False), path)
+            with self._entered_above(target, base) as folder:
                 _link_at(name, source, target.rpartition("/")[2], folder)
                 self._new.add(target)
 
@@ -172,9 +222,13 @@ class LocalBackend(Backend):
             raise BackendError(f"{target}: its folder vanished") from gone
 
     def _try_to_link(self, target: str, content: memoryview | bytes) -> bool:
-        with self._temporary_folder() as tmp, self._entered_above(target) as folder:
+        with (
+            self._opened_base() as base,
+            self._temporary_folder(base) as tmp,
+            self._entered_above(target, base) as folder,
+        ):
             temporary = os.urandom(12).hex()
-            fd = self._write_file(temporary, tmp, content)
+            fd = self._write_file(temporary, tmp, content, base)
             try:
                 _link_at(temporary, tmp, target.rpartition("/")[2], folder)
             except FileExistsError:
@@ -187,10 +241,10 @@ class LocalBackend(Backend):
         return True
 
     @contextmanager
-    def _entered_above(self, target: str) -> Iterator[int]:
+    def _entered_above(self, target: str, base: OpenFolder) -> Iterator[int]:
         """Open the folder of a new name. It becomes durable even if another process has made it."""
         above = target.rpartition("/")[0]
-        with self._opened_or_made(above) as folder:
+        with self._opened_or_made(above, base) as folder:
             # Note the name before it is made, so that a failure in between does not lose it.
             self._new.add(target)
             with self._lock:
@@ -217,28 +271,38 @@ class LocalBackend(Backend):
         except BackendError:
             return ""
 
-    def _temporary_folder(self) -> AbstractContextManager[int]:
-        return self._opened_or_made(self._path("tmp"))
+    def _temporary_folder(self, base: OpenFolder) -> AbstractContextManager[int]:
+        return self._opened_or_made(self._path("tmp"), base)
 
     @contextmanager
-    def _opened_or_made(self, path: str, *, durable: bool = True) -> Iterator[int]:
-        """Open a folder of the store for a ``with`` block; make it if it is missing."""
-        with ExitStack() as stack:
-            try:
-                folder = stack.enter_context(opened(path))
-            except FileNotFoundError:
-                # Nothing is made anew of a store that was removed while it is open.
-                if path == self.uri or (path == self._base and self._is_there):
-                    raise
-                self._make_folder(path, durable=durable)
-                folder = stack.enter_context(opened(path))
-            self._is_there |= path.startswith(self._base)
-            yield folder
+    def _opened_or_made(
+        self, path: str, base: OpenFolder | None = None, *, durable: bool = True
+    ) -> Iterator[int]:
+        """Open a folder of the store for a ``with`` block; make it if it is missing.
 
-    def _make_folder(self, path: str, *, durable: bool) -> None:
+        Args:
+            path: The folder.
+            base: The folder of the objects, if this one is in it.
+            durable: Whether a new one is to be made durable.
+        """
+        try:
+            folder = open_folder(path, above=base)
+        except FileNotFoundError:
+            # Nothing is made anew of a store that was removed while it is open.
+            if path == self.uri or (path == self._base and self._is_there):
+                raise
+            self._make_folder(path, base, durable=durable)
+            folder = open_folder(path, above=base)
+        try:
+            self._is_there |= base is not None or path == self._base
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _make_folder(self, path: str, base: OpenFolder | None, *, durable: bool) -> None:
         above, _, name = path.rpartition("/")
-        with self._opened_or_made(above, durable=durable) as folder:
-            like = self._model(above)
+        with self._opened_or_made(above, base, durable=durable) as folder:
+            like = self._model(base)
             mode = stat.S_IMODE(like.st_mode)
             # A store in a folder like /tmp is not meant for all who may write there.
             is_open = path == self._base and mode & stat.S_IWOTH and not mode & stat.S_ISGID
@@ -247,21 +311,23 @@ class LocalBackend(Backend):
             except FileExistsError:
                 return
         if not is_open and (_is_shared(like) or like.st_gid != os.getegid()):
-            with opened(path) as made:
+            with opened(path, above=base) as made:
                 # The umask may have taken the right to open it otherwise.
                 handle = f"/proc/self/fd/{made}"
                 if _is_shared(like):
                     os.chmod(handle, mode)
                 _follow_group(handle, like.st_gid)
-        if not self._is_inside(path):
+        if base is None and path != self._base:
             with suppress(OSError), opened_above(path) as (folder, name):
                 os.setxattr(f"/proc/self/fd/{folder}/{name}", _MADE, b"1", follow_symlinks=False)
         if durable:
             self._new.add(path)
 
-    def _write_file(self, name: str, folder: int, content: memoryview | bytes) -> int:
+    def _write_file(
+        self, name: str, folder: int, content: memoryview | bytes, base: OpenFolder
+    ) -> int:
         """Write a file and return it open. Its lock says that its writer lives."""
-        fd = self._create(name, folder, self._model(self._base))
+        fd = self._create(name, folder, self._model(base))
         try:
             _lock(fd)
             write_at(fd, memoryview(content), 0)
@@ -272,12 +338,9 @@ class LocalBackend(Backend):
             raise
         return fd
 
-    def _model(self, folder: str) -> os.stat_result:
-        """Return the folder whose mode and group those of what is made in a folder follow."""
-        return os.stat(self._base if self._is_inside(folder) else self.uri)
-
-    def _is_inside(self, folder: str) -> bool:
-        return folder == self._base or folder.startswith(f"{self._base}/")
+    def _model(self, base: OpenFolder | None) -> os.stat_result:
+        """Return the folder whose mode and group those of what is made follow."""
+        return os.stat(self.uri) if base is None else os.fstat(base.fd)
 
     def _create(self, name: str, folder: int, like: os.stat_result) -> int:
         mode = like.st_mode & 0o666
@@ -295,7 +358,10 @@ class LocalBackend(Backend):
             self._new.add(self._path(key))
         with self._lock:
             noted = self._noted.copy()
-        self._new.sync()
+        try:
+            self._new.sync()
+        except FileNotFoundError as e:
+            raise BackendError(f"{e.filename or self.uri} is gone, or was moved") from e
         _durable.update(noted)
         with self._lock:
             self._noted -= noted
@@ -306,13 +372,15 @@ class LocalBackend(Backend):
 
     def _read_path(self, path: str, most: int) -> bytes:
         with translated(path):
-            fd = open_file(path)
+            fd, found = open_file(path)
             try:
-                nbytes = os.fstat(fd).st_size
-                check_length(path, nbytes, most)
-                return _read_all(fd, nbytes)
+                check_length(path, found.st_size, most)
+                content = _read_all(fd, found.st_size)
             finally:
                 os.close(fd)
+        if path == self._record_path:
+            self._read_record = _inode(found)
+        return content
 
     @override
     def read_into(self, key: str, targets: Sequence[Target]) -> list[int]:
@@ -322,7 +390,7 @@ class LocalBackend(Backend):
     def _read_each(self, key: str, targets: Sequence[Target]) -> Iterator[int]:
         path = self._path(key)
         with translated(path):
-            fd = open_file(path)
+            fd, _ = open_file(path)
         try:
             for offset, target in targets:
                 with translated(path):
@@ -334,7 +402,7 @@ class LocalBackend(Backend):
     @override
     def will_read(self, key: str, runs: Sequence[tuple[int, int]]) -> None:
         with suppress(OSError, BackendError):
-            fd = open_file(self._path(key))
+            fd, _ = open_file(self._path(key))
             try:
                 for offset, nbytes in runs:
                     # The hint looks up each page, also where all of them are cached.
@@ -363,17 +431,24 @@ class LocalBackend(Backend):
 
     @override
     def delete(self, key: str) -> None:
-        path = self._path(key)
-        with translated(path):
-            unlink(path)
+        self._remove(self._path(key))
+
+    def _remove(self, path: str) -> None:
+        with translated(path), suppress(FileNotFoundError), self._opened_base(make=False) as base:
+            unlink(path, base)
 
     @override
     def tidy(self, min_age: float) -> int:
         """Unlink files in ``tmp/`` that no living writer has locked."""
         freed = 0
         path = self._path("tmp")
-        with translated(path), suppress(FileNotFoundError), opened(path) as folder:
-            for name in filter(TEMPORARY.fullmatch, self.names("tmp")):
+        with (
+            translated(path),
+            suppress(FileNotFoundError),
+            self._opened_base(make=False) as base,
+            opened(path, listed=True, above=base) as folder,
+        ):
+            for name in filter(TEMPORARY.fullmatch, os.listdir(folder)):
                 freed += _unlink_abandoned(name, folder, min_age)
         return freed
 
@@ -405,14 +480,15 @@ class LocalBackend(Backend):
     @override
     def mark(self, key: str, content: bytes) -> None:
         path = _below(self.uri, key)
-        for _ in range(_ATTEMPTS - 1):
-            # Whoever removes an earlier marker removes its folder, if that is empty just now.
-            try:
-                self._put_loosely(path, content)
-            except FileNotFoundError:
-                continue
-            return
-        self._put_loosely(path, content)
+        with translated(path):
+            self._check_place()
+            for _ in range(_ATTEMPTS):
+                # Whoever removes an earlier marker removes its folder, if that is empty just now.
+                # Who put it aside may put it back.
+                with suppress(FileNotFoundError, FileExistsError):
+                    self._put_loosely(path, content)
+                    return
+            self._put_loosely(path, content)
 
     @override
     def read_marker(self, key: str) -> bytes:
@@ -465,24 +541,42 @@ class LocalBackend(Backend):
 
     @override
     def keep_copy(self, key: str, content: bytes | None) -> None:
-        if content is not None:
-            self._put_loosely(self._path(key), content)
-        else:
-            with translated(self._path(key)):
-                unlink(self._path(key))
+        path = self._path(key)
+        if content is None:
+            self._remove(path)
+            return
+        with translated(path), self._opened_base() as base, suppress(FileExistsError):
+            self._put_loosely(path, content, base)
 
-    def _put_loosely(self, path: str, content: bytes) -> None:
-        with translated(path):
-            above, _, name = path.rpartition("/")
-            # Not synced, since deleting the snapshot removes these folders too.
-            with self._opened_or_made(above, durable=False) as folder:
-                # Do not write into an existing file: it may be another user's.
-                _unlink_at(name, folder)
-                with (
-                    suppress(FileExistsError),
-                    os.fdopen(self._create(name, folder, self._model(above)), "wb") as file,
-                ):
-                    file.write(content)
+    def _put_loosely(self, path: str, content: bytes, base: OpenFolder | None = None) -> None:
+        """Put a file in place of another one.
+
+        Raises:
+            FileExistsError: Another process does so too.
+        """
+        above, _, name = path.rpartition("/")
+        # Not synced, since deleting the snapshot removes these folders too.
+        with self._opened_or_made(above, base, durable=False) as folder:
+            # Do not write into an existing file: it may be another user's.
+            _unlink_at(name, folder)
+            fd = self._create(name, folder, self._model(base))
+            try:
+                write_at(fd, memoryview(content), 0)
+            finally:
+                os.close(fd)
+
+
+def _inode(found: os.stat_result) -> _Inode:
+    """Return what tells a file from others, also from an earlier one of the same number."""
+    return found.st_dev, found.st_ino, found.st_ctime_ns
+
+
+def _record_in(folder: int) -> _Inode | None:
+    """Return the record of the store in an open folder; None if there is none."""
+    try:
+        return _inode(os.stat(CONFIG_KEY, dir_fd=folder, follow_symlinks=False))
+    except FileNotFoundError:
+        return None
 
 
 def _below(folder: str, key: str) -> str:
@@ -620,7 +714,7 @@ def _is_cached(fd: int, offset: int) -> bool:
 def _read_all(fd: int, nbytes: int) -> bytes:
     """Read a file of so many bytes; less if it was cut off meanwhile."""
     content = b""
-    while piece := os.read(fd, nbytes - len(content)):
+    while len(content) < nbytes and (piece := os.read(fd, nbytes - len(content))):
         # A read of a local file returns all of it.
         content = content + piece if content else piece
     return content

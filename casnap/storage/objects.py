@@ -45,6 +45,7 @@ from casnap.storage.place_reads import (
 )
 from casnap.storage.probe import check_kept_apart
 from casnap.storage.roots import check_writable, last_listed, newest_root
+from casnap.storage.same_store import check_same_store, id_in
 from casnap.storage.tree import DEEP, Tree
 
 V = TypeVar("V")
@@ -103,6 +104,8 @@ class Objects:
         self.backend = backend
         self.config: StoreConfig = opened.config if opened else config or read_config(backend)
         self.index: Index = opened.index if opened else Index(backend, self.config.store_id)
+        if opened is None:
+            backend.belong(partial(check_same_store, store_id=self.config.store_id))
         self.marks = marks
         self.chunk_cache: ChunkCache | None = None
         self._last_seen = LastSeen(backend)
@@ -164,7 +167,11 @@ class Objects:
             check_kept_apart(self.backend, self.config)
 
     def newest(self) -> Root:
-        """Return the newest root, which says what the store holds."""
+        """Return the newest root, which says what the store holds.
+
+        Raises:
+            StoreError: Another store has come to this place.
+        """
         # Roots are never removed, so a remote one is not read again each time. It is now and then,
         # for the store may have been rolled back.
         known, looked_ahead = self._newest, self._looked_ahead
@@ -173,6 +180,8 @@ class Objects:
             return known
         stands = self._within(_STANDS, self._seen_at)
         root = newest_root(self.backend, known, stands=stands)
+        if root is not known and id_in(root) not in (None, self.config.store_id):
+            check_same_store(self.backend, self.config.store_id)
         if root is not known or not stands:
             self.note_newest(root)
         self._newest_at = time.monotonic()

@@ -57,9 +57,10 @@ class Transaction:
         puts_root: bool = True,
     ) -> None:
         self._before = Counter(objects.backend.requests if before is None else before)
-        objects.check_writable("write to", told, dry_run=not puts_root)
+        based_on = told or objects.recent()
+        objects.check_writable("write to", based_on, dry_run=not puts_root)
         self.objects = objects
-        self.base: View = objects.recent_view(told)
+        self.base: View = objects.recent_view(based_on)
         self.commit = os.urandom(16)
         self.relied = ReliedPacks(objects, self.base)
         self.new_packs = NewPacks(objects, self.base.root.seq, crew, codec)

@@ -181,6 +181,10 @@ class FaultyBackend(Backend):
         return self.inner.can_put_if_absent
 
     @override
+    def belong(self, check: Callable[[Backend], None]) -> None:
+        self.inner.belong(check)
+
+    @override
     def is_object(self) -> bool:
         return self._call("is_object", lambda _: self.inner.is_object(), "")
 

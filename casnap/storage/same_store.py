@@ -1,0 +1,57 @@
+"""Whether a place still holds the store that was opened there.
+
+A folder can be moved away, and another store moved to its path. What was begun with the first store
+must then change nothing of the second.
+"""
+
+from __future__ import annotations
+
+from casnap.backends.base import Backend
+from casnap.errors import CasnapError, StoreError, UnavailableError
+from casnap.format.records import Root
+from casnap.storage.config import RECORD, read_config
+from casnap.storage.roots import last_listed
+
+
+def id_in(root: Root) -> str | None:
+    """Return the id of the store that a root is of, as it says; None if it does not."""
+    record = root.settings.get(RECORD)
+    found = record.get("store_id") if isinstance(record, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def check_same_store(backend: Backend, store_id: str) -> None:
+    """Check that a place holds the store of this id.
+
+    Its record or its roots may be damaged, or be another store's, which is for a repair to mend.
+    Both are not.
+
+    Raises:
+        StoreError: It holds another store.
+        UnavailableError: It cannot be read now.
+    """
+    ids = {_id_in_record(backend), _id_in_newest(backend)} - {None}
+    if ids and store_id not in ids:
+        raise StoreError(
+            f"{backend.uri}: another store has come to this place since it was opened, so nothing "
+            f"is changed there. Open it anew, or find the first one (its id is {store_id}) where "
+            "it was moved to"
+        )
+
+
+def _id_in_record(backend: Backend) -> str | None:
+    try:
+        return read_config(backend).store_id
+    except UnavailableError:
+        raise
+    except (FileNotFoundError, CasnapError):
+        return None
+
+
+def _id_in_newest(backend: Backend) -> str | None:
+    try:
+        return id_in(last_listed(backend))
+    except UnavailableError:
+        raise
+    except (FileNotFoundError, CasnapError):
+        return None

@@ -1,0 +1,196 @@
+"""Another store comes to the path of a store that is open.
+
+What was begun with the first one spoils neither.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from casnap import Retention, StateDict, Store
+from casnap.backends import LocalBackend
+from casnap.errors import CasnapError, StoreError
+
+
+@pytest.fixture(params=["at once", "walked"], autouse=True)
+def _way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have the kernel resolve paths, and walk them, as where it cannot."""
+    if request.param == "at once":
+        yield
+        return
+    with mock.patch("casnap.backends.door.has_openat2", return_value=False):
+        yield
+
+
+def content_of(folder: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@contextmanager
+def untouched(folder: Path) -> Iterator[None]:
+    before = content_of(folder)
+    yield
+    assert content_of(folder) == before
+
+
+def state(step: int) -> dict[str, StateDict]:
+    generator = torch.Generator().manual_seed(step)
+    return {"s": StateDict(x=torch.randn(50_000, generator=generator), step=step)}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    make_both(tmp_path / "store")
+    return tmp_path / "store"
+
+
+def make_both(path: Path) -> None:
+    """Make a store of five snapshots; beside it, ``other`` is one of three."""
+    for folder, first, count in ((path, 0, 5), (path.with_name("other"), 10, 3)):
+        store = Store(folder)
+        for step in range(first, first + count):
+            store.take(state(step), f"run/step_{step}")
+
+
+def swap(path: Path) -> None:
+    """Move the other store to the path of the first."""
+    path.rename(path.with_name("first"))
+    path.with_name("other").rename(path)
+
+
+USES: dict[str, Callable[[Store], object]] = {
+    "take": lambda store: store.take(state(7), "run/step_7"),
+    "async take": lambda store: store.async_take(state(7), "run/step_7").wait(),
+    "overwrite": lambda store: store.take(state(7), "run/step_10", overwrite=True),
+    "delete": lambda store: store.delete("run/step_10"),
+    "delete a snapshot": lambda store: store.delete("run/step_0"),
+    "prune": lambda store: store.prune(Retention(keep_last=1)),
+    "tag": lambda store: store["run/step_10"].tag("best"),
+    "gc": lambda store: store.gc(grace=0),
+    "repair": lambda store: store.repair(),
+    "configure": lambda store: store.configure(codec="zstd"),
+    "list": lambda store: store.snapshots(),
+    "check": lambda store: store.check(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_before_a_use(path: Path, use: str) -> None:
+    store = Store(path)
+    store.take(state(6), "run/step_6")
+    swap(path)
+    with (
+        untouched(path),
+        untouched(path.with_name("first")),
+        pytest.raises(StoreError, match="another store"),
+    ):
+        USES[use](store)
+    assert Store(path).check(data=True).ok
+    assert Store(path.with_name("first")).check(data=True).ok
+
+
+def test_before_the_first_use(path: Path) -> None:
+    store = Store(path)
+    swap(path)
+    with untouched(path), pytest.raises(StoreError, match="another store"):
+        store.take(state(7), "run/step_7")
+
+
+def test_a_store_that_is_made_anew_at_the_path(path: Path) -> None:
+    """Its folder may have the same inode."""
+    store = Store(path)
+    store.snapshots()
+    shutil.rmtree(path)
+    Store(path).take(state(20), "run/step_20")
+    with untouched(path), pytest.raises(StoreError, match="another store"):
+        store.take(state(7), "run/step_7")
+
+
+CHANGES = ("write", "put_if_absent", "delete", "keep_copy", "sync", "tidy")
+
+
+@contextmanager
+def swapped_at(method: str, call: int, path: Path) -> Iterator[None]:
+    """Move the other store to the path right before a call of the backend."""
+    real = getattr(LocalBackend, method)
+    calls = 0
+
+    def late(backend: LocalBackend, *arguments: object, **more: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            swap(path)
+        return real(backend, *arguments, **more)
+
+    with mock.patch.object(LocalBackend, method, late):
+        yield
+
+
+@pytest.mark.parametrize(
+    "method", ["write", "put_if_absent", "delete", "keep_copy", "sync", "tidy"]
+)
+@pytest.mark.parametrize("use", ["take", "delete a snapshot", "gc", "repair"])
+def test_within_a_use(path: Path, use: str, method: str) -> None:
+    """Before each of its calls that change something, until it makes no more of them."""
+    for call in range(1, 40):
+        for folder in (path, path.with_name("other"), path.with_name("first")):
+            shutil.rmtree(folder, ignore_errors=True)
+        make_both(path)
+        store = Store(path)
+        store.take(state(6), "run/step_6")
+        Store(path).delete("run/step_1")
+        if use == "repair":
+            (path / "casnap-store/casnap.json").write_bytes(b"torn")
+        with untouched_other(path), swapped_at(method, call, path), suppress(CasnapError):
+            USES[use](store)
+        if not path.with_name("first").exists():
+            return
+        if use != "repair":
+            assert Store(path.with_name("first")).check(data=True).ok
+    raise AssertionError("it never ends")
+
+
+@contextmanager
+def untouched_other(path: Path) -> Iterator[None]:
+    before = content_of(path.with_name("other"))
+    yield
+    after = content_of(path if path.with_name("first").exists() else path.with_name("other"))
+    ours = {f.relative_to(path.parent).parts[1:]: c for f, c in before.items()}
+    assert {f.relative_to(path.parent).parts[1:]: c for f, c in after.items()} == ours
+
+
+def test_a_record_that_is_damaged_or_touched_is_still_the_stores(path: Path) -> None:
+    record = path / "casnap-store/casnap.json"
+    store = Store(path)
+    store.take(state(6), "run/step_6")
+    record.chmod(0o664)
+    store.take(state(7), "run/step_7")
+    content = record.read_bytes()
+    for torn in (b"", b"{}", (path.with_name("other") / "casnap-store/casnap.json").read_bytes()):
+        record.write_bytes(torn)
+        store.take(state(8), "run/step_8", overwrite=True)
+        assert store.repair().ok
+        assert record.read_bytes() == content
+    record.unlink()
+    assert store.repair().ok
+    assert record.read_bytes() == content
+    assert Store(path).check(data=True).ok
+
+
+def test_a_copy_of_the_store_in_its_place_is_used(path: Path) -> None:
+    """As after a restore from a backup, or where a file system is mounted again."""
+    store = Store(path)
+    store.take(state(6), "run/step_6")
+    shutil.copytree(path, path.with_name("copy"))
+    path.rename(path.with_name("first"))
+    path.with_name("copy").rename(path)
+    store.take(state(7), "run/step_7")
+    assert [s.name for s in store.snapshots()][-1] == "run/step_7"
+    assert Store(path).check(data=True).ok
