@@ -123,6 +123,7 @@ def load_state(
 
     Raises:
         SnapshotNotFoundError: There is no such snapshot.
+        StateError: There are a snapshot and a checkpoint of the Accelerator's own.
         MismatchError: What was prepared does not fit the snapshot; nothing was loaded.
     """
     _check_supported(accelerator)
@@ -146,6 +147,12 @@ def load_state(
             )
         accelerator.load_state(os.fspath(input_dir), **load_model_func_kwargs)
         return
+    if _is_its_own(input_dir):
+        raise StateError(
+            f"{os.fspath(input_dir)} holds a snapshot of casnap, and a checkpoint that the "
+            "Accelerator itself has written there later: move its files away, or remove the "
+            "snapshot by `casnap rm`, and the one that is left is loaded"
+        )
     models = list(accelerator._models)
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(models, os.fspath(input_dir))

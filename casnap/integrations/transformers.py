@@ -239,11 +239,19 @@ class CasnapTrainerMixin(_Base):
         if snapshot is None:
             if not _weights_in(Path(resume_from_checkpoint)):
                 raise SnapshotNotFoundError(
-                    f"{resume_from_checkpoint} holds no checkpoint, or one whose save was cut off; "
+                    f"{resume_from_checkpoint} holds no whole checkpoint: its save was cut off, "
+                    "its snapshot was deleted, or the store of casnap is not there. "
                     "resume_from_checkpoint=True takes the last whole one"
                 )
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
+        state = Path(resume_from_checkpoint, _STATE[0])
+        if state.exists() and not is_notice(state):
+            raise StateError(
+                f"{resume_from_checkpoint} holds a snapshot of casnap, and a checkpoint that the "
+                f"Trainer itself has written there later: remove {state}, or the snapshot by "
+                f"`casnap rm`, and the one that is left is loaded"
+            )
         if own_rank() == 0:
             # A snapshot that was copied here, or whose files were cut off, brings them along.
             Path(resume_from_checkpoint).mkdir(parents=True, exist_ok=True)
@@ -298,5 +306,5 @@ def _last_whole(output_dir: str) -> str | None:
     for _, path in sorted(numbered, reverse=True):
         if snapshot_at(path) is not None or _weights_in(path):
             return str(path)
-        _log.warning("%s is passed over: its save was cut off", path)
+        _log.warning("%s is passed over: its save was cut off, or its snapshot is gone", path)
     return None

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from casnap import Snapshot
 from casnap.errors import StateError
@@ -397,6 +398,34 @@ def test_no_file_passes_for_weights(top: Path) -> None:
                 assert any(tensor.any() for key, tensor in load_file(path).items() if "_B" in key)
             elif path.name != "training_args.bin":
                 assert path.suffix not in (".bin", ".ckpt", ".pt", ".distcp") or is_notice(path)
+
+
+def test_what_was_written_over_a_snapshot_is_an_error(tmp_path: Path) -> None:
+    """Who forgot casnap once has two states under one name: none of them is chosen."""
+
+    def work() -> None:
+        from casnap.integrations.accelerate import load_state, save_state
+        from casnap.integrations.dcp import CasnapReader, CasnapWriter
+
+        trainer(tmp_path / "run", language_model(0)).train()
+        trainer(tmp_path / "run", language_model(1), plain=True).train()
+        with pytest.raises(StateError, match="the Trainer itself has written there later"):
+            trainer(tmp_path / "run", language_model(0), max_steps=3).train(True)
+
+        accelerator, _ = accelerated()
+        folder = tmp_path / "accelerate/step_2"
+        save_state(accelerator, folder)
+        accelerator.save_state(str(folder))
+        with pytest.raises(StateError, match="the Accelerator itself has written there later"):
+            load_state(accelerator, folder)
+
+        folder = tmp_path / "dcp/step_2"
+        dcp.save({"x": torch.zeros(5)}, storage_writer=CasnapWriter(folder))
+        dcp.save({"x": torch.ones(5)}, checkpoint_id=folder)
+        with pytest.raises(CheckpointException, match="DCP itself has written there later"):
+            dcp.load({"x": torch.zeros(5)}, storage_reader=CasnapReader(folder))
+
+    assert in_child(work) == 0
 
 
 def test_notices_go_with_their_snapshot(top: Path, tmp_path: Path) -> None:

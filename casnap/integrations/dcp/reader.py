@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError
+from casnap.errors import CasnapError, NotAStoreError, SnapshotNotFoundError, StateError
 from casnap.files.dcp_names import Stored, described
 from casnap.integrations.dcp.load import PlanLoad
 from casnap.integrations.dcp.place import CheckpointId, SnapshotPath, checked_ranks, ranks_of
@@ -83,6 +83,7 @@ class CasnapReader(StorageReader):
         Raises:
             SnapshotNotFoundError: There is none of this name.
             NotAStoreError: There is no store above the path.
+            StateError: DCP itself has written a checkpoint beside the snapshot.
         """
         try:
             metadata = self._find()
@@ -100,6 +101,13 @@ class CasnapReader(StorageReader):
             assert path is not None
             opened, name = find_store(path, storage_options, store, create=False)
             contents = Contents(opened.objects, opened.full_name(name), opened.row(name))
+            folder = opened.objects.backend.folder
+            if folder is not None and _is_dcps_own(folder / contents.name / ".metadata"):
+                raise StateError(
+                    f"{folder / contents.name} holds a snapshot of casnap, and a checkpoint that "
+                    "DCP itself has written there later: move its files away, or remove the "
+                    "snapshot by `casnap rm`, and load the one that is left"
+                )
         with contents.reading():
             metadata, self._values = described(contents, dict(contents.entries(own_rank())))
         self._contents = contents
@@ -155,6 +163,10 @@ class CasnapReader(StorageReader):
         return self._place.id if self._place.path is not None else None
 
 
+def _is_dcps_own(metadata: Path) -> bool:
+    return metadata.exists() and not is_notice(metadata)
+
+
 @contextmanager
 def _naming_pickles(place: SnapshotPath) -> Iterator[None]:
     """Say so where there is no snapshot, but a checkpoint that DCP itself has written."""
@@ -163,7 +175,7 @@ def _naming_pickles(place: SnapshotPath) -> Iterator[None]:
     except (NotAStoreError, SnapshotNotFoundError) as e:
         path = place.id
         metadata = Path(local_path(path), ".metadata")
-        if "://" in path or not metadata.exists() or is_notice(metadata):
+        if "://" in path or not _is_dcps_own(metadata):
             raise
         raise type(e)(
             f"{path} is a checkpoint of DCP's own FileSystemWriter, not a snapshot. Its .metadata "
