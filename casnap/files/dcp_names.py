@@ -29,7 +29,7 @@ from casnap.errors import DamagedError, StateError, UnsupportedTypeError
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry
 from casnap.format.names import component_of, key_of
 from casnap.restore.loading import Loading
-from casnap.runtime.torch_modes import plain
+from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.containers import container_builder
 from casnap.state.flatten import MAX_NESTING, containers_of
 from casnap.state.numpy_values import is_numpy
@@ -63,7 +63,7 @@ def containers_above(paths: Iterable[ObjectPath]) -> dict[str, list[Leaf]]:
     paths = list(paths)
     _check_paths(paths)
     root: dict[str, Any] = {}
-    with plain():
+    with without_torch_modes():
         # In place of any value: a list of other values could be one packed value.
         value = torch.empty(0)
         for path in paths:
@@ -162,7 +162,7 @@ def described(
             loading.add(where, entry)
     specs = loading.load()
     try:
-        with plain():
+        with without_torch_modes():
             if path:
                 root = _stand_in(path, entries, specs)
             else:

@@ -12,7 +12,7 @@ from casnap.errors import FileFormatError
 from casnap.files.sources import MappedFile, SourceFiles, below, file_leaf
 from casnap.format.decoding import json_decoder
 from casnap.format.names import component_of
-from casnap.runtime.torch_modes import plain
+from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import containers_of
 from casnap.state.safetensors import MOST_HEADER, HeaderTensor, read_header
 from casnap.state.tensors import Leaf
@@ -67,7 +67,7 @@ def _shards(index: Path) -> dict[Path, set[str] | None]:
 
 def _leaves(key: str, tensors: dict[str, tuple[MappedFile, HeaderTensor]]) -> list[Leaf]:
     top = component_of(key)
-    with plain():
+    with without_torch_modes():
         stand_in = torch.empty(0)
         leaves = list(containers_of(dict.fromkeys(tensors, stand_in), top))
         for name, (file, t) in tensors.items():

@@ -11,7 +11,7 @@ from casnap.errors import CasnapError, FileFormatError
 from casnap.files.sources import MODEL, MappedFile, SourceFiles
 from casnap.format.names import component_of
 from casnap.runtime.threads import collector_paused
-from casnap.runtime.torch_modes import plain
+from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import flatten
 from casnap.state.pickles import BrokenError, RefusedError
 from casnap.state.torch_save import checked_members
@@ -28,7 +28,7 @@ def read_torch(path: Path, key: str | None) -> SourceFiles:
     states = {key or MODEL: state}
     if key is None and _has_keys(state):
         states = dict(state)
-    with plain(), collector_paused():
+    with without_torch_modes(), collector_paused():
         leaves = {name: list(flatten(each, component_of(name))) for name, each in states.items()}
     return SourceFiles("torch", 1, leaves)
 

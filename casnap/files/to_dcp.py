@@ -20,7 +20,7 @@ from casnap.files.to_torch import read_values
 from casnap.files.torch_archive import ALIGNMENT, PAGED_BYTES, Archive, StandIns, write_archives
 from casnap.format.entries import TensorEntry
 from casnap.runtime.buffers import PAGE
-from casnap.runtime.torch_modes import plain
+from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import inflate
 from casnap.storage.contents import Contents
 
@@ -58,7 +58,7 @@ def plan_dcp(contents: Contents, part: Part, name: str, options: ExportOptions) 
 
     def write(target: Target, writer: ChunkWriter) -> None:
         for file, names in files.items():
-            with target.file(file) as fd, plain():
+            with target.file(file) as fd, without_torch_modes():
                 write_file(fd, file, names, writer)
         with target.file(".metadata") as fd:
             os.pwrite(fd, pickle.dumps(metadata), 0)

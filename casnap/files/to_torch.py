@@ -19,7 +19,7 @@ from casnap.files.torch_archive import Archive, StandIns, write_archives
 from casnap.format.entries import Entry, TensorEntry
 from casnap.format.names import key_of
 from casnap.restore.loading import Loading
-from casnap.runtime.torch_modes import plain
+from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import inflate
 from casnap.state.tensors import TENSOR_DTYPES, Leaf
 from casnap.storage.contents import Contents
@@ -50,7 +50,7 @@ def plan_torch(contents: Contents, part: Part, name: str, options: ExportOptions
     def write(target: Target, writer: ChunkWriter) -> None:
         with target.file(name) as fd:
             stand_ins = StandIns(stored.values())
-            with plain():
+            with without_torch_modes():
                 state = _state(contents, part, stored, tied, stand_ins)
                 archive = Archive(0, state, stand_ins)
             write_archives(fd, writer, [archive], archive.nbytes)

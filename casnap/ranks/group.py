@@ -29,7 +29,7 @@ from casnap.ranks.failures import Failure, LinkFailedError
 from casnap.ranks.link import PATIENCE, Link
 from casnap.ranks.remote_errors import ErrorText, error_of_ranks, error_text
 from casnap.ranks.shared_memory import Address, OwnMemory, SharedMemory, mapped
-from casnap.runtime.torch_modes import plain
+from casnap.runtime.torch_modes import without_torch_modes
 from casnap.runtime.typing import override
 
 _FAILED = -1
@@ -82,7 +82,7 @@ class Group(Comm):
             raise RankError(f"{self.operation}: {failure.reason}", failure.ranks)
 
     @override
-    @plain()
+    @without_torch_modes()
     def all_to_all(
         self, parts: Sequence[Buffer], room: memoryview | None = None, *, proven: bool = False
     ) -> list[memoryview]:
@@ -173,7 +173,7 @@ class Group(Comm):
             )
 
     @override
-    @plain()
+    @without_torch_modes()
     def fail(self, error: BaseException) -> None:
         if self.ended:
             return

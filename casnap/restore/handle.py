@@ -10,7 +10,7 @@ from casnap.errors import MismatchError
 from casnap.format.entries import ContainerEntry, Entry, TensorEntry, payload_of
 from casnap.restore.read_object import read_objects, read_tensor
 from casnap.restore.selection import Index
-from casnap.runtime.torch_modes import plain
+from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.numpy_values import is_numpy, numpy_dtype
 from casnap.state.tensors import torch_dtype
 from casnap.storage.contents import Contents
@@ -104,7 +104,7 @@ class Handle:
             )
         if index is None:  # for read_tensor() that is no index
             raise TypeError("an index holds ints, slices and ..., not None; use read() for all")
-        with self._contents.reading(), plain():
+        with self._contents.reading(), without_torch_modes():
             return read_tensor(self._contents, self.path, self._entry, None, None, index)
 
     def read(self, *, allow_pickle: bool = False) -> Any:

@@ -16,7 +16,7 @@ from casnap.restore.renaming import Rename, renamed
 from casnap.restore.report import RestoreReport, mismatch_message
 from casnap.restore.targets import fits, memory_of
 from casnap.runtime.progress import Progress
-from casnap.runtime.torch_modes import plain
+from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.cuda import synchronize
 from casnap.state.overlap import conflicting_groups, overlaps_itself
 from casnap.state.parts import holds_parts, why_not_whole
@@ -39,7 +39,7 @@ class _ModuleTensor(NamedTuple):
     value: torch.Tensor
 
 
-@plain()
+@without_torch_modes()
 def load_into(
     contents: Contents,
     module: torch.nn.Module,

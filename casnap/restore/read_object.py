@@ -14,7 +14,7 @@ from casnap.format.region import Region
 from casnap.restore.loading import Loading, naming, with_item_axis
 from casnap.restore.selection import Index, select
 from casnap.runtime.progress import Progress
-from casnap.runtime.torch_modes import fill, plain
+from casnap.runtime.torch_modes import fill, without_torch_modes
 from casnap.state.cuda import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import fill_shared_memory, overlaps_itself
@@ -33,7 +33,7 @@ from casnap.state.tensors import (
 from casnap.storage.contents import Contents, Entries, has_wildcards
 
 
-@plain()
+@without_torch_modes()
 def read_object(
     contents: Contents,
     path: str,
@@ -59,7 +59,7 @@ def read_object(
     return _read(contents, wanted, memory_budget_bytes, allow_pickle=allow_pickle)[full]
 
 
-@plain()
+@without_torch_modes()
 def read_objects(
     contents: Contents,
     paths: Iterable[str],

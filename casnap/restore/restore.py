@@ -27,7 +27,7 @@ from casnap.restore.targets import memory_of, targets_of
 from casnap.runtime.environment import boot_id
 from casnap.runtime.progress import Progress
 from casnap.runtime.threads import collector_paused
-from casnap.runtime.torch_modes import plain
+from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.cuda import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import conflicting_groups, fill_shared_memory
@@ -92,7 +92,7 @@ def restore(
     comm.enter_phase("loading states")
     # The random state comes last, since loading the others may draw random numbers.
     states.sort(key=lambda s: isinstance(s.stateful, RNGState))
-    with plain():
+    with without_torch_modes():
         values = [inflate(s.component, leaves, allow_pickle=options.allow_pickle) for s in states]
     for i, state in enumerate(states):
         try:
@@ -106,7 +106,7 @@ def restore(
 
 
 @collector_paused()
-@plain()
+@without_torch_modes()
 def _compared(
     found: Iterable[KeyState], report: RestoreReport
 ) -> tuple[list[KeyState], dict[str, Shards]]:
@@ -235,7 +235,7 @@ def _left_behind(contents: Contents, size: int) -> list[str]:
 
 
 @collector_paused()
-@plain()
+@without_torch_modes()
 def _load(
     contents: Contents,
     entries: dict[str, Entry],

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 @contextmanager
-def plain() -> Iterator[None]:
+def without_torch_modes() -> Iterator[None]:
     """Leave the modes of this thread for a block of code, or for a function.
 
     In it no graph is recorded, and new tensors are ordinary ones on the CPU.

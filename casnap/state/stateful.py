@@ -77,10 +77,10 @@ class RNGState:
 
         import torch
 
-        from casnap.runtime.torch_modes import plain
+        from casnap.runtime.torch_modes import without_torch_modes
 
         version, words, gauss = random.getstate()
-        with plain():
+        with without_torch_modes():
             state: dict[str, Any] = {
                 "torch": torch.get_rng_state(),
                 "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
@@ -97,12 +97,12 @@ class RNGState:
 
         import torch
 
-        from casnap.runtime.torch_modes import plain
+        from casnap.runtime.torch_modes import without_torch_modes
 
         of_torch = next((state_dict[n] for n in TORCH_NAMES if n in state_dict), None)
         if of_torch is None:
             raise KeyError(f"no random state of torch: none of {', '.join(TORCH_NAMES)}")
-        with plain():
+        with without_torch_modes():
             if "python" in state_dict:
                 version, words, gauss = state_dict["python"]
                 random.setstate((version, tuple(words.tolist()), gauss))
@@ -144,10 +144,10 @@ def same_random_state(a: Any, b: Any) -> bool:
     """Whether two random states, as :class:`RNGState` gives them, are the same."""
     import torch
 
-    from casnap.runtime.torch_modes import plain
+    from casnap.runtime.torch_modes import without_torch_modes
 
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        with plain():
+        with without_torch_modes():
             return torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same_random_state(a[key], b[key]) for key in a)

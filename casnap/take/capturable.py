@@ -7,7 +7,7 @@ from typing import Protocol
 
 from casnap.format.names import component_of
 from casnap.runtime.threads import collector_paused
-from casnap.runtime.torch_modes import plain
+from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.flatten import flatten
 from casnap.state.parts import check_state
 from casnap.state.stateful import RNGState, Stateful, random_states_first, same_random_state
@@ -111,7 +111,7 @@ def _flattened(
         stateful = app_state[key]
         start, component = len(leaves), component_of(key)
         state = stateful.state_dict()
-        with plain():
+        with without_torch_modes():
             check_state(key, stateful, state)
             leaves.extend(flatten(state, component, allow_pickle=allow_pickle))
         per_rank = isinstance(stateful, RNGState)

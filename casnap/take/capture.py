@@ -20,7 +20,7 @@ from casnap.format.entries import (
 from casnap.format.grid import Grid, grid_of
 from casnap.format.region import Region
 from casnap.runtime.buffers import bytes_at
-from casnap.runtime.torch_modes import plain
+from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.cuda import synchronize
 from casnap.state.numpy_values import is_numpy
 from casnap.state.sharded import Shards
@@ -101,7 +101,7 @@ class Capture:
         self.inline: dict[int, Entry] = {}
         self.same_as: dict[int, int] = {}
         self.sharded = False
-        with plain():
+        with without_torch_modes():
             tensors = self._index_leaves(chunk_size)
             # Other threads copy from the GPU, so what the caller has begun there must end first.
             synchronize(tensors)

@@ -20,7 +20,7 @@ from casnap.format.grid import Grid, grid_of
 from casnap.format.records import encode
 from casnap.format.region import Region
 from casnap.ranks.comm import Comm
-from casnap.runtime.torch_modes import plain
+from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.sharded import Shards, holders_of
 from casnap.state.tensors import itemsize_of
 from casnap.take.capture import Assignment, Capture, grid_of_leaf
@@ -68,7 +68,7 @@ class Division(NamedTuple):
     splits: bool
 
 
-@plain()
+@without_torch_modes()
 def divide(
     comm: Comm,
     capture: Capture,

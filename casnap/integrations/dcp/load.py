@@ -18,7 +18,7 @@ from casnap.format.region import Region
 from casnap.integrations.dcp.plan import check_boxes
 from casnap.ranks.joining import own_rank
 from casnap.restore.loading import Fetch, Loading
-from casnap.runtime.torch_modes import plain
+from casnap.runtime.torch_modes import without_torch_modes
 from casnap.state.cuda import synchronize
 from casnap.state.flatten import inflate
 from casnap.state.overlap import conflicting_groups
@@ -58,7 +58,7 @@ class PlanLoad:
         self._allow_pickle = allow_pickle
 
     @torch.no_grad()
-    @plain()
+    @without_torch_modes()
     def run(self, plan: LoadPlan, fetch: Fetch | None) -> None:
         """Read everything, verified, and give it to the planner.
 
