@@ -191,13 +191,22 @@ class Link:
                     until = min(until, time.monotonic() + _DEATHS_SECONDS)
         given_up.set()
         if not done.done():
-            raise LinkFailedError(self._failure_of_silence(of_all or STORE_SILENT))
+            raise LinkFailedError(self._failure_of_silence(of_all))
         return done.result()
 
-    def _failure_of_silence(self, reason: str) -> Failure:
-        """Return which ranks died, found without the store; if none did, this reason."""
-        gone = self._dead_ranks()
-        return Failure(tuple(gone), f"{rank_names(gone)} died" if gone else reason)
+    def _failure_of_silence(self, reason: str = "") -> Failure:
+        """Return which ranks died, as known without the store.
+
+        If none did on this host, it is this reason; without a reason, that the store is silent. The
+        store lies on the host of the world's rank 0.
+        """
+        if gone := self._dead_ranks():
+            return Failure(tuple(gone), f"{rank_names(gone)} died")
+        if reason or 0 not in self.ranks or self.is_near(keeper := self.ranks.index(0)):
+            return Failure((), reason or STORE_SILENT)
+        far = [rank for rank in range(self.size) if self._share_host(rank, keeper)]
+        where = f"or its host, that of {rank_names(far)}, died or cannot be reached"
+        return Failure(tuple(far), f"{STORE_SILENT}, {where}")
 
     # --- connecting ---
 
@@ -371,9 +380,7 @@ class Link:
         try:
             return self._within(find, patience + _STORE_SECONDS)
         except (RuntimeError, LinkFailedError):
-            return self._failure_of_silence(
-                f"the connection between the ranks broke after {within} s; {STORE_SILENT}"
-            )
+            return self._failure_of_silence()
 
     def _cause(
         self, error: ErrorText | None, within: str, patience: float, given_up: threading.Event
@@ -437,8 +444,11 @@ class Link:
 
     def is_near(self, rank: int) -> bool:
         """Whether another rank, or this one, is a process of this host and container."""
-        here = self._processes[self.rank].host if self._processes else 0
-        return rank == self.rank or (here != 0 and self._processes[rank].host == here)
+        return self._share_host(self.rank, rank)
+
+    def _share_host(self, one: int, other: int) -> bool:
+        hosts = self.hosts
+        return one == other or hosts[one] == hosts[other] != 0
 
     def _dead_ranks(self) -> list[int]:
         """Return the ranks on this host whose processes have ended."""

@@ -52,7 +52,7 @@ _PRELOADED = (
 )
 """Modules that the server imports once, so that no rank has to."""
 
-_QUIET = {
+QUIET = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -221,7 +221,7 @@ def _portable(error: BaseException) -> BaseException:
 # --- in the test ------------------------------------------------------------------------------
 
 
-def _forked(target: Callable[..., None], *args: object) -> tuple[BaseProcess, Connection]:
+def forked(target: Callable[..., None], *args: object) -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
     ours, theirs = context.Pipe()
@@ -237,7 +237,7 @@ class _Rank:
     def __init__(self, log: Path) -> None:
         self._log = log
         self._heard = 0
-        self.process, self.calls = _forked(_serve, str(log))
+        self.process, self.calls = forked(_serve, str(log))
 
     def call(self, call: _Call) -> None:
         self._heard = self._log.stat().st_size
@@ -352,7 +352,7 @@ class Pool:
         self._start(size)
         prefix = self._prefix(size, group_timeout)
         ranks = self._ranks[:size]
-        environment = {**os.environ, **_QUIET}
+        environment = {**os.environ, **QUIET}
         try:
             for number, rank in enumerate(ranks):
                 group = _Group(prefix, self._port, number, size, group_timeout)
@@ -376,7 +376,7 @@ class Pool:
 
     def _start(self, size: int) -> None:
         if self._host is None:
-            self._host = _forked(_host_store)
+            self._host = forked(_host_store)
             self._port = self._host[1].recv()
         self._replace([rank for rank in self._ranks if not rank.process.is_alive()])
         new = []
