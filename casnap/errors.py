@@ -6,34 +6,34 @@
     ├── StoreError                  a store cannot be used
     │   ├── NotAStoreError          nothing (or something else) is at this place
     │   ├── UnsupportedFormatError  written by a newer casnap
-    │   ├── UntrustedStoreError     found by walking up, owned by another user
     │   ├── MirrorError             the mirror of a store cannot be used, or lags
     │   └── BackendError            the place where objects live failed (OSError and the like)
     │       ├── StorageFullError    no space, or a quota, left
-    │       ├── OptionsError        arguments that the file system of a remote store does not take
-    │       └── UnavailableError    says nothing about the objects; the operation stops
-    │           ├── ExhaustedError      this process or host is out of open files, or of memory
-    │           ├── UnreachableError    no answer from the server, or none in time
-    │           ├── AccessDeniedError   the server does not allow this
-    │           ├── CredentialsError    no credentials, wrong or expired ones, or a wrong clock
-    │           ├── NoBucketError       no such bucket
-    │           └── ArchivedError       the object is in a class that has to be restored first
+    │       └── UnavailableError    says nothing about the objects; stops the work; see ``reason``
     ├── SnapshotError               a name in a store
     │   ├── InvalidNameError        (ValueError) a name that cannot be used
     │   ├── SnapshotExistsError     (FileExistsError) the name is taken
     │   └── SnapshotNotFoundError   (KeyError) no such snapshot
     ├── StateError                  the state that was handed in
-    │   ├── NotStatefulError        (TypeError) no state_dict / load_state_dict
-    │   ├── UnsupportedTypeError    (TypeError) a value that cannot be stored safely
+    │   ├── UnsupportedTypeError    (TypeError) not Stateful, or cannot be stored safely
     │   ├── MismatchError           (RuntimeError) state and snapshot differ
     │   └── EntryNotFoundError      (KeyError) no such path inside the snapshot
-    ├── FileFormatError             (ValueError) a file cannot be imported, or cannot hold an export
-    │   └── TargetExistsError       (FileExistsError) the target of an export exists
-    ├── PreemptionError             (RuntimeError) signals cannot be watched for here
-    ├── NestedTakeError             (RuntimeError) a take within another call of the same thread
+    ├── FileFormatError             (ValueError) a file cannot be imported, or not hold an export
     ├── DamagedError                stored bytes are missing or not what was written
     ├── RankError                   another rank of a take or restore failed, died or hangs
     └── FencedError                 a collector deleted chunks that a paused take relied on
+
+An :class:`UnavailableError` has a ``reason``, a str of :data:`Reason`:
+
+===============  ====================================================================
+``exhausted``    this process or host has no open files, no memory or no threads left
+``unreachable``  no answer from the server, or none in time; or each attempt failed
+``denied``       the server does not allow this: a policy, a key of KMS, who pays
+``credentials``  there are none, they are wrong or expired, or a clock is wrong
+``no_bucket``    the bucket does not exist
+``archived``     the object has to be restored from its storage class first
+``other``        something else, which the message says
+===============  ====================================================================
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ from collections.abc import Iterable
 from heapq import nlargest
 from itertools import islice
 from os.path import commonprefix
+from typing import Literal, TypeAlias
+
+Reason: TypeAlias = Literal[
+    "exhausted", "unreachable", "denied", "credentials", "no_bucket", "archived", "other"
+]
+"""Why something is unavailable."""
 
 
 class CasnapError(Exception):
@@ -64,10 +70,6 @@ class UnsupportedFormatError(StoreError):
     """The store uses a format or feature that this version does not know."""
 
 
-class UntrustedStoreError(StoreError):
-    """A store found by walking up from a path belongs to another user."""
-
-
 class MirrorError(StoreError):
     """The mirror of a store is not the right one, or did not get all snapshots in time."""
 
@@ -80,36 +82,16 @@ class StorageFullError(BackendError):
     """No space, or no quota, is left at the store's place."""
 
 
-class OptionsError(BackendError):
-    """The ``storage_options`` of a remote store are wrong."""
-
-
 class UnavailableError(BackendError):
-    """A call failed, for a reason that does not mean that the object is damaged."""
+    """A call failed, for a reason that does not mean that the object is damaged.
 
+    Attributes:
+        reason: Why, in a word that programs can compare.
+    """
 
-class ExhaustedError(UnavailableError):
-    """This process or host has no open files, no memory or no threads left."""
-
-
-class UnreachableError(UnavailableError):
-    """The server cannot be reached, or did not answer in time, or failed at each attempt."""
-
-
-class AccessDeniedError(UnavailableError):
-    """The server does not allow this: a policy, a key of KMS, or the requester must pay."""
-
-
-class CredentialsError(UnavailableError):
-    """There are no credentials, they are wrong or expired, or this host's clock is wrong."""
-
-
-class NoBucketError(UnavailableError):
-    """The bucket does not exist."""
-
-
-class ArchivedError(UnavailableError):
-    """The object is in a storage class from which it has to be restored before it can be read."""
+    def __init__(self, message: str, reason: Reason = "other") -> None:
+        super().__init__(message)
+        self.reason: Reason = reason
 
 
 class SnapshotError(CasnapError):
@@ -132,12 +114,8 @@ class StateError(CasnapError):
     """The state that was handed in cannot be taken or restored."""
 
 
-class NotStatefulError(StateError, TypeError):
-    """A value of the app state lacks ``state_dict`` or ``load_state_dict``."""
-
-
 class UnsupportedTypeError(StateError, TypeError):
-    """A value that cannot be stored and read back safely."""
+    """A value that is not Stateful, or that cannot be stored and read back safely."""
 
 
 class MismatchError(StateError, RuntimeError):
@@ -149,19 +127,7 @@ class EntryNotFoundError(StateError, KeyError):
 
 
 class FileFormatError(CasnapError, ValueError):
-    """A file of another format cannot be read, or cannot hold the exported state."""
-
-
-class TargetExistsError(FileFormatError, FileExistsError):
-    """The target of an export exists already."""
-
-
-class NestedTakeError(CasnapError, RuntimeError):
-    """A take began within another call of the same thread, for example in a signal handler."""
-
-
-class PreemptionError(CasnapError, RuntimeError):
-    """Signals cannot be watched for here: this is not the main thread."""
+    """A file of another format cannot be read, cannot hold the exported state, or exists."""
 
 
 class DamagedError(CasnapError):

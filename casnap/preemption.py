@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from casnap.errors import PreemptionError, RankError
+from casnap.errors import CasnapError, RankError
 
 if TYPE_CHECKING:
     from casnap.snapshot import PendingSnapshot, Snapshot
@@ -40,7 +40,7 @@ class Preemption:
         pg: Any,
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
-            raise PreemptionError(
+            raise CasnapError(
                 "on_preemption() was called off the main thread, where Python installs no signal "
                 "handlers; call it on the main thread, before the loop"
             )
@@ -227,7 +227,7 @@ def on_preemption(
         earlier handlers.
 
     Raises:
-        PreemptionError: This is not the main thread.
+        CasnapError: This is not the main thread.
         ValueError: ``within`` or ``every`` is not above 0, or there is no such signal.
         OSError: A signal cannot be handled, as SIGKILL.
     """

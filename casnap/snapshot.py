@@ -426,9 +426,8 @@ class Snapshot:
             progress: Called as ``progress(phase, done, total)``, in bytes.
 
         Raises:
-            TargetExistsError: There is something at ``out``.
-            FileFormatError: The format cannot hold what is there; the error lists it. Or the suffix
-                of ``out`` means another format.
+            FileFormatError: ``out`` exists, or its suffix means another format. Or the format
+                cannot hold what is there; the error lists it.
             EntryNotFoundError: There is no such path.
             DamagedError: Stored bytes are missing or damaged.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import subprocess
 import sys
@@ -94,9 +95,17 @@ def test_errors_are_what_callers_of_others_catch():
     assert issubclass(errors.SnapshotExistsError, FileExistsError)
     assert issubclass(errors.SnapshotNotFoundError, KeyError)
     assert issubclass(errors.EntryNotFoundError, KeyError)
-    assert issubclass(errors.NotStatefulError, TypeError)
+    assert issubclass(errors.UnsupportedTypeError, TypeError)
     assert issubclass(errors.MismatchError, RuntimeError)
     assert issubclass(errors.InvalidNameError, ValueError)
+
+
+def test_the_reason_of_an_error_survives_copies():
+    error = errors.UnavailableError("no", reason="denied")
+    for other in (copy.copy(error), errors.retold(error, "still no")):
+        assert type(other) is errors.UnavailableError
+        assert other.reason == "denied"
+    assert str(other) == "still no"
 
 
 def test_the_protocol_is_that_of_torch():

@@ -28,7 +28,7 @@ from casnap.backends.client import (
     valid_options,
     without_secrets,
 )
-from casnap.errors import AccessDeniedError, BackendError, NoBucketError
+from casnap.errors import BackendError, UnavailableError
 from casnap.format.digest import digest_of
 from casnap.format.names import STORE_FOLDER
 from casnap.runtime.fork import PerProcess
@@ -73,7 +73,9 @@ class FsspecClient(Client):
         except (FileNotFoundError, NotADirectoryError) as e:
             raise FileNotFoundError(what) from e
         except PermissionError as e:
-            raise AccessDeniedError(f"{what}: not allowed: {without_secrets(str(e))}") from e
+            raise UnavailableError(
+                f"{what}: not allowed: {without_secrets(str(e))}", reason="denied"
+            ) from e
         except IsADirectoryError as e:
             raise BackendError(f"{what} is a folder, not an object") from e
         except (OSError, EOFError, asyncio.TimeoutError) as e:
@@ -169,7 +171,9 @@ class FsspecClient(Client):
         if self._is_in_container:
             container = self._root.lstrip("/").partition("/")[0]
             if not await self._do("", self._fs.exists, container):
-                raise NoBucketError(f"{self._uri}: the container {container} does not exist")
+                raise UnavailableError(
+                    f"{self._uri}: the container {container} does not exist", reason="no_bucket"
+                )
             self._is_in_container = False
 
     @override

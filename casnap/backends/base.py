@@ -14,7 +14,6 @@ from casnap.errors import (
     BackendError,
     CasnapError,
     DamagedError,
-    ExhaustedError,
     StorageFullError,
     UnavailableError,
 )
@@ -103,7 +102,7 @@ class Backend(ABC):
         """Return which rules of the bucket can hurt a store here, in words.
 
         Raises:
-            AccessDeniedError: The rules may not be looked at.
+            UnavailableError: With the reason ``denied``, the rules may not be looked at.
         """
         return []
 
@@ -335,9 +334,10 @@ def translated(what: str) -> Iterator[None]:
                 "Free some space, then try again"
             ) from e
         if e.errno in EXHAUSTED:
-            raise ExhaustedError(
+            raise UnavailableError(
                 f"{what}: {e.strerror}; nothing is known to be wrong with it. This process or host "
-                "has too many files open (`ulimit -n`), or no memory left; then try again"
+                "has too many files open (`ulimit -n`), or no memory left; then try again",
+                reason="exhausted",
             ) from e
         if e.errno == errno.EISDIR:
             raise BackendError(f"{what} is a folder, not a file") from e

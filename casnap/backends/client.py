@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from casnap.errors import BackendError, OptionsError
+from casnap.errors import BackendError, StoreError
 
 
 class TransientError(Exception):
@@ -269,4 +269,4 @@ def valid_options(uri: str) -> Iterator[None]:
         told = without_secrets(str(e))
         # A traceback shows the cause, with all that its message holds.
         cause = e if told == str(e) else None
-        raise OptionsError(f"{uri}: wrong storage_options: {told}") from cause
+        raise StoreError(f"{uri}: wrong storage_options: {told}") from cause

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeAlias, TypeVar
 
-from casnap.errors import ExhaustedError
+from casnap.errors import UnavailableError
 from casnap.runtime.threads import NO_THREADS
 from casnap.runtime.typing import override
 
@@ -59,7 +59,7 @@ class EventLoop:
                     threading.Thread(target=loop.run_forever, name="casnap-io", daemon=True).start()
                 except RuntimeError as e:
                     loop.close()
-                    raise ExhaustedError(NO_THREADS) from e
+                    raise UnavailableError(NO_THREADS, reason="exhausted") from e
                 self._loop = loop
             return self._loop
 
@@ -76,7 +76,7 @@ class EventLoop:
         try:
             loop = self._running()
             _check_outside(loop)
-        except ExhaustedError:
+        except UnavailableError:
             work.close()
             raise
         ended = threading.Event()
@@ -139,7 +139,7 @@ def _check_outside(loop: asyncio.AbstractEventLoop) -> None:
     """Check that the loop would not wait for itself, as if no thread could do that for it."""
     with suppress(RuntimeError):
         if asyncio.get_running_loop() is loop:
-            raise ExhaustedError(NO_THREADS)
+            raise UnavailableError(NO_THREADS, reason="exhausted")
 
 
 def _wait(ended: threading.Event) -> None:
@@ -165,7 +165,7 @@ class _Threads(ThreadPoolExecutor):
         try:
             threading.Thread(target=work, name="casnap-io-call", daemon=True).start()
         except RuntimeError as e:
-            raise ExhaustedError(NO_THREADS) from e
+            raise UnavailableError(NO_THREADS, reason="exhausted") from e
         return future
 
 

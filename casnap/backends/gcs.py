@@ -39,7 +39,7 @@ from casnap.backends.client import (
 from casnap.backends.gcs_credentials import none_found_error, token_to_use
 from casnap.backends.gcs_errors import StatusError, typed
 from casnap.backends.retries import Retries
-from casnap.errors import BackendError, CredentialsError, NoBucketError, UnreachableError
+from casnap.errors import BackendError, UnavailableError
 from casnap.runtime.typing import override
 
 _CONNECTIONS = 32
@@ -79,7 +79,9 @@ class GcsClient(Client):
         except OSError as e:
             # It asks Google about some tokens, by URLs that hold them.
             told = without_secrets(str(e))
-            raise UnreachableError(f"{uri}: the credentials cannot be checked: {told}") from None
+            raise UnavailableError(
+                f"{uri}: the credentials cannot be checked: {told}", reason="unreachable"
+            ) from None
         self._bucket, _, prefix = uri.partition("://")[2].partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
         self.is_bucket = not self._prefix
@@ -160,9 +162,10 @@ class GcsClient(Client):
         except (TransportError, OSError) as e:
             raise TransientError(f"credentials: {e}", reached=False) from e
         except (GoogleAuthError, HttpError) as e:
-            raise CredentialsError(
+            raise UnavailableError(
                 f"{self._uri}: {type(e).__name__}: {e}. Pass token= in storage_options, or run "
-                "`gcloud auth application-default login`"
+                "`gcloud auth application-default login`",
+                reason="credentials",
             ) from e
         return signed
 
@@ -180,7 +183,9 @@ class GcsClient(Client):
         if error is not None:
             return error
         if f"{self._objects()}/" not in path:
-            return NoBucketError(f"{self._uri}: the bucket does not exist ({refusal})")
+            return UnavailableError(
+                f"{self._uri}: the bucket does not exist ({refusal})", reason="no_bucket"
+            )
         if not self._bucket_is_there:
             await self._ask("GET", self._objects(), self._uri, parameters={"maxResults": "1"})
             self._bucket_is_there = True

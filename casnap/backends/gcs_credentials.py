@@ -13,7 +13,7 @@ from typing import Any
 from gcsfs.credentials import GoogleCredentials
 from google.auth import _cloud_sdk
 
-from casnap.errors import CredentialsError
+from casnap.errors import UnavailableError
 from casnap.runtime.environment import google_metadata_server
 
 # How long to wait for the metadata server, in seconds: as long as Google's library in one attempt.
@@ -36,12 +36,13 @@ def token_to_use(token: Any) -> Any:
     return "cache" if getattr(GoogleCredentials, "tokens", None) else "anon"
 
 
-def none_found_error(uri: str, refusal: Exception) -> CredentialsError:
+def none_found_error(uri: str, refusal: Exception) -> UnavailableError:
     """Return the error for a request without credentials that the server refuses."""
-    return CredentialsError(
+    return UnavailableError(
         f"{uri}: no credentials were found, and the server asks for some ({refusal}). Run `gcloud "
         "auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS, or pass token= in "
-        "storage_options"
+        "storage_options",
+        reason="credentials",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from casnap.backends.client import BehindItsEndError, TakenError, TransientError
-from casnap.errors import AccessDeniedError, BackendError, CredentialsError, NoBucketError
+from casnap.errors import BackendError, UnavailableError
 
 _MAY_PASS = (408, 409, 500, 502, 504)
 _BUSY = (429, 503)
@@ -36,7 +36,9 @@ def typed(refusal: StatusError, what: str, uri: str) -> Exception | None:
     status, text = refusal.status, refusal.text
     if status == 404:
         if "bucket does not exist" in text:
-            return NoBucketError(f"{uri}: the bucket does not exist ({refusal})")
+            return UnavailableError(
+                f"{uri}: the bucket does not exist ({refusal})", reason="no_bucket"
+            )
         return FileNotFoundError(what) if "No such object" in text else None
     if status == 416:
         return BehindItsEndError(what)
@@ -48,16 +50,20 @@ def typed(refusal: StatusError, what: str, uri: str) -> Exception | None:
     if status in _MAY_PASS or (status == 400 and "CRC32C" in text):
         return TransientError(str(refusal))
     if status == 401:
-        return CredentialsError(f"{uri}: the credentials are wrong or have expired ({refusal})")
+        return UnavailableError(
+            f"{uri}: the credentials are wrong or have expired ({refusal})", reason="credentials"
+        )
     if "requester pays" in text or "UserProjectMissing" in text:
-        return AccessDeniedError(
+        return UnavailableError(
             f"{uri}: the requester pays for this bucket: pass storage_options="
-            f"{{'requester_pays': True, 'project': …}} ({refusal})"
+            f"{{'requester_pays': True, 'project': …}} ({refusal})",
+            reason="denied",
         )
     if status == 403:
-        return AccessDeniedError(
+        return UnavailableError(
             f"{what}: the server does not allow this ({refusal}); the user needs the role Storage "
-            "Object User there"
+            "Object User there",
+            reason="denied",
         )
     return BackendError(f"{what}: {refusal}")
 

@@ -34,13 +34,10 @@ from casnap.backends.event_loop import event_loop
 from casnap.backends.retries import Operation, Retries, cancel_and_wait
 from casnap.backends.scatter import Scatter, Whole, runs
 from casnap.errors import (
-    AccessDeniedError,
     BackendError,
     CasnapError,
-    CredentialsError,
     DamagedError,
     UnavailableError,
-    UnreachableError,
 )
 from casnap.format.names import STORE_FOLDER
 from casnap.runtime.fork import PerProcess
@@ -127,7 +124,9 @@ class RemoteBackend(Backend):
             return await self._request(
                 "get", "look at the versioning", lambda client: client.versioning()
             )
-        except AccessDeniedError:
+        except UnavailableError as e:
+            if e.reason != "denied":
+                raise
             return ""  # The first put tells.
 
     @property
@@ -238,7 +237,7 @@ class RemoteBackend(Backend):
         inside = [*dict.fromkeys(map(_inside, keys))]
         errors: dict[str, BackendError] = self._run(self._delete_all(inside))
         for error in errors.values():
-            if not isinstance(error, AccessDeniedError):
+            if not (isinstance(error, UnavailableError) and error.reason == "denied"):
                 raise error
         return {_outside(key): error for key, error in errors.items()}
 
@@ -369,11 +368,11 @@ class RemoteBackend(Backend):
         """Wait before the next attempt.
 
         Raises:
-            UnreachableError: There is no next one. What follows is less patient.
+            UnavailableError: There is no next one. What follows is less patient.
         """
         try:
             await operation.pause(error)
-        except UnreachableError:
+        except UnavailableError:
             self._failing = True
             raise
 
@@ -395,8 +394,8 @@ class RemoteBackend(Backend):
             self._counts[kind] += 1
             try:
                 result = await operation.watched(work(connected.client), transfer)
-            except CredentialsError:
-                if attempt:
+            except UnavailableError as e:
+                if e.reason != "credentials" or attempt:
                     raise
                 connected = await asyncio.to_thread(self._reach, connected)
             else:

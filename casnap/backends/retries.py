@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from casnap.backends.client import Transfer, TransientError
-from casnap.errors import UnreachableError
+from casnap.errors import UnavailableError
 
 T = TypeVar("T")
 # A line slower than this counts as broken, in bytes a second.
@@ -84,7 +84,7 @@ class Operation:
         """Wait after an attempt that failed.
 
         Raises:
-            UnreachableError: There is no attempt, or no time, left.
+            UnavailableError: There is no attempt, or no time, left.
         """
         self._attempts += 1
         self._reached |= error.reached
@@ -96,8 +96,9 @@ class Operation:
         if is_last or time.monotonic() + delay > until:
             seconds = time.monotonic() - self._began
             times = f"{self._attempts} attempt{'s' * (self._attempts > 1)}"
-            raise UnreachableError(
-                f"cannot {self._what}: {times} in {seconds:.1f} s; the last one failed: {error}"
+            raise UnavailableError(
+                f"cannot {self._what}: {times} in {seconds:.1f} s; the last one failed: {error}",
+                reason="unreachable",
             ) from error
         self._tell(error)
         await asyncio.sleep(delay)

@@ -36,10 +36,8 @@ from casnap.backends.client import (
 from casnap.backends.retries import Retries
 from casnap.backends.s3_errors import delete_error, typed
 from casnap.errors import (
-    AccessDeniedError,
     BackendError,
-    CredentialsError,
-    OptionsError,
+    StoreError,
     UnavailableError,
 )
 from casnap.runtime.environment import aws_endpoint, aws_files, variables
@@ -106,7 +104,7 @@ class S3Client(Client):
                 if self._fs.session is None:
                     self._fs.session = _session(self._fs.kwargs)
                 client = await self._fs.set_session()
-        except OptionsError as e:
+        except StoreError as e:
             raise self._wrong_endpoint() or e from e
         except _ERRORS as e:
             raise typed(e, self._uri, self._uri, "get_object") from e
@@ -116,14 +114,14 @@ class S3Client(Client):
         client.meta.events.register("before-call.s3.HeadBucket", _no_region)
         return client
 
-    def _wrong_endpoint(self) -> OptionsError | None:
+    def _wrong_endpoint(self) -> StoreError | None:
         """Return the error for an endpoint of the environment that is no URL, if there is one."""
         named = aws_endpoint()
         if named is None or "://" in named[1]:
             return None
         if self._fs.endpoint_url or self._fs.client_kwargs.get("endpoint_url"):
             return None
-        return OptionsError(
+        return StoreError(
             f"{self._uri}: the environment variable {named[0]} is no URL: "
             f"{without_secrets(named[1])!r}; write it like https://host:port"
         )
@@ -135,7 +133,7 @@ class S3Client(Client):
             return await self._fs._call_s3(method, Bucket=self._bucket, **arguments)  # type: ignore[no-any-return]
         except _ERRORS as e:
             error = typed(e, what, self._uri, method)
-            if isinstance(error, CredentialsError | AccessDeniedError):
+            if isinstance(error, UnavailableError) and error.reason in ("credentials", "denied"):
                 # There may be others by now, for the next client.
                 self._forget()
             raise error from e

@@ -19,13 +19,8 @@ from casnap.backends.client import (
     without_secrets,
 )
 from casnap.errors import (
-    AccessDeniedError,
-    ArchivedError,
     BackendError,
-    CredentialsError,
-    ExhaustedError,
-    NoBucketError,
-    UnreachableError,
+    UnavailableError,
 )
 
 _BUSY = frozenset(
@@ -138,17 +133,21 @@ def typed(error: Exception, what: str, uri: str, method: str) -> Exception:
         return _answered(answer, _Request(what, uri, method))
     told = f"{type(error).__name__}: {without_secrets(str(error))}"
     if any(isinstance(e, OSError) and e.errno in EXHAUSTED for e in _chain(error)):
-        return ExhaustedError(
+        return UnavailableError(
             f"{what}: {told}; this process or host has too many files open (`ulimit -n`), or no "
-            "memory left"
+            "memory left",
+            reason="exhausted",
         )
     if isinstance(error, _NO_CREDENTIALS):
-        return CredentialsError(
+        return UnavailableError(
             f"{uri}: {told}. Pass key, secret and token in storage_options, or anon=True for none, "
-            "or set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            "or set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+            reason="credentials",
         )
     if "CERTIFICATE_VERIFY_FAILED" in told:
-        return UnreachableError(f"{what}: the server's certificate is not trusted: {told}")
+        return UnavailableError(
+            f"{what}: the server's certificate is not trusted: {told}", reason="unreachable"
+        )
     if (no_tls := tls_problem(_chain(error))) is not None:
         return no_tls
     if isinstance(error, _CONNECTING):
@@ -195,7 +194,7 @@ def _answered(answer: dict[str, Any], request: _Request) -> Exception:
     if code == "NoSuchKey":
         return FileNotFoundError(what)
     if code == "NoSuchBucket":
-        return NoBucketError(f"{uri}: the bucket does not exist ({told})")
+        return UnavailableError(f"{uri}: the bucket does not exist ({told})", reason="no_bucket")
     if code == "InvalidRange" or status == 416:
         return BehindItsEndError(what)
     if status == 412:
@@ -206,16 +205,18 @@ def _answered(answer: dict[str, Any], request: _Request) -> Exception:
         # botocore makes a 500 of a page of HTML, which may come from a server of another kind.
         return TransientError(told, reached=status != 500 or code not in _no_code(status))
     if code == "InvalidObjectState":
-        return ArchivedError(
+        return UnavailableError(
             f"{what} is archived ({error.get('StorageClass', 'its storage class')}); restore it in "
-            "the bucket first, and exclude stores from lifecycle rules that archive"
+            "the bucket first, and exclude stores from lifecycle rules that archive",
+            reason="archived",
         )
     region = error.get("Region") or meta.get("HTTPHeaders", {}).get("x-amz-bucket-region")
     if code in _ELSEWHERE or status in (301, 307):
         named = f"{region!r}" if region else "the bucket's region"
-        return UnreachableError(
+        return UnavailableError(
             f"{uri}: the bucket is in another region; pass storage_options="
-            f"{{'client_kwargs': {{'region_name': {named}}}}} or set AWS_REGION ({told})"
+            f"{{'client_kwargs': {{'region_name': {named}}}}} or set AWS_REGION ({told})",
+            reason="unreachable",
         )
     return _refused(status, code, told, request)
 
@@ -240,22 +241,29 @@ def _no_code(status: int) -> tuple[str, str]:
     return "", str(status)
 
 
-def _credentials_error(status: int, code: str, told: str, uri: str) -> CredentialsError | None:
+def _credentials_error(status: int, code: str, told: str, uri: str) -> UnavailableError | None:
     if code in _EXPIRED:
-        return CredentialsError(f"{uri}: the credentials have expired; get new ones ({told})")
+        return UnavailableError(
+            f"{uri}: the credentials have expired; get new ones ({told})", reason="credentials"
+        )
     if code == "RequestTimeTooSkewed":
-        return CredentialsError(
-            f"{uri}: the clock of this host and the server's differ; set the clock ({told})"
+        return UnavailableError(
+            f"{uri}: the clock of this host and the server's differ; set the clock ({told})",
+            reason="credentials",
         )
     if code in _CREDENTIALS or status == 401:
-        return CredentialsError(f"{uri}: the server does not know these credentials ({told})")
+        return UnavailableError(
+            f"{uri}: the server does not know these credentials ({told})", reason="credentials"
+        )
     return None
 
 
-def _denied(code: str, told: str, what: str, method: str) -> AccessDeniedError:
+def _denied(code: str, told: str, what: str, method: str) -> UnavailableError:
     hint = f"the user needs {_RIGHTS[method]}"
     if "KMS" in code or "kms" in told:
         hint = "the user needs kms:Decrypt and kms:GenerateDataKey for the bucket's key"
     elif "requester" in told.lower() or code == "InvalidPayer":
         hint = "the requester pays for this bucket: pass storage_options={'requester_pays': True}"
-    return AccessDeniedError(f"{what}: the server does not allow this ({told}); {hint}")
+    return UnavailableError(
+        f"{what}: the server does not allow this ({told}); {hint}", reason="denied"
+    )

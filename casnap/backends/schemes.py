@@ -11,7 +11,7 @@ from typing import Any
 from casnap.backends.client import Client, valid_options
 from casnap.backends.remote import RemoteBackend
 from casnap.backends.retries import Retries
-from casnap.errors import BackendError, NotAStoreError, OptionsError, nearest
+from casnap.errors import BackendError, NotAStoreError, StoreError, nearest
 
 _Connect = Callable[[str, Mapping[str, Any], Retries], Client]
 # Scheme → the library, and what installs it.
@@ -39,7 +39,7 @@ def _retries(uri: str, settings: Mapping[str, Any]) -> Retries:
         if not isinstance(value, int | float):
             raise TypeError(f"casnap's {name} is a number, not {type(value).__name__}")
         if name not in known:
-            raise OptionsError(
+            raise StoreError(
                 f"{uri}: storage_options['casnap'] has no setting {name!r}{nearest(name, known)}"
             )
     return Retries(**settings)

@@ -22,8 +22,8 @@ def export(
     """Write what is at a path of a snapshot to a file, or to a folder of files.
 
     Raises:
-        TargetExistsError: There is something at ``out``.
-        FileFormatError: The format cannot hold it, or ``out`` is a URI or inside of the store.
+        FileFormatError: The format cannot hold it, or ``out`` exists, is a URI or inside of the
+            store.
         EntryNotFoundError: There is no such path.
         DamagedError: Stored bytes are missing or damaged.
         StorageFullError: The disk is full; nothing is left there.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from casnap.backends import Backend
 from casnap.backends.client import without_secrets
-from casnap.errors import FileFormatError, TargetExistsError
+from casnap.errors import FileFormatError
 from casnap.format.names import STORE_FOLDER
 
 # A Path has one slash where a URI has two.
@@ -28,7 +28,7 @@ class Target:
         needed: About how many bytes it will have.
 
     Raises:
-        TargetExistsError: The name is taken.
+        FileFormatError: The name is taken.
         OSError: There is no such folder above, or not enough space.
 
     Attributes:
@@ -104,8 +104,7 @@ def check_place(out: Path, backend: Backend) -> None:
     """Check that an export can go to a place.
 
     Raises:
-        FileFormatError: It is a URI, or inside of the store.
-        TargetExistsError: There is something.
+        FileFormatError: It is a URI, inside of the store, or exists.
         FileNotFoundError: There is no such folder.
     """
     check_local(
@@ -138,10 +137,10 @@ def check_absent(out: Path, cause: OSError | None = None) -> None:
     """Check that the target of an export does not exist.
 
     Raises:
-        TargetExistsError: There is something.
+        FileFormatError: There is something.
     """
     if os.path.lexists(out):
-        raise TargetExistsError(
+        raise FileFormatError(
             f"{out} exists already; choose another name, or move it away first"
         ) from cause
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from casnap.backends import Backend
-from casnap.errors import AccessDeniedError, DamagedError
+from casnap.errors import DamagedError, UnavailableError
 from casnap.format.records import pack_key, root_key, segment_key
 from casnap.maintenance.config_repair import config_damages
 from casnap.maintenance.damage import (
@@ -171,7 +171,9 @@ def lost_commits(objects: Objects) -> list[str]:
 def _bucket_warnings(backend: Backend) -> list[str]:
     try:
         return backend.bucket_warnings()
-    except AccessDeniedError:
+    except UnavailableError as e:
+        if e.reason != "denied":
+            raise
         return [
             "this user may not look at the rules of the bucket (expiration, versions, locks), so "
             "whether they hurt the store is unknown; docs/object-stores.md says which rules do"

@@ -244,7 +244,7 @@ class Group(Comm):
         """Return the errors of the ranks that announced one."""
         texts = self._exchange_texts(mine)
         return {
-            rank: decoder(ErrorText).decode(texts[rank])  # type: ignore[arg-type]
+            rank: decoder(ErrorText).decode(texts[rank])
             for rank, size in enumerate(sizes)
             if size == _FAILED and len(texts[rank])
         }

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from casnap import errors
-from casnap.errors import CasnapError, RankError
+from casnap.errors import CasnapError, RankError, Reason, UnavailableError
 from casnap.format.names import rank_names
 
-ErrorText = tuple[str, str]
-"""The type of an error, and its message."""
+
+class ErrorText(msgspec.Struct, array_like=True, frozen=True):
+    """An error as other ranks are sent it.
+
+    Attributes:
+        kind: The name of its type.
+        text: Its message.
+        reason: That of an UnavailableError.
+    """
+
+    kind: str
+    text: str
+    reason: Reason = "other"
 
 
 def error_text(error: BaseException) -> ErrorText:
@@ -17,24 +30,32 @@ def error_text(error: BaseException) -> ErrorText:
     except Exception as e:  # noqa: BLE001 - whatever it is, the others must hear of the error
         text = f"its text cannot be told ({type(e).__name__})"
     # A lone surrogate cannot be encoded.
-    return type(error).__name__, text.encode("utf-8", "backslashreplace").decode()
+    text = text.encode("utf-8", "backslashreplace").decode()
+    reason = error.reason if isinstance(error, UnavailableError) else "other"
+    return ErrorText(type(error).__name__, text, reason)
 
 
 def error_of_ranks(operation: str, texts: dict[int, ErrorText]) -> CasnapError:
     """Return the error to raise here for errors of other ranks.
 
-    It is of the same type if that is one of casnap's, else a RankError.
+    It is of the same type and reason if that type is one of casnap's, else a RankError.
 
     Args:
         operation: What the ranks do, for the message.
         texts: The error of each rank that failed.
     """
-    rank, (name, text) = min(texts.items())
-    kind = getattr(errors, name, None)
+    rank = min(texts)
+    sent = texts[rank]
+    kind = getattr(errors, sent.kind, None)
     if kind is RankError:
-        return RankError(text, tuple(texts))
+        return RankError(sent.text, tuple(texts))
     if isinstance(kind, type) and issubclass(kind, CasnapError):
-        return kind(f"rank {rank}: {text}")
+        error = kind(f"rank {rank}: {sent.text}")
+        if isinstance(error, UnavailableError):
+            error.reason = sent.reason
+        return error
     also = [r for r in texts if r != rank]
     others = f" (and {rank_names(also)})" if also else ""
-    return RankError(f"{operation}: rank {rank} failed{others}: {name}: {text}", tuple(texts))
+    return RankError(
+        f"{operation}: rank {rank} failed{others}: {sent.kind}: {sent.text}", tuple(texts)
+    )

@@ -103,7 +103,7 @@ def fetch_shared(
     passing = _SharedFetch(comm, objects, wants, how)
     passing.run(window or window_for(comm.size), only_in_memory)
     error = passing.fetch_the_rest()
-    told = comm.all_gather(error_text(error)[1].encode() if error else b"")
+    told = comm.all_gather(error_text(error).text.encode() if error else b"")
     if error is not None:
         raise error
     for rank, text in enumerate(told):

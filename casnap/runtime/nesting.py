@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-from casnap.errors import NestedTakeError
+from casnap.errors import CasnapError
 
 # What stands around the library and takes for the user; and what only waits, and holds nothing.
 _OUTSIDE = ("integrations", "cli", "demo", "testing", "preemption")
@@ -23,12 +23,12 @@ def refuse_nested_take() -> None:
     The stack tells: of a thread that works for casnap, it begins in casnap.
 
     Raises:
-        NestedTakeError: It is.
+        CasnapError: It is.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if _holds_something(frame):
-            raise NestedTakeError(
+            raise CasnapError(
                 "a take cannot begin within another call of casnap in the same thread, so nothing "
                 "was taken. In a signal handler, only set a flag; look at it in the training "
                 "loop, and take there. A state_dict(), load_state_dict() or progress= must not take"

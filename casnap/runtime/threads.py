@@ -13,7 +13,7 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from casnap.errors import ExhaustedError
+from casnap.errors import UnavailableError
 from casnap.runtime.typing import override
 
 T = TypeVar("T")
@@ -72,12 +72,12 @@ class Worker(threading.Thread):
         """Start it.
 
         Raises:
-            ExhaustedError: No thread can be started.
+            UnavailableError: No thread can be started.
         """
         try:
             super().start()
         except RuntimeError as e:
-            raise ExhaustedError(NO_THREADS) from e
+            raise UnavailableError(NO_THREADS, reason="exhausted") from e
 
     @override
     def run(self) -> None:
@@ -166,7 +166,7 @@ class Crew:
         """Run ``work`` on ``count`` new threads.
 
         Raises:
-            ExhaustedError: So many cannot be started; those that were have ended.
+            UnavailableError: So many cannot be started; those that were have ended.
         """
         started: list[Worker] = []
         for _ in range(count):

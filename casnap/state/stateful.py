@@ -12,7 +12,7 @@ from collections import UserDict
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from casnap.errors import NotStatefulError
+from casnap.errors import UnsupportedTypeError
 
 _log = logging.getLogger("casnap")
 
@@ -130,11 +130,11 @@ def check_order(call: str, app_state: object, name: object) -> None:
         name: What was given as the name or path.
 
     Raises:
-        NotStatefulError: They were; or the name is no text.
+        UnsupportedTypeError: They were; or the name is no text.
     """
     if isinstance(app_state, str | os.PathLike) or not isinstance(name, str | os.PathLike):
         what = call.partition("(")[2].rstrip(")").replace("app_state", "").strip(", ")
-        raise NotStatefulError(
+        raise UnsupportedTypeError(
             f"the call is {call}: app_state is a dict of keys and Statefuls, {what} a str; got "
             f"{type(app_state).__name__} as app_state, {type(name).__name__} as {what}"
         )
@@ -185,19 +185,19 @@ def random_states_first(app_state: Mapping[str, Stateful]) -> list[str]:
     """Return the keys, the random state's first, since reading the others may draw numbers.
 
     Raises:
-        NotStatefulError: A value lacks ``state_dict`` or ``load_state_dict``.
+        UnsupportedTypeError: A value lacks ``state_dict`` or ``load_state_dict``.
         RuntimeError: There are two random states.
     """
     if not isinstance(app_state, Mapping):
-        raise NotStatefulError(
+        raise UnsupportedTypeError(
             f"an app state is a dict of keys and Statefuls, like {{'model': model}}; got a "
             f"{type(app_state).__qualname__}"
         )
     for key, value in app_state.items():
         if not isinstance(key, str):
-            raise NotStatefulError(f"the keys of an app state are str; got {key!r}")
+            raise UnsupportedTypeError(f"the keys of an app state are str; got {key!r}")
         if not isinstance(value, Stateful):
-            raise NotStatefulError(
+            raise UnsupportedTypeError(
                 f"app_state[{key!r}] is a {type(value).__qualname__}, which lacks state_dict() or "
                 "load_state_dict(); wrap plain values in casnap.StateDict"
             )

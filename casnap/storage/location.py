@@ -22,7 +22,6 @@ from casnap.errors import (
     InvalidNameError,
     NotAStoreError,
     StoreError,
-    UntrustedStoreError,
 )
 from casnap.format.names import STORE_FOLDER, check_name
 from casnap.format.records import CONFIG_KEY, FOLDER_ONLY, root_key, serves_below
@@ -191,7 +190,7 @@ def _find_store(folder: Path) -> tuple[Path, str] | None:
 
     Raises:
         DamagedError: A store of this user lacks its ``casnap.json``.
-        UntrustedStoreError: The store lies above the folder, and is another user's.
+        StoreError: The store lies above the folder, and is another user's.
     """
     for way in dict.fromkeys((as_written(folder), _resolved(folder))):
         found: Path | None = None
@@ -273,7 +272,7 @@ def _is_usable(place: Path, below: str) -> bool:
         below: The way down from there.
 
     Raises:
-        UntrustedStoreError: It is another user's.
+        StoreError: It is another user's.
     """
     store = place.resolve()
     why = _why_distrusted(store, is_parent=False)
@@ -338,8 +337,8 @@ _ADVICE = (
 )
 
 
-def _untrusted(store: Path, why: str) -> UntrustedStoreError:
-    return UntrustedStoreError(f"{why}, found by the path given. {_ADVICE}")
+def _untrusted(store: Path, why: str) -> StoreError:
+    return StoreError(f"{why}, found by the path given. {_ADVICE}")
 
 
 def _why_distrusted(store: Path, *, is_parent: bool) -> str | None:

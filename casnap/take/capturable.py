@@ -51,7 +51,7 @@ class LiveState:
         """Return the keys; that of a random state comes first.
 
         Raises:
-            NotStatefulError: A value lacks one of the two methods.
+            UnsupportedTypeError: A value lacks one of the two methods.
         """
         return random_states_first(self.values)
 

@@ -103,7 +103,7 @@ class PendingTake:
         """Start the thread, unless it has been started. It first waits for the takes before it.
 
         Raises:
-            ExhaustedError: No thread can be started.
+            UnavailableError: No thread can be started.
         """
         global _line, _count
         with self._lock:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
-from casnap.errors import ExhaustedError, FencedError, StateError
+from casnap.errors import FencedError, StateError, UnavailableError
 from casnap.format.codec import Codec
 from casnap.format.names import key_of
 from casnap.format.records import Root
@@ -109,7 +109,7 @@ def async_take(
                 if not pending.started:
                     try:
                         undisturbed(lambda _: copies.release())
-                    except ExhaustedError:
+                    except UnavailableError:
                         copies.release()
                     _tell_ranks_later(work, name, e)
                 pending.note_seen()
@@ -143,7 +143,7 @@ def _tell_ranks_later(work: _Take, name: str, error: BaseException) -> None:
     telling.error_seen = True
     try:
         telling.start()
-    except ExhaustedError:
+    except UnavailableError:
         # No thread can be started.
         background.wait_for_last()
         with suppress(BaseException):

@@ -26,10 +26,9 @@ import msgspec
 from casnap.errors import (
     BackendError,
     CasnapError,
-    ExhaustedError,
     MirrorError,
-    OptionsError,
     SnapshotExistsError,
+    UnavailableError,
 )
 from casnap.format.records import Row
 from casnap.runtime.threads import Worker
@@ -156,7 +155,7 @@ class Mirror:
             self._watch()
             if not self._backoff.delay:
                 self._start_pass()
-        except (RuntimeError, ExhaustedError) as e:
+        except (RuntimeError, UnavailableError) as e:
             # No thread can be started. A later commit tries again.
             self._backoff.note_failure(e)
 
@@ -322,7 +321,7 @@ class Mirror:
                     self._misfit = None
                 except CasnapError as e:
                     # A failure may pass. Any other error stays until the user acts.
-                    if isinstance(e, OptionsError) or not isinstance(e, BackendError):
+                    if not isinstance(e, BackendError):
                         self._misfit = e
                     raise
             return self._there

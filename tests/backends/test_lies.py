@@ -25,18 +25,13 @@ from casnap.backends.any_fsspec import FsspecClient
 from casnap.backends.client import ObjectStat, Sink, TransientError
 from casnap.backends.event_loop import event_loop
 from casnap.backends.remote import RemoteBackend
-from casnap.errors import (
-    BackendError,
-    CredentialsError,
-    ExhaustedError,
-    UnavailableError,
-    UnreachableError,
-)
+from casnap.errors import BackendError, StoreError, UnavailableError
 from tests.support.faulty import FaultyProxy, HttpAct, HttpFault, answer, change
 from tests.support.faulty.proxy import Answer, Exchange
 from tests.support.object_stores import IMPATIENT
 from tests.support.remote import RemoteDouble
 from tests.support.servers import Bucket
+from tests.support.unavailable import unavailable
 
 MIB = 1 << 20
 
@@ -62,7 +57,7 @@ class _Expiring(FsspecClient):
         _Expiring.reads += 1
         number = _Expiring.reads
         if number == 1:
-            raise CredentialsError("expired")
+            raise UnavailableError("expired", reason="credentials")
         if number == 2:
             await asyncio.sleep(0.1)
             raise TransientError("a bad moment")
@@ -125,7 +120,7 @@ def test_an_answer_of_unknown_length(bucket: Bucket) -> None:
         backend.write("x", b"0123456789abcdef")
         with (
             proxy.during(HttpFault(chunked, "GET", times=None)),
-            pytest.raises(UnreachableError, match="how long the object is"),
+            unavailable("unreachable", match="how long the object is"),
         ):
             backend.read("x")
 
@@ -310,7 +305,7 @@ def test_a_second_interrupt_waits_for_the_end_too(
 def test_no_secret_is_in_an_error_or_its_traceback(uri: str, options: Any) -> None:
     if "endpoint_url" in options:
         options = {**options, "casnap": {"first_contact": 0.1}}
-    with pytest.raises(BackendError) as caught:
+    with pytest.raises(StoreError) as caught:
         backend_at(uri, options).read("x")
     assert "passw0rd" not in "".join(traceback.format_exception(caught.value))
 
@@ -320,6 +315,6 @@ def test_the_event_loop_never_waits_for_itself() -> None:
         event_loop.run(asyncio.sleep(0))
 
     pool = ThreadPoolExecutor(1)
-    with pytest.raises(ExhaustedError, match="no more threads"):
+    with unavailable("exhausted", match="no more threads"):
         pool.submit(event_loop.run, outer()).result(20)
     pool.shutdown(wait=False)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from casnap.backends import Backend, backend_at
-from casnap.errors import UnreachableError
 from casnap.testing.backend_suite import BrokenBackendSuite, Opener, SharedBackendSuite, pattern
 from tests.support.faulty import FaultyProxy, HttpFault, after, answer, break_off, cut, hang_up
 from tests.support.object_stores import IMPATIENT
 from tests.support.servers import Bucket, Server
+from tests.support.unavailable import unavailable
 
 PUTS = ("PUT", "POST")
 CUTS = (cut(0), cut(1000), cut(1 << 20), cut(1000, reset=True))
@@ -93,7 +93,7 @@ class LostOnTheWay:
         faults = HttpFault(break_off(2 << 20), PUTS, times=None)
         for write in (proxied.write, proxied.put_if_absent):
             key = f"packs/ab/{write.__name__}"
-            with proxy.during(faults), pytest.raises(UnreachableError):
+            with proxy.during(faults), unavailable("unreachable"):
                 write(key, content)
             assert key not in backend.sizes("packs")
             write(key, content)

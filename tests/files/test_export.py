@@ -24,7 +24,6 @@ from casnap.errors import (
     EntryNotFoundError,
     FileFormatError,
     StorageFullError,
-    TargetExistsError,
 )
 from tests.support.bitwise import assert_same, noise
 from tests.support.mounts import tmpfs
@@ -271,7 +270,7 @@ def test_targets_and_paths(store: Store, tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.write_text("mine")
     for kind in ("safetensors", "torch", "dcp"):
-        with pytest.raises(TargetExistsError, match="there exists already"):
+        with pytest.raises(FileFormatError, match="there exists already"):
             snapshot.export(there, format=kind)
     with pytest.raises(EntryNotFoundError, match="nearest: m/w"):
         snapshot.export(tmp_path / "x", path="m/v")

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from casnap.errors import DamagedError, MismatchError, StateError
+from casnap.errors import DamagedError, MismatchError, StateError, UnavailableError
 from casnap.ranks import group as groups
 from casnap.ranks import joining, processes
 from casnap.ranks import link as links
@@ -137,6 +137,22 @@ def test_an_error_on_some_ranks_is_raised_on_all(
             # The group is in step still.
             assert again.value == heard_of(3)
             assert before == after
+
+
+def reason_of_another_rank() -> str:
+    def strike(i: int, comm: Comm) -> None:
+        if (i, comm.rank) == (1, 1):
+            raise UnavailableError("no", reason="denied")
+
+    try:
+        talk(60, 3, strike)
+    except UnavailableError as e:
+        return f"{e}: {e.reason}"
+    return "no error"
+
+
+def test_the_reason_of_an_unavailable_place_is_told_to_all(world: Worlds) -> None:
+    assert world(2).run(reason_of_another_rank) == ["rank 1: no: denied", "no: denied"]
 
 
 class UntellableError(Exception):

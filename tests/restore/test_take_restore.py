@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from casnap import RNGState, Snapshot, StateDict, Store
-from casnap.errors import MismatchError, NotStatefulError, SnapshotExistsError
+from casnap.errors import MismatchError, SnapshotExistsError, UnsupportedTypeError
 from casnap.format.entries import TensorEntry
 from tests.support.bitwise import assert_same, raw
 
@@ -129,7 +129,7 @@ def test_what_is_not_stateful(store, value):
     for take in (store.take, store.async_take):
         with pytest.raises(TypeError, match=r"'x'.*StateDict") as e:
             take(whole, "step")
-        assert isinstance(e.value, NotStatefulError)
+        assert isinstance(e.value, UnsupportedTypeError)
     assert store.snapshots() == []
     snapshot = store.take({"model": nn.Linear(2, 2), "x": StateDict(a=1)}, "step")
     before = bits({"model": whole["model"]})

@@ -21,7 +21,6 @@ from casnap.errors import (
     EntryNotFoundError,
     InvalidNameError,
     NotAStoreError,
-    NotStatefulError,
     SnapshotExistsError,
     SnapshotNotFoundError,
     StateError,
@@ -289,9 +288,9 @@ def test_a_name_that_is_not_there(base: Path) -> None:
 def test_what_is_no_app_state(base: Path, state: Any) -> None:
     store, before = Store(base), files(base)
     for use in (store.take, store.async_take):
-        with pytest.raises(NotStatefulError, match=r"model|StateDict"):
+        with pytest.raises(UnsupportedTypeError, match=r"model|StateDict"):
             use(state, "x")
-    with pytest.raises(NotStatefulError):
+    with pytest.raises(UnsupportedTypeError):
         store["step_0"].restore(state)
     assert files(base) == before
 
@@ -487,9 +486,11 @@ def test_arguments_of_a_take_in_the_other_order(tmp_path: Path, verb: str) -> No
         (lambda *a: getattr(Snapshot, verb)(*a), (state, tmp_path / "x/s"), "(path, app_state)"),
         (lambda *a: getattr(Snapshot, verb)(*a), (3, state), "(path, app_state)"),
     ):
-        with pytest.raises(NotStatefulError, match=rf"the call is \w+\.{verb}{re.escape(told)}: "):
+        with pytest.raises(
+            UnsupportedTypeError, match=rf"the call is \w+\.{verb}{re.escape(told)}: "
+        ):
             call(*given)
-    with pytest.raises(NotStatefulError, match="got str as app_state, dict as name"):
+    with pytest.raises(UnsupportedTypeError, match="got str as app_state, dict as name"):
         getattr(store, verb)("s3", state)
     assert store.snapshots() == []
     assert not (tmp_path / "x").exists()

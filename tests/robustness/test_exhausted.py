@@ -15,10 +15,11 @@ import casnap.maintenance.gc
 import casnap.maintenance.repair  # noqa: F401
 from casnap import Store
 from casnap.backends import LocalBackend
-from casnap.errors import ExhaustedError
+from casnap.errors import UnavailableError
 from tests.support.damaged import record_of
 from tests.support.faults import CHUNK, app_state, assert_holds, content, files, in_child, take
 from tests.support.faulty import Fault, FaultyBackend, fail
+from tests.support.unavailable import EXHAUSTED, unavailable
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_a_process_that_may_open_no_more_files(path: Path, what: str) -> None:
     def work() -> None:
         store = Store(path)
         assert_holds(store["step_0"], 0)
-        with no_more_files(), pytest.raises(ExhaustedError, match="too many files open"):
+        with no_more_files(), unavailable("exhausted", match="too many files open"):
             ASKED[what](store)
         before = len(files(path, "packs"))
         # All is known still, and nothing is distrusted.
@@ -87,11 +88,11 @@ def test_any_call_that_fails_for_that(path: Path, what: str, call: str) -> None:
     while struck:
         backend = FaultyBackend(LocalBackend(path))
         store = Store(backend)
-        with backend.during(Fault(fail(ExhaustedError), call, skip=number)) as (fault,):
+        with backend.during(Fault(fail(EXHAUSTED), call, skip=number)) as (fault,):
             try:
                 answer = ASKED[what](store) if what != "open" else Store(backend)
                 assert getattr(answer, "ok", True)
-            except ExhaustedError:
+            except UnavailableError:
                 pass
         struck = bool(fault.struck)
         number += step

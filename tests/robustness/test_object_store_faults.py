@@ -224,7 +224,7 @@ def test_ranks(
         raised = world(2).run(_ranks_take, bucket, proxy.url, timeout)
     if times is not None:
         assert raised == ["", ""]
-    assert set(raised) <= {"", "UnreachableError", "RankError"}
+    assert set(raised) <= {"", "UnavailableError", "RankError"}
     assert len(proxy.log) <= 2 * (60 + 8 * IMPATIENT["attempts"]), proxy.log
     if "" in raised:
         assert_bucket(bucket, {0, 1, 3})

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from casnap import Snapshot, StateDict, Store
-from casnap.errors import ExhaustedError
+from casnap.errors import UnavailableError
 from casnap.runtime.buffers import SLOTS, Pool, shared_pool
 from casnap.runtime.threads import Worker, undisturbed
 from casnap.storage.pack import PackWriter
 from casnap.take import staging
 from tests.support.faults import CHUNK, app_state, assert_holds, assert_store, faults, take
+from tests.support.unavailable import unavailable
 
 
 def no_thread() -> None:
@@ -58,7 +59,7 @@ def test_a_thread_that_cannot_start(store: Store, k: int, lasting: bool) -> None
         with faults(threading.Thread, ["start"], k, no_thread, lasting=lasting) as starts:
             try:
                 call()
-            except ExhaustedError:
+            except UnavailableError:
                 assert starts.struck
                 return True
             finally:
@@ -118,7 +119,7 @@ def test_async_takes_fail_and_then_work(store: Store) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(ExhaustedError, match="no more threads"):
+            with unavailable("exhausted", match="no more threads"):
                 store.async_take(big, "big", max_staging_bytes=1)
         assert_nothing_is_lost()
     store.async_take(big, "big", max_staging_bytes=1).wait()
@@ -140,7 +141,7 @@ def test_no_thread_writes_packs(store: Store, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     for step in range(2, SLOTS + 3):
-        with pytest.raises(ExhaustedError):
+        with unavailable("exhausted"):
             take(store, step)
     monkeypatch.undo()
     take(store, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -14,7 +15,7 @@ import torch
 import casnap.storage.index
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.errors import BackendError, DamagedError, ExhaustedError
+from casnap.errors import BackendError, DamagedError, UnavailableError
 from casnap.format.digest import digest_of
 from casnap.format.records import PackId, id_from_name, pack_key
 from casnap.runtime.threads import Crew
@@ -26,6 +27,7 @@ from casnap.storage.transaction import Transaction
 from tests.support.damaged import change, flip, record_of
 from tests.support.faults import CHUNK, assert_holds, content, files, in_child, take
 from tests.support.faulty import Call, Fault, FaultyBackend
+from tests.support.unavailable import EXHAUSTED
 
 FROZEN = content(0)["frozen"][: CHUNK // 4]
 ALONE = FROZEN * 7 + 1
@@ -96,7 +98,7 @@ def test_a_pack_that_cannot_be_looked_at_is_not_taken_for_gone(path: Path, numbe
         LocalBackend(path).size("casnap.json")
 
     def act(_call: Call) -> object:
-        raise ExhaustedError("too many open files")
+        raise UnavailableError("too many open files", reason="exhausted")
 
     with pytest.raises(BackendError, match="too many"):
         take(Store(FaultyBackend(LocalBackend(path), Fault(act, "size", times=None))), 2)
@@ -166,8 +168,8 @@ def test_threads_that_find_damage_at_once(path: Path, monkeypatch: pytest.Monkey
     assert objects.index.find(view, [digest], to_rely=True) == [None]
 
 
-@pytest.mark.parametrize("error", [ExhaustedError, BackendError])
-def test_what_cannot_be_read_is_no_damage(path: Path, error: type[BackendError]) -> None:
+@pytest.mark.parametrize("error", [EXHAUSTED, BackendError])
+def test_what_cannot_be_read_is_no_damage(path: Path, error: Callable[[str], BackendError]) -> None:
     def act(_call: Call) -> object:
         raise error("too many open files")
 

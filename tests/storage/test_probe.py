@@ -14,12 +14,13 @@ import pytest
 from casnap import Retention, Snapshot, StateDict, Store
 from casnap.backends import LocalBackend
 from casnap.backends.base import as_exclusive
-from casnap.errors import AccessDeniedError, StoreError
+from casnap.errors import StoreError, UnavailableError
 from casnap.runtime.typing import override
 from casnap.storage import probe
 from casnap.storage.config import read_config
 from casnap.storage.probe import honours_put_if_absent
 from tests.support.faults import files
+from tests.support.unavailable import unavailable
 
 TINY = {"s": StateDict(x=1)}
 
@@ -46,7 +47,7 @@ class Gateway(LocalBackend):
     def put_if_absent(self, key: str, content: bytes) -> bool:
         self.puts.append(key)
         if len(self.puts) == self.fails_at:
-            raise AccessDeniedError("on purpose")
+            raise UnavailableError("on purpose", reason="denied")
         if self.overwrites and (not self.exclusive or self.size_if_there(key) is None):
             new = self.folder / os.urandom(8).hex()
             new.write_bytes(content)
@@ -58,7 +59,7 @@ class Gateway(LocalBackend):
     @override
     def delete(self, key: str) -> None:
         if self.refuses_deletes:
-            raise AccessDeniedError("on purpose")
+            raise UnavailableError("on purpose", reason="denied")
         super().delete(key)
 
 
@@ -235,7 +236,7 @@ def test_an_endpoint_that_overwrites_before_a_store_that_did_not(
 @pytest.mark.parametrize("k", range(1, 7))
 def test_a_probe_that_fails_leaves_nothing(gateway: Gateway, k: int) -> None:
     gateway.fails_at = k
-    with pytest.raises(AccessDeniedError):
+    with unavailable("denied"):
         Store(gateway).make()
     assert files(gateway.folder) == set()
     gateway.puts.clear()

@@ -16,7 +16,7 @@ PROGRAM = """
 import os, signal, sys, threading, time
 import torch
 from casnap import StateDict, Store
-from casnap.errors import AccessDeniedError
+from casnap.errors import UnavailableError
 
 uri, endpoint, secret, writer, reader = sys.argv[1:]
 def store_of(user):
@@ -54,7 +54,7 @@ def late(key, content):
 backend.write = late
 try:
     store.async_take(state(3), "late")
-except AccessDeniedError as e:
+except UnavailableError as e:
     print(str(e).partition(":")[0])
 pending = store.async_take(state(3), "late")
 try:
@@ -82,7 +82,7 @@ def test_takes_that_are_interrupted_refused_or_late(bucket: Bucket) -> None:
     said = f"{empty}\n{told}\nnot done: False\n"
     assert (done.returncode, done.stdout) == (0, said), done.stderr
     [logged] = done.stderr.splitlines()
-    assert "the snapshot 'denied' was NOT stored: AccessDeniedError" in logged
+    assert "the snapshot 'denied' was NOT stored: UnavailableError" in logged
     assert SECRET not in logged
     assert [snapshot.name for snapshot in made.snapshots()] == ["late"]
     assert torch.equal(made["late"].read_object("s/x"), torch.arange(3_000_000) + 3)

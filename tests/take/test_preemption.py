@@ -16,7 +16,7 @@ import torch.distributed as dist
 import casnap
 from casnap import StateDict, Store
 from casnap.backends import LocalBackend
-from casnap.errors import PreemptionError
+from casnap.errors import CasnapError
 from tests.support.faulty.acts import Gate
 from tests.support.faulty.backend import Fault, FaultyBackend
 from tests.support.ranks import World
@@ -178,7 +178,7 @@ def test_only_the_main_thread_hears_signals(tmp_path: Path) -> None:
     def watch() -> None:
         try:
             casnap.on_preemption(store, {})
-        except PreemptionError as e:
+        except CasnapError as e:
             errors.append(e)
 
     thread = threading.Thread(target=watch)

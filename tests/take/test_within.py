@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from casnap import Snapshot, StateDict, Store, release_memory
-from casnap.errors import NestedTakeError
+from casnap.errors import CasnapError
 from casnap.runtime import buffers
 from casnap.runtime.threads import cores
 from casnap.take import staging
@@ -22,6 +22,7 @@ from tests.support.faults import CHUNK, app_state, assert_store, backend_faults,
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
+NESTED = "within another call of casnap"
 HANDLED = threading.Event()
 """Set by a handler of SIGTERM when it begins."""
 
@@ -31,7 +32,7 @@ class Last:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.refused: list[NestedTakeError] = []
+        self.refused: list[CasnapError] = []
         self.taken: list[Snapshot] = []
         signal.signal(signal.SIGTERM, self)
 
@@ -40,7 +41,7 @@ class Last:
         step = 100 + len(self.taken)
         try:
             self.taken.append(take(self._store, step))
-        except NestedTakeError as e:
+        except CasnapError as e:
             self.refused.append(e)
 
 
@@ -153,12 +154,12 @@ def test_from_progress(tmp_path: Path) -> None:
     def progress(_what: str, done: int, _total: int) -> None:
         take(store, 100)
 
-    with pytest.raises(NestedTakeError):
+    with pytest.raises(CasnapError, match=NESTED):
         take(store, 1, progress=progress)
     pending = store.async_take(app_state(2), "step_2", metadata={"step": 2}, progress=progress)
-    with pytest.raises(NestedTakeError):
+    with pytest.raises(CasnapError, match=NESTED):
         pending.wait()
-    with pytest.raises(NestedTakeError):
+    with pytest.raises(CasnapError, match=NESTED):
         take(store, 3).restore(app_state(4), progress=progress)
     assert_store(store.uri, {3})
 
@@ -172,7 +173,7 @@ def test_from_a_state_dict(tmp_path: Path) -> None:
             return super().state_dict()
 
     for verb in (store.take, store.async_take):
-        with pytest.raises(NestedTakeError):
+        with pytest.raises(CasnapError, match=NESTED):
             verb({"state": Nested(x=1)}, "step")
     take(store, 1)
     assert_store(store.uri, {1})

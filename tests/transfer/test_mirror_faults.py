@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from casnap import Retention, Store
 from casnap.backends import LocalBackend
-from casnap.errors import BackendError, MirrorError, NotAStoreError, UnreachableError
+from casnap.errors import BackendError, MirrorError, NotAStoreError
 from casnap.storage.table import snapshots_in
 from casnap.transfer.follow import ContinuousCopy, FollowOptions, Pair
 from casnap.transfer.report import ChosenSnapshot, CopyOptions
@@ -54,9 +54,10 @@ from tests.support.faulty import (
 from tests.support.object_stores import IMPATIENT
 from tests.support.servers import Bucket
 from tests.support.sweep import sweep
+from tests.support.unavailable import UNREACHABLE, unavailable
 from tests.support.warm import run_python
 
-DEAD = Fault(fail(UnreachableError), times=None)
+DEAD = Fault(fail(UNREACHABLE), times=None)
 
 
 def mirrored(folder: Path, mirror: Any = None, **options: Any) -> Store:
@@ -368,7 +369,7 @@ def test_follow_survives_failures_of_either_side(tmp_path: Path, side: str) -> N
     places = {n: FaultyBackend(LocalBackend(tmp_path / n)) for n in ("here", "there")}
     Store(tmp_path / "there").delete("step_0")
     Store(tmp_path / "there").delete("step_1")
-    fault = Fault(fail(UnreachableError), times=200, chance=0.5, seed=1)
+    fault = Fault(fail(UNREACHABLE), times=200, chance=0.5, seed=1)
     with places[side].during(fault):
         assert sorted(follow(places["here"], places["there"], 3)) == [
             "step_0",
@@ -405,7 +406,7 @@ def test_follow_gives_up_in_the_end(tmp_path: Path) -> None:
     there = FaultyBackend(LocalBackend(tmp_path / "there"))
     following = follower(tmp_path / "here", there)
     following._options = FollowOptions(interval=0.001, give_up_after=0.1)
-    with there.during(DEAD), pytest.raises(UnreachableError, match="on purpose"):
+    with there.during(DEAD), unavailable("unreachable", match="on purpose"):
         next(following.reports())
     with there.during(Fault(fail(BackendError), times=None)), pytest.raises(BackendError):
         # A wrong argument would not get better.

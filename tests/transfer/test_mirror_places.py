@@ -10,7 +10,7 @@ import pytest
 
 from casnap import Retention, Store
 from casnap.backends import MemoryBackend
-from casnap.errors import MirrorError, NotAStoreError, OptionsError, StoreError
+from casnap.errors import MirrorError, NotAStoreError, StoreError
 from tests.support.cli_calls import failure, invoke
 from tests.support.copies import mirrored, names
 from tests.support.faults import CHUNK, take
@@ -86,7 +86,7 @@ def test_places_that_cannot_be_a_mirror(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="remote"):
         mirrored(tmp_path / "here", tmp_path / "there", mirror_options={"key": "x"})
     # This is noticed without a server.
-    with pytest.raises(OptionsError, match="deadlin"):
+    with pytest.raises(StoreError, match="deadlin"):
         mirrored(tmp_path / "here", "s3://bucket/run", mirror_options={"casnap": {"deadlin": 1}})
     for options in ({"mirror_options": {"key": "x"}}, {"mirror_retention": Retention(keep_last=1)}):
         with pytest.raises(ValueError, match="need mirror="):
