@@ -1,0 +1,171 @@
+"""Collecting garbage by itself: the process that lets snapshots go frees their bytes.
+
+A collection begins in the background once enough was let go, so its cost stays a small share of
+that of the takes. On a local disk a collection frees what was condemned before the one before it
+ended: so each reader and each take had a whole cycle. On a remote store the grace of a day counts.
+Safety does not rest on either: ``docs/commit-protocol.md`` says on what.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from casnap.errors import CasnapError
+from casnap.format.records import Row
+from casnap.maintenance.gc import DAY, GcOptions, GcReport, collect
+from casnap.runtime.progress import Progress
+from casnap.runtime.threads import Worker
+from casnap.storage.objects import Objects
+from casnap.storage.settings import GC, settings_of
+
+_log = logging.getLogger("casnap")
+# A collection begins at the earliest when this process has used so many times the processor time of
+# the one before; at a remote place, where each costs requests, after so many seconds.
+_SHARE, _REMOTE_REST = 20.0, 3600.0
+# After a failure, so many seconds.
+_FAILURE_REST = 60.0
+
+
+class _ExitError(Exception):
+    """Ends a collection because the process ends."""
+
+
+class AutomaticCollector:
+    """Collects the garbage of a store in the background of this process.
+
+    Args:
+        objects: The store.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._lock = threading.Lock()
+        self._collecting = threading.Lock()
+        self._worker: Worker | None = None
+        # The bytes that were let go since the last collection; what earlier processes left is not
+        # known. And the bytes that snapshots needed then.
+        self._released = math.inf
+        self._needed = 0
+        self._ready_at = self._processor_ready_at = 0.0
+        # What was condemned up to this root had a whole cycle.
+        self._condemned_until = objects.recent().seq
+
+    def note(self, objects: Objects, rows: Iterable[Row]) -> None:
+        """Note that snapshots were let go; collect in the background once that is worth it.
+
+        Args:
+            objects: The store, as the caller has it open.
+            rows: The rows that the snapshots had.
+        """
+        rows = list(rows)
+        if not rows:
+            return
+        self._objects = objects
+        self._released += sum(row.stats.new_bytes for row in rows)
+        state = max(row.stats.logical_bytes for row in rows)
+        worth = min(state, self._needed / 2)
+        if self._released >= worth and self._is_ready():
+            # What was committed stands, whatever happens here.
+            with suppress(CasnapError, OSError):
+                if settings_of(objects.recent())[GC] != "off":
+                    self._start()
+
+    def make_room(self, objects: Objects, count_bytes: Callable[[], int]) -> None:
+        """Collect all that nobody needs, now, if a state may not fit on the disk.
+
+        Args:
+            objects: The store, as the caller has it open.
+            count_bytes: Returns the bytes of the state.
+        """
+        free = objects.backend.free_bytes()
+        if free is None or free > 2 * self._needed + (1 << 30) or free > count_bytes():
+            return
+        root = objects.newest()
+        if (self._released or root.condemned) and settings_of(root)[GC] != "off":
+            self.sweep(objects)
+
+    def sweep(self, objects: Objects) -> int:
+        """Collect all that nobody needs, now; return how many bytes that freed."""
+        self._objects = objects
+        with self._collecting:
+            return self._collect(GcOptions(grace=0)).freed_bytes
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._worker is None or self._worker.ended:
+                self._worker = Worker(self._run, "casnap-gc", in_background=True)
+                self._worker.start()
+
+    def _run(self) -> None:
+        is_remote = self._objects.backend.is_remote
+        try:
+            with self._collecting:
+                if is_remote:
+                    report = self._collect(GcOptions(grace=DAY))
+                else:
+                    report = self._collect(
+                        GcOptions(condemned_until=self._condemned_until), _end_with_process
+                    )
+        except _ExitError:
+            return
+        except (CasnapError, OSError) as e:
+            self._ready_at = time.monotonic() + _FAILURE_REST
+            _log.warning("%s: its garbage is not collected: %s", self._objects.backend.uri, e)
+            return
+        self._ready_at = time.monotonic() + (_REMOTE_REST if is_remote else 0.0)
+        self._processor_ready_at = time.process_time() + _SHARE * report.processor_seconds
+        _log.info(
+            "%s: collected garbage in %.3f s: %d bytes freed, %d bytes wait for the next time",
+            self._objects.backend.uri,
+            report.seconds,
+            report.freed_bytes,
+            report.waiting_bytes,
+        )
+
+    def _is_ready(self) -> bool:
+        is_rested = time.process_time() >= self._processor_ready_at
+        return is_rested and time.monotonic() >= self._ready_at
+
+    def _collect(self, options: GcOptions, progress: Progress | None = None) -> GcReport:
+        released, self._released = self._released, 0.0
+        try:
+            report = collect(self._objects, options, progress)
+        except BaseException:
+            self._released += released
+            raise
+        self._needed = report.live_bytes
+        self._condemned_until = self._objects.newest().seq
+        return report
+
+
+def _end_with_process(_phase: str, _done: int, _total: int) -> None:
+    if not threading.main_thread().is_alive():
+        raise _ExitError
+
+
+_collectors: dict[str, AutomaticCollector] = {}
+_collectors_lock = threading.Lock()
+
+
+def _forget_after_fork() -> None:
+    global _collectors_lock
+    _collectors.clear()
+    _collectors_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def automatic_collector(objects: Objects) -> AutomaticCollector:
+    """Return the collector of a store, the same for the whole process."""
+    name = f"{objects.config.store_id} {objects.backend.identity}"
+    with _collectors_lock:
+        if name not in _collectors:
+            _collectors[name] = AutomaticCollector(objects)
+        return _collectors[name]
